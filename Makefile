@@ -1,0 +1,61 @@
+# The two commands of the README, and what a contributor needs. `make help` lists them.
+#
+# VENV is built from a lock file when it is missing, and again when the lock file or setup.py changed. To run in an
+# interpreter that has everything already, name it and nothing is built, e.g. `make test PY=python3`; weightsync has to
+# be installed there once: `python3 -m pip install --no-deps --no-build-isolation -e .`
+
+VENV := .venv
+PY ?= $(VENV)/bin/python
+TRANSPORT ?= ipc
+ARGS ?=
+
+ifneq ($(shell nvidia-smi >/dev/null 2>&1 && echo found),)
+LOCK := requirements-gpu.lock
+PYTHON_VERSION := 3.12
+else
+LOCK := requirements-cpu.lock
+PYTHON_VERSION := 3.11
+endif
+PYTHON ?= $(shell command -v python$(PYTHON_VERSION) || echo python3)
+
+ifeq ($(PY),$(VENV)/bin/python)
+INSTALLED := $(VENV)/.installed
+CHECKS := lint
+endif
+
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help test demo lint clean
+
+help: ## List the targets.
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+test: $(CHECKS) $(INSTALLED) ## Lint, then run the tests: `make test ARGS="-k name"`. Needs no GPU, and uses one if there is one.
+	$(PY) -m pytest -q $(ARGS)
+
+demo: $(INSTALLED) ## Train two ranks, push to a live vLLM, prove it equal to a cold start: `make demo TRANSPORT=ipc|broadcast`.
+	$(PY) -m weightsync.cli demo --transport $(TRANSPORT) $(ARGS)
+
+lint: $(INSTALLED) ## ruff and mypy.
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+clean: ## Remove what builds and tools left behind; .venv stays.
+	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find benchmarks examples tests weightsync -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes first and with its dependencies, because these differ from build to build. It is pinned, because another
+# torch does not fit vLLM's compiled parts. pip takes a build for CPUs where an index offers one; from the default index
+# it takes the build for CUDA with several GB of packages, so on a machine without a GPU set PIP_EXTRA_INDEX_URL to
+# PyTorch's index for CPUs. The rest goes without dependencies: see the lock file.
+$(VENV)/.installed: $(LOCK) setup.py
+	@$(PYTHON) --version 2>&1 | grep -qF "Python $(PYTHON_VERSION)." || { echo "$(LOCK) is for Python $(PYTHON_VERSION), and" \
+	    "$(PYTHON) is not: name one with PYTHON=..., or an interpreter that has torch and vLLM with PY=..." >&2; exit 1; }
+	@echo "Installing $(LOCK) into $(VENV), once. This takes 2 to 10 minutes ..."
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) "$$(grep '^torch==' $(LOCK))"
+	@$(PIP) --no-deps --requirement $(LOCK)
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@

@@ -1,0 +1,68 @@
+# Copyright 2026 The weightsync authors. Licensed under the Apache License, Version 2.0; see the file LICENSE.
+"""Metadata, dependencies and entry points. What the tools (ruff, mypy, pytest) need is in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+extras = {
+    # The receiver works inside these vLLM releases; weightsync/vllm/compat.py holds what differs between them.
+    "vllm": ["vllm>=0.25,<0.34"],
+    "deepspeed": ["deepspeed>=0.17"],
+    "megatron": ["megatron-core>=0.16"],
+    "ray": ["ray>=2.9"],
+    "dev": [
+        "build>=1.2",
+        "hypothesis>=6.100",
+        "mypy>=1.13",
+        "pytest>=9.0",
+        "pytest-timeout>=2.3",
+        "ruff>=0.9",
+        "setuptools>=77",
+    ],
+}
+
+setup(
+    name="weightsync",
+    version="0.1.0",  # the same in weightsync/__init__.py; tests/test_package.py compares them
+    description="Moves updated policy weights from an RL trainer into a running vLLM",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    keywords="reinforcement-learning rlhf llm vllm fsdp deepspeed megatron weights",
+    author="The weightsync authors",
+    license_expression="Apache-2.0",
+    packages=find_packages(include=["weightsync", "weightsync.*"]),
+    package_data={"weightsync": ["py.typed"]},
+    zip_safe=False,  # type checkers read py.typed from disk
+    entry_points={
+        "console_scripts": ["weightsync = weightsync.cli:main"],
+        # vLLM loads this group in its front end, its engine core and every worker, so the user installs nothing else.
+        "vllm.general_plugins": ["weightsync = weightsync.vllm.plugin:register"],
+    },
+    python_requires=">=3.10",
+    # Only what every user needs: the engine and the trainer frameworks are the user's own, and in the extras.
+    install_requires=["msgpack>=1.0", "rich>=13.0", "torch>=2.6"],
+    extras_require=extras,
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)
+
+# Release checklist
+# 1. `make test` passes on a machine without a GPU and on one with a GPU.
+# 2. Set the version here and in weightsync/__init__.py.
+# 3. CHANGELOG.md: rename "Unreleased" to the version and the date; bring "Wire protocol" and "Tested with" up to date.
+# 4. Commit "Release X.Y.Z" and tag it: `git tag -s vX.Y.Z -m "Release X.Y.Z"`.
+# 5. Build: `make clean && python -m build`. Install the wheel in an empty environment and run `weightsync doctor`.
+# 6. Publish the files in dist/, then set the next development version (X.Y+1.0.dev0) in both places.

@@ -1,0 +1,999 @@
+"""The clients of vLLM: what each accepts, exactly what it asks, and what each failure becomes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.server
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weightsync.engines import AsyncEngine, HttpEngine, LlmEngine, RayEngine, connect
+from weightsync.errors import (
+    ConfigError,
+    EngineError,
+    EngineUnreachableError,
+    ManifestError,
+    SyncTimeoutError,
+    UnsupportedError,
+)
+
+# ---------------------------------------------------------------------------------------------------------------
+# What connect accepts
+
+
+class PlugInEngine:
+    """An engine of somebody else's making."""
+
+    name = "the other engine"
+    host = "10.0.0.9"
+
+    def init(self, init_info): ...
+    def start(self): ...
+    def update(self, update_info): ...
+    def finish(self, version): ...
+    def pause(self, mode): ...
+    def resume(self): ...
+    def reset_caches(self): ...
+    def set_version(self, version): ...
+    def version(self): ...
+    def is_alive(self): ...
+
+
+def test_without_an_engine_the_variable_and_then_the_default_address_are_taken(monkeypatch):
+    monkeypatch.delenv("WEIGHTSYNC_ENGINE", raising=False)
+    (engine,) = connect(None, 1.0)
+    assert (engine.name, engine.host) == ("engine 0 (http://localhost:8000)", "127.0.0.1")
+
+    monkeypatch.setenv("WEIGHTSYNC_ENGINE", "http://10.0.0.3:8000, https://rollout.example/vllm ,")
+    first, second = connect(None, 1.0)
+    assert (first.name, first.host) == ("engine 0 (http://10.0.0.3:8000)", "10.0.0.3")
+    assert (second.name, second.host) == ("engine 1 (https://rollout.example/vllm)", "rollout.example")
+
+
+def test_a_list_may_mix_kinds_and_keeps_its_order():
+    other = PlugInEngine()
+    engines = connect(["http://10.0.0.3:8000", fake_llm(), other, AsyncLLM()], 1.0)
+    assert [type(engine) for engine in engines] == [HttpEngine, LlmEngine, PlugInEngine, AsyncEngine]
+    assert engines[2] is other
+    assert engines[1].name == "engine 1 (LLM in this process)"
+    assert engines[3].name == "engine 3 (AsyncLLM in this process)"
+    assert engines[1].host == engines[3].host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (42, "builtins.int; expected a vLLM LLM or AsyncLLM"),
+        (SimpleNamespace(name="x", host="y", init=print), "types.SimpleNamespace; expected"),
+        ([], "empty"),
+        ("localhost:8000", "not the URL of a server"),
+        ("ftp://host:1", "not the URL of a server"),
+        ("http://host:8000?x=1", "not the URL of a server"),
+        ("http://host:port", "not a URL"),
+        ("http://a:1,http://b:2", "not a URL"),
+        (["http://a:1", "http://b:1", "http://a:1"], "engine 2 is engine 0 once more"),
+    ],
+)
+def test_anything_else_is_refused_with_what_is_accepted(given, words):
+    with pytest.raises(ConfigError, match=words):
+        connect(given, 1.0)
+
+
+def test_an_empty_variable_is_refused(monkeypatch):
+    monkeypatch.setenv("WEIGHTSYNC_ENGINE", " , ")
+    with pytest.raises(ConfigError, match="WEIGHTSYNC_ENGINE"):
+        connect(None, 1.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# HTTP
+
+
+class Server:
+    """A server that records every request and answers from `replies`: route -> (status, body)."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, str, Any]] = []
+        self.replies: dict[str, tuple[int, str]] = {}
+        self.instead_of_answering: Any = None
+        server = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+                server.requests.append((self.command, self.path, json.loads(body) if body else None))
+                if server.instead_of_answering is not None:
+                    server.instead_of_answering()
+                    return
+                status, text = server.replies.get(self.path.partition("?")[0], (200, "{}"))
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text.encode())))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            do_GET = do_POST  # noqa: N815 (http.server calls it so)
+
+            def log_message(self, *args: Any) -> None: ...
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join(10)
+        self._server.server_close()
+
+
+@pytest.fixture
+def server():
+    server = Server()
+    yield server
+    server.close()
+
+
+def http_engine(url: str, timeout_s: float = 5.0) -> HttpEngine:
+    (engine,) = connect(url, timeout_s)
+    assert isinstance(engine, HttpEngine)
+    return engine
+
+
+def test_http_sends_what_vllm_expects(server, monkeypatch):
+    # A proxy of the environment that nobody runs: it must not be used.
+    for variable in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    server.replies["/reset_prefix_cache"] = (200, '{"success": true}')
+    server.replies["/weight_info"] = (200, '{"weight_version": "7"}')
+    engine = http_engine(server.url + "/")
+    engine.pause("keep")
+    engine.init({"protocol": 1})
+    engine.start()
+    engine.update({"bucket": [1, 2]})
+    engine.finish("7")
+    engine.reset_caches()
+    engine.set_version("8")
+    engine.resume()
+    assert engine.version() == "7"
+    assert engine.is_alive()
+    assert server.requests == [
+        ("POST", "/pause?mode=keep&clear_cache=true", None),
+        ("POST", "/init_weight_transfer_engine", {"init_info": {"protocol": 1}}),
+        ("POST", "/start_weight_update", None),
+        ("POST", "/update_weights", {"update_info": {"bucket": [1, 2]}}),
+        ("POST", "/finish_weight_update", {"weight_version": "7"}),
+        ("POST", "/reset_prefix_cache?reset_running_requests=true&reset_external=true", None),
+        ("POST", "/reset_encoder_cache", None),
+        ("POST", "/update_weight_version", {"new_version": "8"}),
+        ("POST", "/resume", None),
+        ("GET", "/weight_info", None),
+        ("GET", "/health", None),
+    ]
+
+
+def test_http_keeps_the_path_of_the_url(server):
+    http_engine(server.url + "/replica/3/").start()
+    assert server.requests == [("POST", "/replica/3/start_weight_update", None)]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error", "words"),
+    [
+        (404, '{"detail": "Not Found"}', UnsupportedError, "VLLM_SERVER_DEV_MODE=1"),
+        (500, '{"error": {"message": "q_proj is missing"}}', EngineError, "update_weights.*500.*: q_proj is missing"),
+        (400, '{"error": "mode must be keep"}', EngineError, "mode must be keep"),
+        (422, '{"detail": [{"loc": ["body"]}]}', EngineError, r"\[\{\"loc\": \[\"body\"\]\}\]"),
+        (500, "", EngineError, "no message"),
+        (500, "Internal Server Error", EngineError, "Internal Server Error"),
+        (200, "<html>hello</html>", EngineError, "not vLLM's: '<html>"),
+        (503, "", EngineUnreachableError, "503"),
+        (
+            500,
+            '{"error": {"message": "EngineCore encountered an issue. See stack trace (above) for the root cause."}}',
+            EngineUnreachableError,
+            "engine is dead",
+        ),
+        (
+            500,
+            '{"error": {"message": "Call to collective_rpc method failed: Weight transfer not configured."}}',
+            EngineError,
+            "no weightsync plug-in.*--weight-transfer-config",
+        ),
+        (
+            400,
+            '{"error": {"message": "Invalid init_info for NCCLWeightTransferEngine: unexpected keyword"}}',
+            EngineError,
+            "no weightsync plug-in.*NCCL",
+        ),
+    ],
+)
+def test_http_answers_become_errors(server, status, body, error, words):
+    server.replies["/update_weights"] = (status, body)
+    with pytest.raises(error, match=words) as raised:
+        http_engine(server.url).update({})
+    assert type(raised.value) is error
+    assert raised.value.who == f"engine 0 ({server.url})"
+    assert len(server.requests) == 1  # never a second try
+
+
+def test_our_own_plug_in_that_refuses_init_info_is_not_called_missing(server):
+    server.replies["/init_weight_transfer_engine"] = (
+        400,
+        '{"error": {"message": "Invalid init_info for WeightSyncEngine: protocol 9"}}',
+    )
+    with pytest.raises(EngineError, match="protocol 9") as raised:
+        http_engine(server.url).init({})
+    assert "plug-in" not in str(raised.value)
+
+
+def test_a_server_older_than_versions_has_none(server):
+    server.replies["/weight_info"] = server.replies["/update_weight_version"] = (404, '{"detail": "Not Found"}')
+    engine = http_engine(server.url)
+    assert engine.version() is None
+    engine.set_version("3")
+    assert [path for _, path, _ in server.requests] == ["/weight_info", "/update_weight_version"]
+
+
+def test_a_cache_that_was_not_reset_is_an_error(server):
+    server.replies["/reset_prefix_cache"] = (200, '{"success": false}')
+    with pytest.raises(EngineError, match="could not reset its prefix cache"):
+        http_engine(server.url).reset_caches()
+    server.replies["/reset_prefix_cache"] = (200, "")  # vLLM 0.25 says nothing, and fails by status
+    http_engine(server.url).reset_caches()
+
+
+def test_a_server_that_does_not_answer_runs_into_the_deadline(server):
+    release = threading.Event()
+    server.instead_of_answering = lambda: release.wait(10)
+    engine = http_engine(server.url, timeout_s=0.3)
+    begin = time.monotonic()
+    with pytest.raises(SyncTimeoutError, match=r"no answer to /start_weight_update within 0\.3 s") as raised:
+        engine.start()
+    assert time.monotonic() - begin < 3
+    assert raised.value.waiting_for == [engine.name]
+    assert not engine.is_alive()
+    release.set()
+
+
+def test_a_server_that_dies_in_a_call_is_unreachable(server):
+    server.instead_of_answering = lambda: None  # the connection closes without a word
+    engine = http_engine(server.url)
+    with pytest.raises(EngineUnreachableError, match="whether it was carried out is not known"):
+        engine.update({})
+    assert len(server.requests) == 1
+    assert not engine.is_alive()
+
+
+def test_nobody_at_the_address():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        engine = http_engine(f"http://127.0.0.1:{unused.getsockname()[1]}")
+        with pytest.raises(EngineUnreachableError, match=r"nothing answers there.*refused"):
+            engine.init({})
+        assert not engine.is_alive()
+    with pytest.raises(EngineUnreachableError, match="nothing answers there"):
+        http_engine("http://no-such-host.invalid:8000").init({})
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# LLM
+
+
+def config(backend: str | None = "weightsync", extension: str = "") -> SimpleNamespace:
+    return SimpleNamespace(
+        weight_transfer_config=SimpleNamespace(backend=backend) if backend else None,
+        parallel_config=SimpleNamespace(worker_extension_cls=extension),
+    )
+
+
+class LLM:
+    """What `connect` takes for vLLM's `LLM` before 0.27. Records its calls; `on_rpc` runs inside `collective_rpc`."""
+
+    __module__ = "vllm.entrypoints.llm"
+
+    def __init__(self, vllm_config: SimpleNamespace) -> None:
+        self.calls: list[Any] = []
+        self.threads: set[threading.Thread] = set()
+        self.on_rpc: Any = lambda method, args: None
+        self.reset_answer = True
+        self.llm_engine = SimpleNamespace(
+            vllm_config=vllm_config,
+            engine_core=SimpleNamespace(resources=SimpleNamespace(engine_dead=False)),
+            reset_encoder_cache=lambda: self.calls.append(("reset_encoder_cache",)),
+        )
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        self.calls.append((method, *args))
+        self.threads.add(threading.current_thread())
+        return [self.on_rpc(method, args)]
+
+    def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        self.calls.append(("reset_prefix_cache", reset_running_requests, reset_connector))
+        return self.reset_answer
+
+
+class VersionedLLM(LLM):
+    """The same from 0.27 on."""
+
+    def update_weight_version(self, new_version):
+        self.calls.append(("update_weight_version", new_version))
+
+    def get_weight_version(self):
+        return self.calls[-1][1]
+
+
+def fake_llm(vllm_config: SimpleNamespace | None = None) -> VersionedLLM:
+    return VersionedLLM(vllm_config or config())
+
+
+def push_once(engine: Any) -> None:
+    engine.pause("wait")
+    engine.init({"a": 1})
+    engine.start()
+    engine.update({"b": 2})
+    engine.finish("5")
+    engine.reset_caches()
+    engine.resume()
+
+
+@pytest.mark.parametrize(
+    ("vllm_config", "methods"),
+    [
+        (
+            config("weightsync", "weightsync.vllm.extension.WeightSyncWorkerExtension"),
+            ["init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"],
+        ),
+        (
+            config(None, "weightsync.vllm.extension.WeightSyncWorkerExtension"),
+            ["weightsync_init", "weightsync_start", "weightsync_update", "weightsync_finish"],
+        ),
+        (
+            config("nccl", "my.own.ExtensionThatMixesOursIn"),
+            ["weightsync_init", "weightsync_start", "weightsync_update", "weightsync_finish"],
+        ),
+    ],
+)
+def test_llm_calls_its_workers_in_a_thread_of_its_own(vllm_config, methods):
+    llm = fake_llm(vllm_config)
+    (engine,) = connect(llm, 5.0)
+    push_once(engine)
+    assert llm.calls == [
+        (methods[0], {"a": 1}),
+        (methods[1],),
+        (methods[2], {"b": 2}),
+        (methods[3],),
+        ("update_weight_version", "5"),
+        ("reset_prefix_cache", True, True),
+        ("reset_encoder_cache",),
+    ]
+    assert threading.current_thread() not in llm.threads
+    engine.set_version("6")
+    assert engine.version() == "6"
+
+
+def test_llm_older_than_versions_has_none():
+    llm = LLM(config())
+    (engine,) = connect(llm, 5.0)
+    engine.finish("5")
+    engine.set_version("6")
+    assert engine.version() is None
+    assert llm.calls == [("finish_weight_update",)]
+
+
+@pytest.mark.parametrize(("backend", "words"), [(None, "is not configured"), ("nccl", "backend is 'nccl'")])
+def test_llm_without_the_plug_in_is_not_touched(backend, words):
+    llm = fake_llm(config(backend))
+    with pytest.raises(EngineError, match=f"no weightsync plug-in .*{words}.*weight_transfer_config="):
+        connect(llm, 5.0)[0].init({})
+    assert llm.calls == []
+
+
+def test_llm_workers_without_the_extension_have_no_plug_in():
+    llm = fake_llm(config(None, "somebody.elses.Extension"))
+
+    def refuse(method, args):
+        raise NotImplementedError(f"Method {method!r} is not implemented.")
+
+    llm.on_rpc = refuse
+    with pytest.raises(EngineError, match="no weightsync plug-in"):
+        connect(llm, 5.0)[0].init({})
+
+
+def test_llm_errors_keep_their_words_and_ours_their_class():
+    llm = fake_llm()
+    (engine,) = connect(llm, 5.0)
+
+    def fail(method, args):
+        raise RuntimeError("CUDA error: invalid argument")
+
+    def miss(method, args):
+        raise ManifestError("one tensor is missing", missing=["q"], who="engine worker tp=0")
+
+    llm.on_rpc = fail
+    with pytest.raises(EngineError, match="update_weights: CUDA error: invalid argument") as raised:
+        engine.update({})
+    assert raised.value.who == "engine 0 (LLM in this process)"
+    llm.on_rpc = miss
+    with pytest.raises(ManifestError) as ours:
+        engine.update({})
+    assert (ours.value.missing, ours.value.who) == (["q"], "engine worker tp=0")
+    llm.reset_answer = False
+    with pytest.raises(EngineError, match="could not reset its prefix cache"):
+        engine.reset_caches()
+
+
+def test_llm_that_hangs_runs_into_the_deadline_and_is_not_entered_twice():
+    llm = fake_llm()
+    (engine,) = connect(llm, 0.2)
+    release = threading.Event()
+    llm.on_rpc = lambda method, args: release.wait(10) if method == "update_weights" else None
+    with pytest.raises(SyncTimeoutError, match="no answer to update_weights") as raised:
+        engine.update({})
+    assert raised.value.waiting_for == ["engine 0 (LLM in this process)"]
+    with pytest.raises(SyncTimeoutError, match=r"finish_weight_update could not start.*update_weights"):
+        engine.finish("1")
+    assert [call[0] for call in llm.calls] == ["update_weights"]
+    release.set()
+    engine.start()
+    assert [call[0] for call in llm.calls] == ["update_weights", "start_weight_update"]
+
+
+def test_llm_whose_process_dies_in_a_call_is_unreachable_at_once():
+    llm = fake_llm()
+    (engine,) = connect(llm, 30.0)
+    assert engine.is_alive()
+    release = threading.Event()
+
+    def die(method, args):
+        llm.llm_engine.engine_core.resources.engine_dead = True
+        release.wait(10)
+
+    llm.on_rpc = die
+    begin = time.monotonic()
+    with pytest.raises(EngineUnreachableError, match="died in update_weights"):
+        engine.update({})
+    assert time.monotonic() - begin < 5
+    assert not engine.is_alive()
+    release.set()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# AsyncLLM
+
+
+class AsyncLLM:
+    """What `connect` takes for vLLM's `AsyncLLM`. Records its calls and the loops they ran in."""
+
+    __module__ = "vllm.v1.engine.async_llm"
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.loops: set[asyncio.AbstractEventLoop] = set()
+        self.errored = False
+        self.hang = False
+        self.output_handler: Any = None
+        self.vllm_config = config()
+
+    async def record(self, *call):
+        self.calls.append(call)
+        self.loops.add(asyncio.get_running_loop())
+        if self.hang:
+            await asyncio.sleep(60)
+        return True
+
+    async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        return await self.record(method, *args)
+
+    async def pause_generation(self, *, mode="abort", clear_cache=True):
+        await self.record("pause", mode, clear_cache)
+
+    async def resume_generation(self):
+        await self.record("resume")
+
+    async def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        return await self.record("reset_prefix_cache", reset_running_requests, reset_connector)
+
+    async def reset_encoder_cache(self):
+        await self.record("reset_encoder_cache")
+
+    async def update_weight_version(self, new_version):
+        await self.record("update_weight_version", new_version)
+
+
+@contextlib.contextmanager
+def loop_in_a_thread():
+    """An event loop that runs in a thread of its own."""
+
+    async def cancel_all() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        asyncio.run_coroutine_threadsafe(cancel_all(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+def serve(llm: Any, loop: asyncio.AbstractEventLoop) -> None:
+    """Give a fake AsyncLLM the output handler that the real one has in its loop."""
+
+    async def begin() -> asyncio.Task[None]:
+        return asyncio.create_task(asyncio.sleep(60))
+
+    llm.output_handler = asyncio.run_coroutine_threadsafe(begin(), loop).result(10)
+
+
+def test_async_calls_run_in_the_loop_of_the_engine():
+    llm = AsyncLLM()
+    (engine,) = connect(llm, 5.0)
+    with loop_in_a_thread() as loop:
+        serve(llm, loop)
+        push_once(engine)
+        assert llm.loops == {loop}
+    assert llm.calls == [
+        ("pause", "wait", True),
+        ("init_weight_transfer_engine", {"a": 1}),
+        ("start_weight_update",),
+        ("update_weights", {"b": 2}),
+        ("finish_weight_update",),
+        ("update_weight_version", "5"),
+        ("reset_prefix_cache", True, True),
+        ("reset_encoder_cache",),
+        ("resume",),
+    ]
+    assert engine.version() is None  # this one cannot tell
+
+
+def test_async_engine_must_not_be_called_from_its_own_loop():
+    async def main():
+        llm = AsyncLLM()  # without an output handler yet, so the loop is the one that connect ran in
+        (engine,) = connect(llm, 5.0)
+        with pytest.raises(ConfigError, match=r"asyncio\.to_thread"):
+            engine.start()
+        assert llm.calls == []
+        await asyncio.to_thread(engine.start)
+        assert llm.calls == [("start_weight_update",)]
+
+    asyncio.run(main())
+
+
+def test_async_engine_may_be_called_from_another_loop():
+    async def main():
+        engine.start()
+
+    llm = AsyncLLM()
+    (engine,) = connect(llm, 5.0)
+    with loop_in_a_thread() as loop:
+        serve(llm, loop)
+        asyncio.run(main())
+    assert llm.calls == [("start_weight_update",)]
+
+
+def test_async_engine_outside_of_any_loop_is_refused():
+    with pytest.raises(ConfigError, match="not in an event loop yet"):
+        connect(AsyncLLM(), 5.0)[0].start()
+
+
+def test_async_engine_whose_loop_has_ended_is_unreachable():
+    async def make() -> Any:
+        return connect(AsyncLLM(), 5.0)[0]
+
+    engine = asyncio.run(make())
+    with pytest.raises(EngineUnreachableError, match=r"event loop .* is not running"):
+        engine.start()
+
+
+def test_async_engine_that_hangs_or_dies_ends_the_wait():
+    llm = AsyncLLM()
+    (engine,) = connect(llm, 0.3)
+    with loop_in_a_thread() as loop:
+        serve(llm, loop)
+        llm.hang = True
+        with pytest.raises(SyncTimeoutError, match=r"no answer to update_weights within 0\.3 s"):
+            engine.update({})
+        engine.timeout_s = 30.0
+        assert engine.is_alive()
+        begin = time.monotonic()
+        threading.Timer(0.2, setattr, (llm, "errored", True)).start()
+        with pytest.raises(EngineUnreachableError, match="died in pause_generation"):
+            engine.pause("keep")
+        assert time.monotonic() - begin < 5
+        assert not engine.is_alive()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Ray
+
+
+class LlmActor:
+    """An actor of a user's own class that holds an `LLM`."""
+
+    def __init__(self, backend: str | None) -> None:
+        self.llm = fake_llm(config(backend))
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        if args == ({"sleep_s": 5},):
+            time.sleep(5)
+        if args == ({"bad": True},):
+            raise ManifestError("one tensor is missing", missing=["q"])
+        if args == ({"bad": 2},):
+            raise RuntimeError("worker 0 fell over")
+        return self.llm.collective_rpc(method, timeout, args, kwargs)
+
+    def reset_prefix_cache(self, **kwargs):
+        return self.llm.reset_prefix_cache(**kwargs)
+
+    def update_weight_version(self, new_version):
+        self.llm.update_weight_version(new_version)
+
+    def calls(self):
+        return self.llm.calls
+
+
+class AsyncActor:
+    """An actor of a user's own class that holds an `AsyncLLM`."""
+
+    def __init__(self) -> None:
+        self.engine = AsyncLLM()
+
+    async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        return await self.engine.collective_rpc(method, timeout, args, kwargs)
+
+    async def pause_generation(self, **kwargs):
+        await self.engine.pause_generation(**kwargs)
+
+    async def resume_generation(self):
+        await self.engine.resume_generation()
+
+    async def reset_prefix_cache(self, **kwargs):
+        return await self.engine.reset_prefix_cache(**kwargs)
+
+    async def reset_encoder_cache(self):
+        await self.engine.reset_encoder_cache()
+
+    async def calls(self):
+        return self.engine.calls
+
+
+class UnpausableActor:
+    """An actor around an `AsyncLLM` that forgot to pass pausing on."""
+
+    def __init__(self) -> None:
+        self.engine = AsyncLLM()
+
+    async def collective_rpc(self, method, timeout=None, args=(), kwargs=None): ...
+    async def reset_prefix_cache(self, **kwargs): ...
+
+
+@pytest.fixture(scope="module")
+def ray():
+    ray = pytest.importorskip("ray")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])]))
+        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+        yield ray
+        ray.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ray_actors_are_called_like_what_they_hold(ray):
+    actor = ray.remote(num_cpus=0)(LlmActor).remote("weightsync")
+    async_actor = ray.remote(num_cpus=0)(AsyncActor).remote()
+    engine, async_engine = connect([actor, async_actor], 30.0)
+    assert isinstance(engine, RayEngine)
+    assert engine.name.startswith("engine 0 (Actor(LlmActor")
+    assert engine.host == async_engine.host == "127.0.0.1"
+    push_once(engine)
+    assert ray.get(actor.calls.remote()) == [
+        ("init_weight_transfer_engine", {"a": 1}),
+        ("start_weight_update",),
+        ("update_weights", {"b": 2}),
+        ("finish_weight_update",),
+        ("update_weight_version", "5"),
+        ("reset_prefix_cache", True, True),
+        ("reset_encoder_cache",),
+    ]
+    push_once(async_engine)
+    calls = ray.get(async_actor.calls.remote())
+    assert [call[0] for call in calls] == [
+        "pause",
+        "init_weight_transfer_engine",
+        "start_weight_update",
+        "update_weights",
+        "finish_weight_update",
+        "reset_prefix_cache",
+        "reset_encoder_cache",
+        "resume",
+    ]
+    assert engine.version() is None
+
+    # Failures keep their words; ours keep their class.
+    with pytest.raises(EngineError, match="update_weights: worker 0 fell over"):
+        engine.update({"bad": 2})
+    with pytest.raises(ManifestError) as ours:
+        engine.update({"bad": True})
+    assert ours.value.missing == ["q"]
+    assert ours.value.who == engine.name
+
+    # A busy actor passes its deadline and lives; a killed one is gone.
+    engine.timeout_s = 0.5
+    with pytest.raises(SyncTimeoutError, match=r"no answer to update_weights within 0\.5 s"):
+        engine.update({"sleep_s": 5})
+    assert engine.is_alive()
+    engine.timeout_s = 30.0
+    ray.kill(actor)
+    with pytest.raises(EngineUnreachableError, match="the actor is gone"):
+        engine.start()
+    assert not engine.is_alive()
+    ray.kill(async_actor)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ray_actors_that_cannot_serve_are_refused(ray):
+    bare = ray.remote(num_cpus=0)(PlugInEngine).remote()
+    with pytest.raises(ConfigError, match="lacks collective_rpc, reset_prefix_cache"):
+        connect(bare, 30.0)
+    unpausable = ray.remote(num_cpus=0)(UnpausableActor).remote()
+    (engine,) = connect(unpausable, 30.0)
+    with pytest.raises(ConfigError, match="lacks pause_generation, resume_generation"):
+        engine.pause("keep")
+    without_plug_in = ray.remote(num_cpus=0)(LlmActor).remote("nccl")
+    (engine,) = connect(without_plug_in, 30.0)
+    with pytest.raises(EngineError, match=r"no weightsync plug-in .*'nccl'"):
+        engine.init({})
+    assert ray.get(without_plug_in.calls.remote()) == []
+    for actor in (bare, unpausable, without_plug_in):
+        ray.kill(actor)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Real engines
+
+
+class Recorder:
+    """A worker extension with the methods of weightsync's, that only records what reaches the worker."""
+
+    def weightsync_init(self, init_info):
+        self.weightsync_seen = [("init", init_info)]
+
+    def weightsync_start(self):
+        self.weightsync_seen.append(("start",))
+
+    def weightsync_update(self, update_info):
+        self.weightsync_seen.append(("update", update_info))
+        if update_info.get("refuse"):
+            raise ManifestError("one tensor is missing", missing=["q"])
+        time.sleep(update_info.get("sleep_s", 0))
+
+    def weightsync_finish(self):
+        self.weightsync_seen.append(("finish",))
+
+    def weightsync_report(self):
+        return self.weightsync_seen
+
+
+@pytest.fixture
+def model_dir(tmp_path, monkeypatch):
+    """A tiny Qwen3 without weights, and the environment that vLLM needs on a small CPU machine."""
+    model = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 256,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    for name, value in {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_CI_ENV": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+    }.items():
+        monkeypatch.setenv(name, value)
+    return str(tmp_path)
+
+
+ENGINE_ARGUMENTS: dict[str, Any] = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "worker_extension_cls": f"{Recorder.__module__}.{Recorder.__qualname__}",
+}
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+def test_a_real_llm_in_this_process(model_dir, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    import vllm
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    llm = vllm.LLM(model_dir, **ENGINE_ARGUMENTS)
+    try:
+        (engine,) = connect(llm, 60.0)
+        assert isinstance(engine, LlmEngine)
+        assert engine.is_alive()
+        assert engine.version() == "default"
+        push_once(engine)
+        assert llm.collective_rpc("weightsync_report") == [
+            [("init", {"a": 1}), ("start",), ("update", {"b": 2}), ("finish",)]
+        ]
+        assert engine.version() == "5"
+        with pytest.raises(ManifestError) as raised:
+            engine.update({"refuse": True})
+        assert raised.value.missing == ["q"]
+        sampling = vllm.SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False)
+        (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], sampling, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 4
+    finally:
+        del llm
+        cleanup_dist_env_and_memory()
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+def test_a_real_async_llm_with_a_request_in_flight(model_dir):
+    import vllm
+
+    seen: dict[str, list[int]] = {}
+    ended: dict[str, str | None] = {}
+
+    async def make() -> Any:
+        return vllm.AsyncLLMEngine.from_engine_args(
+            vllm.AsyncEngineArgs(model=model_dir, disable_log_stats=True, **ENGINE_ARGUMENTS)
+        )
+
+    async def generate(name: str) -> None:
+        sampling = vllm.SamplingParams(max_tokens=240, ignore_eos=True, detokenize=False)
+        async for output in llm.generate({"prompt_token_ids": [5, 6, 7]}, sampling, name):
+            seen[name] = output.outputs[0].token_ids
+            ended[name] = output.outputs[0].finish_reason
+
+    def in_flight(name: str) -> Any:
+        request = asyncio.run_coroutine_threadsafe(generate(name), loop)
+        deadline = time.monotonic() + 30
+        while not seen.get(name):
+            assert time.monotonic() < deadline
+            assert not request.done()
+            time.sleep(0.005)
+        return request
+
+    with loop_in_a_thread() as loop:
+        llm = asyncio.run_coroutine_threadsafe(make(), loop).result(120)
+        (core,) = multiprocessing.active_children()
+        try:
+            (engine,) = connect(llm, 60.0)
+            assert isinstance(engine, AsyncEngine)
+
+            # Frozen in the middle, pushed to, and then finished to its last token.
+            request = in_flight("kept")
+            engine.pause("keep")
+            frozen = len(seen["kept"])
+            assert frozen < 240
+            engine.init({"a": 1, "bytes": b"\x00\xff", "list": [1.5, None, True]})
+            engine.start()
+            engine.update({"b": 2})
+            engine.finish("5")
+            engine.reset_caches()
+            time.sleep(0.2)
+            assert len(seen["kept"]) == frozen
+            assert engine.version() == "5"
+            engine.resume()
+            request.result(60)
+            assert (len(seen["kept"]), ended["kept"]) == (240, "length")
+            (report,) = asyncio.run_coroutine_threadsafe(llm.collective_rpc("weightsync_report"), loop).result(60)
+            assert report == [
+                ["init", {"a": 1, "bytes": b"\x00\xff", "list": [1.5, None, True]}],
+                ["start"],
+                ["update", {"b": 2}],
+                ["finish"],
+            ]
+
+            # Aborted, and finished first.
+            request = in_flight("aborted")
+            engine.pause("abort")
+            request.result(60)
+            assert ended["aborted"] == "abort"
+            engine.resume()
+            request = in_flight("waited")
+            engine.pause("wait")
+            assert (len(seen["waited"]), ended["waited"]) == (240, "length")
+            engine.resume()
+
+            with pytest.raises(EngineError, match="one tensor is missing"):
+                engine.update({"refuse": True})
+            with pytest.raises(EngineError, match="pause"):
+                engine.pause("never")
+            assert engine.is_alive()
+
+            # Its process dies in the middle of a call.
+            begin = time.monotonic()
+            threading.Timer(0.5, core.kill).start()
+            with pytest.raises(EngineUnreachableError, match="weightsync_update"):
+                engine.update({"sleep_s": 50})
+            assert time.monotonic() - begin < 20
+            assert not engine.is_alive()
+            with pytest.raises(EngineUnreachableError):
+                engine.resume()
+        finally:
+            core.kill()
+            core.join(10)
+            loop.call_soon_threadsafe(llm.shutdown)
+
+
+@pytest.mark.engine
+def test_a_real_server_without_the_plug_in(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host=127.0.0.1", f"--port={port}"]
+    command += [f"--model={model_dir}", "--load-format=dummy", "--skip-tokenizer-init", "--enforce-eager"]
+    command += ["--max-model-len=256"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        engine = http_engine(f"http://localhost:{port}", timeout_s=30.0)
+        deadline = time.monotonic() + 100
+        while not engine.is_alive():
+            text = (tmp_path / "log").read_text()
+            assert process.poll() is None, text
+            assert time.monotonic() < deadline, text
+            time.sleep(0.3)
+        for mode in ("keep", "wait", "abort"):
+            engine.pause(mode)
+            engine.reset_caches()
+            engine.resume()
+        with pytest.raises(EngineError, match=r"pause.*400"):
+            engine.pause("never")
+        assert engine.version() == "default"
+        engine.set_version("6")
+        assert engine.version() == "6"
+        with pytest.raises(EngineError, match=r"no weightsync plug-in.*Weight transfer not configured"):
+            engine.init({"a": 1})
+        assert engine.is_alive()
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(20)
+    assert not engine.is_alive()
+    with pytest.raises(EngineUnreachableError):
+        engine.start()

@@ -1,0 +1,675 @@
+"""The trainer's way to call a running vLLM: one `Engine` for an `LLM`, an `AsyncLLM`, a Ray actor or a server.
+
+`connect` turns whatever the user handed over into engines. Every method of an engine blocks until vLLM has answered,
+for at most `timeout_s`, and raises only `weightsync.errors`. No call is ever repeated: none of vLLM's weight calls may
+run twice, so a connection that breaks in the middle is an error, not a retry.
+
+vLLM is not imported here, and Ray only when an engine is a Ray actor. This module knows nothing about weights,
+transports or sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import http.client
+import json
+import os
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
+from urllib.parse import quote, urlsplit
+
+from weightsync.channel import Deadline
+from weightsync.errors import (
+    ConfigError,
+    EngineError,
+    EngineUnreachableError,
+    SyncTimeoutError,
+    UnsupportedError,
+    WeightSyncError,
+)
+
+ENGINE_VARIABLE = "WEIGHTSYNC_ENGINE"
+DEFAULT_URL = "http://localhost:8000"
+BACKEND = "weightsync"
+
+_LOCAL = "127.0.0.1"
+_POLL_S = 0.1
+_HEALTH_TIMEOUT_S = 10.0
+
+# What a call is named on the workers, with the plug-in and with the worker extension.
+_PLUG_IN_METHODS = {
+    "init": "init_weight_transfer_engine",
+    "start": "start_weight_update",
+    "update": "update_weights",
+    "finish": "finish_weight_update",
+}
+_EXTENSION_METHODS = {
+    "init": "weightsync_init",
+    "start": "weightsync_start",
+    "update": "weightsync_update",
+    "finish": "weightsync_finish",
+}
+
+# vLLM's words for "no weight transfer", "another backend's init_info" and "the worker has no such method".
+_NO_PLUG_IN = re.compile(
+    r"Weight transfer not configured|Invalid init_info for (?!WeightSync)\w+|Method 'weightsync_\w+' is not implemented"
+)
+_ENGINE_DEAD = "EngineCore encountered an issue"  # the text of vLLM's EngineDeadError
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """One running vLLM. A plug-in may hand its own to `connect`; every method follows the rules of this module."""
+
+    @property
+    def name(self) -> str:
+        """What error messages call it, such as "engine 0 (http://10.0.0.3:8000)"."""
+
+    @property
+    def host(self) -> str:
+        """Address of the host of its workers, as seen from here; "127.0.0.1" when that is this host."""
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        """Hand `init_info`, plain values that JSON can carry, to every worker's weightsync plug-in."""
+
+    def start(self) -> None:
+        """Begin a weight update."""
+
+    def update(self, update_info: dict[str, Any]) -> None:
+        """Hand `update_info`, plain values that JSON can carry, to every worker. Between `start` and `finish`."""
+
+    def finish(self, version: str) -> None:
+        """End the weight update and, from vLLM 0.27 on, stamp `version` on all output from now on."""
+
+    def pause(self, mode: str) -> None:
+        """Stop generating. Requests in flight are frozen ("keep"), finished first ("wait") or aborted ("abort")."""
+
+    def resume(self) -> None:
+        """Generate again."""
+
+    def reset_caches(self) -> None:
+        """Forget everything computed with older weights: prefix cache, KV connector, encoder outputs.
+
+        Requests in flight compute their KV again. Raises `EngineError` when vLLM says that it did not succeed.
+        """
+
+    def set_version(self, version: str) -> None:
+        """Stamp `version` without an update; does nothing before vLLM 0.27."""
+
+    def version(self) -> str | None:
+        """The version stamped last; vLLM's own "default" before the first; None before vLLM 0.27."""
+
+    def is_alive(self) -> bool:
+        """Whether the engine can still answer. Never raises."""
+
+
+def connect(engines: object, timeout_s: float) -> list[Engine]:
+    """The engines that `engines` names, in order; nothing is contacted yet.
+
+    Accepts an `LLM`, an `AsyncLLM`, a Ray actor handle of either, a server's URL, an `Engine`, a list or tuple of
+    these, or None: then the comma-separated URLs in $WEIGHTSYNC_ENGINE, or else http://localhost:8000.
+    Raises `ConfigError` for anything else.
+    """
+    if engines is None:
+        engines = [url.strip() for url in os.environ.get(ENGINE_VARIABLE, DEFAULT_URL).split(",") if url.strip()]
+    given = list(engines) if isinstance(engines, (list, tuple)) else [engines]
+    if not given:
+        raise ConfigError(f"no engine: the list of engines (or ${ENGINE_VARIABLE}) is empty")
+    for i, one in enumerate(given):
+        for j, other in enumerate(given[:i]):
+            if one is other or (isinstance(one, str) and one == other):
+                raise ConfigError(f"engine {i} is engine {j} once more; list each engine once")
+    return [_connect_one(one, f"engine {i}", timeout_s) for i, one in enumerate(given)]
+
+
+def _connect_one(engine: object, label: str, timeout_s: float) -> Engine:
+    if isinstance(engine, str):
+        return HttpEngine(engine, name=f"{label} ({engine})", timeout_s=timeout_s)
+    kind = _vllm_class(engine)
+    if kind == "AsyncLLM":
+        return AsyncEngine(engine, name=f"{label} (AsyncLLM in this process)", timeout_s=timeout_s)
+    if kind == "LLM":
+        return LlmEngine(engine, name=f"{label} (LLM in this process)", timeout_s=timeout_s)
+    if type(engine).__module__.startswith("ray.") and type(engine).__name__ == "ActorHandle":
+        return RayEngine(engine, name=f"{label} ({engine!r})", timeout_s=timeout_s)
+    if isinstance(engine, Engine):
+        return engine
+    raise ConfigError(
+        f"{label} is a {type(engine).__module__}.{type(engine).__qualname__}; expected a vLLM LLM or AsyncLLM, a Ray "
+        f"actor handle of one, a URL such as {DEFAULT_URL!r}, an object with the methods of weightsync.engines.Engine, "
+        "or a list of these"
+    )
+
+
+class _VllmEngine(ABC):
+    """What `LLM`, `AsyncLLM` and their Ray actors share: vLLM's own methods, called by name.
+
+    Weight calls go through `collective_rpc` rather than vLLM's methods of the same names, which only wrap it: it is
+    the same for all three in every version, takes plain dicts (`AsyncLLM` wants vLLM's request classes, and 0.25
+    checks them) and serves the worker extension too.
+    """
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self.name = name
+        self.timeout_s = timeout_s
+
+    @abstractmethod
+    def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
+        """Call the engine's `method` and wait for its answer; messages call it `doing`, or else by its name."""
+
+    @abstractmethod
+    def _has(self, method: str) -> bool:
+        """Whether this engine has `method`; what it has depends on vLLM's version."""
+
+    @abstractmethod
+    def _setup(self) -> dict[str, str]:
+        """`_setup_of` the engine."""
+
+    @cached_property
+    def _worker_methods(self) -> dict[str, str]:
+        # Known from the configuration, not found by trying: with several worker processes a call that the first of
+        # them refuses leaves the answers of the others in vLLM's queue, and later calls read those.
+        setup = self._setup()
+        if setup["backend"] == BACKEND:
+            return _PLUG_IN_METHODS
+        if setup["extension"]:
+            return _EXTENSION_METHODS
+        backend = setup["backend"]
+        found = f"its weight transfer backend is {backend!r}" if backend else "weight transfer is not configured"
+        raise _no_plug_in(found, self.name)
+
+    def _call_workers(self, call: str, *args: Any) -> None:
+        method = self._worker_methods[call]
+        self._call("collective_rpc", method, args=args, doing=method)
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        self._call_workers("init", init_info)
+
+    def start(self) -> None:
+        self._call_workers("start")
+
+    def update(self, update_info: dict[str, Any]) -> None:
+        self._call_workers("update", update_info)
+
+    def finish(self, version: str) -> None:
+        self._call_workers("finish")
+        self.set_version(version)
+
+    def pause(self, mode: str) -> None:
+        self._call("pause_generation", mode=mode, clear_cache=True)
+
+    def resume(self) -> None:
+        self._call("resume_generation")
+
+    def reset_caches(self) -> None:
+        if self._call("reset_prefix_cache", reset_running_requests=True, reset_connector=True) is False:
+            raise _caches_not_reset(self.name)
+        self._reset_encoder_cache()
+
+    def _reset_encoder_cache(self) -> None:
+        self._call("reset_encoder_cache")
+
+    def set_version(self, version: str) -> None:
+        if self._has("update_weight_version"):
+            self._call("update_weight_version", version)
+
+    def version(self) -> str | None:
+        if not self._has("get_weight_version"):
+            return None
+        return str(self._call("get_weight_version"))
+
+
+class LlmEngine(_VllmEngine):
+    """A `vllm.LLM` in this process.
+
+    Each call runs in a thread of its own, for a call into an engine whose process has died never returns. (CUDA's
+    current device belongs to a thread: code that runs beside the model must set its own.) The caller must not
+    generate while a call runs, nor must another thread.
+    """
+
+    host = _LOCAL
+
+    def __init__(self, llm: Any, *, name: str, timeout_s: float) -> None:
+        super().__init__(name, timeout_s)
+        self._llm = llm
+        self._running: tuple[str, threading.Thread] | None = None
+
+    def pause(self, mode: str) -> None:
+        """Does nothing: an `LLM` runs only inside `generate`, so between two calls there is nothing to pause."""
+
+    def resume(self) -> None:
+        """Does nothing; see `pause`."""
+
+    def is_alive(self) -> bool:
+        return not _died(self._llm)
+
+    def _setup(self) -> dict[str, str]:
+        return _setup_of(self._llm)
+
+    def _has(self, method: str) -> bool:
+        return hasattr(self._llm, method)
+
+    def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
+        return self._run(doing or method, lambda: getattr(self._llm, method)(*args, **kwargs))
+
+    def _reset_encoder_cache(self) -> None:
+        self._run("reset_encoder_cache", self._llm.llm_engine.reset_encoder_cache)
+
+    def _run(self, doing: str, call: Callable[[], Any]) -> Any:
+        deadline = Deadline(self.timeout_s)
+        if self._running is not None:
+            earlier, thread = self._running
+            thread.join(deadline.left_s())
+            if thread.is_alive():
+                raise SyncTimeoutError(
+                    f"{doing} could not start within {self.timeout_s:g} s: {earlier}, which passed its deadline, is "
+                    "still running",
+                    who=self.name,
+                    waiting_for=[self.name],
+                )
+        answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(call())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        thread = threading.Thread(target=run, name=f"weightsync {doing}", daemon=True)
+        self._running = doing, thread
+        thread.start()
+        return _wait(answer, doing, deadline, self.name, lambda: _died(self._llm))
+
+
+class AsyncEngine(_VllmEngine):
+    """A `vllm.AsyncLLM` that lives in an event loop of this process, in a thread other than the caller's."""
+
+    host = _LOCAL
+
+    def __init__(self, engine: Any, *, name: str, timeout_s: float) -> None:
+        super().__init__(name, timeout_s)
+        self._engine = engine
+        try:
+            self._loop_here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            self._loop_here = None
+
+    def is_alive(self) -> bool:
+        return not _died(self._engine)
+
+    def _setup(self) -> dict[str, str]:
+        return _setup_of(self._engine)
+
+    def _has(self, method: str) -> bool:
+        return hasattr(self._engine, method)
+
+    def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
+        loop = self._loop()
+        deadline = Deadline(self.timeout_s)
+        answer = asyncio.run_coroutine_threadsafe(getattr(self._engine, method)(*args, **kwargs), loop)
+        try:
+            return _wait(answer, doing or method, deadline, self.name, lambda: _died(self._engine))
+        finally:
+            answer.cancel()
+
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        # The task that handles the engine's output says which loop is the engine's. It starts with the engine, or
+        # with the first request when the engine was made outside of any loop.
+        task = self._engine.output_handler
+        loop = task.get_loop() if task is not None else self._loop_here
+        if loop is None:
+            raise ConfigError(
+                "the AsyncLLM is not in an event loop yet; make it, or the WeightSync, inside the coroutine that "
+                "serves it",
+                who=self.name,
+            )
+        if not loop.is_running():
+            raise EngineUnreachableError("the event loop that the AsyncLLM lives in is not running", who=self.name)
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            return loop
+        if here is loop:
+            raise ConfigError(
+                "called from the event loop that the AsyncLLM lives in, which must stay free to answer; use "
+                "`await asyncio.to_thread(sync.push, model)`",
+                who=self.name,
+            )
+        return loop
+
+
+class RayEngine(_VllmEngine):
+    """A Ray actor that is an `LLM` or `AsyncLLM`, or holds one and passes vLLM's methods on.
+
+    An actor of the user's own class needs `collective_rpc` and `reset_prefix_cache`; around an `AsyncLLM` also
+    `pause_generation`, `resume_generation` and `reset_encoder_cache`; for versions `update_weight_version` and
+    `get_weight_version`. weightsync must be installed where the actor runs.
+    """
+
+    def __init__(self, handle: Any, *, name: str, timeout_s: float) -> None:
+        super().__init__(name, timeout_s)
+        self._handle = handle
+        self._require("collective_rpc", "reset_prefix_cache")
+
+    @property
+    def host(self) -> str:
+        """Address of the actor's node. Asks the actor the first time, and raises as any call does."""
+        import ray
+
+        address = self._description["address"]
+        return _LOCAL if address == ray.util.get_node_ip_address() else address
+
+    def pause(self, mode: str) -> None:
+        """Around an `LLM` does nothing, as for `LlmEngine`: the actor runs one call at a time."""
+        if self._is_async:
+            self._require("pause_generation", "resume_generation")
+            super().pause(mode)
+
+    def resume(self) -> None:
+        """See `pause`."""
+        if self._is_async:
+            super().resume()
+
+    def is_alive(self) -> bool:
+        try:
+            return not self._get(
+                self._handle.__ray_call__, _died_inside, doing="died", timeout_s=min(self.timeout_s, _HEALTH_TIMEOUT_S)
+            )
+        except SyncTimeoutError:
+            return True  # an actor that is busy does not answer, but lives
+        except WeightSyncError:
+            return False
+
+    def _has(self, method: str) -> bool:
+        return hasattr(self._handle, method)
+
+    def _require(self, *methods: str) -> None:
+        missing = [method for method in methods if not self._has(method)]
+        if missing:
+            raise ConfigError(
+                f"the Ray actor lacks {', '.join(missing)}: give its class vLLM's methods of these names, or make the "
+                "actor of a subclass of LLM or AsyncLLM",
+                who=self.name,
+            )
+
+    @cached_property
+    def _description(self) -> dict[str, str]:
+        description: dict[str, str] = self._get(self._handle.__ray_call__, _describe, doing="describe")
+        return description
+
+    @property
+    def _is_async(self) -> bool:
+        return self._description["kind"] == "AsyncLLM" or self._has("pause_generation")
+
+    def _setup(self) -> dict[str, str]:
+        return self._description
+
+    def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
+        return self._get(getattr(self._handle, method), *args, doing=doing or method, **kwargs)
+
+    def _reset_encoder_cache(self) -> None:
+        if self._is_async:
+            self._require("reset_encoder_cache")
+            super()._reset_encoder_cache()
+        else:
+            self._get(self._handle.__ray_call__, _reset_encoder_cache_inside, doing="reset_encoder_cache")
+
+    def _get(self, method: Any, *args: Any, doing: str, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        import ray
+
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        try:
+            return ray.get(method.remote(*args, **kwargs), timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise _too_late(doing, timeout_s, self.name) from error
+        except ray.exceptions.RayActorError as error:
+            raise EngineUnreachableError(f"the actor is gone ({doing}): {error}", who=self.name) from error
+        except ray.exceptions.RayTaskError as error:
+            raise _as_ours(error.cause, doing, self.name) from error
+        except ray.exceptions.RayError as error:
+            raise _as_ours(error, doing, self.name) from error
+
+
+class HttpEngine:
+    """A vLLM server, started with VLLM_SERVER_DEV_MODE=1 for only then it has the routes for weights.
+
+    Proxies of the environment are not used. Each call is a connection of its own: an old one that the server has
+    closed would have to be retried. The worker extension is not reachable this way, only the plug-in.
+    """
+
+    def __init__(self, url: str, *, name: str, timeout_s: float) -> None:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ConfigError(f"{url!r} is not a URL: {error}") from error
+        if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
+            raise ConfigError(f"{url!r} is not the URL of a server; expected one such as {DEFAULT_URL!r}")
+        self.name = name
+        self.timeout_s = timeout_s
+        self.host = _LOCAL if host == "localhost" else host
+        self._address = host, port
+        self._connection_class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._prefix = parts.path.rstrip("/")
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        self._post("/init_weight_transfer_engine", {"init_info": init_info})
+
+    def start(self) -> None:
+        self._post("/start_weight_update")
+
+    def update(self, update_info: dict[str, Any]) -> None:
+        self._post("/update_weights", {"update_info": update_info})
+
+    def finish(self, version: str) -> None:
+        # Before 0.27 the server does not read the body.
+        self._post("/finish_weight_update", {"weight_version": version})
+
+    def pause(self, mode: str) -> None:
+        self._post(f"/pause?mode={quote(mode)}&clear_cache=true")
+
+    def resume(self) -> None:
+        self._post("/resume")
+
+    def reset_caches(self) -> None:
+        answer = self._post("/reset_prefix_cache?reset_running_requests=true&reset_external=true")
+        # vLLM 0.25 has no field for it: there a failure is a status 500.
+        if not answer.get("success", True):
+            raise _caches_not_reset(self.name)
+        self._post("/reset_encoder_cache")
+
+    def set_version(self, version: str) -> None:
+        path = "/update_weight_version"
+        status, text = self._request("POST", path, {"new_version": version}, self.timeout_s)
+        if status != 404:
+            self._answer(path, status, text)
+
+    def version(self) -> str | None:
+        path = "/weight_info"
+        status, text = self._request("GET", path, None, self.timeout_s)
+        if status == 404:
+            return None
+        return str(self._answer(path, status, text)["weight_version"])
+
+    def is_alive(self) -> bool:
+        try:
+            status, _ = self._request("GET", "/health", None, min(self.timeout_s, _HEALTH_TIMEOUT_S))
+        except WeightSyncError:
+            return False
+        return status == 200
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return self._answer(path, *self._request("POST", path, body, self.timeout_s))
+
+    def _answer(self, path: str, status: int, text: str) -> dict[str, Any]:
+        """The JSON object that the server answered, empty when it has no body; any other answer is an error."""
+        route = path.partition("?")[0]
+        if status == 404:
+            raise UnsupportedError(
+                f"the server has no route {route} (status 404); vLLM has it only when started with "
+                "VLLM_SERVER_DEV_MODE=1 in its environment",
+                who=self.name,
+            )
+        try:
+            answer = json.loads(text or "{}")
+        except ValueError:
+            answer = None
+        if status == 200:
+            if not isinstance(answer, dict):
+                raise EngineError(f"{route}: the answer is not vLLM's: {text[:200]!r}", who=self.name)
+            return answer
+        message = _server_message(answer) or text[:2000] or "no message"
+        if status in (502, 503, 504):
+            raise EngineUnreachableError(f"{route}: status {status}: {message}", who=self.name)
+        raise _engine_error(message, f"{route} (status {status})", self.name)
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> tuple[int, str]:
+        """Status and text of the answer to one request."""
+        deadline = Deadline(timeout_s)
+        route = path.partition("?")[0]
+        content = b"" if body is None else json.dumps(body).encode()
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        connection = self._connection_class(*self._address, timeout=timeout_s)
+        try:
+            try:
+                connection.connect()
+            except OSError as error:
+                raise EngineUnreachableError(
+                    f"nothing answers there ({error}); is the server running, and is this its address?", who=self.name
+                ) from error
+            try:
+                connection.request(method, self._prefix + path, content, headers)
+                connection.sock.settimeout(max(deadline.left_s(), 0.001))
+                response = connection.getresponse()
+                return response.status, response.read().decode(errors="replace")
+            except TimeoutError as error:
+                raise _too_late(route, timeout_s, self.name) from error
+            except (OSError, http.client.HTTPException) as error:
+                raise EngineUnreachableError(
+                    f"the server closed the connection without an answer to {route} ({error}); whether it was carried "
+                    "out is not known",
+                    who=self.name,
+                ) from error
+        finally:
+            connection.close()
+
+
+def _vllm_class(engine: object) -> str | None:
+    """Which of vLLM's classes `engine` is of, or derives from: "LLM", "AsyncLLM" or None."""
+    for cls in type(engine).__mro__:
+        if cls.__name__ in ("LLM", "AsyncLLM") and cls.__module__.partition(".")[0] == "vllm":
+            return cls.__name__
+    return None
+
+
+def _setup_of(engine: Any) -> dict[str, str]:
+    """Which weight transfer backend and which worker extension an `LLM` or `AsyncLLM` was started with ("" if none)."""
+    config = engine.llm_engine.vllm_config if _vllm_class(engine) == "LLM" else engine.vllm_config
+    return {
+        "backend": getattr(config.weight_transfer_config, "backend", None) or "",
+        "extension": config.parallel_config.worker_extension_cls or "",
+    }
+
+
+def _died(engine: Any) -> bool:
+    """Whether the process that runs the model of an `LLM` or `AsyncLLM` is gone."""
+    if _vllm_class(engine) == "AsyncLLM":
+        return bool(engine.errored)
+    # Only an engine core in a process of its own has `resources`, and only such a one can die alone.
+    resources = getattr(getattr(engine.llm_engine, "engine_core", None), "resources", None)
+    return bool(getattr(resources, "engine_dead", False))
+
+
+def _inside(actor: Any) -> Any:
+    """The `LLM` or `AsyncLLM` that an actor is or holds, else None. This and the next three run in the actor."""
+    candidates: Iterable[Any] = (actor, *getattr(actor, "__dict__", {}).values())
+    return next((candidate for candidate in candidates if _vllm_class(candidate)), None)
+
+
+def _describe(actor: Any) -> dict[str, str]:
+    import ray
+
+    engine = _inside(actor)
+    # An engine that cannot be seen from its actor is taken to have the plug-in; its workers will say if not.
+    setup = {"backend": BACKEND, "extension": ""} if engine is None else _setup_of(engine)
+    address: str = ray.util.get_node_ip_address()
+    return {"address": address, "kind": _vllm_class(engine) or "", **setup}
+
+
+def _died_inside(actor: Any) -> bool:
+    engine = _inside(actor)
+    return engine is not None and _died(engine)
+
+
+def _reset_encoder_cache_inside(actor: Any) -> None:
+    engine = _inside(actor)
+    if engine is not None:
+        engine.llm_engine.reset_encoder_cache()
+
+
+def _wait(
+    answer: concurrent.futures.Future[Any], doing: str, deadline: Deadline, who: str, died: Callable[[], bool]
+) -> Any:
+    """The result of `answer`. vLLM leaves the calls of a dead engine unanswered, so its death is looked for too."""
+    while not concurrent.futures.wait([answer], timeout=min(_POLL_S, deadline.left_s())).done:
+        if died():
+            raise EngineUnreachableError(f"the engine died in {doing}; its log says why", who=who)
+        if deadline.passed():
+            raise _too_late(doing, deadline.timeout_s, who)
+    try:
+        return answer.result()
+    except concurrent.futures.CancelledError as error:
+        raise EngineUnreachableError(f"the engine's event loop ended in {doing}", who=who) from error
+    except BaseException as error:
+        raise _as_ours(error, doing, who) from error
+
+
+def _as_ours(error: BaseException, doing: str, who: str) -> WeightSyncError:
+    """What was raised beside the engine, as an error of ours; one that is ours already stays as it is."""
+    if isinstance(error, WeightSyncError):
+        error.who = error.who or who
+        return error
+    return _engine_error(str(error) or type(error).__name__, doing, who)
+
+
+def _engine_error(text: str, doing: str, who: str) -> EngineError:
+    """The error that vLLM's `text` stands for."""
+    if _ENGINE_DEAD in text:
+        return EngineUnreachableError(f"{doing}: the engine is dead; its log says why", who=who)
+    if _NO_PLUG_IN.search(text):
+        return _no_plug_in(text, who)
+    return EngineError(f"{doing}: {text}", who=who)
+
+
+def _no_plug_in(found: str, who: str) -> EngineError:
+    return EngineError(
+        f"the engine has no weightsync plug-in ({found}). Install weightsync beside vLLM and start the engine with "
+        'weight_transfer_config={"backend": "weightsync"}, a server with '
+        '--weight-transfer-config \'{"backend": "weightsync"}\'',
+        who=who,
+    )
+
+
+def _caches_not_reset(who: str) -> EngineError:
+    return EngineError(
+        "vLLM could not reset its prefix cache, so it would answer from older weights; see its log", who=who
+    )
+
+
+def _too_late(doing: str, timeout_s: float, who: str) -> SyncTimeoutError:
+    return SyncTimeoutError(f"no answer to {doing} within {timeout_s:g} s", who=who, waiting_for=[who])
+
+
+def _server_message(answer: Any) -> str:
+    """The message in an error answer of vLLM ({"error": {"message": ...}}, {"error": ...}) or FastAPI ({"detail"})."""
+    if not isinstance(answer, dict):
+        return ""
+    error = answer.get("error", answer.get("detail", answer.get("message", "")))
+    if isinstance(error, dict):
+        error = error.get("message", error)
+    return error if isinstance(error, str) else json.dumps(error)

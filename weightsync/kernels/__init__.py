@@ -1,0 +1,1 @@
+"""Arithmetic over whole tensors: digests."""

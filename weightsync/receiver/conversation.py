@@ -1,0 +1,179 @@
+"""One engine worker's side of the conversation with trainer rank 0. docs/wire.md draws it.
+
+The engine calls `init`, `start`, `update` and `finish` when the trainer asks for them; during `init` and `update` the
+worker listens on its own connection to the trainer until it is released. Whatever goes wrong is told to the trainer
+first and then raised, so the engine's call fails as well; a trainer that dies is noticed at once, by its connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import asdict
+from typing import Any
+
+from weightsync.channel import Channel, Deadline, dial
+from weightsync.errors import EngineBusyError, ProtocolError, WeightSyncError, foreign
+from weightsync.machine import boot_id, describe_device
+from weightsync.receiver.host import ModelHost
+from weightsync.receiver.receiver import POISONED, Receiver
+from weightsync.wire import (
+    PROTOCOL,
+    Commit,
+    Committed,
+    Connect,
+    Connected,
+    Failure,
+    Hello,
+    Load,
+    Loaded,
+    Message,
+    Plan,
+    Planned,
+    Release,
+    unpack_manifest,
+    unpack_placements,
+)
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 5.0
+"""How much longer than the trainer a worker waits, so that the trainer's error, which knows more, comes first."""
+
+
+class Conversation:
+    """Lives as long as the engine. One trainer at a time."""
+
+    def __init__(self, host: ModelHost) -> None:
+        self.receiver = Receiver(host)
+        self._host = host
+        self._channel: Channel | None = None
+        self._session = ""
+        self._timeout_s = 0.0
+        self._name = f"worker {host.identity.name}"
+
+    def init(self, info: dict[str, Any]) -> None:
+        """Meet the trainer that `info` describes: {"session", "engine", "host", "port", "token", "timeout_s"}. Then
+        answer it until it releases us. Raises `EngineBusyError` while another trainer is connected."""
+        expected = {"session", "engine", "host", "port", "token", "timeout_s"}
+        if info.keys() != expected:
+            raise ProtocolError(f"init needs exactly {sorted(expected)}, got {sorted(info)}")
+        self._timeout_s = float(info["timeout_s"])
+        if self._channel is not None and self._session == info["session"] and self._channel.is_open():
+            self._serve("init")
+            return
+        deadline = Deadline(self._timeout_s)
+        identity = self._host.identity
+        device, gpu_uuid = describe_device(self._host.device)
+        hello = Hello(
+            protocol=PROTOCOL,
+            token=bytes.fromhex(info["token"]),
+            role="worker",
+            group=int(info["engine"]),
+            rank=identity.rank,
+            world=identity.world,
+            pid=os.getpid(),
+            boot_id=boot_id(),
+            device=device,
+            gpu_uuid=gpu_uuid,
+            name=identity.name,
+            version=self.receiver.version,
+            state=self.receiver.state,
+        )
+        channel = dial(info["host"], int(info["port"]), hello, "trainer rank 0", deadline)
+        if self._channel is not None and self._channel.is_open():
+            busy = EngineBusyError(
+                "another trainer is connected to this engine; close its WeightSync first, or stop it", who=self._name
+            )
+            channel.send(Failure(busy.to_fields()), deadline, "init")
+            channel.close()
+            raise busy
+        self.close()
+        self._channel, self._session = channel, info["session"]
+        self._serve("init")
+
+    def start(self) -> None:
+        """The trainer will push. Nothing to do yet: nothing may fail half-way between workers here."""
+
+    def update(self, info: dict[str, Any]) -> None:
+        """Answer the trainer until it releases us. {"session"} must be the connected trainer's; {"abort": True} raises,
+        which is how an update that was started and given up is ended in vLLM's books."""
+        if info.get("abort"):
+            raise WeightSyncError("the trainer gave this update up")
+        if self._channel is None or info.get("session") != self._session:
+            raise ProtocolError("update came from a trainer that did not init this engine", who=self._name)
+        self._serve("update")
+
+    def finish(self) -> None:
+        """The trainer is done. Raises when the last push was not committed."""
+        if self.receiver.state == POISONED:
+            raise WeightSyncError(self.status(), who=self._name)
+
+    def status(self) -> str:
+        """One line for people."""
+        if self.receiver.state == POISONED:
+            return (
+                f"POISONED: a push after version {self.receiver.version} failed half-way and the weights are a mixture; "
+                "push again"
+            )
+        return f"CLEAN at version {self.receiver.version}"
+
+    def close(self) -> None:
+        """Let go of the trainer and of its memory."""
+        self.receiver.disconnect()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _serve(self, phase: str) -> None:
+        channel = self._channel
+        assert channel is not None
+        try:
+            while True:
+                deadline = Deadline(self._timeout_s + _GRACE_S)
+                message = channel.receive(deadline, phase)
+                if isinstance(message, Release):
+                    return
+                channel.send(self._answer(channel, message, deadline), deadline, phase)
+        except BaseException as error:
+            problem = foreign(error, who=self._name, phase=phase)
+            try:
+                channel.send(Failure(problem.to_fields()), Deadline(1.0), phase)
+            except WeightSyncError:
+                logger.debug("the trainer cannot be told: it is gone")
+            self.close()
+            if self.receiver.state == POISONED:
+                logger.error("%s is %s", self._name, self.status())
+            if isinstance(error, Exception):
+                raise problem from error
+            raise
+
+    def _answer(self, channel: Channel, message: Message, deadline: Deadline) -> Message:
+        match message:
+            case Plan():
+                return Planned(**_plain(asdict(self.receiver.plan(unpack_manifest(message.tensors)))))
+            case Connect():
+                fields = {**message.fields, "own_host": channel.own_host()}
+                placements = unpack_placements(message.placements)
+                self.receiver.connect(message.transport, message.storages, placements, message.buckets, fields, deadline)
+                return Connected()
+            case Load():
+
+                def idle(seconds: float) -> None:
+                    channel.check("transfer", seconds)
+
+                timing = self.receiver.load(message.version, message.bucket, message.digests, idle, deadline)
+                return Loaded(bucket=message.bucket, **asdict(timing))
+            case Commit():
+                return Committed(message.version, self.receiver.commit(message.version))
+        raise ProtocolError(f"the trainer sent {type(message).__name__}, which a worker does not expect")
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, all the way down: what msgpack gives back."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+

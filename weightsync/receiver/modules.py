@@ -1,0 +1,348 @@
+"""How one module of the engine's model takes new weights: the two roads of a loaded module.
+
+*In place*: the bytes go straight into the live parameter, which has the layout that the loader writes.
+
+*Reload*, for a module whose weights a kernel keeps in its own format: put the module back to how it looked before any
+weight was loaded (Record1), load it as if for the first time, post-process it, and copy the result into the tensors
+that were live before (Record2), whose addresses CUDA graphs have captured. This is FlashRL's sequence, one module at
+a time; a failure puts the module back as it was.
+
+Which road is right for a module is found out by experiment, never assumed: its post-processing is run once on a
+scratch copy with random weights, and only a module that it leaves untouched is loaded in place. This module knows
+nothing about vLLM; what post-processing is comes in as a function.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync.errors import UnsupportedError
+from weightsync.receiver.trace import Fill
+
+PostProcess = Callable[[nn.Module], None]
+"""Bring a freshly loaded module into its kernel's format, as the engine does once at its start."""
+
+Parts = Callable[[nn.Module], list[Any]]
+"""The objects that hold a module's post-processed state: the module and, where there is one, its quantisation method."""
+
+
+@dataclass
+class Unit:
+    """Modules that must be loaded together because they share parameters: most often one, two where they are tied.
+
+    `live` and `pristine` are the same modules of the engine's model and of its never loaded copy on `meta`;
+    `params` names their parameters, each once. `changed` is what post-processing leaves behind, per part: the
+    attributes that it sets.
+    """
+
+    names: list[str]
+    live: list[nn.Module]
+    pristine: list[nn.Module]
+    params: list[str]
+    in_place: bool = False
+    changed: list[list[str]] = field(default_factory=list)
+    keep_alive: list[torch.Tensor] = field(default_factory=list)
+
+
+def units(live: nn.Module, pristine: nn.Module) -> list[Unit]:
+    """Partition a model's modules that own parameters into units, in the model's order."""
+    live_modules = dict(live.named_modules())
+    names = {id(param): name for name, param in pristine.named_parameters()}
+    homes: dict[int, Unit] = {}  # parameter -> the unit it belongs to
+    for name, module in pristine.named_modules():
+        own = [id(param) for _, param in _parameters(module)]
+        if not own:
+            continue
+        if name not in live_modules:
+            raise UnsupportedError(f"the running model has no module {name!r}, but a fresh copy of it does")
+        ties = list({id(unit): unit for key in own if (unit := homes.get(key)) is not None}.values())
+        home = ties[0] if ties else Unit([], [], [], [])
+        for other in ties[1:]:
+            home.names += other.names
+            home.live += other.live
+            home.pristine += other.pristine
+            home.params += other.params
+            homes.update({key: home for key, unit in homes.items() if unit is other})
+        home.names.append(name)
+        home.live.append(live_modules[name])
+        home.pristine.append(module)
+        home.params += [names[key] for key in dict.fromkeys(own) if key not in homes]
+        homes.update(dict.fromkeys(own, home))
+    return list({id(unit): unit for unit in homes.values()}.values())
+
+
+def choose_roads(all_units: list[Unit], post_process: PostProcess, parts: Parts, device: torch.device) -> None:
+    """Decide each unit's road by running `post_process` on a scratch copy of it; units alike are tried once.
+
+    Raises `UnsupportedError` for a unit on a GPU whose kernel keeps weights where a reload cannot keep their address.
+    """
+    verdicts: dict[Any, _Verdict] = {}
+    unsafe: list[str] = []
+    for unit in all_units:
+        signature = tuple(
+            (type(part), tuple((key, tuple(p.shape), tuple(p.stride()), p.dtype) for key, p in _parameters(part)))
+            for module in unit.pristine
+            for part in parts(module)
+        )
+        if signature not in verdicts:
+            verdicts[signature] = _try_post_process(unit, post_process, parts, device)
+        verdict = verdicts[signature]
+        unit.changed = verdict.changed
+        unit.in_place = verdict.untouched and all(
+            _same_layout(mine._parameters.get(key), param)
+            for mine, fresh in zip(unit.live, unit.pristine, strict=True)
+            for key, param in _parameters(fresh)
+        )
+        if not unit.in_place and verdict.opaque and device.type != "cpu":
+            unsafe.append(f"{unit.names[0]} ({', '.join(verdict.opaque)})")
+    if unsafe:
+        raise UnsupportedError(
+            f"{len(unsafe)} modules keep weights inside kernel objects whose addresses CUDA graphs have captured, which "
+            f"this version cannot reload in place: {'; '.join(unsafe[:3])}. Use another kernel backend for them, or "
+            'transport="checkpoint" with a restart.'
+        )
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What post-processing did to a scratch copy: `untouched` when in-place loading is right; `changed` attributes per
+    part; `opaque` those among them that hold something made from the weights which is not a plain tensor."""
+
+    untouched: bool
+    changed: list[list[str]]
+    opaque: list[str]
+
+
+def _try_post_process(unit: Unit, post_process: PostProcess, parts: Parts, device: torch.device) -> _Verdict:
+    holders = [part for module in unit.pristine for part in parts(module)]
+    saved = [_Snapshot(part) for part in holders]
+    fresh = {id(param): _materialise(param, device) for param in _unit_parameters(unit.pristine)}
+    try:
+        for module in unit.pristine:
+            _install(module, module, fresh)
+        for param in fresh.values():
+            _randomise(param)
+        expected = [_bytes(param).clone() for param in fresh.values()]
+        slots = [_parameters(module) for module in unit.pristine]
+        before = [_attributes(part) for part in holders]
+        for module in unit.pristine:
+            post_process(module)
+        after = [_attributes(part) for part in holders]
+        changed = [
+            [key for key in {**old, **new} if old.get(key, _ABSENT) is not new.get(key, _ABSENT)]
+            for old, new in zip(before, after, strict=True)
+        ]
+        known = {param.untyped_storage().data_ptr() for param in fresh.values()}
+        own = {id(part) for part in holders}
+        made = {
+            key: new[key]
+            for keys, new in zip(changed, after, strict=True)
+            for key in keys
+            if key in new and not _weightless(new[key], known, own)
+        }
+        kept = [
+            [(key, id(param)) for key, param in _parameters(module)] == [(key, id(param)) for key, param in slot]
+            for module, slot in zip(unit.pristine, slots, strict=True)
+        ]
+        same = all(kept) and all(
+            torch.equal(_bytes(param), old) for param, old in zip(fresh.values(), expected, strict=True)
+        )
+        return _Verdict(same and not made, changed, [k for k, v in made.items() if not isinstance(v, torch.Tensor)])
+    finally:
+        for snapshot in saved:
+            snapshot.restore()
+
+
+class _Snapshot:
+    """A module's (or quantisation method's) attributes, parameters and buffers, to be put back."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+        self.attributes = dict(part.__dict__)
+        self.containers = {
+            key: dict(part.__dict__[key]) for key in ("_parameters", "_buffers") if key in part.__dict__
+        }
+
+    def restore(self) -> None:
+        self.part.__dict__.clear()
+        self.part.__dict__.update(self.attributes)
+        for key, content in self.containers.items():
+            self.part.__dict__[key].clear()
+            self.part.__dict__[key].update(content)
+
+
+class Reload:
+    """One unit on its way through the reload road.
+
+    Between construction and `close` the live module stands as it was; what arrives goes into `fresh`, the unit's
+    parameters by name in their never loaded form.
+    """
+
+    def __init__(self, unit: Unit, fills: list[Fill], device: torch.device) -> None:
+        self.unit = unit
+        self._fresh = {id(param): _materialise(param, device) for param in _unit_parameters(unit.pristine)}
+        self.fresh: dict[str, nn.Parameter] = dict(zip(unit.params, self._fresh.values(), strict=True))
+        for fill in fills:
+            if fill.param in self.fresh:
+                torch.as_strided(self.fresh[fill.param].data, fill.size, fill.stride, fill.offset).fill_(fill.value)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Meanwhile the never loaded copy of the unit has the fresh parameters instead of ones on `meta`."""
+        saved = [_Snapshot(module) for module in self.unit.pristine]
+        try:
+            for module in self.unit.pristine:
+                _install(module, module, self._fresh)
+            yield
+        finally:
+            for snapshot in saved:
+                snapshot.restore()
+
+    def close(self, post_process: PostProcess, parts: Parts) -> None:
+        """Post-process the freshly loaded parameters and copy the outcome into the live tensors. When it raises, the
+        live modules are put back as they were."""
+        unit = self.unit
+        holders = [part for module in unit.live for part in parts(module)]
+        models = [part for module in unit.pristine for part in parts(module)]
+        saved = [_Snapshot(part) for part in holders]
+        try:
+            for part, model, keys in zip(holders, models, unit.changed, strict=True):
+                for key in keys:  # Record1: as if nothing had been loaded yet
+                    _put(part, key, model.__dict__.get(key, _ABSENT))
+            for module, model in zip(unit.live, unit.pristine, strict=True):
+                _install(module, model, self._fresh)
+            for module in unit.live:
+                post_process(module)
+        except BaseException:
+            for snapshot in saved:
+                snapshot.restore()
+            raise
+        for part, snapshot, keys in zip(holders, saved, unit.changed, strict=True):
+            for key, old in snapshot.containers.get("_parameters", {}).items():
+                _keep_address(part.__dict__["_parameters"], key, old)
+            for key in keys:
+                if isinstance(old := snapshot.attributes.get(key), torch.Tensor):
+                    _keep_address(part.__dict__, key, old)
+        # A kernel object made by post-processing may point into the fresh tensors without holding them.
+        unit.keep_alive = list(self.fresh.values())
+
+
+_ABSENT = object()
+
+
+def _keep_address(slots: dict[str, Any], key: str, old: torch.Tensor | None) -> None:
+    """Record2: the live tensor stays, with the new contents, wherever the new one has its layout."""
+    new = slots.get(key)
+    if old is None or new is None or new is old:
+        return
+    if _same_layout(old, new):
+        with torch.no_grad():
+            old.data.copy_(new.data)
+        slots[key] = old
+    elif old.device.type == "cuda":
+        raise UnsupportedError(
+            f"a reload changed the layout of {key!r} from {tuple(old.shape)} {old.dtype} to {tuple(new.shape)} "
+            f"{new.dtype}; CUDA graphs have captured the old one"
+        )
+
+
+def _put(part: Any, key: str, value: Any) -> None:
+    if value is _ABSENT:
+        part.__dict__.pop(key, None)
+    else:
+        part.__dict__[key] = value
+
+
+def _attributes(part: Any) -> dict[str, Any]:
+    """What is set on a module or method, but for the containers that nn.Module keeps for itself."""
+    return {key: value for key, value in part.__dict__.items() if not (key.startswith("_") and isinstance(value, dict))}
+
+
+def _parameters(part: Any) -> list[tuple[str, nn.Parameter]]:
+    return [(key, param) for key, param in part.__dict__.get("_parameters", {}).items() if param is not None]
+
+
+def _install(module: nn.Module, model: nn.Module, fresh: dict[int, nn.Parameter]) -> None:
+    """Give `module` the parameters of `fresh` in the slots that `model` has."""
+    for key, param in list(model._parameters.items()):
+        module._parameters[key] = None if param is None else fresh[id(param)]
+
+
+def _unit_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
+    unique: dict[int, nn.Parameter] = {}
+    for module in modules:
+        for _, param in _parameters(module):
+            unique.setdefault(id(param), param)
+    return list(unique.values())
+
+
+def _same_layout(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return (
+        a is not None
+        and b is not None
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+        and a.storage_offset() == b.storage_offset()
+    )
+
+
+def _materialise(param: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """A parameter like `param`, with memory: same class, same attributes, same layout."""
+    data = torch.empty_strided(tuple(param.shape), tuple(param.stride()), dtype=param.dtype, device=device)
+    data.__class__ = param.__class__
+    data.__dict__ = dict(param.__dict__)
+    return data  # type: ignore[return-value]
+
+
+def _randomise(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        if tensor.is_floating_point() and tensor.element_size() > 1:
+            tensor.data.normal_()
+        else:
+            _bytes(tensor).random_(0, 2)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.data.untyped_storage())
+
+
+def _weightless(value: Any, known: set[int], own: set[int], depth: int = 0, seen: set[int] | None = None) -> bool:
+    """Whether an object holds nothing that was made from the weights: only plain values, code, tensors that share
+    the memory of the unit's parameters (`known`), and the unit's own modules (`own`)."""
+    seen = set() if seen is None else seen
+    if id(value) in seen or id(value) in own:
+        return True
+    if isinstance(value, (bool, int, float, str, bytes, type, type(None), types.ModuleType, types.BuiltinFunctionType)):
+        return True
+    if isinstance(value, (torch.dtype, torch.device, torch.Size, enum.Enum)):
+        return True
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 0 or value.untyped_storage().data_ptr() in known
+    if depth > 12 or len(seen) > 5000:
+        return False
+    if isinstance(value, types.FunctionType):
+        held: list[Any] = [cell.cell_contents for cell in value.__closure__ or ()] + list(value.__defaults__ or ())
+    elif isinstance(value, functools.partial):
+        held = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, types.MethodType):
+        held = [value.__func__, value.__self__]
+    elif isinstance(value, dict):
+        held = list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        held = list(value)
+    elif hasattr(value, "__dict__"):
+        held = list(vars(value).values())
+    else:
+        return False
+    return all(_weightless(item, known, own, depth + 1, seen) for item in held)

@@ -1,0 +1,357 @@
+"""Loads what a transport delivers into one engine worker's model.
+
+    plan -> connect -> load (every bucket, any order) -> commit
+
+`plan` and `connect` write nothing. From the first `load` on the model is a mixture, and is `POISONED` until a
+`commit`: a push that ends in any other way leaves it so, and only a whole push heals it. This module knows nothing
+about vLLM, and nothing about who talks to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weightsync.channel import Deadline
+from weightsync.errors import DigestError, ManifestError, ProtocolError
+from weightsync.kernels.digest import digest
+from weightsync.layout import Box, CopyStep, Manifest, Placement, copy_steps, fuse_groups
+from weightsync.receiver.host import ModelHost
+from weightsync.receiver.modules import Reload, Unit, choose_roads, units
+from weightsync.receiver.trace import Trace, named_tensors, trace_loader, uncovered
+from weightsync.transports.base import Idle, Source, make_source, strided
+
+CLEAN, POISONED = "CLEAN", "POISONED"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `Receiver.plan` found out. `used` maps each tensor that the model takes to the dtype it is held in."""
+
+    used: dict[str, str]
+    groups: list[tuple[str, ...]]
+    missing: list[str]
+    hints: list[str]
+    roads: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Timing:
+    nbytes: int
+    transfer_s: float
+    verify_s: float
+    load_s: float
+
+
+class Receiver:
+    """One worker's. Not safe for use by two threads. `version` is the last committed one; `state` CLEAN or POISONED."""
+
+    def __init__(self, host: ModelHost) -> None:
+        self.version = 0
+        self.state = CLEAN
+        self._host = host
+        self._units: list[Unit] | None = None
+        self._unit_of: dict[str, Unit] = {}
+        self._manifest: Manifest | None = None
+        self._trace = Trace()
+        self._plan: Plan | None = None
+        self._source: Source | None = None
+        self._source_name = ""
+        self._buckets: list[list[str]] = []
+        self._placements: dict[str, list[Placement]] = {}
+        self._steps: dict[str, list[CopyStep]] = {}
+        self._push: _Push | None = None
+
+    def plan(self, manifest: Manifest) -> Plan:
+        """Trace the model's loader for these tensors. Raises `ManifestError` for tensors that the loader refuses or
+        that land on one another, `UnsupportedError` for modules that cannot be reloaded. Remembers the last answer."""
+        if self._plan is not None and self._manifest == manifest:
+            return self._plan
+        host = self._host
+        with host.scope():
+            model = host.pristine()
+            if self._units is None:
+                found = units(host.live, model)
+                choose_roads(found, host.post_process, host.parts, host.device)
+                self._units = found
+                self._unit_of = {name: unit for unit in found for name in unit.params}
+            trace = trace_loader(model, lambda weights: host.load_weights(model, weights), manifest)
+            missing, doubled = uncovered(model, trace)
+            held = named_tensors(model)
+        problems = {name: reason for name, reason in trace.refused.items()}
+        for param, boxes in doubled.items():
+            names = sorted({copy.name for copy in trace.copies if copy.param == param})
+            for name in names:
+                problems[name] = f"{_region(param, boxes, held)} is written twice, by {', '.join(names)}"
+        if problems:
+            raise ManifestError(
+                f"{len(problems)} tensors do not fit the engine's model: "
+                + "; ".join(f"{name}: {reason}" for name, reason in list(problems.items())[:5]),
+                mismatched=problems,
+                unexpected=trace.unknown,
+            )
+        used: dict[str, str] = {}
+        for copy in trace.copies:
+            used.setdefault(copy.name, str(held[copy.param].dtype).removeprefix("torch."))
+        for param, names in trace.computed.items():
+            for name in names:
+                used.setdefault(name, manifest[name].dtype)
+        roads = {"in place": 0, "reload": 0, "loader": 0}
+        computed_units = {id(self._unit_of[param]) for param in trace.computed if param in self._unit_of}
+        for unit in self._units:
+            roads["loader" if id(unit) in computed_units else "in place" if unit.in_place else "reload"] += 1
+        self._manifest, self._trace = manifest, trace
+        self._plan = Plan(
+            used,
+            fuse_groups(trace.copies),
+            [_region(param, boxes, held) for param, boxes in missing.items()],
+            _hints(trace, missing),
+            roads,
+        )
+        self._steps.clear()
+        return self._plan
+
+    def connect(
+        self,
+        transport: str,
+        storages: list[list[Any]],
+        placements: Sequence[Placement],
+        buckets: Sequence[Sequence[str]],
+        fields: dict[str, Any],
+        deadline: Deadline,
+    ) -> None:
+        """Map the trainer's storages, and work out every copy. Raises `PlacementError` or `ProtocolError`; writes
+        nothing. What was connected before is given back."""
+        if self._plan is None or self._manifest is None:
+            raise ProtocolError("Connect came before Plan")
+        offered = [name for names in buckets for name in names]
+        if len(set(offered)) != len(offered) or set(offered) != set(self._manifest.names):
+            raise ProtocolError("the buckets do not hold every tensor of the manifest exactly once")
+        if self._source is None or self._source_name != transport:
+            self.disconnect()
+            self._source, self._source_name = make_source(transport, self._host.device), transport
+        with self._host.scope():
+            self._source.connect(storages, fields, deadline)
+        self._placements = defaultdict(list)
+        for placement in placements:
+            self._placements[placement.name].append(placement)
+        near = self._nearest(storages)
+        self._steps = defaultdict(list)
+        for step in copy_steps(self._trace.copies, placements, near):
+            self._steps[step.name].append(step)
+        self._buckets = [list(names) for names in buckets]
+
+    def load(self, version: int, bucket: int, digests: list[list[Any]], idle: Idle, deadline: Deadline) -> Timing:
+        """Load one bucket. Marks the model `POISONED` before the first byte is written."""
+        if self._source is None:
+            raise ProtocolError("Load came before Connect")
+        if self._push is None or self._push.version != version:
+            if version <= self.version:
+                raise ProtocolError(
+                    f"version {version} is not newer than {self.version}, which this engine serves: versions only grow"
+                )
+            self._push = _Push(version, self._host, self._trace, self._unit_of)
+        if bucket in self._push.done:
+            raise ProtocolError(f"bucket {bucket} of version {version} was announced twice")
+        with self._host.scope():
+            started = time.perf_counter()
+            self._source.fetch(bucket, idle, deadline)
+            fetched = time.perf_counter()
+            for rank, storage, first, nbytes, expected in digests:
+                if (found := digest(self._source.storage(rank, storage)[first : first + nbytes])) != expected:
+                    raise DigestError(
+                        f"bucket {bucket} from trainer rank {rank} arrived with digest {found:016x}, it was sent with "
+                        f"{expected:016x}; nothing of it was loaded"
+                    )
+            verified = time.perf_counter()
+            self.state = POISONED
+            nbytes = sum(self._load_tensor(name, self._push) for name in self._buckets[bucket])
+            self._push.close_finished()
+            _synchronise(self._host.device)
+            self._push.done.add(bucket)
+        loaded = time.perf_counter()
+        return Timing(nbytes, fetched - started, verified - fetched, loaded - verified)
+
+    def commit(self, version: int) -> float:
+        """Declare the model complete at `version`. Raises `ProtocolError`, leaving it `POISONED`, when it is not.
+        Gives the seconds that derived state took."""
+        push = self._push
+        if push is None or push.version != version or len(push.done) != len(self._buckets):
+            raise ProtocolError(f"Commit of version {version} before all of its buckets were loaded")
+        if unfinished := push.unfinished():
+            raise ProtocolError(f"Commit of version {version}, but these are incomplete: {', '.join(unfinished[:5])}")
+        started = time.perf_counter()
+        with self._host.scope():
+            self._host.refresh()
+            _synchronise(self._host.device)
+        self._push = None
+        self.version, self.state = version, CLEAN
+        return time.perf_counter() - started
+
+    def disconnect(self) -> None:
+        """Give back what was mapped or joined, and forget a push under way (the state stays what it is)."""
+        self._push = None
+        self._steps = {}
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+
+    def _load_tensor(self, name: str, push: _Push) -> int:
+        nbytes = 0
+        for step in self._steps.get(name, ()):
+            target = push.target(step.param)
+            if target is None:
+                continue  # its loader computes: see below
+            source = self._view(step)
+            torch.as_strided(target, step.size, step.dst_stride, step.dst_offset).copy_(source)
+            nbytes += source.numel() * source.element_size()
+            push.arrived(step)
+        if push.wanted_whole(name):
+            nbytes += push.take_whole(name, self._whole(name))
+        return nbytes
+
+    def _view(self, step: CopyStep) -> torch.Tensor:
+        assert self._source is not None
+        data = self._source.storage(step.rank, step.storage)
+        return strided(data, step.src_dtype, step.src_offset, step.size, step.src_stride)
+
+    def _whole(self, name: str) -> torch.Tensor:
+        """The full tensor, put together from its placements, in memory of its own."""
+        assert self._source is not None and self._manifest is not None
+        meta = self._manifest[name]
+        placements = self._placements[name]
+        whole = torch.empty(meta.shape, dtype=getattr(torch, placements[0].dtype), device=self._host.device)
+        for p in placements:
+            region = whole[tuple(slice(s, s + n) for s, n in zip(p.box.start, p.box.size, strict=True))]
+            data = self._source.storage(p.rank, p.storage)
+            region.copy_(strided(data, p.dtype, p.offset, p.box.size, p.stride))
+        return whole
+
+    def _nearest(self, storages: list[list[Any]]) -> int | None:
+        """The trainer rank on this worker's own GPU, if any: its replicas are read first."""
+        own = _gpu_uuid(self._host.device)
+        return next((rank for rank, _, _, row in storages if own and row.get("gpu_uuid") == own), None)
+
+
+class _Push:
+    """One version on its way in: which units are open, and what each still waits for."""
+
+    def __init__(self, version: int, host: ModelHost, trace: Trace, unit_of: dict[str, Unit]) -> None:
+        self.version = version
+        self.done: set[int] = set()
+        self._host = host
+        self._trace = trace
+        self._unit_of = unit_of
+        self._live = named_tensors(host.live)
+        self._computed: dict[int, set[str]] = defaultdict(set)  # unit -> tensors that its loader needs whole
+        for param, names in trace.computed.items():
+            self._computed[id(unit_of[param])].update(names)
+        for copy in trace.copies:
+            if copy.param in unit_of and id(unit_of[copy.param]) in self._computed:
+                self._computed[id(unit_of[copy.param])].add(copy.name)
+        self._whole: dict[str, torch.Tensor] = {}
+        self._open: dict[int, Reload] = {}
+        self._waiting: dict[int, int] = defaultdict(int)  # unit -> elements still to come
+        for copy in trace.copies:
+            if (unit := unit_of.get(copy.param)) is not None and not unit.in_place and id(unit) not in self._computed:
+                self._waiting[id(unit)] += copy.box.numel
+        self._units = {id(unit): unit for unit in unit_of.values()}
+
+    def target(self, param: str) -> torch.Tensor | None:
+        """The storage-wide tensor that a planned copy into `param` writes to; None where the loader will do it."""
+        unit = self._unit_of.get(param)
+        if unit is not None and id(unit) in self._computed:
+            return None
+        if unit is None or unit.in_place:
+            return self._live[param].data
+        return self._reload(unit).fresh[param].data
+
+    def arrived(self, step: CopyStep) -> None:
+        unit = self._unit_of.get(step.param)
+        if unit is not None and id(unit) in self._waiting:
+            count = 1
+            for n in step.size:
+                count *= n
+            self._waiting[id(unit)] -= count
+
+    def wanted_whole(self, name: str) -> bool:
+        return any(name in names for names in self._computed.values())
+
+    def take_whole(self, name: str, tensor: torch.Tensor) -> int:
+        self._whole[name] = tensor
+        return tensor.numel() * tensor.element_size()
+
+    def close_finished(self) -> None:
+        """Take every unit that now has all it needs down the rest of its road."""
+        for key in [key for key, left in self._waiting.items() if left == 0]:
+            del self._waiting[key]
+            self._close(key)
+        for key in [key for key, names in self._computed.items() if names <= self._whole.keys()]:
+            names = self._computed.pop(key)
+            self._load_by_loader(self._units[key], names)
+            self._close(key)
+            for name in [n for n in names if not self.wanted_whole(n)]:
+                del self._whole[name]
+
+    def unfinished(self) -> list[str]:
+        return [self._units[key].names[0] for key in (*self._waiting, *self._computed)]
+
+    def _reload(self, unit: Unit) -> Reload:
+        if id(unit) not in self._open:
+            self._open[id(unit)] = Reload(unit, self._trace.fills, self._host.device)
+        return self._open[id(unit)]
+
+    def _close(self, key: int) -> None:
+        self._reload(self._units[key]).close(self._host.post_process, self._host.parts)
+        del self._open[key]
+
+    def _load_by_loader(self, unit: Unit, names: set[str]) -> None:
+        """The engine's own loader over the real tensors, into this unit's fresh parameters; all others are on `meta`."""
+        reload = self._reload(unit)
+        with reload.installed():
+            self._host.load_weights(self._host.pristine(), [(name, self._whole[name]) for name in sorted(names)])
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _gpu_uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def _region(param: str, boxes: list[Box], held: dict[str, torch.Tensor]) -> str:
+    """A readable name for part of a parameter: "model.layers.0.self_attn.qkv_proj.weight rows 64..96 of 128"."""
+    shape = held[param].shape
+    if any(box.size == tuple(shape) for box in boxes) or not shape:
+        return param
+    rows = ", ".join(f"{box.start[0]}..{box.start[0] + box.size[0]}" for box in boxes[:3])
+    return f"{param} rows {rows} of {shape[0]}"
+
+
+def _hints(trace: Trace, missing: dict[str, list[Box]]) -> list[str]:
+    """The names of the tensors that would fill what is missing, read off another layer that has its own."""
+    patterns: dict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
+    for copy in trace.copies:
+        patterns[_without_numbers(copy.param)].append((copy.param, copy.name))
+    hints: list[str] = []
+    offered = {copy.name for copy in trace.copies}
+    for param in missing:
+        for other, name in patterns[_without_numbers(param)]:
+            renamed = name
+            for theirs, ours in zip(other.split("."), param.split("."), strict=True):
+                if theirs != ours:
+                    renamed = renamed.replace(f".{theirs}.", f".{ours}.", 1)
+            if renamed not in offered and renamed not in hints:
+                hints.append(renamed)
+    return hints
+
+
+def _without_numbers(name: str) -> tuple[str, ...]:
+    return tuple("#" if part.isdigit() else part for part in name.split("."))

@@ -1,0 +1,250 @@
+"""Run a model's loader once over tensors without storage, and write down what it would have copied where.
+
+The model is a copy of the engine's on the `meta` device, so nothing is read or written; what a loader slices,
+replicates, fuses or skips is learnt from the loader itself instead of from tables of names. This module knows nothing
+about vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weightsync.layout import Box, Manifest, PlannedCopy, TensorMeta, affine_boxes, coverage, strided_boxes
+
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+
+
+@dataclass(frozen=True)
+class Fill:
+    """The loader sets a strided region of a parameter to a constant, as it does with a vocabulary's padding."""
+
+    param: str
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    value: float
+
+
+@dataclass
+class Trace:
+    """What one run of the loader did.
+
+    `copies` and `fills` say it exactly. A parameter in `computed` is not only copied into: its loader does arithmetic
+    on the tensors named there, so it must be loaded by the loader itself. `refused` maps a tensor to what the loader
+    said when it would not take it; `unknown` tensors have no parameter here; `ignored` ones were taken and not used.
+    """
+
+    copies: list[PlannedCopy] = field(default_factory=list)
+    fills: list[Fill] = field(default_factory=list)
+    computed: dict[str, list[str]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, one name for what several modules share."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest) -> Trace:
+    """Trace `load_weights` of a `model` on `meta` for the tensors of `manifest`; neither is changed.
+
+    A tensor that the loader refuses is recorded and left out, and the trace starts again, so that one call finds all.
+    """
+    trace = Trace()
+    offered = list(manifest)
+    while True:
+        feed = _Feed(offered)
+        recorder = _Recorder(model, feed)
+        try:
+            with recorder:
+                load_weights(feed)
+        except Exception as error:
+            if feed.current is None:
+                raise
+            name = feed.current.name
+            # Loaders look their parameters up in a dict, or say in words that there is no such thing.
+            if isinstance(error, KeyError) or "no module or parameter named" in str(error):
+                trace.unknown.append(name)
+            else:
+                trace.refused[name] = str(error) or type(error).__name__
+            offered = [meta for meta in offered if meta.name != name]
+            continue
+        break
+    trace.copies, trace.fills, trace.computed = recorder.copies, recorder.fills, recorder.computed
+    used = {copy.name for copy in trace.copies}.union(*trace.computed.values())
+    trace.ignored = [meta.name for meta in offered if meta.name not in used]
+    return trace
+
+
+def uncovered(model: nn.Module, trace: Trace) -> tuple[dict[str, list[Box]], dict[str, list[Box]]]:
+    """Which regions of the model's parameters nothing fills, and which are filled twice, by parameter name."""
+    regions: dict[str, list[Box]] = {}
+    tensors = named_tensors(model)
+    for copy in trace.copies:
+        regions.setdefault(copy.param, []).extend(_param_boxes(tensors[copy.param], copy))
+    for fill in trace.fills:
+        # A constant under a copy is the loader clearing what it will write; only where nothing is copied does it count.
+        regions.setdefault(fill.param, [])
+    missing: dict[str, list[Box]] = {}
+    doubled: dict[str, list[Box]] = {}
+    for name, param in model.named_parameters():
+        if name in trace.computed:
+            continue
+        holes, twice = coverage(_rows_first(param)[0], regions.get(name, []))
+        constant = [box for fill in trace.fills if fill.param == name for box in _fill_boxes(param, fill)]
+        holes = [hole for hole in holes if coverage(hole.size, _inside(hole, constant))[0]]
+        if holes:
+            missing[name] = holes
+        if twice:
+            doubled[name] = twice
+    return missing, doubled
+
+
+class _Feed:
+    """The manifest as the loader's input, and which tensor it is looking at now."""
+
+    def __init__(self, offered: list[TensorMeta]) -> None:
+        self.current: TensorMeta | None = None
+        self.names: dict[int, TensorMeta] = {}
+        self._offered = offered
+        self._keep: list[torch.Tensor] = []  # a freed storage's identity could be given to another
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for meta in self._offered:
+            tensor = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta")
+            self._keep.append(tensor)
+            self.names[_storage(tensor)] = meta
+            self.current = meta
+            yield meta.name, tensor
+        # Loaders that collect before they load fail after the last tensor; the blame then is only a guess.
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every operation of the loader: notes what writes into the model's tensors, and keeps track of which named
+    tensors each intermediate value was computed from."""
+
+    def __init__(self, model: nn.Module, feed: _Feed) -> None:
+        super().__init__()
+        self.copies: list[PlannedCopy] = []
+        self.fills: list[Fill] = []
+        self.computed: dict[str, list[str]] = {}
+        self._feed = feed
+        self._params: dict[int, str] = {}
+        for name, tensor in named_tensors(model).items():
+            self._params.setdefault(_storage(tensor), name)
+        self._origins: dict[int, list[str]] = {}
+        self._keep: list[torch.Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        written = [args[0]] if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor) else []
+        if "out" in kwargs and isinstance(kwargs["out"], torch.Tensor):
+            written.append(kwargs["out"])
+        for target in written:
+            if (param := self._params.get(_storage(target))) is not None:
+                self._note_write(func, target, param, args, kwargs)
+                return target
+        result = func(*args, **kwargs)
+        self._note_origins(result, args, kwargs)
+        return result
+
+    def _note_write(
+        self, func: Any, target: torch.Tensor, param: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        aten = torch.ops.aten
+        place = (target.storage_offset(), tuple(target.shape), tuple(target.stride()))
+        if func is aten.copy_.default:
+            source = args[1]
+            meta = self._feed.names.get(_storage(source))
+            if meta is not None and source.shape == target.shape:
+                boxes = affine_boxes(
+                    meta.shape, (source.storage_offset(), tuple(source.shape), tuple(source.stride())), place
+                )
+                if boxes is not None:
+                    self.copies += [PlannedCopy(meta.name, box, param, offset, stride) for box, offset, stride in boxes]
+                    return
+        elif func in (aten.fill_.Scalar, aten.zero_.default):
+            value = float(args[1]) if func is aten.fill_.Scalar else 0.0
+            self.fills.append(Fill(param, *place, value))
+            return
+        names = self.computed.setdefault(param, [])
+        names += [name for name in self._sources(args, kwargs) if name not in names]
+
+    def _note_origins(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for tensor in _tensors(result):
+            key = _storage(tensor)
+            if key not in self._feed.names and key not in self._params and (names := self._sources(args, kwargs)):
+                self._origins[key] = names
+                self._keep.append(tensor)
+
+    def _sources(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+        names: list[str] = []
+        for tensor in (*_tensors(args), *_tensors(kwargs)):
+            key = _storage(tensor)
+            meta = self._feed.names.get(key)
+            names += [meta.name] if meta is not None else self._origins.get(key, [])
+        return list(dict.fromkeys(names))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _rows_first(param: torch.Tensor) -> tuple[tuple[int, ...], int]:
+    """A dense parameter's shape in the order its storage has it (a transposed one is stored the other way round)."""
+    order = sorted(range(param.dim()), key=lambda d: -param.stride(d))
+    return tuple(param.shape[d] for d in order), param.storage_offset()
+
+
+def _param_boxes(param: torch.Tensor, copy: PlannedCopy) -> list[Box]:
+    return _storage_boxes(param, copy.offset, copy.box.size, copy.stride)
+
+
+def _fill_boxes(param: torch.Tensor, fill: Fill) -> list[Box]:
+    return _storage_boxes(param, fill.offset, fill.size, fill.stride)
+
+
+def _storage_boxes(param: torch.Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> list[Box]:
+    shape, start = _rows_first(param)
+    boxes = strided_boxes(shape, offset - start, size, stride)
+    # What is no box is counted element by element: rare, and right.
+    return boxes if boxes is not None else _element_boxes(shape, offset - start, size, stride)
+
+
+def _element_boxes(shape: tuple[int, ...], offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> list[Box]:
+    numbers = torch.arange(1).add(offset)
+    for length, step in zip(size, stride, strict=True):
+        numbers = (numbers[:, None] + torch.arange(length)[None, :] * step).reshape(-1)
+    columns = torch.unravel_index(numbers, shape)
+    return [Box(tuple(map(int, row)), (1,) * len(shape)) for row in zip(*columns, strict=True)]
+
+
+def _inside(hole: Box, boxes: list[Box]) -> list[Box]:
+    """The parts of `boxes` within `hole`, in the hole's own coordinates."""
+    parts = []
+    for box in boxes:
+        if (part := hole.intersect(box)) is not None:
+            start = tuple(p - h for p, h in zip(part.start, hole.start, strict=True))
+            parts.append(Box(start, part.size))
+    return parts

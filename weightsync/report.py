@@ -1,0 +1,71 @@
+"""What a push did and how long it took."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """One engine worker's share of a push: bytes written to its model, and its own seconds."""
+
+    name: str
+    nbytes: int
+    transfer_s: float
+    verify_s: float
+    load_s: float
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """One push, the same on every trainer rank.
+
+    `nbytes` is the size of the weights in the dtypes that travel, counted once. The seconds are the trainer's clock:
+    `plan_s` agreeing on what travels and how (near zero when nothing changed), `gather_s` making the bytes readable,
+    `pause_s` from the pause of generation to its resumption, `total_s` the whole call. `transfer_s`, `verify_s` and
+    `load_s` are those of the slowest worker; they overlap with `gather_s`, so the parts do not add up to the total.
+    `roads` counts how the engines' modules were loaded: "in place", by "reload", by the engine's own "loader".
+    """
+
+    version: int
+    nbytes: int
+    buckets: int
+    plan_s: float
+    gather_s: float
+    transfer_s: float
+    verify_s: float
+    load_s: float
+    pause_s: float
+    total_s: float
+    roads: dict[str, int]
+    workers: tuple[WorkerReport, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"version {self.version}: {format_bytes(self.nbytes)} in {self.total_s:.3f} s "
+            f"(plan {self.plan_s:.3f}, gather {self.gather_s:.3f}, transfer {self.transfer_s:.3f}, "
+            f"verify {self.verify_s:.3f}, load {self.load_s:.3f}, paused {self.pause_s:.3f}), "
+            f"{self.buckets} buckets to {len(self.workers)} workers"
+        )
+
+    def to_json(self) -> str:
+        """The report as one line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, object]) -> PushReport:
+        """The report that `dataclasses.asdict` or `json.loads` gave the fields of."""
+        workers = fields["workers"]
+        assert isinstance(workers, (list, tuple))
+        return cls(**{**fields, "workers": tuple(WorkerReport(**row) for row in workers)})  # type: ignore[arg-type]
+
+
+def format_bytes(nbytes: int) -> str:
+    """ "16.38 GB": decimal units, as storage and network speeds are given in."""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1000
+    return f"{size:.2f} GB"

@@ -1,0 +1,288 @@
+"""The sender for FSDP2, FSDP1, DDP and plain modules.
+
+Where the truth lies. An optimizer updates the shards, so the shards are read, never a gathered copy:
+
+- FSDP2 leaves a module gathered after some forwards (its root, `reshard_after_forward=False`), in the compute dtype,
+  and stale after the next optimizer step. Such a module is put back in its sharded state first; the next forward
+  gathers it anew.
+- FSDP1 keeps its shards in flat parameters. With `use_orig_params=True` the module's own parameters are views of them
+  and may have been given other storage, which FSDP1 takes over at the next forward; so do we.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, product
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import HandleTrainingState
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.layout import Box, Manifest, TensorMeta, flat_boxes, itemsize
+from weightsync.senders.base import Piece, TensorPolicy
+from weightsync.senders.names import walk
+
+_ON_META = "it is on the meta device and has no values; materialise it first (`to_empty`, then load)"
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """One tensor of the model, and the parts of it that this rank holds. Tied tensors have the same `identity`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    identity: Hashable
+    parts: list[tuple[Box, torch.Tensor]]
+
+
+class FsdpSender:
+    """Tensors of a model under FSDP2 (`fully_shard` on any mesh), FSDP1, DDP, or none of them. See `Sender`.
+
+    FSDP2 modules that are gathered are put back in their sharded state (see this file's head); nothing else changes.
+    """
+
+    def __init__(self, policy: TensorPolicy) -> None:
+        self.policy = policy
+
+    def manifest(self, model: nn.Module) -> Manifest:
+        return Manifest(tuple(TensorMeta(name, held.shape, held.dtype) for name, held in self._tensors(model)))
+
+    def pieces(self, model: nn.Module) -> list[Piece]:
+        return [
+            Piece(TensorMeta(name, held.shape, held.dtype), box, tensor)
+            for name, held in self._tensors(model)
+            for box, tensor in held.parts
+        ]
+
+    @torch.no_grad()
+    def _tensors(self, model: nn.Module) -> list[tuple[str, _Held]]:
+        """The tensors that travel, each once, with what this rank holds of them."""
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        found: list[tuple[str, _Held]] = []
+        seen: set[Hashable] = set()
+        refused: dict[str, str] = {}
+        for name, read in self._sources(model):
+            if self.policy.excludes(name):
+                continue
+            try:
+                held = read()
+            except UnsupportedError as error:
+                refused[name] = error.message
+                continue
+            if held.identity not in seen:
+                seen.add(held.identity)
+                found.append((name, held))
+        if refused:
+            lines = "\n".join(f"  {name}: {reason}" for name, reason in refused.items())
+            raise UnsupportedError(
+                f"{len(refused)} tensors cannot be pushed (what should not travel goes into `exclude`):\n{lines}",
+                tensors=refused,
+            )
+        return found
+
+    def _sources(self, model: nn.Module) -> Iterator[tuple[str, Callable[[], _Held]]]:
+        """Checkpoint name and reader of every parameter and persistent buffer, tied ones under each name."""
+        flattened = _flattened(model)
+        for prefix, module in walk(model):
+            # With use_orig_params=False these are no longer parameters of the module; their order is still known.
+            flat = flattened[id(module)]
+            for name, (handle, index) in flat.items():
+                yield prefix + name, partial(_read_flat, handle, index)
+            for name, param in module._parameters.items():
+                if param is not None and name not in flat and not isinstance(param, FlatParameter):
+                    yield prefix + name, partial(_read, param)
+            for name, buffer in module._buffers.items():
+                if buffer is not None and self.policy.buffers and name not in module._non_persistent_buffers_set:
+                    yield prefix + name, partial(_read, buffer)
+
+
+def _read(tensor: torch.Tensor) -> _Held:
+    """A parameter or buffer: sharded when it is a DTensor, whole otherwise."""
+    if is_lazy(tensor):
+        raise UnsupportedError("it is not initialised yet; run a forward first")
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local.detach()
+    if is_traceable_wrapper_subclass(local):
+        raise UnsupportedError(f"{type(local).__name__} has no memory of its own; push the tensors that it wraps")
+    if local.layout != torch.strided:
+        raise UnsupportedError(f"its layout is {local.layout}, expected torch.strided")
+    dtype = _dtype_name(local)
+    if local.is_meta:
+        raise UnsupportedError(_ON_META)
+    storage = local.untyped_storage()
+    if local.numel() > 0 and storage.nbytes() == 0:
+        raise UnsupportedError("its memory has been freed; is it sharded by something else than FSDP?")
+    shape = tuple(tensor.shape)
+    parts = _sharded_parts(tensor, local) if isinstance(tensor, DTensor) else _whole(local)
+    identity = (storage._cdata, local.storage_offset(), shape, tuple(local.shape), local.stride(), dtype)
+    return _Held(shape, dtype, identity, parts)
+
+
+def _whole(local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    return [(Box.full(local.shape), local)] if local.numel() > 0 else []
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    name = str(tensor.dtype).removeprefix("torch.")
+    try:
+        itemsize(name)
+    except ConfigError as error:
+        raise UnsupportedError(error.message) from None
+    return name
+
+
+# --- FSDP2: DTensors
+
+
+def _sharded_parts(tensor: DTensor, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """The regions of a DTensor that this rank holds, as views of its local tensor."""
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    cuts: list[list[Cut]] = [[] for _ in tensor.shape]
+    for chunks, index, placement in zip(mesh.shape, coordinate, tensor.placements, strict=True):
+        # _StridedShard first: it is a subclass of Shard in some releases.
+        if isinstance(placement, _StridedShard):
+            cuts[placement.dim].append(Cut(chunks, index, int(placement.split_factor)))
+        elif isinstance(placement, Shard):
+            cuts[placement.dim].append(Cut(chunks, index))
+        elif not isinstance(placement, Replicate):
+            raise UnsupportedError(f"it is placed as {placement!r}, expected Shard or Replicate; redistribute it first")
+    ranges = [held_ranges(length, dim_cuts) for length, dim_cuts in zip(tensor.shape, cuts, strict=True)]
+    expected = tuple(sum(size for _, size in dim_ranges) for dim_ranges in ranges)
+    if expected != tuple(local.shape):
+        raise UnsupportedError(
+            f"its shard on this rank has shape {tuple(local.shape)}, but {tensor.placements} of {tuple(tensor.shape)} "
+            f"on a mesh of {tuple(mesh.shape)} gives {expected}"
+        )
+    parts = []
+    for region in product(*(_with_local_start(dim_ranges) for dim_ranges in ranges)):
+        view = local
+        for dim, (_, size, at) in enumerate(region):
+            view = view.narrow(dim, at, size)
+        parts.append((Box(tuple(start for start, _, _ in region), tuple(size for _, size, _ in region)), view))
+    return parts
+
+
+def _with_local_start(ranges: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Ranges as (start, size, start in the local tensor), where they follow each other without gaps."""
+    ends = accumulate(size for _, size in ranges)
+    return [(start, size, end - size) for (start, size), end in zip(ranges, ends, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A mesh dimension that shards a tensor dimension into `chunks`, of which this rank has number `index`.
+    `split_factor` is that of `_StridedShard`; 1 is a plain `Shard`."""
+
+    chunks: int
+    index: int
+    split_factor: int = 1
+
+
+def held_ranges(length: int, cuts: Sequence[Cut]) -> list[tuple[int, int]]:
+    """What is left of a dimension of `length` after `cuts`, given in mesh order: (start, size) in local order.
+
+    `_StridedShard` says that mesh dimensions to its right were applied before it (tensor parallelism, then FSDP over
+    it); where its split factor tells which, the cuts are made in that order and one range is left. Otherwise it means
+    what it says on its own: split into `split_factor` blocks, and one chunk taken from each.
+    """
+    ranges = [(0, length)] if length > 0 else []
+    for cut in _in_order_of_application(cuts) or cuts:
+        total = sum(size for _, size in ranges)
+        blocks = [_chunk(0, total, cut.split_factor, block) for block in range(cut.split_factor)]
+        mine = [_chunk(start, size, cut.chunks, cut.index) for start, size in blocks]
+        ranges = [part for start, size in mine for part in _slice(ranges, start, size)]
+    return ranges
+
+
+def _in_order_of_application(cuts: Sequence[Cut]) -> list[Cut] | None:
+    """The cuts as plain ones, the first applied first; None when the split factors fit no such order."""
+    order: list[Cut] = []
+    for cut in reversed(cuts):
+        shards_before = list(accumulate((c.chunks for c in order), lambda a, b: a * b, initial=1))
+        if cut.split_factor not in shards_before:
+            return None
+        order.insert(shards_before.index(cut.split_factor), Cut(cut.chunks, cut.index))
+    return order
+
+
+def _chunk(start: int, size: int, chunks: int, index: int) -> tuple[int, int]:
+    """(start, size) of chunk number `index` as `torch.chunk` cuts: all of the rounded-up size but the last ones."""
+    each = -(-size // chunks)
+    first = min(index * each, size)
+    return start + first, min(each, size - first)
+
+
+def _slice(ranges: list[tuple[int, int]], start: int, size: int) -> list[tuple[int, int]]:
+    """Elements `start` to `start + size` of the ranges laid end to end, without empty ranges."""
+    found = []
+    for (first, length), end in zip(ranges, accumulate(length for _, length in ranges), strict=True):
+        at = end - length
+        low, high = max(start, at), min(start + size, end)
+        if low < high:
+            found.append((first + low - at, high - low))
+    return found
+
+
+# --- FSDP1: flat parameters. FlatParamHandle and its metadata are private to torch, and the only way to know where an
+# --- original parameter lies without gathering it.
+
+
+def _flattened(model: nn.Module) -> dict[int, dict[str, tuple[Any, int]]]:
+    """By id of the module that owned them: the parameters that FSDP1 flattened, as (handle, number in its flat
+    parameter). Tied parameters have the same number."""
+    found: dict[int, dict[str, tuple[Any, int]]] = defaultdict(dict)
+    for fsdp in model.modules():
+        handle = fsdp._handle if isinstance(fsdp, FullyShardedDataParallel) else None
+        if handle is None:
+            continue
+        for index, info in enumerate(handle.flat_param._param_infos):
+            found[id(info.module)][info.param_name] = (handle, index)
+        for tied in handle.flat_param._shared_param_infos:
+            found[id(tied.module)][tied.param_name] = found[id(tied.prim_module)][tied.prim_param_name]
+    return found
+
+
+def _read_flat(handle: Any, index: int) -> _Held:
+    """Parameter number `index` of a flat parameter: this rank's shard has a range of its elements, or none."""
+    flat = handle.flat_param
+    info, shard, shape = flat._param_infos[index], flat._shard_param_infos[index], tuple(flat._shapes[index])
+    if flat._param_extensions[index] is not None:
+        raise UnsupportedError("FSDP1 over tensor parallelism is not covered; use `fully_shard`")
+    if not flat._contiguities[index]:
+        raise UnsupportedError(f"its strides are {flat._strides[index]}; FSDP1 is covered for contiguous ones only")
+    if flat.is_meta:
+        raise UnsupportedError(_ON_META)
+    if handle._training_state != HandleTrainingState.IDLE:
+        raise UnsupportedError("FSDP has it gathered; push outside of forward, backward and `summon_full_params`")
+    dtype = _dtype_name(flat)
+    if not shard.in_shard or shard.numel_in_shard == 0:
+        return _Held(shape, dtype, (id(flat), index), [])
+    if handle._use_orig_params and not handle._skipped_use_sharded_views:
+        values = getattr(info.module, info.param_name).detach()
+        if values.dtype != flat.dtype or values.numel() != shard.numel_in_shard or not values.is_contiguous():
+            raise UnsupportedError(
+                f"it was replaced by {values.dtype} of shape {tuple(values.shape)}, where FSDP1 keeps "
+                f"{shard.numel_in_shard} elements of {flat.dtype}; assign in place"
+            )
+        values = values.view(-1)
+    else:
+        values = flat.detach()[shard.offset_in_shard : shard.offset_in_shard + shard.numel_in_shard]
+    boxes = flat_boxes(shape, shard.intra_param_start_idx, shard.intra_param_end_idx + 1)
+    runs = values.split([box.numel for box in boxes])
+    parts = [(box, run.view(box.size)) for box, run in zip(boxes, runs, strict=True)]
+    return _Held(shape, dtype, (id(flat), index), parts)

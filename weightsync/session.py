@@ -1,0 +1,257 @@
+"""Trainer rank 0 and the engines: the frame of a push.
+
+    negotiate            once, and again whenever what travels or where it lies has changed
+        init call  ->  every worker connects, and answers Plan and Connect
+    push
+        pause -> start -> update call -> Load* -> Commit -> finish (version) -> caches reset -> resume
+
+The engine's calls are made in threads, since each returns only when its workers are released. This module knows
+nothing about models, placements or how bytes travel.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from weightsync.channel import Call, Channel, Deadline, Hub
+from weightsync.engines import Engine
+from weightsync.errors import EngineError, SyncTimeoutError, WeightSyncError
+from weightsync.transports.base import WorkerInfo
+from weightsync.wire import (
+    Commit,
+    Committed,
+    Connect,
+    Connected,
+    Failure,
+    Hello,
+    Load,
+    Loaded,
+    Message,
+    Plan,
+    Planned,
+    Release,
+)
+
+M = TypeVar("M", bound=Message)
+
+_FAREWELL_S = 5.0
+"""How long an engine may take to end its calls after a failure."""
+_ARRIVAL_S = 3.0
+"""How long a worker may take to connect once its engine says that it has been told to."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One connected engine worker."""
+
+    hello: Hello
+    channel: Channel
+
+    @property
+    def info(self) -> WorkerInfo:
+        return WorkerInfo(self.channel.peer, self.hello.device, self.hello.gpu_uuid, self.hello.boot_id)
+
+
+class EngineSession:
+    """Rank 0 only."""
+
+    def __init__(self, engines: Sequence[Engine], hub: Hub, pause: str, timeout_s: float) -> None:
+        self.workers: list[Worker] = []
+        self._engines = list(engines)
+        self._hub = hub
+        self._pause = pause
+        self._timeout_s = timeout_s
+        self._id = secrets.token_hex(8)
+        self._calls: list[Call] = []
+        self._paused = self._started = self._touched = False
+        self._version = 0
+
+    @property
+    def host(self) -> str:
+        """This process's address that every engine reaches."""
+        addresses = [self._hub.listen(engine.host)[0] for engine in self._engines]
+        return next((address for address in addresses if not address.startswith("127.")), addresses[0])
+
+    def last_version(self) -> int:
+        """The newest version that any worker says it has."""
+        return max(worker.hello.version for worker in self.workers)
+
+    def meet(self) -> list[Worker]:
+        """Call the workers of every engine in; they wait for our messages until `release`."""
+        deadline = Deadline(self._timeout_s)
+        for number, engine in enumerate(self._engines):
+            host, port = self._hub.listen(engine.host)
+            info = {
+                "session": self._id,
+                "engine": number,
+                "host": host,
+                "port": port,
+                "token": self._hub.token.hex(),
+                "timeout_s": self._timeout_s,
+            }
+            self._calls.append(Call(self._hub, f"init-{number}", engine.init, info))
+        if not self.workers:
+            for number in range(len(self._engines)):
+                admitted = self._hub.admit("worker", number, deadline, "init", self._check_arrivals(deadline))
+                self.workers += [Worker(hello, channel) for hello, channel in admitted]
+        return self.workers
+
+    def plan(self, tensors: list[list[Any]]) -> list[Planned]:
+        """What each worker's model makes of these tensors."""
+        deadline = Deadline(self._timeout_s)
+        self._send(Plan(tensors), deadline, "plan")
+        return self._collect(Planned, deadline, "plan")
+
+    def connect(self, messages: Sequence[Connect], join: Callable[[Deadline], None]) -> None:
+        """Let every worker map or join the storages; `join` runs while they do."""
+        deadline = Deadline(self._timeout_s)
+        for worker, message in zip(self.workers, messages, strict=True):
+            worker.channel.send(message, deadline, "connect")
+        meeting = Call(self._hub, "join", join, deadline)
+        self._calls.append(meeting)
+        self._collect(Connected, deadline, "connect")
+        self._wait([meeting], deadline, "connect")
+        self._calls.remove(meeting)
+
+    def release(self, phase: str) -> None:
+        """Let the workers' engine calls return, and wait until they have."""
+        deadline = Deadline(self._timeout_s)
+        self._send(Release(), deadline, phase)
+        calls, self._calls = self._calls, []
+        self._wait(calls, deadline, phase)
+
+    def begin(self, version: int) -> None:
+        """Pause generation and open the update: afterwards the workers wait for `load`."""
+        self._version = version
+        self._paused = True
+        self._all("pause", lambda engine: engine.pause(self._pause))
+        self._started = True
+        try:
+            self._all("start", lambda engine: engine.start())
+        except EngineError as error:
+            if "already active" not in str(error):
+                raise
+            # A trainer died between start and update; the engine's books still have its update open.
+            self._give_up_update()
+            self._all("start", lambda engine: engine.start())
+        for number, engine in enumerate(self._engines):
+            self._calls.append(Call(self._hub, f"update-{number}", engine.update, {"session": self._id}))
+
+    def load(self, bucket: int, digests: list[list[Any]]) -> None:
+        """Announce a bucket to every worker."""
+        self._touched = True
+        self._send(Load(self._version, bucket, digests), Deadline(self._timeout_s), "transfer")
+
+    def loaded(self) -> list[Loaded]:
+        """Every worker's answer to the oldest announcement that is still open."""
+        return self._collect(Loaded, Deadline(self._timeout_s), "load")
+
+    def commit(self) -> list[Committed]:
+        """Every worker has everything: declare it complete, stamp the version, drop what was computed with the old
+        weights, and resume. Gives the workers' answers."""
+        deadline = Deadline(self._timeout_s)
+        self._send(Commit(self._version), deadline, "commit")
+        answers = self._collect(Committed, deadline, "commit")
+        self._started = False
+        self.release("commit")
+        self._all("finish", lambda engine: engine.finish(str(self._version)))
+        self._touched = False
+        self._all("reset caches", lambda engine: engine.reset_caches())
+        self._all("resume", lambda engine: engine.resume())
+        self._paused = False
+        return answers
+
+    def idle(self) -> None:
+        """Raise when a worker or an engine call has failed."""
+        for worker in self.workers:
+            worker.channel.check("transfer")
+        self._check_calls()
+
+    def fail(self, error: WeightSyncError) -> None:
+        """After any failure: tell the workers, end the engines' calls, leave each engine as it was, or marked. Never
+        raises, and takes seconds at most; the session is over."""
+        for worker in self.workers:
+            try:
+                worker.channel.send(Failure(error.to_fields()), Deadline(1.0), "fail")
+            except WeightSyncError:
+                continue  # it is gone
+        for worker in self.workers:
+            worker.channel.close()
+        deadline = Deadline(_FAREWELL_S)
+        in_update = any("update" in call.name for call in self._calls)
+        for call in self._calls:
+            call.join(deadline.left_s())
+        if self._started and not in_update:
+            self._give_up_update()
+        if self._touched:
+            # Say so where people look: the version that vLLM reports with every answer. Generation stays paused.
+            mark = f"POISONED: the push of version {self._version} failed"
+            self._try_all("mark", lambda engine: engine.set_version(mark))
+        elif self._paused:
+            self._try_all("resume", lambda engine: engine.resume())
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.channel.close()
+
+    def _send(self, message: Message, deadline: Deadline, phase: str) -> None:
+        for worker in self.workers:
+            worker.channel.send(message, deadline, phase)
+
+    def _collect(self, kind: type[M], deadline: Deadline, phase: str) -> list[M]:
+        channels = [worker.channel for worker in self.workers]
+        return self._hub.collect(channels, kind, deadline, phase, self._check_calls)
+
+    def _check_calls(self) -> None:
+        for call in self._calls:
+            if not call.is_alive() and call.error is not None:
+                raise call.error
+
+    def _check_arrivals(self, deadline: Deadline) -> Callable[[], None]:
+        returned: dict[Call, float] = {}
+
+        def check() -> None:
+            self._check_calls()
+            for call in self._calls:
+                if not call.is_alive():
+                    since = returned.setdefault(call, time.monotonic())
+                    if time.monotonic() - since > _ARRIVAL_S or deadline.passed():
+                        raise EngineError(
+                            f"{call.name} returned, but no worker connected: its weight transfer backend is not "
+                            'weightsync; start it with weight_transfer_config={"backend": "weightsync"}',
+                            phase="init",
+                        )
+
+        return check
+
+    def _all(self, phase: str, method: Callable[[Engine], None]) -> None:
+        """The same call on every engine, at once."""
+        if len(self._engines) == 1:
+            method(self._engines[0])
+            return
+        calls = [Call(self._hub, f"{phase}-{n}", method, engine) for n, engine in enumerate(self._engines)]
+        self._wait(calls, Deadline(self._timeout_s), phase)
+
+    def _try_all(self, phase: str, method: Callable[[Engine], None]) -> None:
+        deadline = Deadline(_FAREWELL_S)
+        calls = [Call(self._hub, f"{phase}-{n}", method, engine) for n, engine in enumerate(self._engines)]
+        for call in calls:
+            call.join(deadline.left_s())
+
+    def _give_up_update(self) -> None:
+        self._try_all("give up", lambda engine: engine.update({"abort": True}))
+
+    def _wait(self, calls: Sequence[Call], deadline: Deadline, phase: str) -> None:
+        for call in calls:
+            call.join(deadline.left_s())
+            if call.is_alive():
+                raise SyncTimeoutError(
+                    f"{call.name} did not return within {deadline.timeout_s:g} s", phase=phase, waiting_for=[call.name]
+                )
+            if call.error is not None:
+                call.error.phase = call.error.phase or phase
+                raise call.error

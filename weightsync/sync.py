@@ -1,0 +1,447 @@
+"""`WeightSync`: one object, one verb."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from weightsync.bucketing import Bucketer, make_bucketer
+from weightsync.channel import Deadline, Hub
+from weightsync.engines import connect
+from weightsync.errors import ConfigError, ManifestError, WeightSyncError, foreign
+from weightsync.layout import Manifest, Placement, TensorMeta, connected, itemsize
+from weightsync.machine import boot_id, describe_device
+from weightsync.progress import Progress
+from weightsync.ranks import RankGroup
+from weightsync.report import PushReport, WorkerReport
+from weightsync.senders.base import Piece, Sender, TensorPolicy, make_sender
+from weightsync.session import EngineSession
+from weightsync.transports.base import Shipment, Transport, WorkerInfo, make_transport
+from weightsync.wire import (
+    Connect,
+    Loaded,
+    Planned,
+    pack_manifest,
+    pack_placements,
+    unpack_manifest,
+    unpack_placements,
+)
+
+logger = logging.getLogger(__name__)
+
+SLOTS = 2
+"""Buckets that may be under way at once: one being read, one being filled."""
+DEFAULT_MAX_BYTES = 256 * 2**20
+PAUSE_MODES = ("keep", "wait", "abort")
+
+
+class WeightSync:
+    """Pushes a trainer's weights into running vLLM engines.
+
+        sync = WeightSync(backend="fsdp", transport="ipc", engine=llm)
+        for batch in batches:
+            train_step(model, batch)
+            report = sync.push(model)      # every trainer rank calls this
+
+    When `push` returns, every engine answers as one that was started cold from these weights. When it raises, it
+    raises on every rank, the first cause first, and each engine is as it was, or paused and marked `POISONED` until
+    a push succeeds.
+
+    backend: how the trainer holds its weights: "fsdp" (FSDP2, FSDP1, DDP or a plain module).
+    transport: "ipc" (engines on this host) or "broadcast" (any host); "cuda_ipc" and "nccl" are the same and refuse
+        CPU tensors. Or an object with the face of `weightsync.transports.base.Transport`.
+    engine: an `LLM`, an `AsyncLLM`, a Ray actor handle of either, an "http://..." address, or a list of these; only
+        rank 0's is used. None means $WEIGHTSYNC_ENGINE, or else http://localhost:8000.
+    bucketer: "module", "threshold" or "parameter", or an object with a `bucket` method; None picks the transport's
+        own: modules for ipc, full buckets for broadcast.
+    max_bytes: the size of a bucket, 256 MiB when None. What fuses into one engine parameter may be larger.
+    policy: which tensors travel, and in which dtype; None means all of them, in the dtype that the engine holds.
+    pause: what happens to requests that are running: "keep" freezes them and recomputes their KV cache with the new
+        weights, "wait" lets them finish first, "abort" ends them.
+    timeout_s: the longest that any single wait may last.
+    verify: check a digest of every staged or broadcast bucket before it is loaded.
+    progress: a progress bar on rank 0 for long pushes; None means only on a terminal.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        transport: str | Transport = "ipc",
+        engine: Any = None,
+        *,
+        bucketer: str | Bucketer | None = None,
+        max_bytes: int | None = None,
+        policy: TensorPolicy | None = None,
+        pause: str = "keep",
+        timeout_s: float = 300.0,
+        verify: bool = True,
+        progress: bool | None = None,
+    ) -> None:
+        if pause not in PAUSE_MODES:
+            raise ConfigError(f"pause={pause!r}; choose one of {', '.join(PAUSE_MODES)}")
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s={timeout_s!r}; it must be positive seconds")
+        self._policy = policy or TensorPolicy()
+        self._sender: Sender = make_sender(backend, self._policy)
+        self._transport = transport
+        self._open_transport: Transport | None = None
+        if isinstance(transport, str):
+            make_transport(transport, timeout_s=timeout_s)  # an unknown name is an error here, not in the first push
+        if bucketer is None:
+            bucketer = "module" if transport in ("ipc", "cuda_ipc") else "threshold"
+        if isinstance(bucketer, str):
+            default = None if bucketer == "parameter" else DEFAULT_MAX_BYTES
+            bucketer = make_bucketer(bucketer, default if max_bytes is None else max_bytes)
+        self._bucketer = bucketer
+        self._engine = engine
+        self._pause = pause
+        self._timeout_s = timeout_s
+        self._verify = verify
+        self._progress = progress
+        self._hub: Hub | None = None
+        self._ranks: RankGroup | None = None
+        self._session: EngineSession | None = None
+        self._agreed: _Agreement | None = None
+        self._last_version = 0
+        self._phase = "connect"
+
+    def push(self, model: torch.nn.Module, version: int | None = None) -> PushReport:
+        """Collective: every trainer rank calls this. Make every engine serve `model`'s weights of this moment.
+
+        `version` must be greater than any that an engine has been given; None takes the next. Returns the same report
+        on every rank. Raises `WeightSyncError`s (see `weightsync.errors`), the same one on every rank.
+        """
+        started = time.perf_counter()
+        try:
+            return self._push(model, version, started)
+        except Exception as error:
+            rank = self._ranks.rank if self._ranks is not None else 0
+            problem = foreign(error, who=f"trainer rank {rank}", phase=self._phase)
+            problem = self._give_up(problem)
+            if problem is error:
+                raise
+            raise problem from error
+        except BaseException:
+            self._give_up(WeightSyncError("the trainer was interrupted", phase=self._phase))
+            raise
+
+    def close(self) -> None:
+        """Let go of the engines and of all shared memory. Not collective. Another trainer may push afterwards."""
+        if self._session is not None:
+            self._session.close()
+        if self._open_transport is not None:
+            self._open_transport.abort()
+        if self._ranks is not None:
+            self._ranks.close()
+        if self._hub is not None:
+            self._hub.close()
+        self._session = self._open_transport = self._ranks = self._hub = self._agreed = None
+
+    def __enter__(self) -> WeightSync:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _push(self, model: torch.nn.Module, version: int | None, started: float) -> PushReport:
+        ranks = self._meet()
+        with self._in_phase("plan"):
+            manifest, pieces = self._sender.manifest(model), self._sender.pieces(model)
+            local = _signature(manifest, pieces)
+            views = ranks.gather([manifest.digest(), self._agreed is None or self._agreed.local != local], "plan")
+            if any(digest != manifest.digest() for digest, _ in views):
+                raise ManifestError("the trainer's ranks do not hold the same model: names, shapes or dtypes differ")
+            if ranks.share(any(changed for _, changed in views), "plan"):
+                self._agreed = None
+                self._agreed = self._negotiate(ranks, manifest, pieces, local)
+            agreed, transport, session = self._agreed, self._open_transport, self._session
+            assert agreed is not None and transport is not None
+            version = ranks.share(self._next_version(version) if session is not None else None, "plan")
+        plan_s = time.perf_counter() - started
+
+        pause_started = time.perf_counter()
+        if session is not None:
+            with self._in_phase("pause"):
+                session.begin(version)
+        loads: list[Loaded] = []
+        gather_s = 0.0
+        with Progress(self._progress, f"push {version}", agreed.nbytes, ranks.rank == 0) as bar:
+            for bucket in range(len(agreed.bucket_bytes)):
+                if session is not None and bucket >= SLOTS:
+                    loads += self._collect(session)
+                self._phase = "gather"
+                ranks.share(None, "gather")
+                staging = time.perf_counter()
+                rows = transport.stage(bucket, self._idle, Deadline(self._timeout_s))
+                rows = [row for rank_rows in ranks.gather(rows, "gather") for row in rank_rows]
+                gather_s += time.perf_counter() - staging
+                if session is not None:
+                    self._phase = "transfer"
+                    session.load(bucket, rows if self._verify else [])
+                    transport.post(bucket)
+                bar.advance(agreed.bucket_bytes[bucket])
+        report: PushReport | None = None
+        if session is not None:
+            with self._in_phase("load"):
+                while len(loads) < len(agreed.bucket_bytes) * len(session.workers):
+                    loads += self._collect(session)
+                transport.finish(self._idle, Deadline(self._timeout_s))
+            with self._in_phase("commit"):
+                committed = session.commit()
+            now = time.perf_counter()
+            workers = _worker_reports(session, loads, [answer.load_s for answer in committed])
+            report = PushReport(
+                version=version,
+                nbytes=agreed.nbytes,
+                buckets=len(agreed.bucket_bytes),
+                plan_s=plan_s,
+                gather_s=gather_s,
+                transfer_s=max(w.transfer_s for w in workers),
+                verify_s=max(w.verify_s for w in workers),
+                load_s=max(w.load_s for w in workers),
+                pause_s=now - pause_started,
+                total_s=now - started,
+                roads=agreed.roads,
+                workers=workers,
+            )
+            logger.info("pushed %s", report)
+        self._phase = "commit"
+        report = PushReport.from_dict(ranks.share(asdict(report) if report is not None else None, "commit"))
+        self._last_version = report.version
+        return report
+
+    def _meet(self) -> RankGroup:
+        """Collective. The ranks' own connections, made at the first push and after a failure."""
+        if self._ranks is None:
+            self._phase = "connect"
+            is_root = not _distributed() or torch.distributed.get_rank() == 0
+            self._hub = Hub() if is_root else None
+            self._ranks = RankGroup(self._hub, self._timeout_s)
+        return self._ranks
+
+    def _negotiate(self, ranks: RankGroup, manifest: Manifest, pieces: Sequence[Piece], local: str) -> _Agreement:
+        """Collective. Agree with every engine worker on what travels, in which dtype, in which buckets, from where."""
+        mine = _place(pieces, ranks.rank)
+        device = next(iter(mine.values())).device if mine else torch.device("cpu")
+        kind, gpu_uuid = describe_device(device)
+        own = {"boot_id": boot_id(), "device": kind, "gpu_uuid": gpu_uuid, "placements": pack_placements(mine)}
+        everyone = ranks.gather(own, "plan")
+        answer: dict[str, Any] | None = None
+        if self._hub is not None:
+            if self._session is None:
+                engines = connect(self._engine, self._timeout_s)
+                self._session = EngineSession(engines, self._hub, self._pause, self._timeout_s)
+            workers = self._session.meet()
+            self._last_version = max(self._last_version, self._session.last_version())
+            rank_infos = [
+                WorkerInfo(f"trainer rank {n}", row["device"], row["gpu_uuid"], row["boot_id"])
+                for n, row in enumerate(everyone)
+            ]
+            if self._open_transport is None:
+                self._open_transport = self._new_transport()
+            self._open_transport.check(rank_infos, [worker.info for worker in workers])
+            plans = self._session.plan(pack_manifest(manifest))
+            _check_plans(manifest, plans)
+            travelling = self._wire_manifest(manifest, plans)
+            groups = connected(
+                (name, (n, g)) for n, plan in enumerate(plans) for g, names in enumerate(plan.groups) for name in names
+            )
+            buckets = self._bucketer.bucket(travelling, groups)
+            answer = {
+                "manifest": pack_manifest(travelling),
+                "buckets": [list(bucket.names) for bucket in buckets],
+                "placements": [row for rows in everyone for row in rows["placements"]],
+                "workers": len(workers),
+                "roads": {road: sum(plan.roads[road] for plan in plans) for road in plans[0].roads},
+            }
+        answer = ranks.share(answer, "plan")
+        assert answer is not None
+        if self._open_transport is None:
+            self._open_transport = self._new_transport()
+        transport = self._open_transport
+        travelling = unpack_manifest(answer["manifest"])
+        shipment = Shipment(
+            travelling,
+            tuple(tuple(names) for names in answer["buckets"]),
+            tuple(unpack_placements(answer["placements"])),
+        )
+        self._phase = "connect"
+        offer = transport.prepare(shipment, mine, ranks)
+        storages = ranks.gather([transport.storages(worker) for worker in range(answer["workers"])], "connect")
+        if self._session is not None:
+            session = self._session
+            messages = [
+                Connect(
+                    transport=transport.name,
+                    storages=[row for per_rank in storages for row in per_rank[number]],
+                    placements=pack_placements(offer.placements),
+                    buckets=[list(names) for names in offer.buckets],
+                    fields={**offer.fields, **transport.invite(number, len(session.workers), session.host)},
+                )
+                for number in range(len(session.workers))
+            ]
+            session.connect(messages, transport.join)
+            session.release("init")
+        ranks.share(None, "connect")
+        transport.joined()
+        nbytes = [sum(travelling[name].nbytes for name in names) for names in offer.buckets]
+        return _Agreement(local, nbytes, answer["roads"])
+
+    def _wire_manifest(self, manifest: Manifest, plans: Sequence[Planned]) -> Manifest:
+        """The manifest with the dtypes that travel: what the policy declares, else the narrower of what the trainer
+        has and what the engine holds (a cast to a wider dtype is exact, and cheaper on the engine's side)."""
+        held: dict[str, str] = {}
+        for plan in plans:
+            held.update(plan.used)
+        tensors, wrong = [], {}
+        for meta in manifest:
+            dtype = self._policy.wire_dtype(meta.name)
+            if dtype is None:
+                dtype = min((held[meta.name], meta.dtype), key=lambda name: (itemsize(name), name != meta.dtype))
+            if _is_float(dtype) != _is_float(meta.dtype) or _is_float(dtype) != _is_float(held[meta.name]):
+                wrong[meta.name] = f"the trainer has {meta.dtype}, the engine holds {held[meta.name]}"
+            tensors.append(TensorMeta(meta.name, meta.shape, dtype))
+        if wrong:
+            raise ManifestError(
+                f"{len(wrong)} tensors have a dtype that the engine cannot take, such as {_first(wrong)}", mismatched=wrong
+            )
+        return Manifest(tuple(tensors))
+
+    def _next_version(self, version: int | None) -> int:
+        if version is None:
+            return self._last_version + 1
+        if version <= self._last_version:
+            raise ConfigError(f"version {version} is not newer than {self._last_version}: versions only grow")
+        return version
+
+    def _new_transport(self) -> Transport:
+        if isinstance(self._transport, str):
+            return make_transport(self._transport, timeout_s=self._timeout_s)
+        return self._transport
+
+    def _collect(self, session: EngineSession) -> list[Loaded]:
+        with self._in_phase("load"):
+            return session.loaded()
+
+    def _idle(self, seconds: float) -> None:
+        """Between polls of a transport's wait: notice a rank or a worker that has failed."""
+        assert self._ranks is not None
+        self._ranks.idle(seconds)
+        if self._session is not None:
+            self._session.idle()
+
+    def _give_up(self, error: WeightSyncError) -> WeightSyncError:
+        """After any failure, on any rank: everyone learns of it, and everything is taken down. The next push starts
+        anew. Gives the error to raise."""
+        if self._ranks is not None:
+            error = self._ranks.fail(error)
+        if self._session is not None:
+            self._session.fail(error)
+        self.close()
+        return error
+
+    @contextmanager
+    def _in_phase(self, phase: str) -> Iterator[None]:
+        self._phase = phase
+        yield
+
+
+class _Agreement:
+    """What was settled in a negotiation, and the local facts that it rests on."""
+
+    def __init__(self, local: str, bucket_bytes: list[int], roads: dict[str, int]) -> None:
+        self.local = local
+        self.bucket_bytes = bucket_bytes
+        self.roads = roads
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.bucket_bytes)
+
+
+def _place(pieces: Sequence[Piece], rank: int) -> dict[Placement, torch.Tensor]:
+    """This rank's placements and the tensors behind them; its storages are numbered from 1."""
+    numbers: dict[int, int] = {}
+    placed: dict[Placement, torch.Tensor] = {}
+    for piece in pieces:
+        tensor = piece.tensor
+        number = numbers.setdefault(tensor.untyped_storage().data_ptr(), len(numbers) + 1)
+        placement = Placement(
+            piece.meta.name, piece.box, rank, number, tensor.storage_offset(), tuple(tensor.stride()), piece.meta.dtype
+        )
+        placed[placement] = tensor
+    return placed
+
+
+def _signature(manifest: Manifest, pieces: Sequence[Piece]) -> str:
+    """Changes whenever the set of tensors, or the place of any of them in this rank's memory, has."""
+    mark = hashlib.sha256(manifest.digest().encode())
+    for piece in pieces:
+        tensor = piece.tensor
+        mark.update(repr((piece.meta.name, piece.box, tensor.data_ptr(), tensor.stride(), tensor.device)).encode())
+    return mark.hexdigest()
+
+
+def _check_plans(manifest: Manifest, plans: Sequence[Planned]) -> None:
+    """Raise one `ManifestError` for all that is missing and all that no engine worker has a place for."""
+    used = set().union(*(plan.used for plan in plans))
+    unexpected = [name for name in manifest.names if name not in used]
+    missing = list(dict.fromkeys(hint for plan in plans for hint in (plan.hints or plan.missing)))
+    if unexpected or missing:
+        parts = []
+        if missing:
+            parts.append(f"missing {len(missing)}: {_some(missing)}")
+        if unexpected:
+            parts.append(
+                f"unexpected {len(unexpected)}: {_some(unexpected)} (leave them out with TensorPolicy(exclude=...), or "
+                "check that trainer and engine have the same model)"
+            )
+        raise ManifestError(
+            f"the trainer's tensors do not fit the engine's model; {'; '.join(parts)}. Nothing was written",
+            missing=missing,
+            unexpected=unexpected,
+            phase="plan",
+        )
+
+
+def _worker_reports(
+    session: EngineSession, loads: Sequence[Loaded], commit_s: Sequence[float]
+) -> tuple[WorkerReport, ...]:
+    count = len(session.workers)
+    reports = []
+    for number, worker in enumerate(session.workers):
+        own = loads[number::count]
+        reports.append(
+            WorkerReport(
+                name=worker.channel.peer,
+                nbytes=sum(load.nbytes for load in own),
+                transfer_s=sum(load.transfer_s for load in own),
+                verify_s=sum(load.verify_s for load in own),
+                load_s=sum(load.load_s for load in own) + commit_s[number],
+            )
+        )
+    return tuple(reports)
+
+
+def _is_float(dtype: str) -> bool:
+    return "float" in dtype
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+
+
+def _first(items: dict[str, str]) -> str:
+    name = next(iter(items))
+    return f"{name}: {items[name]}"
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,0 +1,1 @@
+"""How bytes reach an engine: shared memory of one host (`ipc`), or a collective (`broadcast`)."""

@@ -1,0 +1,175 @@
+"""What a transport is: how bytes reach an engine worker, seen from both ends.
+
+Both ends speak of *storages*: runs of bytes with a number. The trainer's end says which placements lie in which
+storage; the worker's end makes the storages readable. What is read out of them is the receiver's business. A
+transport knows nothing about senders, receivers or engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from weightsync.channel import Deadline
+from weightsync.errors import ConfigError, ProtocolError
+from weightsync.layout import Manifest, Placement
+
+ALIGN_BYTES = 256
+"""Where tensors start in a staging area; covers every dtype and the widest vector load."""
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """What is to be moved, the same on every trainer rank.
+
+    `manifest` has the dtypes that travel; `buckets` its names, each once; `placements` where every rank's bytes lie.
+    """
+
+    manifest: Manifest
+    buckets: tuple[tuple[str, ...], ...]
+    placements: tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """One engine worker, as it introduced itself."""
+
+    peer: str
+    device: str
+    gpu_uuid: str
+    boot_id: str
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What workers are told: placements over storages, and in which buckets to read them."""
+
+    placements: tuple[Placement, ...]
+    buckets: tuple[tuple[str, ...], ...]
+    fields: dict[str, Any]
+
+
+Idle = Callable[[float], None]
+"""What a wait calls while it waits: sleep for at most that many seconds, and raise if there is bad news."""
+
+
+class Group(Protocol):
+    """The trainer's ranks, talking on the host. Both methods are collective. `host` is rank 0's address among the
+    ranks, `own_host` this rank's."""
+
+    rank: int
+    size: int
+    host: str
+    own_host: str
+
+    def gather(self, value: Any, phase: str) -> list[Any]:
+        """Every rank's value, in rank order, on rank 0; an empty list elsewhere."""
+
+    def share(self, value: Any, phase: str) -> Any:
+        """Rank 0's value, on every rank."""
+
+
+class Transport(Protocol):
+    """The trainer's end. Made for one session; `abort` may be called at any time and from any state.
+
+    Life: `check` (rank 0), `prepare`, `storages`, `invite` and `join` (rank 0), `joined`, then for each push and bucket `stage`, `post` (rank 0).
+    """
+
+    name: str
+
+    def check(self, ranks: Sequence[WorkerInfo], workers: Sequence[WorkerInfo]) -> None:
+        """Raise `PlacementError` when these trainer ranks cannot reach these workers this way. Sends nothing."""
+
+    def prepare(self, shipment: Shipment, pieces: Mapping[Placement, torch.Tensor], group: Group) -> Offer:
+        """Collective: every trainer rank calls this. Lay out the storages. `pieces` are this rank's own placements
+        and their tensors; they stay valid, at the same addresses, until the next `prepare`."""
+
+    def storages(self, worker: int) -> list[list[Any]]:
+        """This rank's storages for one worker, as [rank, storage, kind, fields] rows of a `Connect` message."""
+
+    def invite(self, worker: int, workers: int, host: str) -> dict[str, Any]:
+        """Rank 0: what else worker number `worker` of `workers` must know to join; `host` is this process's address
+        that all of them reach."""
+
+    def join(self, deadline: Deadline) -> None:
+        """Rank 0, while the workers connect: meet them, where the transport needs that."""
+
+    def joined(self) -> None:
+        """Every rank, once every worker has connected."""
+
+    def stage(self, bucket: int, idle: Idle, deadline: Deadline) -> list[list[Any]]:
+        """Collective: every trainer rank calls this. When it returns on all ranks the bucket's bytes are in place.
+        Gives this rank's [rank, storage, first byte, bytes, digest] rows, empty where nothing was copied. Called for
+        bucket n only when every worker has loaded bucket n - 2."""
+
+    def post(self, bucket: int) -> None:
+        """Rank 0, once the workers have been told to load the bucket: set it going, without waiting."""
+
+    def finish(self, idle: Idle, deadline: Deadline) -> None:
+        """Rank 0, once every worker has loaded every bucket: nothing of this push is under way any more."""
+
+    def abort(self) -> None:
+        """Give everything back, and break whoever waits."""
+
+
+class Source(Protocol):
+    """The worker's end."""
+
+    def connect(self, storages: list[list[Any]], fields: dict[str, Any], deadline: Deadline) -> None:
+        """Map or join what a `Connect` message names. Raises `PlacementError` when that cannot be done."""
+
+    def storage(self, rank: int, storage: int) -> torch.Tensor:
+        """A storage's bytes, a 1-D uint8 tensor; its contents are meaningful after `fetch`."""
+
+    def fetch(self, bucket: int, idle: Idle, deadline: Deadline) -> None:
+        """Return when the bucket's bytes can be read. Wherever it waits it calls `idle(seconds)`, which may raise."""
+
+    def close(self) -> None:
+        """Unmap, leave."""
+
+
+def align(nbytes: int) -> int:
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def strided(data: torch.Tensor, dtype: str, offset: int, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """A view into a storage's bytes (1-D uint8), with offset and strides in elements of `dtype`."""
+    kind: torch.dtype = getattr(torch, dtype)
+    whole = data[: data.numel() // kind.itemsize * kind.itemsize].view(kind)
+    if offset < 0 or offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) >= max(whole.numel(), 1):
+        raise ProtocolError(
+            f"a region of {tuple(size)} {dtype} at element {offset} with strides {tuple(stride)} lies outside its "
+            f"storage of {data.numel()} bytes"
+        )
+    return whole.as_strided(tuple(size), tuple(stride), offset)
+
+
+def make_transport(name: str, *, timeout_s: float) -> Transport:
+    """The trainer's end of a transport, by name."""
+    from weightsync.transports.broadcast import BroadcastTransport
+    from weightsync.transports.ipc import IpcTransport
+
+    match name:
+        case "ipc" | "cuda_ipc":
+            return IpcTransport(name)
+        case "broadcast" | "nccl":
+            return BroadcastTransport(name, timeout_s)
+        case "single_copy" | "lora" | "checkpoint":
+            raise ConfigError(f'transport="{name}" is not in this version; use "ipc" or "broadcast"')
+    raise ConfigError(f'unknown transport {name!r}; choose "ipc", "broadcast", "cuda_ipc" or "nccl"')
+
+
+def make_source(name: str, device: torch.device) -> Source:
+    """The worker's end of a transport, by the name in a `Connect` message."""
+    from weightsync.transports.broadcast import BroadcastSource
+    from weightsync.transports.ipc import IpcSource
+
+    match name:
+        case "ipc" | "cuda_ipc":
+            return IpcSource(device)
+        case "broadcast" | "nccl":
+            return BroadcastSource(device)
+    raise ProtocolError(f"the trainer asks for transport {name!r}, which this side does not know")

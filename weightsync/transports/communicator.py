@@ -1,0 +1,104 @@
+"""A communicator of our own: torch's gloo or NCCL process group over a private store, outside the default group.
+
+Made once per session, never shared with the training job's groups, so that it can be broken without breaking them.
+Its waits are polls on the host with a deadline, and `abort` ends whoever still waits.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weightsync.channel import Deadline
+from weightsync.errors import PeerError, SyncTimeoutError
+
+_POLL_S = 0.0002
+
+
+class Rendezvous:
+    """Where the members of a communicator meet: a store on one interface only, held open by its first member."""
+
+    def __init__(self, host: str) -> None:
+        self._socket = socket.create_server((host, 0))
+        self.host, self.port = self._socket.getsockname()[:2]
+
+    def store(self, timeout_s: float) -> dist.Store:
+        return dist.TCPStore(
+            self.host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=self._socket.detach(),
+        )
+
+
+def visit(host: str, port: int, timeout_s: float) -> dist.Store:
+    """The store of a `Rendezvous`, from another process."""
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+class Communicator:
+    """`size` members on `device`s of one type; member 0 is the root of every broadcast."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, device: torch.device, own_host: str, timeout_s: float
+    ) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        if device.type == "cuda":
+            # Deadlines are kept here, on the host. NCCL's own watchdog would end the process, and with it the engine.
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(days=1)
+            self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
+            options._timeout = timedelta(seconds=timeout_s)
+            self._group = dist.ProcessGroupGloo(store, rank, size, options)
+
+    def broadcast(self, data: torch.Tensor) -> Pending:
+        """Start a broadcast of member 0's `data` (1-D uint8) into the others'; every member calls it in one order."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        return Pending(self._group.broadcast([data], options), self.device, f"broadcast of {data.numel()} bytes")
+
+    def send(self, data: torch.Tensor, to: int) -> Pending:
+        return Pending(self._group.send([data], to, 0), self.device, f"send of {data.numel()} bytes to rank {to}")
+
+    def receive(self, data: torch.Tensor, source: int) -> Pending:
+        return Pending(
+            self._group.recv([data], source, 0), self.device, f"receive of {data.numel()} bytes from rank {source}"
+        )
+
+    def abort(self) -> None:
+        """Break every operation under way, here and on the other members."""
+        self._group.abort()
+
+
+class Pending:
+    """An operation under way."""
+
+    def __init__(self, work: Any, device: torch.device, what: str) -> None:
+        self._work, self._device, self.what = work, device, what
+
+    def wait(self, idle: Callable[[float], None], deadline: Deadline, phase: str) -> None:
+        """Return once it is done, with later work on the current stream ordered after it.
+
+        While waiting, `idle(seconds)` is called, which may sleep that long and may raise. Raises `PeerError` when the
+        operation breaks, `SyncTimeoutError` past the deadline.
+        """
+        while not self._work.is_completed():
+            if deadline.passed():
+                raise SyncTimeoutError(
+                    f"the {self.what} did not finish within {deadline.timeout_s:g} s", phase=phase, waiting_for=[self.what]
+                )
+            idle(_POLL_S)
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise PeerError(f"the {self.what} broke: {error}", phase=phase) from error

@@ -1,0 +1,280 @@
+"""Memory that both sides map: CUDA IPC for GPU tensors, POSIX shared memory for CPU tensors.
+
+GPU tensors are exported where they lie, and workers read them there: a push copies every byte once. CPU tensors are
+copied by their owner into an arena in shared memory, which has room for two buckets: workers read one while the next
+is being filled. No rank gathers anything: each exposes what it holds.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightsync.channel import Deadline
+from weightsync.errors import PlacementError, ProtocolError
+from weightsync.kernels.digest import digest
+from weightsync.layout import Manifest, Placement, choose_owners, itemsize, row_major
+from weightsync.transports.base import Group, Idle, Offer, Shipment, WorkerInfo, align, strided
+
+ARENA = 0
+"""The number of a rank's arena among its storages; exported tensors' storages count from 1."""
+SLOTS = 2
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class IpcTransport:
+    """The trainer's end. `name` is "ipc", or "cuda_ipc" to refuse CPU tensors."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._rank = 0
+        self._arena: _Arena | None = None
+        self._staged: list[list[tuple[Placement, torch.Tensor]]] = []
+        self._exports: dict[int, torch.UntypedStorage] = {}
+        self._handles: dict[tuple[int, int], dict[str, Any]] = {}
+        self._stream_device: torch.device | None = None
+
+    def check(self, ranks: Sequence[WorkerInfo], workers: Sequence[WorkerInfo]) -> None:
+        strangers = [w.peer for w in workers if w.boot_id != ranks[0].boot_id]
+        strangers += [r.peer for r in ranks if r.boot_id != ranks[0].boot_id]
+        if strangers:
+            raise PlacementError(
+                f"transport {self.name!r} maps memory of one host, but {', '.join(strangers)} runs on another than "
+                'trainer rank 0; use transport="broadcast"'
+            )
+        if any(r.device == "cuda" for r in ranks) and (cpu := [w.peer for w in workers if w.device == "cpu"]):
+            raise PlacementError(f"the trainer's tensors are on GPUs and {', '.join(cpu)} runs on a CPU: it cannot map them")
+
+    def prepare(self, shipment: Shipment, pieces: Mapping[Placement, torch.Tensor], group: Group) -> Offer:
+        on_gpu = {p.name for p in shipment.placements} - set(
+            group.share(
+                sorted(set().union(*group.gather([p.name for p, t in pieces.items() if not t.is_cuda], "plan"))), "plan"
+            )
+        )
+        if self.name == "cuda_ipc" and (cpu := sorted({p.name for p in shipment.placements} - on_gpu)):
+            raise PlacementError(f'transport="cuda_ipc" takes GPU tensors only; {len(cpu)} are on a CPU, such as {cpu[0]}')
+        self._rank = group.rank
+        direct = [p for p in shipment.placements if p.name in on_gpu]
+        staged = choose_owners([p for p in shipment.placements if p.name not in on_gpu])
+        buckets = [tuple(n for n in names if n not in on_gpu) for names in shipment.buckets]
+        buckets = [names for names in buckets if names]
+        in_arena, slot_bytes = arena_layout(shipment.manifest, buckets, staged)
+        if direct:
+            # Nothing is copied before the workers read it, so there is nothing to take turns with: one bucket.
+            buckets.append(tuple(n for names in shipment.buckets for n in names if n in on_gpu))
+        self._fill_arena(buckets, staged, in_arena, slot_bytes, pieces)
+        self._exports = {
+            p.storage: t.untyped_storage() for p, t in pieces.items() if p.name in on_gpu and p.rank == group.rank
+        }
+        self._stream_device = next((t.device for t in pieces.values() if t.is_cuda), None)
+        return Offer((*in_arena, *direct), tuple(buckets), {})
+
+    def _fill_arena(
+        self,
+        buckets: list[tuple[str, ...]],
+        staged: list[Placement],
+        in_arena: list[Placement],
+        slot_bytes: dict[int, int],
+        pieces: Mapping[Placement, torch.Tensor],
+    ) -> None:
+        self._drop_arena()
+        self._staged = [[] for _ in buckets]
+        if not (mine := [(old, new) for old, new in zip(staged, in_arena, strict=True) if old.rank == self._rank]):
+            return
+        self._arena = _Arena.create(SLOTS * slot_bytes[self._rank])
+        number = {name: i for i, names in enumerate(buckets) for name in names}
+        for old, new in mine:
+            self._staged[number[old.name]].append((new, pieces[old]))
+
+    def storages(self, worker: int) -> list[list[Any]]:
+        rows: list[list[Any]] = []
+        if self._arena is not None:
+            rows.append([self._rank, ARENA, "shm", {"path": str(self._arena.path), "nbytes": self._arena.data.numel()}])
+        for number, storage in self._exports.items():
+            # One export per reader: torch counts one release for each, and keeps the memory until it has come.
+            key = (worker, storage.data_ptr())
+            if key not in self._handles or self._handles[key]["nbytes"] != storage.nbytes():
+                self._handles[key] = _export(storage)
+            rows.append([self._rank, number, "cuda", self._handles[key]])
+        return rows
+
+    def invite(self, worker: int, workers: int, host: str) -> dict[str, Any]:
+        return {}
+
+    def join(self, deadline: Deadline) -> None:
+        return
+
+    def joined(self) -> None:
+        # Every worker has mapped the arena: its name can go, so that nothing is left behind whatever happens.
+        if self._arena is not None:
+            self._arena.unlink()
+
+    def stage(self, bucket: int, idle: Idle, deadline: Deadline) -> list[list[Any]]:
+        if self._stream_device is not None:
+            # Readers are other processes: what the optimizer has queued must have happened.
+            torch.cuda.current_stream(self._stream_device).synchronize()
+        if self._arena is None or not self._staged[bucket]:
+            return []
+        data = self._arena.data
+        ends = []
+        for placement, tensor in self._staged[bucket]:
+            strided(data, placement.dtype, placement.offset, placement.box.size, placement.stride).copy_(tensor)
+            first = placement.offset * itemsize(placement.dtype)
+            ends += [first, first + placement.box.numel * itemsize(placement.dtype)]
+        first, last = min(ends), max(ends)
+        return [[self._rank, ARENA, first, last - first, digest(data[first:last])]]
+
+    def post(self, bucket: int) -> None:
+        return
+
+    def finish(self, idle: Idle, deadline: Deadline) -> None:
+        return
+
+    def abort(self) -> None:
+        self._drop_arena()
+        self._exports.clear()
+        self._handles.clear()
+
+    def _drop_arena(self) -> None:
+        if self._arena is not None:
+            self._arena.unlink()
+            self._arena = None
+
+
+class IpcSource:
+    """The worker's end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._open: dict[tuple[int, int], tuple[dict[str, Any], torch.Tensor]] = {}
+
+    def connect(self, storages: list[list[Any]], fields: dict[str, Any], deadline: Deadline) -> None:
+        before, self._open = self._open, {}
+        for rank, number, kind, row in storages:
+            known = before.pop((rank, number), None)
+            if known is not None and known[0] == row:
+                self._open[rank, number] = known
+            elif kind == "shm":
+                self._open[rank, number] = (row, _Arena.attach(row["path"], row["nbytes"]))
+            elif kind == "cuda":
+                self._open[rank, number] = (row, _import(row, self._device, rank))
+            else:
+                raise ProtocolError(f"storage {number} of trainer rank {rank} is of unknown kind {kind!r}")
+
+    def storage(self, rank: int, storage: int) -> torch.Tensor:
+        return self._open[rank, storage][1]
+
+    def fetch(self, bucket: int, idle: Idle, deadline: Deadline) -> None:
+        return
+
+    def close(self) -> None:
+        self._open.clear()
+
+
+def arena_layout(
+    manifest: Manifest, buckets: Sequence[Sequence[str]], owned: Sequence[Placement]
+) -> tuple[list[Placement], dict[int, int]]:
+    """Where each owned region lies in its rank's arena: bucket n in slot n modulo 2, packed, aligned, in the dtype that
+    travels. Gives the new placements, in the order of `owned`, and the bytes of one slot for each rank. Pure."""
+    number = {name: i for i, names in enumerate(buckets) for name in names}
+    used: dict[tuple[int, int], int] = {}  # (rank, bucket) -> bytes
+    first: list[int] = []
+    for placement in owned:
+        key = (placement.rank, number[placement.name])
+        first.append(used.get(key, 0))
+        used[key] = align(first[-1] + placement.box.numel * itemsize(manifest[placement.name].dtype))
+    slot_bytes: dict[int, int] = {}
+    for (rank, _), nbytes in used.items():
+        slot_bytes[rank] = max(slot_bytes.get(rank, 0), nbytes)
+    moved = []
+    for placement, start in zip(owned, first, strict=True):
+        dtype = manifest[placement.name].dtype
+        start += number[placement.name] % SLOTS * slot_bytes[placement.rank]
+        moved.append(
+            replace(
+                placement,
+                storage=ARENA,
+                offset=start // itemsize(dtype),
+                stride=row_major(placement.box.size),
+                dtype=dtype,
+            )
+        )
+    return moved, slot_bytes
+
+
+class _Arena:
+    """A file in shared memory, private to this user, mapped as one uint8 tensor."""
+
+    def __init__(self, path: Path, data: torch.Tensor) -> None:
+        self.path = path
+        self.data = data
+
+    @classmethod
+    def create(cls, nbytes: int) -> _Arena:
+        path = _SHARED_MEMORY / f"weightsync-{os.getpid()}-{secrets.token_hex(8)}"
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)  # a full /dev/shm is an error here, not a crash at the first write
+        except OSError as error:
+            path.unlink()
+            raise PlacementError(
+                f"no room for a staging area of {nbytes} bytes in {_SHARED_MEMORY}: {error}; use smaller buckets "
+                "(max_bytes) or give the container more shared memory"
+            ) from error
+        finally:
+            os.close(fd)
+        return cls(path, torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8))
+
+    @staticmethod
+    def attach(path: str, nbytes: int) -> torch.Tensor:
+        if Path(path).parent != _SHARED_MEMORY:
+            raise ProtocolError(f"{path!r} is no shared memory of this host")
+        try:
+            if (found := os.stat(path).st_size) != nbytes:
+                raise PlacementError(f"shared memory {path} has {found} bytes, the trainer announced {nbytes}")
+            return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+        except (OSError, RuntimeError) as error:
+            raise PlacementError(
+                f"cannot map the trainer's shared memory {path}: {error}. Trainer and engine must see the same "
+                f'{_SHARED_MEMORY} (same container, or --ipc=host) and be the same user; else use transport="broadcast"'
+            ) from error
+
+    def unlink(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+_EXPORT_FIELDS = (
+    "device", "handle", "nbytes", "offset_bytes", "counter_handle", "counter_offset", "event_handle", "event_sync",
+)  # fmt: skip
+
+
+def _export(storage: torch.UntypedStorage) -> dict[str, Any]:
+    """A CUDA IPC handle as plain bytes and integers: what torch itself sends between processes, without pickling."""
+    try:
+        return dict(zip(_EXPORT_FIELDS, storage._share_cuda_(), strict=True))
+    except RuntimeError as error:
+        raise PlacementError(
+            f"{storage.nbytes()} bytes on {storage.device} cannot be exported by CUDA IPC: {error}. If "
+            "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, turn it off for the trainer"
+        ) from error
+
+
+def _import(row: dict[str, Any], device: torch.device, rank: int) -> torch.Tensor:
+    # Opened under the reader's own index, also for another GPU's memory: so it maps over NVLink and this GPU's
+    # kernels read it; under the owner's index the copies would run on the owner's GPU.
+    fields = [row[name] for name in _EXPORT_FIELDS]
+    fields[0] = device.index
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(*fields)
+    except RuntimeError as error:
+        raise PlacementError(
+            f"cannot map GPU memory of trainer rank {rank} on {device}: {error}. Both sides must run on GPUs of one "
+            "host with peer access, as the same user, in containers that share --ipc=host and --pid=host"
+        ) from error
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

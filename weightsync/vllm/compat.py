@@ -1,0 +1,71 @@
+"""Every difference between vLLM versions that weightsync depends on; tested with 0.26 and 0.32."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.utils import initialize_model
+
+
+def fresh_config(vllm_config: VllmConfig) -> VllmConfig:
+    """The same configuration, without the register of layers that a model under construction adds itself to."""
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    for name in ("static_all_moe_layers", "enabled_custom_ops", "disabled_custom_ops"):
+        if (value := getattr(config.compilation_config, name, None)) is not None:
+            setattr(config.compilation_config, name, type(value)())
+    return config
+
+
+def build_on_meta(vllm_config: VllmConfig, model_config: Any) -> nn.Module:
+    """A never loaded copy of the model on the `meta` device. The running model and its registers are not touched."""
+    config = fresh_config(vllm_config)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(model_config.dtype)
+    try:
+        with torch.device("meta"):
+            return initialize_model(vllm_config=config, model_config=model_config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def quant_method(module: nn.Module) -> QuantizeMethodBase | None:
+    method = getattr(module, "quant_method", None)
+    return method if isinstance(method, QuantizeMethodBase) else None
+
+
+def post_processed_attention(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Attention modules that derive tensors from another module's weights once that is loaded (MLA's `W_UV`)."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if hasattr(module, "kv_b_proj") and hasattr(module, "process_weights_after_loading")
+    ]
+
+
+def has_model_level_hook(model: nn.Module) -> bool:
+    return hasattr(type(model), "process_weights_after_loading")
+
+
+def call_attention_hook(module: nn.Module, dtype: torch.dtype) -> None:
+    hook: Any = module.process_weights_after_loading
+    hook(dtype) if inspect.signature(hook).parameters else hook()
+
+
+@contextmanager
+def vllm_scope(vllm_config: VllmConfig, device: torch.device) -> Any:
+    """What vLLM 0.21-0.26 does not set up around the calls of a weight transfer engine, and later versions do."""
+    with set_current_vllm_config(vllm_config), torch.device(device), torch.no_grad():
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                yield
+        else:
+            yield

@@ -1,0 +1,91 @@
+"""One vLLM worker's model, as the receiver sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
+
+from weightsync.errors import UnsupportedError
+from weightsync.receiver.host import WorkerIdentity
+from weightsync.vllm import compat
+
+
+class VllmHost:
+    """Implements `weightsync.receiver.host.ModelHost`. Raises `UnsupportedError` for engines that cannot be kept
+    right: CPU offload, expert load balancing, a quantisation whose post-processing is not known to be repeatable."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, model: nn.Module) -> None:
+        self.live = model
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self._config = vllm_config
+        self._pristine: nn.Module | None = None
+        parallel = vllm_config.parallel_config
+        replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
+        within = get_pp_group().rank_in_group * get_tp_group().world_size + get_tensor_model_parallel_rank()
+        self.identity = WorkerIdentity(
+            rank=replica * parallel.world_size + within,
+            world=parallel.world_size * parallel.data_parallel_size,
+            name=f"tp={get_tensor_model_parallel_rank()} pp={get_pp_group().rank_in_group} dp={replica}",
+        )
+
+    def check(self) -> None:
+        config = self._config
+        if getattr(config.parallel_config, "enable_eplb", False):
+            raise UnsupportedError("expert load balancing moves experts between slots; start the engine without enable_eplb")
+        if getattr(config.cache_config, "cpu_offload_gb", 0) or getattr(
+            getattr(getattr(config, "offload_config", None), "uva", None), "cpu_offload_gb", 0
+        ):
+            raise UnsupportedError("offloaded weights cannot be pushed to; start the engine without cpu_offload_gb")
+        quantisation = config.quant_config
+        if quantisation is not None and not getattr(quantisation, "weightsync_reloads", False):
+            raise UnsupportedError(
+                f"this version pushes to unquantised engines only, and this one is quantised "
+                f"({quantisation.get_name()}). A quantisation configuration whose process_weights_after_loading may be "
+                "run again on freshly loaded parameters says so with the class attribute weightsync_reloads = True"
+            )
+        if compat.has_model_level_hook(self.live):
+            raise UnsupportedError(
+                f"{type(self.live).__name__} derives state from all of its weights in a hook of its own, which cannot be "
+                'run again on a live engine; use transport="checkpoint" with a restart'
+            )
+
+    def pristine(self) -> nn.Module:
+        if self._pristine is None:
+            self.check()
+            self._pristine = compat.build_on_meta(self._config, self._config.model_config)
+        return self._pristine
+
+    def load_weights(self, model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        return model.load_weights(weights)  # type: ignore[operator]
+
+    def parts(self, module: nn.Module) -> list[Any]:
+        method = compat.quant_method(module)
+        return [module] if method is None else [module, method]
+
+    def post_process(self, module: nn.Module) -> None:
+        method = compat.quant_method(module)
+        if method is not None:
+            method.process_weights_after_loading(module)
+            if hasattr(module, "update_param_tp_status"):
+                module.update_param_tp_status()
+
+    def refresh(self) -> None:
+        for _, module in compat.post_processed_attention(self.live):
+            before = {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
+            compat.call_attention_hook(module, self._config.model_config.dtype)
+            for key, old in before.items():
+                new = vars(module).get(key)
+                if new is not old and isinstance(new, torch.Tensor):
+                    old.copy_(new)  # CUDA graphs hold the old address
+                    setattr(module, key, old)
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return compat.vllm_scope(self._config, self.device)

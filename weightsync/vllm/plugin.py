@@ -1,0 +1,27 @@
+"""The entry point `vllm.general_plugins`: vLLM calls `register` in every one of its processes.
+
+It must never fail nor import anything heavy, since a plug-in that raises keeps every vLLM on the machine from
+starting, and that of people who do not use weightsync too.
+"""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "weightsync"
+"""What users write in `weight_transfer_config={"backend": "weightsync"}`."""
+
+
+def register() -> None:
+    """Make vLLM know the weight transfer backend "weightsync". May be called any number of times."""
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:
+        logger.debug("this vLLM has no weight transfer engines; use WeightSyncWorkerExtension instead")
+        return
+    try:
+        WeightTransferEngineFactory.register_engine(BACKEND, "weightsync.vllm.engine", "WeightSyncEngine")
+    except ValueError:
+        logger.debug("the weight transfer backend %r is registered already", BACKEND)

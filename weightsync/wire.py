@@ -1,0 +1,205 @@
+"""The messages that cross a process boundary, and their bytes. docs/wire.md is the specification.
+
+A frame is a 4-byte little-endian length and that many bytes of msgpack: a map with the message's name under "t" and
+its fields. Only nil, booleans, integers, floats, strings, byte strings, arrays and string-keyed maps occur; nothing
+in a frame is ever executed. This module knows nothing about sockets, tensors, trainers or engines.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, TypeVar
+
+import msgpack
+
+from weightsync.errors import ProtocolError
+from weightsync.layout import Box, Manifest, Placement, TensorMeta
+
+PROTOCOL = 1
+MAX_FRAME_BYTES = 1 << 28
+_LENGTH = struct.Struct("<I")
+
+M = TypeVar("M", bound="Message")
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message. Subclasses are flat: every field is a plain msgpack value."""
+
+    types: ClassVar[dict[str, type[Message]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Message.types[cls.__name__] = cls
+
+
+@dataclass(frozen=True)
+class Hello(Message):
+    """First message of whoever connects to trainer rank 0: an engine worker or another trainer rank."""
+
+    protocol: int
+    token: bytes
+    role: str  # "worker" or "rank"
+    group: int  # worker: the engine's number; rank: 0
+    rank: int  # worker: its number in the engine; rank: its number among the trainer's ranks
+    world: int  # how many such peers the group has
+    pid: int
+    boot_id: str
+    device: str  # "cpu" or "cuda"
+    gpu_uuid: str  # "" on a CPU
+    name: str  # for people: "tp=1 pp=0 dp=0"
+    version: int  # worker: the last version that was committed, 0 when none; rank: 0
+    state: str  # worker: "CLEAN" or "POISONED"; rank: ""
+
+
+@dataclass(frozen=True)
+class Value(Message):
+    """Between trainer ranks: one contribution to, or the outcome of, a collective step."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Plan(Message):
+    """To a worker: what a push will deliver. It answers `Planned`, having written nothing."""
+
+    tensors: list[list[Any]]
+
+
+@dataclass(frozen=True)
+class Planned(Message):
+    """From a worker: how its model takes the tensors."""
+
+    used: dict[str, str]  # tensor name -> dtype that the engine holds it in
+    groups: list[list[str]]  # names that land in one engine parameter
+    missing: list[str]  # parts of the engine's parameters that no tensor fills
+    hints: list[str]  # the tensor names that would fill them, where other layers tell
+    roads: dict[str, int]  # how many modules are loaded "in place", by "reload", by "loader"
+
+
+@dataclass(frozen=True)
+class Connect(Message):
+    """To a worker: where the bytes will come from. It maps or joins them, and answers `Connected`."""
+
+    transport: str
+    storages: list[list[Any]]  # [rank, storage, kind, fields]
+    placements: list[list[Any]]
+    buckets: list[list[str]]
+    fields: dict[str, Any]  # what else this transport needs
+
+
+@dataclass(frozen=True)
+class Connected(Message):
+    """From a worker: every storage is mapped, every communicator joined."""
+
+
+@dataclass(frozen=True)
+class Load(Message):
+    """To a worker: bucket number `bucket` of version `version` is readable; load it."""
+
+    version: int
+    bucket: int
+    digests: list[list[Any]]  # [rank, storage, first byte, number of bytes, digest]
+
+
+@dataclass(frozen=True)
+class Loaded(Message):
+    """From a worker: the bucket is in the model and its memory may be reused."""
+
+    bucket: int
+    nbytes: int
+    transfer_s: float
+    verify_s: float
+    load_s: float
+
+
+@dataclass(frozen=True)
+class Commit(Message):
+    """To a worker: every bucket has been loaded by every worker. It checks that nothing is missing."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class Committed(Message):
+    """From a worker: the model is complete at this version."""
+
+    version: int
+    load_s: float
+
+
+@dataclass(frozen=True)
+class Release(Message):
+    """To a worker: return from the engine call that it serves this connection in."""
+
+
+@dataclass(frozen=True)
+class Failure(Message):
+    """Either way: the sender of this has failed; `error` is `WeightSyncError.to_fields()`."""
+
+    error: dict[str, Any] = field(default_factory=dict)
+
+
+def encode(message: Message) -> bytes:
+    """The frame of `message`. Raises `ProtocolError` when it would pass `MAX_FRAME_BYTES`."""
+    body = msgpack.packb(
+        {"t": type(message).__name__, **{f.name: getattr(message, f.name) for f in fields(message)}}, use_bin_type=True
+    )
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a {type(message).__name__} of {len(body)} bytes is over the {MAX_FRAME_BYTES} byte limit")
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode(body: bytes) -> Message:
+    """The message in a frame's body (without its length). Raises `ProtocolError` on anything but a known message with
+    exactly its fields."""
+    try:
+        content = msgpack.unpackb(body, raw=False, strict_map_key=True)
+    except ValueError as error:
+        raise ProtocolError(f"a frame of {len(body)} bytes is not msgpack: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("t"), str):
+        raise ProtocolError("a frame holds no message: expected a map with the message's name under 't'")
+    name = content.pop("t")
+    cls = Message.types.get(name)
+    if cls is None:
+        raise ProtocolError(f"unknown message {name!r}; this side speaks protocol {PROTOCOL}")
+    expected = {f.name for f in fields(cls)}
+    if content.keys() != expected:
+        raise ProtocolError(
+            f"{name} has fields {sorted(content)}, expected {sorted(expected)}; this side speaks protocol {PROTOCOL}"
+        )
+    return cls(**content)
+
+
+def frame_length(prefix: bytes) -> int:
+    """The body's length from a frame's first 4 bytes. Raises `ProtocolError` when it passes `MAX_FRAME_BYTES`."""
+    (length,) = _LENGTH.unpack(prefix)
+    if length > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame announces {length} bytes, over the {MAX_FRAME_BYTES} byte limit")
+    return int(length)
+
+
+PREFIX_BYTES = _LENGTH.size
+
+
+def pack_manifest(manifest: Manifest) -> list[list[Any]]:
+    return [[t.name, list(t.shape), t.dtype] for t in manifest]
+
+
+def unpack_manifest(rows: Iterable[list[Any]]) -> Manifest:
+    return Manifest(tuple(TensorMeta(name, tuple(shape), dtype) for name, shape, dtype in rows))
+
+
+def pack_placements(placements: Iterable[Placement]) -> list[list[Any]]:
+    return [
+        [p.name, list(p.box.start), list(p.box.size), p.rank, p.storage, p.offset, list(p.stride), p.dtype]
+        for p in placements
+    ]
+
+
+def unpack_placements(rows: Iterable[list[Any]]) -> list[Placement]:
+    return [
+        Placement(name, Box(tuple(start), tuple(size)), rank, storage, offset, tuple(stride), dtype)
+        for name, start, size, rank, storage, offset, stride, dtype in rows
+    ]
