@@ -25,7 +25,7 @@ def run_ranks(fn: Callable[..., None], world_size: int, *args: Any, timeout_s: f
     with tempfile.TemporaryDirectory() as folder:
         spawn = multiprocessing.get_context("spawn")
         ranks = [
-            spawn.Process(target=_main, args=(fn, rank, world_size, folder, timeout_s, args), daemon=True)
+            spawn.Process(target=_main, args=(fn, rank, world_size, folder, deadline, args), daemon=True)
             for rank in range(world_size)
         ]
         for rank, process in enumerate(ranks):
@@ -56,7 +56,7 @@ def _report(folder: str, rank: int) -> str:
 
 
 def _main(
-    fn: Callable[..., None], rank: int, world_size: int, folder: str, timeout_s: float, args: tuple[Any, ...]
+    fn: Callable[..., None], rank: int, world_size: int, folder: str, deadline: float, args: tuple[Any, ...]
 ) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
     import torch
@@ -64,15 +64,16 @@ def _main(
 
     torch.set_num_threads(1)
     with Path(folder, f"rank{rank}.txt").open("w") as report:
+        left_s = max(2.0, deadline - time.monotonic())
         # Shortly before the parent gives up, so that it can show where this rank hangs.
-        faulthandler.dump_traceback_later(timeout_s * 0.9, file=report)
+        faulthandler.dump_traceback_later(left_s - 1, file=report)
         try:
             dist.init_process_group(
                 "gloo",
                 init_method=f"file://{folder}/store",
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=timeout_s),
+                timeout=timedelta(seconds=left_s),
             )
             fn(rank, *args)
             dist.destroy_process_group()

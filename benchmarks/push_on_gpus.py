@@ -1,0 +1,378 @@
+"""Push an 8B-shaped model into a live vLLM on GPUs: is it right, and how long does it take beside vLLM's own engines?
+
+    python benchmarks/push_on_gpus.py ipc            # 1 GPU: plain module -> engine on the same GPU
+    python benchmarks/push_on_gpus.py fsdp           # 2 GPUs: FSDP2 x2 -> TP=2 on the same GPUs
+    python benchmarks/push_on_gpus.py broadcast      # 2 GPUs: plain module on GPU 0 -> engine on GPU 1
+    python benchmarks/push_on_gpus.py ipc --tiny     # a small model, also without a GPU
+
+Each case starts an engine with dummy weights (CUDA graphs on), pushes, and compares token ids and log-probabilities,
+exactly, with a second engine that was started cold from a checkpoint of the same weights. Then it pushes the same
+weights through vLLM's own transfer engine. Weights are random, made from the tensor's name, so that every process
+makes the same ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+
+import torch
+import torch.distributed as dist
+
+PROMPTS = [[5, 6, 7, 8], [9, 9, 3], list(range(20, 60)), [100, 101, 7, 3, 55, 2]]
+NATIVE_BACKEND = {"ipc": "ipc", "fsdp": "ipc", "broadcast": "nccl"}
+SHAPES: dict[str, dict[str, Any]] = {
+    "8B": dict(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128,
+    ),
+    "tiny": dict(
+        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32,
+    ),
+}  # fmt: skip
+
+
+def config(shape: str) -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        **SHAPES[shape], max_position_embeddings=4096, rope_theta=1_000_000, tie_word_embeddings=False,
+        torch_dtype="bfloat16", bos_token_id=1, eos_token_id=2, architectures=["Qwen3ForCausalLM"],
+    )  # fmt: skip
+
+
+def empty_model(shape: str) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config(shape), dtype=torch.bfloat16)
+
+
+def values(name: str, shape: torch.Size, seed: int, device: torch.device) -> torch.Tensor:
+    """The weights of one tensor: the same in every process that asks."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    noise = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+    return (1 + 0.1 * noise if len(shape) == 1 else 0.04 * noise).to(torch.bfloat16)
+
+
+@torch.no_grad()
+def fill(model: torch.nn.Module, seed: int, device: torch.device) -> None:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    for name, param in model.named_parameters():
+        full = values(name, param.shape, seed, device)
+        if isinstance(param, DTensor):
+            param.to_local().copy_(distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None).to_local())
+        else:
+            param.copy_(full)
+
+
+def materialise(model: torch.nn.Module, device: torch.device) -> None:
+    model.to_empty(device=device)
+
+
+def save_checkpoint(shape: str, seed: int, folder: Path, device: torch.device) -> None:
+    from safetensors.torch import save_file
+
+    config(shape).save_pretrained(folder)
+    weights: dict[str, torch.Tensor] = {}
+    index: dict[str, str] = {}
+    model = empty_model(shape)
+    for number, (name, param) in enumerate(model.named_parameters()):
+        file = f"model-{number * 16 // (len(list(model.parameters())) or 1):05d}.safetensors"
+        if index and file != list(index.values())[-1]:
+            save_file(weights, folder / list(index.values())[-1], {"format": "pt"})
+            weights = {}
+        weights[name] = values(name, param.shape, seed, device).cpu()
+        index[name] = file
+    save_file(weights, folder / list(index.values())[-1], {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def start_engine(folder: Path, tp: int, backend: str | None, load_format: str, eager: bool) -> Any:
+    from vllm import LLM
+
+    options: dict[str, Any] = {"weight_transfer_config": {"backend": backend}} if backend else {}
+    started = time.time()
+    llm = LLM(
+        str(folder), load_format=load_format, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=512,
+        gpu_memory_utilization=0.35, enforce_eager=eager, tensor_parallel_size=tp, disable_log_stats=True,
+        max_num_seqs=16, **options,
+    )  # fmt: skip
+    say(f"engine {backend or 'cold'} tp={tp} up in {time.time() - started:.0f} s")
+    return llm
+
+
+def answers(llm: Any) -> list[Any]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=16, temperature=0, detokenize=False, logprobs=2)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], sampling, use_tqdm=False)
+    return [
+        [list(o.outputs[0].token_ids), [[[t, lp.logprob] for t, lp in d.items()] for d in o.outputs[0].logprobs]]
+        for o in outputs
+    ]
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def compare(pushed: list[Any], cold: list[Any]) -> dict[str, Any]:
+    tokens = all(a[0] == b[0] for a, b in zip(pushed, cold, strict=True))
+    gaps = [
+        abs(x[1] - y[1])
+        for a, b in zip(pushed, cold, strict=True)
+        for step_a, step_b in zip(a[1], b[1], strict=True)
+        for x, y in zip(step_a, step_b, strict=True)
+    ]
+    return {"tokens_equal": tokens, "logprobs_equal": json.dumps(pushed) == json.dumps(cold), "max_gap": max(gaps)}
+
+
+def cold_process(folder: Path, tp: int, gpus: str, eager: bool) -> tuple[subprocess.Popen[str], Path]:
+    out = folder.parent / f"cold-{os.getpid()}-{tp}.json"
+    command = [sys.executable, __file__, "cold", "--folder", str(folder), "--tp", str(tp), "--out", str(out)]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        env.pop(name, None)
+    return subprocess.Popen([*command, *(["--eager"] if eager else [])], env=env, text=True), out
+
+
+def timed(label: str, repeats: int, function: Any) -> dict[str, Any]:
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - started)
+    row = {"label": label, "first_s": seconds[0], "median_s": statistics.median(seconds[1:] or seconds), "all_s": seconds}
+    say(f"{label}: first {seconds[0] * 1e3:.1f} ms, then median {row['median_s'] * 1e3:.1f} ms of {len(seconds) - 1}")
+    return row
+
+
+def device_copy(nbytes: int, device: torch.device) -> float:
+    """Milliseconds to copy that many bytes on one GPU: the limit of a colocated push."""
+    if device.type != "cuda":
+        return float("nan")
+    a, b = (torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    times = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        b.copy_(a)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:]) * 1e3
+
+
+def native_push(llm: Any, model: torch.nn.Module, case: str, packed: bool, group: Any) -> None:
+    """The same weights through vLLM's own transfer engine, as its documentation shows it."""
+    named = [(name, full(param)) for name, param in model.named_parameters()]
+    if case == "broadcast":
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs, NCCLWeightTransferEngine
+
+        info = {
+            "names": [n for n, _ in named], "dtype_names": ["bfloat16"] * len(named),
+            "shapes": [list(t.shape) for _, t in named], "packed": packed,
+        }  # fmt: skip
+        llm.start_weight_update()
+        thread = threading.Thread(target=llm.update_weights, args=({"update_info": info},))
+        thread.start()
+        NCCLWeightTransferEngine.trainer_send_weights(iter(named), NCCLTrainerSendWeightsArgs(group=group, packed=packed))
+        thread.join()
+        llm.finish_weight_update()
+        return
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerSendWeightsArgs, IPCWeightTransferEngine
+
+    def send(update: Any) -> None:
+        fields = {k: v for k, v in vars(update).items() if k != "ipc_handles_pickled"}
+        if llm is not None:
+            llm.update_weights({"update_info": fields})
+
+    if llm is not None:
+        llm.start_weight_update()
+    IPCWeightTransferEngine.trainer_send_weights(
+        iter(named), IPCTrainerSendWeightsArgs(send_mode=send, packed=packed, packed_buffer_size_bytes=2 << 30)
+    )
+    if llm is not None:
+        llm.finish_weight_update()
+
+
+def full(param: torch.Tensor) -> torch.Tensor:
+    return param.full_tensor() if hasattr(param, "full_tensor") else param.detach()
+
+
+def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, results: Path) -> None:
+    from weightsync import WeightSync
+
+    cuda = torch.cuda.is_available()
+    shape = "tiny" if args.tiny else "8B"
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if size > 1:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(args.port), RANK=str(rank), WORLD_SIZE=str(size))
+        dist.init_process_group("nccl" if cuda else "gloo")
+    model = empty_model(shape)
+    if args.case == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    materialise(model, device)
+    fill(model, 1, device)
+    nbytes = sum(p.numel() * 2 for p in model.parameters())
+    root, tp = rank == 0, 2 if args.case == "fsdp" else 1
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)  # the engine has a group of its own
+    found: dict[str, Any] = {"case": args.case, "shape": shape, "nbytes": nbytes, "rows": []}
+    visible = {"ipc": "0", "fsdp": "0,1", "broadcast": "1"}[args.case]
+    engine_env = {"CUDA_VISIBLE_DEVICES": visible} if cuda else {}
+    transport = "broadcast" if args.case == "broadcast" else "ipc"
+
+    llm = cold = None
+    if root:
+        say(f"{args.case}: {shape}, {nbytes / 1e9:.2f} GB, torch {torch.__version__}")
+        found["device_copy_ms"] = device_copy(nbytes, device)
+        say(f"device copy of the same bytes: {found['device_copy_ms']:.2f} ms")
+        if args.checkpoint:
+            cold = cold_process(folder, tp, visible if cuda else "", args.eager)
+        os.environ.update(engine_env)
+        llm = start_engine(folder, tp, "weightsync", "dummy", args.eager)
+    with WeightSync("fsdp", transport, llm, timeout_s=120) as sync:
+        reports: list[Any] = []
+        if size > 1:
+            host_barrier(rank, size)
+        before = answers(llm) if root else None
+        row = timed("weightsync push", args.num_iters, lambda: reports.append(sync.push(model)))
+        fill(model, 2, device)
+        sync.push(model)
+        changed = answers(llm) if root else None
+        fill(model, 1, device)
+        reports.append(sync.push(model))
+        if root:
+            pushed = answers(llm)
+            row["reports"] = [json.loads(r.to_json()) for r in reports]
+            found["rows"].append(row)
+            found["push_changes_answers"] = before != changed != pushed
+            for report in reports[:2] + reports[-1:]:
+                say(str(report))
+    if root and cold is not None:
+        process, out = cold
+        if process.wait(timeout=400) != 0:
+            raise SystemExit("the cold engine failed")
+        found["equality"] = compare(pushed, json.loads(out.read_text()))
+        say(f"pushed against cold: {found['equality']}; pushes change the answers: {found['push_changes_answers']}")
+    stop(llm)
+    if args.native and cuda:
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+        llm = start_engine(folder, tp, NATIVE_BACKEND[args.case], "dummy", True) if root else None
+        if size > 1:
+            host_barrier(rank, size)
+        group = None
+        if args.case == "broadcast":
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+            info = dict(master_address="127.0.0.1", master_port=args.port + 7, rank_offset=1, world_size=2)
+            thread = threading.Thread(target=llm.init_weight_transfer_engine, args=({"init_info": info},))
+            thread.start()
+            group = NCCLWeightTransferEngine.trainer_init(
+                dict(master_address="127.0.0.1", master_port=args.port + 7, world_size=2)
+            )
+            thread.join()
+        for packed in (False, True):
+            label = f"vLLM native {NATIVE_BACKEND[args.case]}, {'packed' if packed else 'one tensor at a time'}"
+            try:
+                row = timed(label, args.num_iters, lambda p=packed: native_push(llm, model, args.case, p, group))
+                found["rows"].append(row)
+            except Exception as error:
+                say(f"{label}: {type(error).__name__}: {str(error)[:300]}")
+                if size > 1:
+                    break
+        if root:
+            found["native_equality"] = compare(pushed, answers(llm))
+            say(f"weightsync against native: {found['native_equality']}")
+        stop(llm)
+    if root:
+        results.write_text(json.dumps(found))
+    if size > 1:
+        host_barrier(rank, size)
+        os._exit(0)  # the default group's tear-down has nothing to do with what is measured
+
+
+_barriers = 0
+
+
+def host_barrier(rank: int, size: int) -> None:
+    """Wait on the host: a rank that waits inside a device barrier would take time from an engine on its GPU."""
+    global _barriers
+    _barriers += 1
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"arrived-{_barriers}-{rank}", "1")
+    for other in range(size):
+        store.wait([f"arrived-{_barriers}-{other}"])
+
+
+def stop(llm: Any) -> None:
+    if llm is not None:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", choices=["ipc", "fsdp", "broadcast", "cold"])
+    parser.add_argument("--tiny", action="store_true", help="a small model")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--num-iters", type=int, default=6)
+    parser.add_argument("--no-native", dest="native", action="store_false", help="leave vLLM's own engine out")
+    parser.add_argument("--no-cold", dest="checkpoint", action="store_false", help="leave the comparison out")
+    parser.add_argument("--output-json", type=Path)
+    parser.add_argument("--port", type=int, default=29640)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--tp", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.case == "cold":
+        llm = start_engine(args.folder, args.tp, None, "auto", args.eager)
+        args.out.write_text(json.dumps(answers(llm)))
+        stop(llm)
+        return
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="weightsync-bench-")) / "model"
+    folder.mkdir(parents=True, exist_ok=True)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    shape = "tiny" if args.tiny else "8B"
+    if not (folder / "config.json").exists():
+        started = time.time()
+        if args.checkpoint:
+            save_checkpoint(shape, 1, folder, device)
+        else:
+            config(shape).save_pretrained(folder)
+        say(f"checkpoint written in {time.time() - started:.0f} s")
+    results = folder.parent / f"results-{args.case}.json"
+    size = 2 if args.case == "fsdp" else 1
+    if size == 1:
+        run_trainer(0, 1, args, folder, results)
+    else:
+        torch.multiprocessing.spawn(run_trainer, (size, args, folder, results), nprocs=size)
+    if args.output_json:
+        shutil.copy(results, args.output_json)
+
+
+if __name__ == "__main__":
+    main()
