@@ -37,15 +37,25 @@ import torch.distributed as dist
 PROMPTS = [[5, 6, 7, 8], [9, 9, 3], list(range(20, 60)), [100, 101, 7, 3, 55, 2]]
 NATIVE_BACKEND = {"ipc": "ipc", "fsdp": "ipc", "broadcast": "nccl"}
 SHAPES: dict[str, dict[str, Any]] = {
-    "8B": dict(
-        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128,
-    ),
-    "tiny": dict(
-        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32,
-    ),
-}  # fmt: skip
+    "8B": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "tiny": {
+        "vocab_size": 256,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+}
 
 
 def config(shape: str) -> Any:
@@ -78,7 +88,9 @@ def fill(model: torch.nn.Module, seed: int, device: torch.device) -> None:
     for name, param in model.named_parameters():
         full = values(name, param.shape, seed, device)
         if isinstance(param, DTensor):
-            param.to_local().copy_(distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None).to_local())
+            param.to_local().copy_(
+                distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None).to_local()
+            )
         else:
             param.copy_(full)
 
@@ -145,12 +157,13 @@ def compare(pushed: list[Any], cold: list[Any]) -> dict[str, Any]:
     return {"tokens_equal": tokens, "logprobs_equal": json.dumps(pushed) == json.dumps(cold), "max_gap": max(gaps)}
 
 
-def cold_process(folder: Path, tp: int, gpus: str, eager: bool) -> tuple[subprocess.Popen[str], Path]:
-    out = folder.parent / f"cold-{os.getpid()}-{tp}.json"
+def cold_answers(folder: Path, tp: int, gpus: str, eager: bool) -> tuple[subprocess.Popen[str] | None, Path]:
+    """Start a cold engine in a process of its own, unless its answers are known already."""
+    out = folder.parent / f"cold-tp{tp}{'-eager' if eager else ''}.json"
+    if out.exists():
+        return None, out
     command = [sys.executable, __file__, "cold", "--folder", str(folder), "--tp", str(tp), "--out", str(out)]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
-        env.pop(name, None)
     return subprocess.Popen([*command, *(["--eager"] if eager else [])], env=env, text=True), out
 
 
@@ -160,7 +173,12 @@ def timed(label: str, repeats: int, function: Any) -> dict[str, Any]:
         started = time.perf_counter()
         function()
         seconds.append(time.perf_counter() - started)
-    row = {"label": label, "first_s": seconds[0], "median_s": statistics.median(seconds[1:] or seconds), "all_s": seconds}
+    row = {
+        "label": label,
+        "first_s": seconds[0],
+        "median_s": statistics.median(seconds[1:] or seconds),
+        "all_s": seconds,
+    }
     say(f"{label}: first {seconds[0] * 1e3:.1f} ms, then median {row['median_s'] * 1e3:.1f} ms of {len(seconds) - 1}")
     return row
 
@@ -193,7 +211,9 @@ def native_push(llm: Any, model: torch.nn.Module, case: str, packed: bool, group
         llm.start_weight_update()
         thread = threading.Thread(target=llm.update_weights, args=({"update_info": info},))
         thread.start()
-        NCCLWeightTransferEngine.trainer_send_weights(iter(named), NCCLTrainerSendWeightsArgs(group=group, packed=packed))
+        NCCLWeightTransferEngine.trainer_send_weights(
+            iter(named), NCCLTrainerSendWeightsArgs(group=group, packed=packed)
+        )
         thread.join()
         llm.finish_weight_update()
         return
@@ -222,7 +242,8 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
 
     cuda = torch.cuda.is_available()
     shape = "tiny" if args.tiny else "8B"
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    # The engine takes GPUs from 0 on; a broadcast needs the trainer on another one.
+    device = torch.device("cuda", 1 if args.case == "broadcast" else rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     if size > 1:
@@ -242,8 +263,6 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)  # the engine has a group of its own
     found: dict[str, Any] = {"case": args.case, "shape": shape, "nbytes": nbytes, "rows": []}
-    visible = {"ipc": "0", "fsdp": "0,1", "broadcast": "1"}[args.case]
-    engine_env = {"CUDA_VISIBLE_DEVICES": visible} if cuda else {}
     transport = "broadcast" if args.case == "broadcast" else "ipc"
 
     llm = cold = None
@@ -252,8 +271,9 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
         found["device_copy_ms"] = device_copy(nbytes, device)
         say(f"device copy of the same bytes: {found['device_copy_ms']:.2f} ms")
         if args.checkpoint:
-            cold = cold_process(folder, tp, visible if cuda else "", args.eager)
-        os.environ.update(engine_env)
+            cold = cold_answers(folder, tp, "0,1" if tp == 2 else "1", args.eager)
+            if tp == 2 and cold[0] is not None:
+                cold[0].wait()  # two engines that start at once on one GPU count each other's memory as their own
         llm = start_engine(folder, tp, "weightsync", "dummy", args.eager)
     with WeightSync("fsdp", transport, llm, timeout_s=120) as sync:
         reports: list[Any] = []
@@ -275,10 +295,11 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
                 say(str(report))
     if root and cold is not None:
         process, out = cold
-        if process.wait(timeout=400) != 0:
+        if process is not None and process.wait(timeout=400) != 0:
             raise SystemExit("the cold engine failed")
         found["equality"] = compare(pushed, json.loads(out.read_text()))
         say(f"pushed against cold: {found['equality']}; pushes change the answers: {found['push_changes_answers']}")
+        results.write_text(json.dumps(found))
     stop(llm)
     if args.native and cuda:
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
@@ -289,12 +310,11 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
         if args.case == "broadcast":
             from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-            info = dict(master_address="127.0.0.1", master_port=args.port + 7, rank_offset=1, world_size=2)
+            place = {"master_address": "127.0.0.1", "master_port": args.port + 7, "world_size": 2}
+            info = {**place, "rank_offset": 1}
             thread = threading.Thread(target=llm.init_weight_transfer_engine, args=({"init_info": info},))
             thread.start()
-            group = NCCLWeightTransferEngine.trainer_init(
-                dict(master_address="127.0.0.1", master_port=args.port + 7, world_size=2)
-            )
+            group = NCCLWeightTransferEngine.trainer_init(place)
             thread.join()
         for packed in (False, True):
             label = f"vLLM native {NATIVE_BACKEND[args.case]}, {'packed' if packed else 'one tensor at a time'}"

@@ -83,7 +83,7 @@ class Engine(Protocol):
     def update(self, update_info: dict[str, Any]) -> None:
         """Hand `update_info`, plain values that JSON can carry, to every worker. Between `start` and `finish`."""
 
-    def finish(self, version: str) -> None:
+    def finish(self, version: str | None) -> None:
         """End the weight update and, from vLLM 0.27 on, stamp `version` on all output from now on."""
 
     def pause(self, mode: str) -> None:
@@ -196,7 +196,7 @@ class _VllmEngine(ABC):
     def update(self, update_info: dict[str, Any]) -> None:
         self._call_workers("update", update_info)
 
-    def finish(self, version: str) -> None:
+    def finish(self, version: str | None) -> None:
         self._call_workers("finish")
         self.set_version(version)
 
@@ -466,7 +466,7 @@ class HttpEngine:
     def update(self, update_info: dict[str, Any]) -> None:
         self._post("/update_weights", {"update_info": update_info})
 
-    def finish(self, version: str) -> None:
+    def finish(self, version: str | None) -> None:
         # Before 0.27 the server does not read the body.
         self._post("/finish_weight_update", {"weight_version": version})
 

@@ -207,7 +207,9 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """
     if not 0 <= start <= stop <= prod(shape):
         raise ConfigError(f"elements {start} to {stop} are not in a tensor of shape {tuple(shape)}")
-    return [box for box, _, _ in _affine(shape, start, [(stop - start, 1, 1)]) or []]
+    boxes = strided_boxes(shape, start, (stop - start,), (1,))
+    assert boxes is not None  # an interval is at most two boxes for each dimension
+    return boxes
 
 
 def affine_boxes(shape: Sequence[int], src: View, dst: View) -> list[tuple[Box, int, tuple[int, ...]]] | None:
@@ -315,7 +317,7 @@ def _row_parts(row: int, column: int, within: list[_Dim]) -> list[_Part]:
         here = (column + first * stride) % row
         count = min(max(1, (row - 1 - here - further) // stride + 1), length - first)
         part = [(count, stride, dst_stride)]
-        if here + further < stride and count * stride == row:
+        if count * stride == row:
             rows = (length - first) // count
             part = [(rows, row, count * dst_stride), *part]
             count *= rows
@@ -493,9 +495,8 @@ def fuse_groups(copies: Iterable[PlannedCopy]) -> list[tuple[str, ...]]:
 def connected(labelled: Iterable[tuple[str, Hashable]]) -> list[tuple[str, ...]]:
     """Partition the names in `(name, label)` pairs so that names which share a label, directly or by a chain, are
     together. Groups and names are in order of first appearance."""
-    order: dict[str, int] = {}
     parent: dict[str, str] = {}
-    first: dict[Hashable, str] = {}
+    first: dict[Hashable, str] = {}  # the first name with a label
 
     def root(name: str) -> str:
         while parent[name] != name:
@@ -503,11 +504,9 @@ def connected(labelled: Iterable[tuple[str, Hashable]]) -> list[tuple[str, ...]]
         return name
 
     for name, label in labelled:
-        order.setdefault(name, len(order))
         parent.setdefault(name, name)
-        one, other = sorted((root(name), root(first.setdefault(label, name))), key=order.__getitem__)
-        parent[other] = one
+        parent[root(name)] = root(first.setdefault(label, name))
     groups: dict[str, list[str]] = defaultdict(list)
-    for name in order:
+    for name in parent:
         groups[root(name)].append(name)
     return [tuple(names) for names in groups.values()]

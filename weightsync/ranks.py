@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -117,6 +116,7 @@ class RankGroup:
             name=f"trainer rank {self.rank}",
             version=0,
             state="",
+            update_open=False,
         )
         channel = dial(self.host, int(port_text), hello, "trainer rank 0", deadline)
         self.channels = [channel]
@@ -134,8 +134,3 @@ def _broadcast_text(text: str) -> str:
     data = data.to(device)
     dist.broadcast(data, 0)
     return bytes(data.cpu().tolist()).rstrip(b"\0").decode("ascii")
-
-
-def first_cause(errors: Sequence[WeightSyncError]) -> WeightSyncError:
-    """Of several reports of one failure, the one that explains it: broken connections and time-outs follow from it."""
-    return next((error for error in errors if not isinstance(error, (PeerError, TimeoutError))), errors[0])

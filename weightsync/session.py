@@ -68,6 +68,7 @@ class EngineSession:
         self._id = secrets.token_hex(8)
         self._calls: list[Call] = []
         self._paused = self._started = self._touched = False
+        self._left_open = False
         self._version = 0
 
     @property
@@ -98,6 +99,7 @@ class EngineSession:
             for number in range(len(self._engines)):
                 admitted = self._hub.admit("worker", number, deadline, "init", self._check_arrivals(deadline))
                 self.workers += [Worker(hello, channel) for hello, channel in admitted]
+            self._left_open = any(worker.hello.update_open for worker in self.workers)
         return self.workers
 
     def plan(self, tensors: list[list[Any]]) -> list[Planned]:
@@ -129,15 +131,12 @@ class EngineSession:
         self._version = version
         self._paused = True
         self._all("pause", lambda engine: engine.pause(self._pause))
+        if self._left_open:
+            # A trainer died between start and finish, and the engine's books still have its update open.
+            self._all("finish", lambda engine: engine.finish(None))
+            self._left_open = False
         self._started = True
-        try:
-            self._all("start", lambda engine: engine.start())
-        except EngineError as error:
-            if "already active" not in str(error):
-                raise
-            # A trainer died between start and update; the engine's books still have its update open.
-            self._give_up_update()
-            self._all("start", lambda engine: engine.start())
+        self._all("start", lambda engine: engine.start())
         for number, engine in enumerate(self._engines):
             self._calls.append(Call(self._hub, f"update-{number}", engine.update, {"session": self._id}))
 
@@ -156,9 +155,9 @@ class EngineSession:
         deadline = Deadline(self._timeout_s)
         self._send(Commit(self._version), deadline, "commit")
         answers = self._collect(Committed, deadline, "commit")
-        self._started = False
         self.release("commit")
         self._all("finish", lambda engine: engine.finish(str(self._version)))
+        self._started = False
         self._touched = False
         self._all("reset caches", lambda engine: engine.reset_caches())
         self._all("resume", lambda engine: engine.resume())
@@ -182,11 +181,11 @@ class EngineSession:
         for worker in self.workers:
             worker.channel.close()
         deadline = Deadline(_FAREWELL_S)
-        in_update = any("update" in call.name for call in self._calls)
         for call in self._calls:
             call.join(deadline.left_s())
-        if self._started and not in_update:
-            self._give_up_update()
+        if self._started:
+            # vLLM takes no other way out of an update; the version stays, and what it is worth is marked below.
+            self._try_all("give up", lambda engine: engine.finish(None))
         if self._touched:
             # Say so where people look: the version that vLLM reports with every answer. Generation stays paused.
             mark = f"POISONED: the push of version {self._version} failed"
@@ -221,8 +220,9 @@ class EngineSession:
                     since = returned.setdefault(call, time.monotonic())
                     if time.monotonic() - since > _ARRIVAL_S or deadline.passed():
                         raise EngineError(
-                            f"{call.name} returned, but no worker connected: its weight transfer backend is not "
-                            'weightsync; start it with weight_transfer_config={"backend": "weightsync"}',
+                            f"{call.name} returned, but no worker connected: either the engine's weight transfer backend "
+                            'is not weightsync (start it with weight_transfer_config={"backend": "weightsync"}), or its '
+                            "workers cannot reach this process: see the engine's log",
                             phase="init",
                         )
 
@@ -241,9 +241,6 @@ class EngineSession:
         calls = [Call(self._hub, f"{phase}-{n}", method, engine) for n, engine in enumerate(self._engines)]
         for call in calls:
             call.join(deadline.left_s())
-
-    def _give_up_update(self) -> None:
-        self._try_all("give up", lambda engine: engine.update({"abort": True}))
 
     def _wait(self, calls: Sequence[Call], deadline: Deadline, phase: str) -> None:
         for call in calls:

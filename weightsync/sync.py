@@ -310,7 +310,8 @@ class WeightSync:
             tensors.append(TensorMeta(meta.name, meta.shape, dtype))
         if wrong:
             raise ManifestError(
-                f"{len(wrong)} tensors have a dtype that the engine cannot take, such as {_first(wrong)}", mismatched=wrong
+                f"{len(wrong)} tensors have a dtype that the engine cannot take, such as {_first(wrong)}",
+                mismatched=wrong,
             )
         return Manifest(tuple(tensors))
 

@@ -51,6 +51,7 @@ class Hello(Message):
     name: str  # for people: "tp=1 pp=0 dp=0"
     version: int  # worker: the last version that was committed, 0 when none; rank: 0
     state: str  # worker: "CLEAN" or "POISONED"; rank: ""
+    update_open: bool  # worker: whether its engine has an update started and not finished; rank: False
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,12 @@
 """One engine worker's side of the conversation with trainer rank 0. docs/wire.md draws it.
 
 The engine calls `init`, `start`, `update` and `finish` when the trainer asks for them; during `init` and `update` the
-worker listens on its own connection to the trainer until it is released. Whatever goes wrong is told to the trainer
-first and then raised, so the engine's call fails as well; a trainer that dies is noticed at once, by its connection.
+worker listens on its own connection to the trainer until it is released. A trainer that dies is noticed at once, by
+its connection.
+
+Whatever goes wrong is told to the trainer on that connection, and the engine's call returns as if nothing had
+happened. It must: when one worker of several raises, vLLM's multi-process executor takes the first failed answer and
+leaves the others' in their queues, and from then on every call gets an older call's answers.
 """
 
 from __future__ import annotations
@@ -49,18 +53,28 @@ class Conversation:
         self._host = host
         self._channel: Channel | None = None
         self._session = ""
+        self._update_open = False
         self._timeout_s = 0.0
         self._name = f"worker {host.identity.name}"
 
     def init(self, info: dict[str, Any]) -> None:
         """Meet the trainer that `info` describes: {"session", "engine", "host", "port", "token", "timeout_s"}. Then
-        answer it until it releases us. Raises `EngineBusyError` while another trainer is connected."""
+        answer it until it releases us. While another trainer is connected it is told so, and turned away."""
+        try:
+            self._meet(info)
+        except WeightSyncError as error:
+            # There is no connection to say it on; the trainer will find that nobody came.
+            logger.error("%s cannot meet the trainer: %s", self._name, error)
+            return
+        if self._session == info["session"]:
+            self._serve("init")
+
+    def _meet(self, info: dict[str, Any]) -> None:
         expected = {"session", "engine", "host", "port", "token", "timeout_s"}
         if info.keys() != expected:
             raise ProtocolError(f"init needs exactly {sorted(expected)}, got {sorted(info)}")
         self._timeout_s = float(info["timeout_s"])
         if self._channel is not None and self._session == info["session"] and self._channel.is_open():
-            self._serve("init")
             return
         deadline = Deadline(self._timeout_s)
         identity = self._host.identity
@@ -79,6 +93,7 @@ class Conversation:
             name=identity.name,
             version=self.receiver.version,
             state=self.receiver.state,
+            update_open=self._update_open,
         )
         channel = dial(info["host"], int(info["port"]), hello, "trainer rank 0", deadline)
         if self._channel is not None and self._channel.is_open():
@@ -87,27 +102,24 @@ class Conversation:
             )
             channel.send(Failure(busy.to_fields()), deadline, "init")
             channel.close()
-            raise busy
+            return
         self.close()
         self._channel, self._session = channel, info["session"]
-        self._serve("init")
 
     def start(self) -> None:
-        """The trainer will push. Nothing to do yet: nothing may fail half-way between workers here."""
+        """The trainer will push. Nothing is done yet: nothing may fail half-way between workers here."""
+        self._update_open = True
 
     def update(self, info: dict[str, Any]) -> None:
-        """Answer the trainer until it releases us. {"session"} must be the connected trainer's; {"abort": True} raises,
-        which is how an update that was started and given up is ended in vLLM's books."""
-        if info.get("abort"):
-            raise WeightSyncError("the trainer gave this update up")
+        """Answer the trainer until it releases us. `info` is {"session"}, which must be the connected trainer's."""
         if self._channel is None or info.get("session") != self._session:
-            raise ProtocolError("update came from a trainer that did not init this engine", who=self._name)
+            logger.error("%s got an update from a trainer that is not connected; it is ignored", self._name)
+            return
         self._serve("update")
 
     def finish(self) -> None:
-        """The trainer is done. Raises when the last push was not committed."""
-        if self.receiver.state == POISONED:
-            raise WeightSyncError(self.status(), who=self._name)
+        """The update is over, committed or given up: see `Receiver.state`."""
+        self._update_open = False
 
     def status(self) -> str:
         """One line for people."""
@@ -142,11 +154,9 @@ class Conversation:
             except WeightSyncError:
                 logger.debug("the trainer cannot be told: it is gone")
             self.close()
-            if self.receiver.state == POISONED:
-                logger.error("%s is %s", self._name, self.status())
-            if isinstance(error, Exception):
-                raise problem from error
-            raise
+            logger.error("%s gave up: %s; it is %s", self._name, problem, self.status())
+            if not isinstance(error, Exception):
+                raise
 
     def _answer(self, channel: Channel, message: Message, deadline: Deadline) -> Message:
         match message:
@@ -155,7 +165,9 @@ class Conversation:
             case Connect():
                 fields = {**message.fields, "own_host": channel.own_host()}
                 placements = unpack_placements(message.placements)
-                self.receiver.connect(message.transport, message.storages, placements, message.buckets, fields, deadline)
+                self.receiver.connect(
+                    message.transport, message.storages, placements, message.buckets, fields, deadline
+                )
                 return Connected()
             case Load():
 
@@ -176,4 +188,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value
-

@@ -168,9 +168,7 @@ class _Snapshot:
     def __init__(self, part: Any) -> None:
         self.part = part
         self.attributes = dict(part.__dict__)
-        self.containers = {
-            key: dict(part.__dict__[key]) for key in ("_parameters", "_buffers") if key in part.__dict__
-        }
+        self.containers = {key: dict(part.__dict__[key]) for key in ("_parameters", "_buffers") if key in part.__dict__}
 
     def restore(self) -> None:
         self.part.__dict__.clear()

@@ -95,7 +95,9 @@ class Pending:
         while not self._work.is_completed():
             if deadline.passed():
                 raise SyncTimeoutError(
-                    f"the {self.what} did not finish within {deadline.timeout_s:g} s", phase=phase, waiting_for=[self.what]
+                    f"the {self.what} did not finish within {deadline.timeout_s:g} s",
+                    phase=phase,
+                    waiting_for=[self.what],
                 )
             idle(_POLL_S)
         try:

@@ -49,7 +49,9 @@ class IpcTransport:
                 'trainer rank 0; use transport="broadcast"'
             )
         if any(r.device == "cuda" for r in ranks) and (cpu := [w.peer for w in workers if w.device == "cpu"]):
-            raise PlacementError(f"the trainer's tensors are on GPUs and {', '.join(cpu)} runs on a CPU: it cannot map them")
+            raise PlacementError(
+                f"the trainer's tensors are on GPUs and {', '.join(cpu)} runs on a CPU: it cannot map them"
+            )
 
     def prepare(self, shipment: Shipment, pieces: Mapping[Placement, torch.Tensor], group: Group) -> Offer:
         on_gpu = {p.name for p in shipment.placements} - set(
@@ -58,7 +60,9 @@ class IpcTransport:
             )
         )
         if self.name == "cuda_ipc" and (cpu := sorted({p.name for p in shipment.placements} - on_gpu)):
-            raise PlacementError(f'transport="cuda_ipc" takes GPU tensors only; {len(cpu)} are on a CPU, such as {cpu[0]}')
+            raise PlacementError(
+                f'transport="cuda_ipc" takes GPU tensors only; {len(cpu)} are on a CPU, such as {cpu[0]}'
+            )
         self._rank = group.rank
         direct = [p for p in shipment.placements if p.name in on_gpu]
         staged = choose_owners([p for p in shipment.placements if p.name not in on_gpu])

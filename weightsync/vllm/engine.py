@@ -27,8 +27,7 @@ class InitInfo:
 class UpdateInfo:
     """What `update_weights` is sent; see `Conversation.update`."""
 
-    session: str = ""
-    abort: bool = False
+    session: str
 
 
 class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -47,6 +46,10 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def start_weight_update(self) -> None:
         self.conversation.start()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # Not the base class's: it would wait for the device of whatever thread this is.
+        self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         self.conversation.update(vars(update_info))

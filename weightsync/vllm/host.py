@@ -39,7 +39,9 @@ class VllmHost:
     def check(self) -> None:
         config = self._config
         if getattr(config.parallel_config, "enable_eplb", False):
-            raise UnsupportedError("expert load balancing moves experts between slots; start the engine without enable_eplb")
+            raise UnsupportedError(
+                "expert load balancing moves experts between slots; start the engine without enable_eplb"
+            )
         if getattr(config.cache_config, "cpu_offload_gb", 0) or getattr(
             getattr(getattr(config, "offload_config", None), "uva", None), "cpu_offload_gb", 0
         ):
