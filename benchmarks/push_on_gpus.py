@@ -132,14 +132,17 @@ def start_engine(folder: Path, tp: int, backend: str | None, load_format: str, e
 
 
 def answers(llm: Any) -> list[Any]:
+    """Greedy tokens and their log-probabilities, one prompt at a time: what shares a batch with what, and so the last
+    bits of a result, would otherwise depend on when the engine's process looks into its queue."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=16, temperature=0, detokenize=False, logprobs=2)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], sampling, use_tqdm=False)
-    return [
-        [list(o.outputs[0].token_ids), [[[t, lp.logprob] for t, lp in d.items()] for d in o.outputs[0].logprobs]]
-        for o in outputs
-    ]
+    found = []
+    for prompt in PROMPTS:
+        output = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0].outputs[0]
+        steps = [[[token, value.logprob] for token, value in step.items()] for step in output.logprobs]
+        found.append([list(output.token_ids), steps])
+    return found
 
 
 def say(text: str) -> None:
@@ -288,6 +291,7 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
         reports.append(sync.push(model))
         if root:
             pushed = answers(llm)
+            found["repeatable"] = pushed == answers(llm)
             row["reports"] = [json.loads(r.to_json()) for r in reports]
             found["rows"].append(row)
             found["push_changes_answers"] = before != changed != pushed
@@ -299,6 +303,7 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
             raise SystemExit("the cold engine failed")
         found["equality"] = compare(pushed, json.loads(out.read_text()))
         say(f"pushed against cold: {found['equality']}; pushes change the answers: {found['push_changes_answers']}")
+        say(f"the engine repeats itself exactly: {found['repeatable']}")
         results.write_text(json.dumps(found))
     stop(llm)
     if args.native and cuda:

@@ -15,7 +15,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import TypeVar
+from contextlib import suppress
+from typing import Protocol, TypeVar
 
 from weightsync.errors import PeerError, ProtocolError, SyncTimeoutError, WeightSyncError, from_fields
 from weightsync.wire import PREFIX_BYTES, PROTOCOL, Failure, Hello, Message, decode, encode, frame_length
@@ -24,6 +25,10 @@ M = TypeVar("M", bound=Message)
 
 _TURN_S = 0.5
 """How long the hub sleeps at most before it looks again at what no socket tells it."""
+_HELLO_BYTES = 1 << 16
+"""How much a newcomer may send before its `Hello` is complete; strangers fill no memory."""
+_KEEPALIVE_S = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+"""A host that loses power closes no connection; the kernel asks after it, and gives it up after half a minute."""
 
 
 class Deadline:
@@ -46,6 +51,9 @@ class Channel:
     def __init__(self, sock: socket.socket, peer: str) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE_S.items():
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self.peer = peer
         self._sock = sock
         self._buffer = bytearray()
@@ -56,26 +64,29 @@ class Channel:
         return self._sock.fileno()
 
     def send(self, message: Message, deadline: Deadline, phase: str) -> None:
-        """Send one message. Raises `PeerError` when the peer is gone, `SyncTimeoutError` when it does not read."""
+        """Send one message, taking in meanwhile what the peer sends: two that send at once do not block each other.
+        Raises `PeerError` when the peer is gone, or what it reported before it went, and `SyncTimeoutError` when it
+        does not read."""
         view = memoryview(encode(message))
         while view:
             try:
                 view = view[self._sock.send(view) :]
             except BlockingIOError:
-                if not select.select([], [self._sock], [], deadline.left_s())[1]:
+                if not _ready([self], select.POLLIN | select.POLLOUT, deadline.left_s()):
                     raise _timeout([self.peer], phase, deadline) from None
+                self.read(phase)
             except OSError as error:
                 raise self._gone(phase) from error
 
     def receive(self, deadline: Deadline, phase: str) -> Message:
         """The next message. A `Failure` is raised as the error that it carries; see also `send`."""
         while not self._inbox:
-            if not select.select([self._sock], [], [], deadline.left_s())[0]:
+            if not _ready([self], select.POLLIN, deadline.left_s()):
                 raise _timeout([self.peer], phase, deadline)
             self.read(phase)
         message = self._inbox.popleft()
         if isinstance(message, Failure):
-            raise from_fields(message.error)
+            raise _cause(message)
         return message
 
     def expect(self, kind: type[M], deadline: Deadline, phase: str) -> M:
@@ -87,15 +98,16 @@ class Channel:
 
     def check(self, phase: str, wait_s: float = 0.0) -> None:
         """Look for bad news without consuming any message: raises what the peer reported or that it is gone. For
-        loops that wait for something else; `wait_s` is how long this call may sleep while it looks."""
-        if select.select([self._sock], [], [], wait_s)[0]:
-            self.read(phase)
-        for message in self._inbox:
-            if isinstance(message, Failure):
-                raise from_fields(message.error)
+        loops that wait for something else; this call sleeps for `wait_s` before it looks."""
+        if wait_s:
+            time.sleep(wait_s)
+        self.read(phase)
+        if (error := self.reported()) is not None:
+            raise error
 
     def read(self, phase: str) -> None:
-        """Take in what has arrived, without waiting. Raises `PeerError` when the peer has closed."""
+        """Take in what has arrived, without waiting. Raises `PeerError` when the peer has closed, or what it reported
+        before it went; `ProtocolError` when what arrived is no message."""
         try:
             data = self._sock.recv(1 << 20)
         except BlockingIOError:
@@ -104,28 +116,45 @@ class Channel:
             raise self._gone(phase) from error
         if not data:
             raise self._gone(phase)
+        self._take(data)
+
+    def _take(self, data: bytes) -> None:
         self._buffer += data
-        while len(self._buffer) >= PREFIX_BYTES:
-            end = PREFIX_BYTES + frame_length(self._buffer[:PREFIX_BYTES])
-            if len(self._buffer) < end:
-                break
-            self._inbox.append(decode(bytes(self._buffer[PREFIX_BYTES:end])))
-            del self._buffer[:end]
+        try:
+            while len(self._buffer) >= PREFIX_BYTES:
+                end = PREFIX_BYTES + frame_length(bytes(self._buffer[:PREFIX_BYTES]))
+                if len(self._buffer) < end:
+                    break
+                self._inbox.append(decode(bytes(self._buffer[PREFIX_BYTES:end])))
+                del self._buffer[:end]
+        except ProtocolError as error:
+            error.who = error.who or self.peer
+            raise
 
     def pop(self) -> Message | None:
         """A message that has already been read, if any."""
         return self._inbox.popleft() if self._inbox else None
 
+    def reported(self) -> WeightSyncError | None:
+        """The failure that the peer has reported, if any, of what has already been read."""
+        return next((_cause(message) for message in self._inbox if isinstance(message, Failure)), None)
+
+    def has_mail(self) -> bool:
+        """Whether `pop` would give a message."""
+        return bool(self._inbox)
+
+    def unread(self) -> int:
+        """Bytes of a message that has not arrived whole."""
+        return len(self._buffer)
+
     def is_open(self) -> bool:
-        """Whether the peer still holds its end, as far as can be known without waiting."""
+        """Whether the peer still holds its end and has not given up, as far as can be known without waiting."""
         if self._closed:
             return False
         try:
             self.check("idle")
-        except PeerError:
-            return False
         except WeightSyncError:
-            pass
+            return False
         return True
 
     def own_host(self) -> str:
@@ -137,8 +166,14 @@ class Channel:
             self._closed = True
             self._sock.close()
 
-    def _gone(self, phase: str) -> PeerError:
-        return PeerError(f"{self.peer} closed its connection: it has died or given up", who=self.peer, phase=phase)
+    def _gone(self, phase: str) -> WeightSyncError:
+        """Why the peer is gone: what it said before it went, which may not have been read yet, is the better cause."""
+        with suppress(OSError, ProtocolError):
+            while data := self._sock.recv(1 << 20):
+                self._take(data)
+        return self.reported() or PeerError(
+            f"{self.peer} closed its connection: it has died or given up", who=self.peer, phase=phase
+        )
 
 
 def dial(host: str, port: int, hello: Hello, peer: str, deadline: Deadline) -> Channel:
@@ -149,7 +184,11 @@ def dial(host: str, port: int, hello: Hello, peer: str, deadline: Deadline) -> C
     except OSError as error:
         raise PeerError(f"cannot reach {peer} at {host}:{port}: {error}", phase=phase) from error
     channel = Channel(sock, peer)
-    channel.send(hello, deadline, phase)
+    try:
+        channel.send(hello, deadline, phase)
+    except BaseException:
+        channel.close()
+        raise
     return channel
 
 
@@ -184,20 +223,36 @@ class Hub:
     def admit(
         self, role: str, group: int, deadline: Deadline, phase: str, check: Callable[[], None]
     ) -> list[tuple[Hello, Channel]]:
-        """Wait for every peer of a group, in rank order. The first to arrive says how many there are. `check` is
-        called at every turn and may raise."""
+        """Wait for every peer of a group, in rank order; they say themselves how many they are. `check` is called at
+        every turn and may raise. Whatever is raised here is told to those who have come."""
+        try:
+            return self._admit(role, group, deadline, phase, check)
+        except WeightSyncError as error:
+            for _, channel in self._arrived.values():
+                with suppress(WeightSyncError):
+                    channel.send(Failure(error.to_fields()), Deadline(1.0), phase)
+                channel.close()
+            self._arrived.clear()
+            raise
+
+    def _admit(
+        self, role: str, group: int, deadline: Deadline, phase: str, check: Callable[[], None]
+    ) -> list[tuple[Hello, Channel]]:
+        kind = f"workers of engine {group}" if role == "worker" else "trainer ranks"
         while True:
-            present = sorted((key, value) for key, value in self._arrived.items() if key[:2] == (role, group))
-            world = present[0][1][0].world if present else None
-            if world is not None and len(present) == world:
-                for key, _ in present:
-                    del self._arrived[key]
-                return [value for _, value in present]
+            present = sorted(key for key in self._arrived if key[:2] == (role, group))
+            worlds = {self._arrived[key][0].world for key in present}
+            if len(worlds) > 1 or any(rank >= world for world in worlds for _, _, rank in present):
+                said = ", ".join(f"number {key[2]} of {self._arrived[key][0].world}" for key in present)
+                raise ProtocolError(f"the {kind} do not agree on how many they are: they say {said}", phase=phase)
+            if present and {len(present)} == worlds:
+                return [self._arrived.pop(key) for key in present]
             check()
             self._turn([], deadline)
             if deadline.passed():
-                kind = f"{'workers of engine ' + str(group) if role == 'worker' else 'trainer ranks'}"
-                raise _timeout([f"{kind} ({len(present)} of {world or 'unknown'} have connected)"], phase, deadline)
+                known = f"{len(present)} of {worlds.pop() if worlds else 'unknown'}"
+                where = ", ".join(f"{host}:{port}" for host, port in self.listening.values())
+                raise _timeout([f"{kind} ({known} have connected to {where})"], phase, deadline)
 
     def collect(
         self,
@@ -208,13 +263,14 @@ class Hub:
         check: Callable[[], None] | None = None,
     ) -> list[M]:
         """One message of `kind` from each of `peers`, in their order. The first `Failure`, or the first peer that
-        goes away, is raised at once."""
+        goes away, is raised at once; so is what `check`, called at every turn, raises."""
         answers: dict[Channel, M] = {}
+        watched = list(peers)
         while True:
             for channel in peers:
+                if (error := channel.reported()) is not None:
+                    raise error
                 if channel not in answers and (message := channel.pop()) is not None:
-                    if isinstance(message, Failure):
-                        raise from_fields(message.error)
                     if not isinstance(message, kind):
                         raise ProtocolError(
                             f"{channel.peer} sent {type(message).__name__}, expected {kind.__name__}", phase=phase
@@ -227,49 +283,56 @@ class Hub:
                 raise _timeout([channel.peer for channel in owing], phase, deadline)
             if check is not None:
                 check()
-            for channel in self._turn(list(peers), deadline):
+            for channel in self._turn(watched, deadline):
                 try:
                     channel.read(phase)
                 except PeerError:
-                    # What it said before it went is the better cause; only silence is reported as its going.
-                    if channel in owing and not channel._inbox:
+                    if channel not in owing or not channel.has_mail():
                         raise
+                    watched.remove(channel)  # what it said before it went may be all that is owed
 
     def _turn(self, channels: list[Channel], deadline: Deadline) -> list[Channel]:
         """Wait until something can be read or `wake` is called; introduce newcomers; give the readable channels."""
-        everyone = [*channels, *self._listeners, *self._waiting_room, self._wake_out]
-        readable = select.select(everyone, [], [], min(deadline.left_s(), _TURN_S))[0]
-        for source in readable:
-            if source is self._wake_out:
-                self._wake_out.recv(4096)
-            elif source in self._listeners:
-                sock, address = source.accept()
+        everyone: list[_Source] = [*channels, *self._listeners, *self._waiting_room, self._wake_out]
+        readable = _ready(everyone, select.POLLIN, min(deadline.left_s(), _TURN_S))
+        if self._wake_out in readable:
+            self._wake_out.recv(4096)
+        for newcomer in [channel for channel in self._waiting_room if channel in readable]:
+            self._introduce(newcomer)
+        for listener in [listener for listener in self._listeners if listener in readable]:
+            with suppress(BlockingIOError, ConnectionError):  # whoever knocked has gone again
+                sock, address = listener.accept()
                 self._waiting_room.append(Channel(sock, f"{address[0]}:{address[1]}"))
-            elif source in self._waiting_room:
-                self._introduce(source)
         return [channel for channel in channels if channel in readable]
 
     def _introduce(self, channel: Channel) -> None:
-        """Read a newcomer's `Hello`. Whoever does not know the token is turned away without an answer."""
+        """Read a newcomer's `Hello`. Whoever does not know the token is turned away without an answer; one who does,
+        and cannot take part, is told why, and the reason is raised."""
         try:
             channel.read("connect")
             hello = channel.pop()
         except WeightSyncError:
             hello = Failure()
-        if hello is None:
+        if hello is None and channel.unread() <= _HELLO_BYTES:
             return
         self._waiting_room.remove(channel)
         if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token, self.token):
             channel.close()
             return
+        refusal = None
         if hello.protocol != PROTOCOL:
-            error = ProtocolError(
+            refusal = (
                 f"the trainer speaks wire protocol {PROTOCOL} and {hello.name} speaks {hello.protocol}: install the "
                 "same weightsync on both sides"
             )
-            channel.send(Failure(error.to_fields()), Deadline(1.0), "connect")
+        elif (hello.role, hello.group, hello.rank) in self._arrived:
+            refusal = f"a second {hello.role} says that it is number {hello.rank} of group {hello.group}: {hello.name}"
+        if refusal is not None:
+            error = ProtocolError(refusal, phase="connect")
+            with suppress(WeightSyncError):
+                channel.send(Failure(error.to_fields()), Deadline(1.0), "connect")
             channel.close()
-            return
+            raise error
         channel.peer = (
             f"engine {hello.group} worker {hello.name}" if hello.role == "worker" else f"trainer rank {hello.rank}"
         )
@@ -278,9 +341,11 @@ class Hub:
     def close(self) -> None:
         for listener in self._listeners:
             listener.close()
-        for channel in self._waiting_room:
+        for channel in (*self._waiting_room, *(channel for _, channel in self._arrived.values())):
             channel.close()
         self._listeners.clear()
+        self._waiting_room.clear()
+        self._arrived.clear()
         self._wake_in.close()
         self._wake_out.close()
 
@@ -299,12 +364,33 @@ class Call(threading.Thread):
             self._function(*self._args)
         except WeightSyncError as error:
             self.error = error
-        except Exception as error:
+        except BaseException as error:
             self.error = WeightSyncError(f"{type(error).__name__}: {error}")
         try:
             self._hub.wake()
         except OSError:
             pass  # the hub has been closed: nobody is left to wake
+
+
+class _Source(Protocol):
+    def fileno(self) -> int: ...
+
+
+def _ready(sources: Collection[_Source], events: int, wait_s: float) -> list[_Source]:
+    """Those of `sources` that can be read or written, or are broken, within `wait_s`. (`select` cannot look at
+    descriptors over 1023, which a process that holds an engine has.)"""
+    poll = select.poll()
+    numbered = {source.fileno(): source for source in sources}
+    for number in numbered:
+        poll.register(number, events)
+    return [numbered[number] for number, _ in poll.poll(wait_s * 1000)]
+
+
+def _cause(failure: Failure) -> WeightSyncError:
+    try:
+        return from_fields(failure.error)
+    except (KeyError, TypeError) as error:
+        return ProtocolError(f"a failure was reported, but not in words: {failure.error!r} ({error!r})")
 
 
 def _timeout(waiting_for: list[str], phase: str, deadline: Deadline) -> SyncTimeoutError:

@@ -198,7 +198,8 @@ class _VllmEngine(ABC):
 
     def finish(self, version: str | None) -> None:
         self._call_workers("finish")
-        self.set_version(version)
+        if version is not None:
+            self.set_version(version)
 
     def pause(self, mode: str) -> None:
         self._call("pause_generation", mode=mode, clear_cache=True)

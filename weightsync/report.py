@@ -62,7 +62,7 @@ class PushReport:
 
 
 def format_bytes(nbytes: int) -> str:
-    """ "16.38 GB": decimal units, as storage and network speeds are given in."""
+    """Such as 16.38 GB: decimal units, as storage and network speeds are given in."""
     size = float(nbytes)
     for unit in ("B", "kB", "MB"):
         if size < 1000:

@@ -16,7 +16,7 @@ from weightsync.bucketing import Bucketer, make_bucketer
 from weightsync.channel import Deadline, Hub
 from weightsync.engines import connect
 from weightsync.errors import ConfigError, ManifestError, WeightSyncError, foreign
-from weightsync.layout import Manifest, Placement, TensorMeta, connected, itemsize
+from weightsync.layout import Box, Manifest, Placement, TensorMeta, connected, coverage, itemsize
 from weightsync.machine import boot_id, describe_device
 from weightsync.progress import Progress
 from weightsync.ranks import RankGroup
@@ -162,7 +162,8 @@ class WeightSync:
                 self._agreed = None
                 self._agreed = self._negotiate(ranks, manifest, pieces, local)
             agreed, transport, session = self._agreed, self._open_transport, self._session
-            assert agreed is not None and transport is not None
+            assert agreed is not None
+            assert transport is not None
             version = ranks.share(self._next_version(version) if session is not None else None, "plan")
         plan_s = time.perf_counter() - started
 
@@ -375,7 +376,13 @@ def _place(pieces: Sequence[Piece], rank: int) -> dict[Placement, torch.Tensor]:
         tensor = piece.tensor
         number = numbers.setdefault(tensor.untyped_storage().data_ptr(), len(numbers) + 1)
         placement = Placement(
-            piece.meta.name, piece.box, rank, number, tensor.storage_offset(), tuple(tensor.stride()), piece.meta.dtype
+            piece.meta.name,
+            piece.box,
+            rank,
+            number,
+            int(tensor.storage_offset()),
+            tuple(tensor.stride()),
+            piece.meta.dtype,
         )
         placed[placement] = tensor
     return placed
@@ -391,25 +398,49 @@ def _signature(manifest: Manifest, pieces: Sequence[Piece]) -> str:
 
 
 def _check_plans(manifest: Manifest, plans: Sequence[Planned]) -> None:
-    """Raise one `ManifestError` for all that is missing and all that no engine worker has a place for."""
+    """Raise one `ManifestError` for all that is missing, misshapen, or without a place on any engine worker."""
+    mismatched = {name: reason for plan in plans for name, reason in plan.refused.items()}
     used = set().union(*(plan.used for plan in plans))
-    unexpected = [name for name in manifest.names if name not in used]
-    missing = list(dict.fromkeys(hint for plan in plans for hint in (plan.hints or plan.missing)))
-    if unexpected or missing:
-        parts = []
-        if missing:
-            parts.append(f"missing {len(missing)}: {_some(missing)}")
-        if unexpected:
-            parts.append(
-                f"unexpected {len(unexpected)}: {_some(unexpected)} (leave them out with TensorPolicy(exclude=...), or "
-                "check that trainer and engine have the same model)"
-            )
-        raise ManifestError(
-            f"the trainer's tensors do not fit the engine's model; {'; '.join(parts)}. Nothing was written",
-            missing=missing,
-            unexpected=unexpected,
-            phase="plan",
+    mismatched |= _unread(manifest, plans)
+    unexpected = [name for name in manifest.names if name not in used and name not in mismatched]
+    missing = list(dict.fromkeys(name for plan in plans for name in (plan.hints or plan.missing)))
+    if set(mismatched) & set(missing):  # what a refused tensor would have filled is no second fault
+        missing = [name for name in missing if name not in mismatched]
+    elif mismatched and not any(plan.hints for plan in plans):
+        missing = []
+    if not (missing or unexpected or mismatched):
+        return
+    parts = []
+    if missing:
+        parts.append(f"missing {len(missing)}: {_some(missing)}")
+    if mismatched:
+        parts.append(f"not fitting {len(mismatched)}: {_some([f'{n} ({r})' for n, r in mismatched.items()])}")
+    if unexpected:
+        parts.append(
+            f"unexpected {len(unexpected)}: {_some(unexpected)} (leave them out with TensorPolicy(exclude=...), or "
+            "check that trainer and engine have the same model)"
         )
+    raise ManifestError(
+        f"the trainer's tensors do not fit the engine's model; {'; '.join(parts)}. Nothing was written",
+        missing=missing,
+        unexpected=unexpected,
+        mismatched=mismatched,
+    )
+
+
+def _unread(manifest: Manifest, plans: Sequence[Planned]) -> dict[str, str]:
+    """Tensors of which some region is read by no worker: a loader that takes its slice of a tensor which is too large
+    does not complain."""
+    found = {}
+    for name in set().union(*(plan.partial for plan in plans)):
+        readers = [plan for plan in plans if name in plan.used]
+        if all(name in plan.partial for plan in readers):
+            boxes = [Box(tuple(start), tuple(size)) for plan in readers for start, size in plan.partial[name]]
+            if holes := coverage(manifest[name].shape, boxes)[0]:
+                found[name] = (
+                    f"shape {manifest[name].shape}: the engine has no place for {_some([str(h) for h in holes])}"
+                )
+    return found
 
 
 def _worker_reports(

@@ -10,11 +10,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeVar
+from functools import cache
+from typing import Any, ClassVar, TypeVar, get_origin, get_type_hints
 
 import msgpack
 
-from weightsync.errors import ProtocolError
+from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.layout import Box, Manifest, Placement, TensorMeta
 
 PROTOCOL = 1
@@ -73,6 +74,8 @@ class Planned(Message):
     """From a worker: how its model takes the tensors."""
 
     used: dict[str, str]  # tensor name -> dtype that the engine holds it in
+    partial: dict[str, list[Any]]  # tensor name -> [start, size] of the regions it reads, where that is not all of it
+    refused: dict[str, str]  # tensor name -> what the engine's loader has against it
     groups: list[list[str]]  # names that land in one engine parameter
     missing: list[str]  # parts of the engine's parameters that no tensor fills
     hints: list[str]  # the tensor names that would fill them, where other layers tell
@@ -143,20 +146,24 @@ class Failure(Message):
 
 
 def encode(message: Message) -> bytes:
-    """The frame of `message`. Raises `ProtocolError` when it would pass `MAX_FRAME_BYTES`."""
-    body = msgpack.packb(
-        {"t": type(message).__name__, **{f.name: getattr(message, f.name) for f in fields(message)}}, use_bin_type=True
-    )
+    """The frame of `message`. Raises `ProtocolError` when it would pass `MAX_FRAME_BYTES`, or holds what is not a plain
+    value."""
+    name = type(message).__name__
+    try:
+        content = {"t": name, **{f.name: getattr(message, f.name) for f in fields(message)}}
+        body: bytes = msgpack.packb(content, use_bin_type=True)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"a {name} cannot be written as msgpack: {error}") from error
     if len(body) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a {type(message).__name__} of {len(body)} bytes is over the {MAX_FRAME_BYTES} byte limit")
+        raise ProtocolError(f"a {name} of {len(body)} bytes is over the {MAX_FRAME_BYTES} byte limit")
     return _LENGTH.pack(len(body)) + body
 
 
 def decode(body: bytes) -> Message:
     """The message in a frame's body (without its length). Raises `ProtocolError` on anything but a known message with
-    exactly its fields."""
+    exactly its fields, each of its type; what is inside of arrays and maps is for the reader to check."""
     try:
-        content = msgpack.unpackb(body, raw=False, strict_map_key=True)
+        content = msgpack.unpackb(body, raw=False, strict_map_key=True, ext_hook=_refuse_extension)
     except ValueError as error:
         raise ProtocolError(f"a frame of {len(body)} bytes is not msgpack: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("t"), str):
@@ -165,12 +172,30 @@ def decode(body: bytes) -> Message:
     cls = Message.types.get(name)
     if cls is None:
         raise ProtocolError(f"unknown message {name!r}; this side speaks protocol {PROTOCOL}")
-    expected = {f.name for f in fields(cls)}
-    if content.keys() != expected:
+    expected = _field_types(cls)
+    if content.keys() != expected.keys():
         raise ProtocolError(
-            f"{name} has fields {sorted(content)}, expected {sorted(expected)}; this side speaks protocol {PROTOCOL}"
+            f"{name} has fields {sorted(map(str, content))}, expected {sorted(expected)}; this side speaks protocol "
+            f"{PROTOCOL}"
         )
+    for key, kind in expected.items():
+        if not isinstance(content[key], kind) or (isinstance(content[key], bool) and kind not in (bool, object)):
+            raise ProtocolError(
+                f"field {key!r} of {name} is of type {type(content[key]).__name__}, expected {kind.__name__}"
+            )
     return cls(**content)
+
+
+@cache
+def _field_types(cls: type[Message]) -> dict[str, type]:
+    """A message's fields, and the type that each has once decoded; `object` where any value will do."""
+    hints = get_type_hints(cls)
+    kinds = {f.name: get_origin(hints[f.name]) or hints[f.name] for f in fields(cls)}
+    return {name: object if kind is Any else kind for name, kind in kinds.items()}
+
+
+def _refuse_extension(code: int, data: bytes) -> None:
+    raise ValueError(f"extension type {code} has no meaning here")
 
 
 def frame_length(prefix: bytes) -> int:
@@ -189,7 +214,13 @@ def pack_manifest(manifest: Manifest) -> list[list[Any]]:
 
 
 def unpack_manifest(rows: Iterable[list[Any]]) -> Manifest:
-    return Manifest(tuple(TensorMeta(name, tuple(shape), dtype) for name, shape, dtype in rows))
+    """Raises `ProtocolError` for rows that `pack_manifest` does not write."""
+    try:
+        return Manifest(tuple(TensorMeta(name, tuple(shape), dtype) for name, shape, dtype in rows))
+    except (TypeError, ValueError) as error:
+        if isinstance(error, WeightSyncError):
+            raise
+        raise ProtocolError(f"a manifest has a row that is not [name, shape, dtype]: {error}") from error
 
 
 def pack_placements(placements: Iterable[Placement]) -> list[list[Any]]:
@@ -200,7 +231,13 @@ def pack_placements(placements: Iterable[Placement]) -> list[list[Any]]:
 
 
 def unpack_placements(rows: Iterable[list[Any]]) -> list[Placement]:
-    return [
-        Placement(name, Box(tuple(start), tuple(size)), rank, storage, offset, tuple(stride), dtype)
-        for name, start, size, rank, storage, offset, stride, dtype in rows
-    ]
+    """Raises `ProtocolError` for rows that `pack_placements` does not write."""
+    try:
+        return [
+            Placement(name, Box(tuple(start), tuple(size)), rank, storage, offset, tuple(stride), dtype)
+            for name, start, size, rank, storage, offset, stride, dtype in rows
+        ]
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(
+            f"a row of placements is not [name, start, size, rank, storage, offset, stride, dtype]: {error}"
+        ) from error

@@ -21,9 +21,10 @@ def digest(data: torch.Tensor) -> int:
     """The digest of a contiguous 1-D uint8 tensor, an unsigned 64-bit number. The last word is padded with zeros."""
     words = data.numel() // 8
     total, scale = 0, 1
-    body = (
-        data[: words * 8].view(torch.int64) if data.data_ptr() % 8 == 0 else data[: words * 8].clone().view(torch.int64)
-    )
+    body = data[: words * 8]
+    if data.data_ptr() % 8 or data.storage_offset() % 8:
+        body = body.clone()  # only whole words of a storage can be viewed as words
+    body = body.view(torch.int64)
     for start in range(0, words, _CHUNK_WORDS):
         chunk = body[start : start + _CHUNK_WORDS]
         partial = int((chunk * _weights(data.device)[: chunk.numel()]).sum())

@@ -32,7 +32,7 @@ PostProcess = Callable[[nn.Module], None]
 """Bring a freshly loaded module into its kernel's format, as the engine does once at its start."""
 
 Parts = Callable[[nn.Module], list[Any]]
-"""The objects that hold a module's post-processed state: the module and, where there is one, its quantisation method."""
+"""The objects that hold a module's post-processed state: the module, and its quantisation method if it has one."""
 
 
 @dataclass

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from weightsync.channel import Deadline
-from weightsync.errors import DigestError, ManifestError, ProtocolError
+from weightsync.errors import DigestError, ProtocolError
 from weightsync.kernels.digest import digest
-from weightsync.layout import Box, CopyStep, Manifest, Placement, copy_steps, fuse_groups
+from weightsync.layout import Box, CopyStep, Manifest, Placement, copy_steps, coverage, fuse_groups
 from weightsync.receiver.host import ModelHost
 from weightsync.receiver.modules import Reload, Unit, choose_roads, units
 from weightsync.receiver.trace import Trace, named_tensors, trace_loader, uncovered
@@ -31,9 +31,17 @@ CLEAN, POISONED = "CLEAN", "POISONED"
 
 @dataclass(frozen=True)
 class Plan:
-    """What `Receiver.plan` found out. `used` maps each tensor that the model takes to the dtype it is held in."""
+    """What `Receiver.plan` found out.
+
+    `used` maps each tensor that the model takes to the dtype it is held in; `partial` maps those that it does not read
+    whole to the regions that it reads, as (start, size); `refused` each one that does not fit, or lands where another
+    does, to what is wrong with it. `missing` are parts of parameters that no tensor fills, `hints` the names of tensors
+    that would. `roads` counts the modules by the road they take.
+    """
 
     used: dict[str, str]
+    partial: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]
+    refused: dict[str, str]
     groups: list[tuple[str, ...]]
     missing: list[str]
     hints: list[str]
@@ -68,8 +76,8 @@ class Receiver:
         self._push: _Push | None = None
 
     def plan(self, manifest: Manifest) -> Plan:
-        """Trace the model's loader for these tensors. Raises `ManifestError` for tensors that the loader refuses or
-        that land on one another, `UnsupportedError` for modules that cannot be reloaded. Remembers the last answer."""
+        """Trace the model's loader for these tensors. Raises `UnsupportedError` for a model with modules that cannot
+        be reloaded. Remembers the last answer."""
         if self._plan is not None and self._manifest == manifest:
             return self._plan
         host = self._host
@@ -83,35 +91,29 @@ class Receiver:
             trace = trace_loader(model, lambda weights: host.load_weights(model, weights), manifest)
             missing, doubled = uncovered(model, trace)
             held = named_tensors(model)
-        problems = {name: reason for name, reason in trace.refused.items()}
+        refused = dict(trace.refused)
         for param, boxes in doubled.items():
             names = sorted({copy.name for copy in trace.copies if copy.param == param})
             for name in names:
-                problems[name] = f"{_region(param, boxes, held)} is written twice, by {', '.join(names)}"
-        if problems:
-            raise ManifestError(
-                f"{len(problems)} tensors do not fit the engine's model: "
-                + "; ".join(f"{name}: {reason}" for name, reason in list(problems.items())[:5]),
-                mismatched=problems,
-                unexpected=trace.unknown,
-            )
+                refused[name] = f"{_region(param, boxes, held)} is written twice, by {', '.join(names)}"
         used: dict[str, str] = {}
         for copy in trace.copies:
             used.setdefault(copy.name, str(held[copy.param].dtype).removeprefix("torch."))
-        for param, names in trace.computed.items():
-            for name in names:
-                used.setdefault(name, manifest[name].dtype)
+        for names in trace.computed.values():
+            used.update({name: manifest[name].dtype for name in names if name not in used})
         roads = {"in place": 0, "reload": 0, "loader": 0}
         computed_units = {id(self._unit_of[param]) for param in trace.computed if param in self._unit_of}
         for unit in self._units:
             roads["loader" if id(unit) in computed_units else "in place" if unit.in_place else "reload"] += 1
         self._manifest, self._trace = manifest, trace
         self._plan = Plan(
-            used,
-            fuse_groups(trace.copies),
-            [_region(param, boxes, held) for param, boxes in missing.items()],
-            _hints(trace, missing),
-            roads,
+            used=used,
+            partial=_partial(manifest, trace),
+            refused=refused,
+            groups=fuse_groups(trace.copies),
+            missing=[_region(param, boxes, held) for param, boxes in missing.items()],
+            hints=_hints(trace, missing),
+            roads=roads,
         )
         self._steps.clear()
         return self._plan
@@ -222,7 +224,8 @@ class Receiver:
 
     def _whole(self, name: str) -> torch.Tensor:
         """The full tensor, put together from its placements, in memory of its own."""
-        assert self._source is not None and self._manifest is not None
+        assert self._source is not None
+        assert self._manifest is not None
         meta = self._manifest[name]
         placements = self._placements[name]
         whole = torch.empty(meta.shape, dtype=getattr(torch, placements[0].dtype), device=self._host.device)
@@ -311,7 +314,7 @@ class _Push:
         del self._open[key]
 
     def _load_by_loader(self, unit: Unit, names: set[str]) -> None:
-        """The engine's own loader over the real tensors, into this unit's fresh parameters; all others are on `meta`."""
+        """The engine's own loader, over the real tensors, into this unit's fresh parameters; the rest is on `meta`."""
         reload = self._reload(unit)
         with reload.installed():
             self._host.load_weights(self._host.pristine(), [(name, self._whole[name]) for name in sorted(names)])
@@ -333,6 +336,19 @@ def _region(param: str, boxes: list[Box], held: dict[str, torch.Tensor]) -> str:
         return param
     rows = ", ".join(f"{box.start[0]}..{box.start[0] + box.size[0]}" for box in boxes[:3])
     return f"{param} rows {rows} of {shape[0]}"
+
+
+def _partial(manifest: Manifest, trace: Trace) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """The regions that are read of each tensor that is not read whole, as tensor parallelism does."""
+    whole = set().union(*trace.computed.values())
+    regions: dict[str, list[Box]] = defaultdict(list)
+    for copy in trace.copies:
+        regions[copy.name].append(copy.box)
+    return {
+        name: [(box.start, box.size) for box in boxes]
+        for name, boxes in regions.items()
+        if name not in whole and coverage(manifest[name].shape, boxes)[0]
+    }
 
 
 def _hints(trace: Trace, missing: dict[str, list[Box]]) -> list[str]:

@@ -69,12 +69,12 @@ def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest
         except Exception as error:
             if feed.current is None:
                 raise
-            name = feed.current.name
+            name, shape = feed.current.name, feed.current.shape
             # Loaders look their parameters up in a dict, or say in words that there is no such thing.
             if isinstance(error, KeyError) or "no module or parameter named" in str(error):
                 trace.unknown.append(name)
             else:
-                trace.refused[name] = str(error) or type(error).__name__
+                trace.refused[name] = f"shape {shape}: {error or type(error).__name__}"
             offered = [meta for meta in offered if meta.name != name]
             continue
         break
@@ -162,14 +162,12 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, target: torch.Tensor, param: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         aten = torch.ops.aten
-        place = (target.storage_offset(), tuple(target.shape), tuple(target.stride()))
+        place = _view(target)
         if func is aten.copy_.default:
             source = args[1]
             meta = self._feed.names.get(_storage(source))
             if meta is not None and source.shape == target.shape:
-                boxes = affine_boxes(
-                    meta.shape, (source.storage_offset(), tuple(source.shape), tuple(source.stride())), place
-                )
+                boxes = affine_boxes(meta.shape, _view(source), place)
                 if boxes is not None:
                     self.copies += [PlannedCopy(meta.name, box, param, offset, stride) for box, offset, stride in boxes]
                     return
@@ -211,10 +209,16 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def _view(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Where a tensor lies in its storage: (offset, size, stride)."""
+    return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
+
+
 def _rows_first(param: torch.Tensor) -> tuple[tuple[int, ...], int]:
     """A dense parameter's shape in the order its storage has it (a transposed one is stored the other way round)."""
-    order = sorted(range(param.dim()), key=lambda d: -param.stride(d))
-    return tuple(param.shape[d] for d in order), param.storage_offset()
+    offset, size, stride = _view(param)
+    order = sorted(range(len(size)), key=lambda d: -stride[d])
+    return tuple(size[d] for d in order), offset
 
 
 def _param_boxes(param: torch.Tensor, copy: PlannedCopy) -> list[Box]:

@@ -7,6 +7,7 @@ Its waits are polls on the host with a deadline, and `abort` ends whoever still 
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -56,7 +57,7 @@ class Communicator:
             options._timeout = timedelta(days=1)
             self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
-            options = dist.ProcessGroupGloo._Options()
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
             options._timeout = timedelta(seconds=timeout_s)
             self._group = dist.ProcessGroupGloo(store, rank, size, options)
@@ -68,16 +69,43 @@ class Communicator:
         return Pending(self._group.broadcast([data], options), self.device, f"broadcast of {data.numel()} bytes")
 
     def send(self, data: torch.Tensor, to: int) -> Pending:
-        return Pending(self._group.send([data], to, 0), self.device, f"send of {data.numel()} bytes to rank {to}")
+        work = self._watched(self._group.send([data], to, 0))
+        return Pending(work, self.device, f"send of {data.numel()} bytes to rank {to}")
 
     def receive(self, data: torch.Tensor, source: int) -> Pending:
-        return Pending(
-            self._group.recv([data], source, 0), self.device, f"receive of {data.numel()} bytes from rank {source}"
-        )
+        work = self._watched(self._group.recv([data], source, 0))
+        return Pending(work, self.device, f"receive of {data.numel()} bytes from rank {source}")
+
+    def _watched(self, work: Any) -> Any:
+        return _Watched(work) if self.device.type == "cpu" else work
 
     def abort(self) -> None:
         """Break every operation under way, here and on the other members."""
         self._group.abort()
+
+
+class _Watched(threading.Thread):
+    """A send or receive of gloo: unlike its collectives these never say that they are done, only their `wait` ends."""
+
+    def __init__(self, work: Any) -> None:
+        super().__init__(name="weightsync-gloo", daemon=True)
+        self._work = work
+        self._error: RuntimeError | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._error = error
+
+    def is_completed(self) -> bool:
+        return not self.is_alive()
+
+    def wait(self) -> None:
+        self.join()
+        if self._error is not None:
+            raise self._error
 
 
 class Pending:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +33,8 @@ def build_on_meta(vllm_config: VllmConfig, model_config: Any) -> nn.Module:
     torch.set_default_dtype(model_config.dtype)
     try:
         with torch.device("meta"):
-            return initialize_model(vllm_config=config, model_config=model_config)
+            model: nn.Module = initialize_model(vllm_config=config, model_config=model_config)
+            return model
     finally:
         torch.set_default_dtype(before)
 
@@ -61,7 +63,7 @@ def call_attention_hook(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def vllm_scope(vllm_config: VllmConfig, device: torch.device) -> Any:
+def vllm_scope(vllm_config: VllmConfig, device: torch.device) -> Iterator[None]:
     """What vLLM 0.21-0.26 does not set up around the calls of a weight transfer engine, and later versions do."""
     with set_current_vllm_config(vllm_config), torch.device(device), torch.no_grad():
         if device.type == "cuda":

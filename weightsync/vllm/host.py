@@ -55,8 +55,8 @@ class VllmHost:
             )
         if compat.has_model_level_hook(self.live):
             raise UnsupportedError(
-                f"{type(self.live).__name__} derives state from all of its weights in a hook of its own, which cannot be "
-                'run again on a live engine; use transport="checkpoint" with a restart'
+                f"{type(self.live).__name__} derives state from all of its weights in a hook of its own, which cannot "
+                'be run again on a live engine; use transport="checkpoint" with a restart'
             )
 
     def pristine(self) -> nn.Module:
@@ -66,7 +66,8 @@ class VllmHost:
         return self._pristine
 
     def load_weights(self, model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        return model.load_weights(weights)  # type: ignore[operator]
+        loader: Any = model.load_weights
+        return loader(weights)
 
     def parts(self, module: nn.Module) -> list[Any]:
         method = compat.quant_method(module)

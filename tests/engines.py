@@ -1,0 +1,317 @@
+"""Real vLLM engines, and trainers of two ranks, in processes of their own, so that pytest's process stays free of vLLM.
+
+    engines   one process that imports vLLM once and holds one engine at a time (with TP=1 inside of it)
+    trainers  two processes with gloo, for FSDP2; rank 0 reaches the engine in the other process
+
+A test module gets both as fixtures with `pytest_plugins = ["engine_fixtures"]`; they last for the whole run. What runs
+in these processes are module-level functions of the tests, which get the process's `Engines` or `Trainer` as their
+first argument.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import tiny_models
+from weightsync.errors import EngineUnreachableError, SyncTimeoutError
+
+TIMEOUT_S = 60.0
+PROMPTS = [[5, 6, 7, 8], [9, 9, 3], [(7 * i * i + 11) % 251 for i in range(40)]]
+
+Answer = list[tuple[list[int], list[dict[int, float]]]]
+"""For each prompt: the token ids, and at each of them the log-probabilities of the likeliest tokens."""
+
+
+def assert_same(found: Answer, expected: Answer, what: str) -> None:
+    """Token ids and log-probabilities are equal to the bit."""
+    for number, ((tokens, logprobs), (cold_tokens, cold_logprobs)) in enumerate(zip(found, expected, strict=True)):
+        assert tokens == cold_tokens, f"{what}: prompt {number} was answered {tokens}, the cold engine {cold_tokens}"
+        for at, (one, other) in enumerate(zip(logprobs, cold_logprobs, strict=True)):
+            assert one == other, f"{what}: prompt {number}, token {at}: log-probabilities {one}, cold {other}"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# A process that does what it is told
+
+
+class Remote:
+    """A process that makes a `kind(*args)` and then runs functions on it, one at a time, until `close`."""
+
+    def __init__(self, kind: Callable[..., Any], *args: Any) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._connection, theirs = spawn.Pipe()
+        # Not a daemon: those must not have processes of their own, and engines have.
+        self._process = spawn.Process(target=_main, args=(theirs, kind, args), daemon=False)
+        self._process.start()
+        theirs.close()
+
+    def begin(self, fn: Callable[..., Any], *args: Any) -> None:
+        """Let the process run `fn(its object, *args)`; `result` gives what it returned."""
+        self._connection.send((fn, args))
+
+    def result(self, timeout_s: float = 120.0) -> Any:
+        if not self._connection.poll(timeout_s):
+            self.close()
+            raise AssertionError(f"no answer from process {self._process.pid} within {timeout_s:g} s; it was ended")
+        try:
+            error, value = self._connection.recv()
+        except EOFError:
+            self._process.join(10)
+            raise AssertionError(f"process {self._process.pid} ended with {self._process.exitcode}") from None
+        if error is None:
+            return value
+        error.add_note(f"In process {self._process.pid}:\n{value}")
+        raise error
+
+    def call(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> Any:
+        self.begin(fn, *args)
+        return self.result(timeout_s)
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.join(30)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(10)
+
+
+def _main(commands: Connection, kind: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
+    subject = kind(*args)
+    try:
+        while True:
+            for connection in wait([commands, *subject.connections]):
+                assert isinstance(connection, Connection)
+                connection.send(_outcome(subject, *connection.recv()))
+    except (EOFError, OSError):
+        pass  # whoever told us what to do has closed its end
+    finally:
+        subject.close()
+
+
+def _outcome(subject: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Exception | None, Any]:
+    try:
+        return None, fn(subject, *args)
+    except Exception as error:
+        text = traceback.format_exc()
+        try:
+            multiprocessing.reduction.ForkingPickler.dumps(error)
+        except Exception:
+            error = AssertionError(f"{type(error).__name__}: {error}")
+        return error, text
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Engines
+
+
+class Engines:
+    """Lives in the engines' process: one engine at a time, and what engines that were started cold have answered."""
+
+    def __init__(self, folder: Path, calls: Connection) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an `LLM` with one worker lives in this process
+        import vllm
+        from vllm import ModelRegistry
+
+        self.connections = [calls]  # from trainers in other processes: calls of `PipeEngine`
+        self.llm: Any = None
+        self._vllm = vllm
+        self._registry = ModelRegistry
+        self._folder = folder
+        self._running: tuple[Any, ...] = ()
+        self._cold: dict[tuple[Any, ...], Answer] = {}
+
+    def serve(self, model: str, tp: int = 1, **options: Any) -> dict[str, Answer]:
+        """Have an engine running that was started from the weights "A" of `model`, and that may have been pushed to
+        since. Gives what engines that were started cold from the weights "A" and "B" answer."""
+        key = (model, tp, repr(options))
+        if self._running != key:
+            for weights in ("B", "A"):
+                self.start(self.checkpoint(model, weights), tensor_parallel_size=tp, **options)
+                self._cold.setdefault((key, weights), self.ask())
+            self._running = key
+        return {weights: self._cold[key, weights] for weights in ("A", "B")}
+
+    def checkpoint(self, model: str, weights: str) -> Path:
+        folder = self._folder / f"{model}-{weights}"
+        return folder if folder.exists() else tiny_models.save(tiny_models.build(model, weights), folder)
+
+    def start(self, checkpoint: Path, **options: Any) -> None:
+        """Start an `LLM`, `self.llm`, after ending the one that runs."""
+        self.end()
+        self.llm = self._vllm.LLM(**self.options(checkpoint), **options)
+
+    def options(self, checkpoint: Path) -> dict[str, Any]:
+        """How every engine of the tests is started."""
+        self._know_class(checkpoint)
+        return {
+            "model": str(checkpoint),
+            "dtype": "bfloat16",
+            "enforce_eager": True,
+            "max_model_len": 256,
+            "skip_tokenizer_init": True,
+            "disable_log_stats": True,
+            "weight_transfer_config": {"backend": "weightsync"},
+        }
+
+    def ask(self, prompts: list[list[int]] | None = None) -> Answer:
+        outputs = self.generate(prompts or PROMPTS)
+        return [answer_of(output) for output in outputs]
+
+    def generate(self, prompts: list[list[int]]) -> list[Any]:
+        """vLLM's own outputs for these prompts, in one batch."""
+        tokens = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return self.llm.generate(tokens, self.sampling(8), use_tqdm=False)
+
+    def sampling(self, max_tokens: int) -> Any:
+        return self._vllm.SamplingParams(
+            max_tokens=max_tokens, temperature=0, logprobs=5, ignore_eos=True, detokenize=False
+        )
+
+    def live_model(self) -> Any:
+        """The module that an engine in this process runs."""
+        worker = self.llm.llm_engine.model_executor.driver_worker.worker
+        return worker.model_runner.model
+
+    def end(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        if self.llm is not None:
+            self.llm, self._running = None, ()
+            cleanup_dist_env_and_memory()
+
+    close = end
+
+    def _know_class(self, checkpoint: Path) -> None:
+        """Look at the model's class here. vLLM looks at an architecture that is new to the machine in a process of
+        its own, which takes 10 s for each."""
+        from transformers import AutoConfig
+
+        (architecture,) = AutoConfig.from_pretrained(checkpoint).architectures
+        self._registry.register_model(architecture, self._registry.models[architecture].load_model_cls())
+
+
+def answer_of(output: Any) -> tuple[list[int], list[dict[int, float]]]:
+    completion = output.outputs[0]
+    logprobs = [{token: row.logprob for token, row in rows.items()} for rows in completion.logprobs]
+    return list(completion.token_ids), logprobs
+
+
+class PipeEngine:
+    """An `Engine` of `weightsync.engines` for a trainer in another process than the `LLM` of an `Engines`."""
+
+    host = "127.0.0.1"
+
+    def __init__(self, calls: Connection) -> None:
+        self.name = "the engine in the other process"
+        self._calls = calls
+        self._one_at_a_time = threading.Lock()
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        self._call("init", init_info)
+
+    def start(self) -> None:
+        self._call("start")
+
+    def update(self, update_info: dict[str, Any]) -> None:
+        self._call("update", update_info)
+
+    def finish(self, version: str) -> None:
+        self._call("finish", version)
+
+    def pause(self, mode: str) -> None:
+        self._call("pause", mode)
+
+    def resume(self) -> None:
+        self._call("resume")
+
+    def reset_caches(self) -> None:
+        self._call("reset_caches")
+
+    def set_version(self, version: str) -> None:
+        self._call("set_version", version)
+
+    def version(self) -> str | None:
+        return self._call("version")
+
+    def is_alive(self) -> bool:
+        return self._call("is_alive")
+
+    def _call(self, method: str, *args: Any) -> Any:
+        with self._one_at_a_time:
+            try:
+                self._calls.send((_call_engine, (method, *args)))
+                if not self._calls.poll(TIMEOUT_S + 10):
+                    raise SyncTimeoutError(f"no answer to {method}", who=self.name, waiting_for=[self.name])
+                error, value = self._calls.recv()
+            except (EOFError, OSError) as gone:
+                raise EngineUnreachableError(f"its process is gone ({method})", who=self.name) from gone
+        if error is not None:
+            raise error
+        return value
+
+
+def _call_engine(engines: Engines, method: str, *args: Any) -> Any:
+    from weightsync.engines import LlmEngine
+
+    return getattr(LlmEngine(engines.llm, name="the engine", timeout_s=TIMEOUT_S), method)(*args)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Trainers
+
+
+@dataclass
+class Trainer:
+    """Lives in a trainer's process, rank `rank` of `size`."""
+
+    rank: int
+    size: int
+    store: Path
+    calls: Connection | None  # rank 0's way to the engine
+    model: Any = None
+    sync: Any = None
+    connections: list[Connection] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{self.store}", rank=self.rank, world_size=self.size
+        )
+
+    @property
+    def engine(self) -> PipeEngine | None:
+        return PipeEngine(self.calls) if self.calls is not None else None
+
+    def close(self) -> None:
+        if self.sync is not None:
+            self.sync.close()
+
+
+class Trainers:
+    """The ranks of a trainer, which are told everything at once."""
+
+    def __init__(self, size: int, folder: Path, calls: Connection) -> None:
+        store = folder / f"store-{time.monotonic_ns()}"
+        self._ranks = [Remote(Trainer, rank, size, store, calls if rank == 0 else None) for rank in range(size)]
+
+    def call(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+        """Every rank's result, in rank order."""
+        for rank in self._ranks:
+            rank.begin(fn, *args)
+        return [rank.result(timeout_s) for rank in self._ranks]
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.close()

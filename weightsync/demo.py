@@ -1,0 +1,240 @@
+"""`weightsync demo`: train two ranks, push to a live vLLM after each step, prove it equal to an engine started cold.
+
+this process   starts and watches the others, and shows what they do
+trainers       `weightsync.demo_trainer`, FSDP2; they push
+engine         a vLLM server, which starts with random weights and lives through all pushes
+cold engine    a vLLM that starts from the trainer's last weights, as a checkpoint, and never sees a push
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from weightsync import demo_trainer
+from weightsync.errors import ConfigError
+from weightsync.report import PushReport, format_bytes
+from weightsync.trial import (
+    MAX_TOKENS,
+    VOCABULARY,
+    Answer,
+    Helper,
+    Server,
+    ask,
+    difference,
+    engine_environment,
+    engine_options,
+    receive,
+    tiny_model,
+    vllm_version,
+)
+
+PROMPTS = ([5, 6, 7, 8], [40, 41], [100, 101, 102, 103, 104, 105], [9, 3, 77, 1, 60])
+"""What the engines are asked; the first is shown after each push."""
+_START_TIMEOUT_S = 300.0
+_STEP_TIMEOUT_S = 120.0
+_COLUMNS = ("plan", "gather", "transfer", "load", "paused", "total")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which device each trainer rank trains on, and what the engine's environment says about its own."""
+
+    trainers: tuple[str, ...]
+    engine: str
+    engine_environment: dict[str, str]
+
+
+def lay_out(gpus: int, transport: str) -> Layout:
+    """Two trainer ranks where there is room for two. Raises `ConfigError` when there is none.
+
+    Over ipc the engine shares the first trainer's GPU. NCCL needs a GPU for each of its members, so for a broadcast the
+    engine has the last GPU to itself.
+    """
+    if gpus == 0:
+        return Layout(("cpu", "cpu"), "cpu", {})
+    if transport == "ipc":
+        return Layout(tuple(f"cuda:{i}" for i in range(min(gpus, 2))), "cuda:0", {})
+    if gpus == 1:
+        raise ConfigError(
+            'transport="broadcast" needs a GPU for the trainer and another for the engine, and this machine has one: '
+            "use --transport ipc, or hide the GPU with CUDA_VISIBLE_DEVICES= if the installed vLLM runs on CPUs"
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if os.environ.get("CUDA_VISIBLE_DEVICES") else None
+    last = visible[gpus - 1] if visible else str(gpus - 1)
+    trainers = tuple(f"cuda:{i}" for i in range(min(gpus - 1, 2)))
+    return Layout(trainers, f"cuda:{gpus - 1}", {"CUDA_VISIBLE_DEVICES": last})
+
+
+def run(transport: str, steps: int, layers: int, console: Console) -> bool:
+    """The whole demo; gives whether the proof succeeded. Raises `ConfigError` for what cannot work here, and
+    `ChildError` when an engine or a trainer fails. All processes have ended when it returns."""
+    if steps < 1 or layers < 1:
+        raise ConfigError(f"--steps {steps} and --layers {layers}: both must be at least 1")
+    if vllm_version() is None:
+        raise ConfigError("vLLM is not installed here; install it with: pip install 'weightsync[vllm]'")
+    started = time.monotonic()
+    layout = lay_out(torch.cuda.device_count(), transport)
+    with ExitStack() as cleanup:
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-demo-")))
+        model_dir = tiny_model(folder / "model", layers)
+        engine = Server(model_dir, "dummy", folder / "engine.log", layout.engine_environment)
+        cleanup.callback(engine.stop)
+        trainers = _start_trainers(model_dir, engine.url, transport, layout, folder, cleanup)
+        cold = Helper(
+            "the cold engine",
+            [sys.executable, "-m", "weightsync.vllm.cold"],
+            engine_environment() | layout.engine_environment,
+            folder / "cold.log",
+        )
+        cleanup.callback(cold.stop)
+        _show_header(console, layout, transport, layers, steps, engine.url)
+        with _busy(console, "starting the trainers and the engine"):
+            parameters = receive(trainers, _START_TIMEOUT_S)[0]["parameters"]
+            engine.wait(_START_TIMEOUT_S)
+            receive([cold], _START_TIMEOUT_S)
+        console.print(
+            f"ready after {time.monotonic() - started:.0f} s: {parameters / 1e6:.2f} M parameters, prompt {PROMPTS[0]}\n"
+        )
+        console.print(f"{'push':>6} {'bytes':>9} {'loss':>6}   seconds: " + " ".join(f"{name:>8}" for name in _COLUMNS))
+        first = before = engine.generate(PROMPTS)
+        for step in range(steps):
+            with _busy(console, f"step {step + 1} of {steps}"):
+                losses = ask(trainers, {"do": "train"}, _STEP_TIMEOUT_S)
+                pushed = ask(trainers, {"do": "push"}, _STEP_TIMEOUT_S)
+                after = engine.generate(PROMPTS)
+            _show_push(console, PushReport.from_dict(pushed[0]["report"]), losses[0]["loss"], before[0], after[0])
+            before = after
+        with _busy(console, "starting a second engine, cold, from the trainer's last weights"):
+            ask(trainers, {"do": "save", "folder": str(folder / "checkpoint")}, _STEP_TIMEOUT_S)
+            for child in (*trainers, engine):
+                child.stop()
+            expected = _ask_cold(cold, folder / "checkpoint")
+        passed = _show_proof(console, first, before, expected)
+        console.print(f"took {time.monotonic() - started:.0f} s")
+        return passed
+
+
+def _start_trainers(
+    model_dir: Path, url: str, transport: str, layout: Layout, folder: Path, cleanup: ExitStack
+) -> list[Helper]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    trainers = []
+    for rank, device in enumerate(layout.trainers):
+        command = [sys.executable, "-m", demo_trainer.__name__, f"--model={model_dir}", f"--engine={url}"]
+        command += [f"--transport={transport}", f"--device={device}"]
+        environment = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(layout.trainers)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "HF_HUB_OFFLINE": "1",
+        }
+        trainers.append(Helper(f"trainer rank {rank}", command, environment, folder / f"trainer{rank}.log"))
+        cleanup.callback(trainers[-1].stop)
+    return trainers
+
+
+def _ask_cold(cold: Helper, checkpoint: Path) -> list[Answer]:
+    order = {"model": str(checkpoint), "options": engine_options(), "prompts": PROMPTS, "max_tokens": MAX_TOKENS}
+    (answer,) = ask([cold], order, _START_TIMEOUT_S)
+    return [Answer(tuple(token_ids), tuple(logprobs)) for token_ids, logprobs in answer["answers"]]
+
+
+@contextmanager
+def _busy(console: Console, what: str) -> Iterator[None]:
+    """Say what is being waited for: as a spinner on a terminal, as a line elsewhere."""
+    if not console.is_terminal:
+        console.print(f"{what} ...")
+        yield
+        return
+    with console.status(what):
+        yield
+
+
+def _show_header(console: Console, layout: Layout, transport: str, layers: int, steps: int, url: str) -> None:
+    on_gpu = layout.trainers[0] != "cpu"
+    way = {
+        ("ipc", False): "shared memory of this host",
+        ("ipc", True): "CUDA IPC: the engine reads the trainers' GPU memory",
+        ("broadcast", False): "gloo, from trainer rank 0 to the engine",
+        ("broadcast", True): "NCCL, from trainer rank 0 to the engine",
+    }[transport, on_gpu]
+    grid = Table.grid(padding=(0, 2))
+    ranks = f"{len(layout.trainers)} process{'es' if len(layout.trainers) > 1 else ''}"
+    backend = "nccl" if on_gpu else "gloo"
+    rows = {
+        "trainer": f"{ranks} on {', '.join(layout.trainers)}: Qwen3, {layers} layers, FSDP2 ({backend}), AdamW, float32",
+        "engine": f"vLLM {vllm_version()} on {layout.engine}: {url}, bfloat16, starts with random weights",
+        "transport": f"{transport}: {way}",
+        "task": f"count: after token n comes n + 1 (of {VOCABULARY}); {demo_trainer.OPTIMIZER_STEPS} optimizer steps, "
+        f"then a push, {steps} times",
+    }
+    for name, text in rows.items():
+        grid.add_row(f"[bold]{name}[/bold]", text)
+    console.print(grid)
+    console.print()
+
+
+def _show_push(console: Console, report: PushReport, loss: float, before: Answer, after: Answer) -> None:
+    seconds = (report.plan_s, report.gather_s, report.transfer_s, report.load_s, report.pause_s, report.total_s)
+    console.print(
+        f"[bold green]{report.version:>6}[/bold green] {format_bytes(report.nbytes):>9} {loss:>6.2f}            "
+        + " ".join(f"{value:>8.3f}" for value in seconds),
+        highlight=False,
+    )
+    console.print(f"{'':>6} the engine before  [dim]{_tokens(before)}[/dim]", highlight=False)
+    console.print(f"{'':>6} the engine after   [bold]{_tokens(after)}[/bold]", highlight=False)
+
+
+def _show_proof(
+    console: Console, first: Sequence[Answer], pushed: Sequence[Answer], expected: Sequence[Answer]
+) -> bool:
+    table = Table(
+        title="The engine that was pushed to, and one started cold from the same weights", title_justify="left"
+    )
+    for column in ("prompt", "engine", "token ids, greedy", "max |difference of log-probabilities|"):
+        table.add_column(column, overflow="fold")
+    for prompt, one, other in zip(PROMPTS, pushed, expected, strict=True):
+        gap = difference([one], [other])
+        table.add_row(" ".join(map(str, prompt)), "pushed", _tokens(one), "")
+        table.add_row(
+            "", "cold", _tokens(other), "other tokens" if gap == float("inf") else f"{gap:g}", end_section=True
+        )
+    console.print()
+    console.print(table)
+    count = sum(len(answer.token_ids) for answer in pushed)
+    gap = difference(pushed, expected)
+    if difference(first, pushed) == 0:
+        console.print("[bold red]FAIL[/bold red] the engine answers as it did before the first push")
+        return False
+    if gap != 0:
+        what = "other tokens" if gap == float("inf") else f"log-probabilities that differ by up to {gap:g}"
+        console.print(f"[bold red]FAIL[/bold red] the cold engine gives {what}: this is a bug; please report it")
+        return False
+    console.print(
+        f"[bold green]PASS[/bold green] identical: {count} tokens of {len(PROMPTS)} prompts, the same ids and, to the "
+        "last bit, the same log-probabilities"
+    )
+    return True
+
+
+def _tokens(answer: Answer) -> str:
+    return " ".join(map(str, answer.token_ids))
+
+
+__all__ = ["Layout", "lay_out", "run"]
