@@ -3,7 +3,7 @@
     python benchmarks/push_on_gpus.py ipc            # 1 GPU: plain module -> engine on the same GPU
     python benchmarks/push_on_gpus.py fsdp           # 2 GPUs: FSDP2 x2 -> TP=2 on the same GPUs
     python benchmarks/push_on_gpus.py broadcast      # 2 GPUs: plain module on GPU 0 -> engine on GPU 1
-    python benchmarks/push_on_gpus.py ipc --tiny     # a small model, also without a GPU
+    python benchmarks/push_on_gpus.py ipc --shape tiny      # a small model, also without a GPU
 
 Each case starts an engine with dummy weights (CUDA graphs on), pushes, and compares token ids and log-probabilities,
 exactly, with a second engine that was started cold from a checkpoint of the same weights. Then it pushes the same
@@ -56,14 +56,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 32,
     },
 }
+SHAPES["tiny-moe"] = SHAPES["tiny"] | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
 
 def config(shape: str) -> Any:
-    from transformers import Qwen3Config
+    from transformers import Qwen3Config, Qwen3MoeConfig
 
-    return Qwen3Config(
+    kind, name = (Qwen3MoeConfig, "Qwen3Moe") if "num_experts" in SHAPES[shape] else (Qwen3Config, "Qwen3")
+    return kind(
         **SHAPES[shape], max_position_embeddings=4096, rope_theta=1_000_000, tie_word_embeddings=False,
-        torch_dtype="bfloat16", bos_token_id=1, eos_token_id=2, architectures=["Qwen3ForCausalLM"],
+        torch_dtype="bfloat16", bos_token_id=1, eos_token_id=2, architectures=[f"{name}ForCausalLM"],
     )  # fmt: skip
 
 
@@ -138,6 +140,7 @@ def answers(llm: Any) -> list[Any]:
 
     sampling = SamplingParams(max_tokens=16, temperature=0, detokenize=False, logprobs=2)
     found = []
+    llm.reset_prefix_cache()
     for prompt in PROMPTS:
         output = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0].outputs[0]
         steps = [[[token, value.logprob] for token, value in step.items()] for step in output.logprobs]
@@ -244,7 +247,7 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
     from weightsync import WeightSync
 
     cuda = torch.cuda.is_available()
-    shape = "tiny" if args.tiny else "8B"
+    shape = args.shape
     # The engine takes GPUs from 0 on; a broadcast needs the trainer on another one.
     device = torch.device("cuda", 1 if args.case == "broadcast" else rank) if cuda else torch.device("cpu")
     if cuda:
@@ -362,7 +365,7 @@ def stop(llm: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", choices=["ipc", "fsdp", "broadcast", "cold"])
-    parser.add_argument("--tiny", action="store_true", help="a small model")
+    parser.add_argument("--shape", choices=SHAPES, default="8B")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--num-iters", type=int, default=6)
     parser.add_argument("--no-native", dest="native", action="store_false", help="leave vLLM's own engine out")
@@ -381,7 +384,7 @@ def main() -> None:
     folder = args.folder or Path(tempfile.mkdtemp(prefix="weightsync-bench-")) / "model"
     folder.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    shape = "tiny" if args.tiny else "8B"
+    shape = args.shape
     if not (folder / "config.json").exists():
         started = time.time()
         if args.checkpoint:

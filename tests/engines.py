@@ -150,6 +150,19 @@ class Engines:
         self.end()
         self.llm = self._vllm.LLM(**self.options(checkpoint), **options)
 
+    def ask(self) -> Answer:
+        return [answer_of(self.generate(prompt)) for prompt in PROMPTS]
+
+    def generate(self, prompt: list[int]) -> Any:
+        """vLLM's own output. One prompt at a time: what else is in a batch may change the last bits."""
+        (output,) = self.llm.generate([{"prompt_token_ids": prompt}], self.sampling(8), use_tqdm=False)
+        return output
+
+    def sampling(self, max_tokens: int) -> Any:
+        return self._vllm.SamplingParams(
+            max_tokens=max_tokens, temperature=0, logprobs=5, ignore_eos=True, detokenize=False
+        )
+
     def options(self, checkpoint: Path) -> dict[str, Any]:
         """How every engine of the tests is started."""
         self._know_class(checkpoint)
@@ -162,20 +175,6 @@ class Engines:
             "disable_log_stats": True,
             "weight_transfer_config": {"backend": "weightsync"},
         }
-
-    def ask(self, prompts: list[list[int]] | None = None) -> Answer:
-        outputs = self.generate(prompts or PROMPTS)
-        return [answer_of(output) for output in outputs]
-
-    def generate(self, prompts: list[list[int]]) -> list[Any]:
-        """vLLM's own outputs for these prompts, in one batch."""
-        tokens = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return self.llm.generate(tokens, self.sampling(8), use_tqdm=False)
-
-    def sampling(self, max_tokens: int) -> Any:
-        return self._vllm.SamplingParams(
-            max_tokens=max_tokens, temperature=0, logprobs=5, ignore_eos=True, detokenize=False
-        )
 
     def live_model(self) -> Any:
         """The module that an engine in this process runs."""

@@ -79,15 +79,14 @@ class Channel:
                 raise self._gone(phase) from error
 
     def receive(self, deadline: Deadline, phase: str) -> Message:
-        """The next message. A `Failure` is raised as the error that it carries; see also `send`."""
+        """The next message. A `Failure` is raised as the error that it carries, and is the last message; see `send`."""
         while not self._inbox:
             if not _ready([self], select.POLLIN, deadline.left_s()):
                 raise _timeout([self.peer], phase, deadline)
             self.read(phase)
-        message = self._inbox.popleft()
-        if isinstance(message, Failure):
-            raise _cause(message)
-        return message
+        if isinstance(self._inbox[0], Failure):
+            raise _cause(self._inbox[0])
+        return self._inbox.popleft()
 
     def expect(self, kind: type[M], deadline: Deadline, phase: str) -> M:
         """The next message, which must be a `kind`: anything else is a `ProtocolError`."""
@@ -242,7 +241,7 @@ class Hub:
         while True:
             present = sorted(key for key in self._arrived if key[:2] == (role, group))
             worlds = {self._arrived[key][0].world for key in present}
-            if len(worlds) > 1 or any(rank >= world for world in worlds for _, _, rank in present):
+            if len(worlds) > 1:
                 said = ", ".join(f"number {key[2]} of {self._arrived[key][0].world}" for key in present)
                 raise ProtocolError(f"the {kind} do not agree on how many they are: they say {said}", phase=phase)
             if present and {len(present)} == worlds:
@@ -354,7 +353,7 @@ class Call(threading.Thread):
     """An engine call that runs beside the conversation with the engine's workers, and wakes the hub at its end."""
 
     def __init__(self, hub: Hub, name: str, function: Callable[..., None], *args: object) -> None:
-        super().__init__(name=f"weightsync-{name}", daemon=True)
+        super().__init__(name=name, daemon=True)
         self.error: WeightSyncError | None = None
         self._hub, self._function, self._args = hub, function, args
         self.start()

@@ -23,7 +23,7 @@ from weightsync.sync import WeightSync
 from weightsync.trial import VOCABULARY, listen_for_orders
 
 LEARNING_RATE = 5e-3
-OPTIMIZER_STEPS = 10
+OPTIMIZER_STEPS = 4
 """In each training step, before each push."""
 _BATCH, _LENGTH = 16, 32
 _MAX_BUCKET_BYTES = 2**19
@@ -63,7 +63,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.devi
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return float(loss)
+    return float(loss.detach())
 
 
 def save(model: nn.Module, model_dir: str, folder: str) -> None:

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from weightsync.channel import Channel, Deadline, Hub, dial
-from weightsync.errors import PeerError, WeightSyncError
+from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
 from weightsync.wire import PROTOCOL, Failure, Hello, Value
 
 _LOOPBACK = "127.0.0.1"
 _VERDICT_S = 5.0
 """How long rank 0's verdict on a failure may take to reach the others."""
+_PATIENCE = 8
+"""Between two steps rank 0 may wait this many times, for engines and for ranks. Each of its waits has a deadline of its
+own, and an error that says more than "no answer from rank 0", so the others give it this many times as long."""
+_POLL_S = 0.01
 
 
 class RankGroup:
@@ -52,39 +57,35 @@ class RankGroup:
 
     def share(self, value: Any, phase: str) -> Any:
         """Rank 0's value, on every rank."""
-        deadline = Deadline(self._timeout_s)
         if self.rank:
-            return self.channels[0].expect(Value, deadline, phase).value
+            return self.channels[0].expect(Value, Deadline(_PATIENCE * self._timeout_s), phase).value
+        deadline = Deadline(self._timeout_s)
         for channel in self.channels:
             channel.send(Value(value), deadline, phase)
         return value
 
     def idle(self, seconds: float) -> None:
-        """For waits of other kinds: sleep at most that long; raise when any rank has failed or died."""
-        if not self.channels:
-            time.sleep(seconds)
+        """For waits of other kinds: sleep that long; raise when any rank has failed or died."""
+        time.sleep(seconds)
         for channel in self.channels:
-            channel.check("transfer", seconds / len(self.channels))
+            channel.check("transfer")
 
     def fail(self, error: WeightSyncError) -> WeightSyncError:
-        """Tell the others what went wrong here; gives the error that every rank raises, the first cause."""
+        """Tell the others what went wrong here; gives the error that every rank raises: the first that rank 0 met."""
         deadline = Deadline(_VERDICT_S)
         for channel in self.channels:
-            try:
+            with suppress(WeightSyncError):  # it is gone, and knows
                 channel.send(Failure(error.to_fields()), deadline, "fail")
-            except WeightSyncError:
-                continue  # it is gone, and knows
-        if self.rank and isinstance(error, PeerError) and self.channels:
-            return self._verdict(error, deadline)
-        return error
+        return self._verdict(error, deadline) if self.rank and self.channels else error
 
     def _verdict(self, error: WeightSyncError, deadline: Deadline) -> WeightSyncError:
-        """A broken connection is a consequence as often as a cause: rank 0 may know better."""
+        """What rank 0 says the first failure was; `error` when it says the same, or nothing."""
         try:
             while True:
                 self.channels[0].receive(deadline, "fail")
-        except WeightSyncError as cause:
-            return error if isinstance(cause, (PeerError, TimeoutError)) else cause
+        except WeightSyncError:
+            verdict = self.channels[0].reported()
+        return error if verdict is None or verdict.to_fields() == error.to_fields() else verdict
 
     def close(self) -> None:
         for channel in self.channels:
@@ -95,13 +96,21 @@ class RankGroup:
         """Rank 0 says where it listens, over the default group; the others connect."""
         deadline = Deadline(self._timeout_s)
         if self._hub is not None:
-            self.host, port = self._hub.listen(os.environ.get("MASTER_ADDR", _LOOPBACK))
-            _broadcast_text(f"{self.host} {port} {self._hub.token.hex()}")
+            name = os.environ.get("MASTER_ADDR", _LOOPBACK)
+            try:
+                self.host, port = self._hub.listen(name)
+            except OSError as error:
+                _broadcast_text(f"! {error}", deadline)
+                raise PeerError(f"trainer rank 0 cannot listen at MASTER_ADDR={name}: {error}") from error
+            _broadcast_text(f"{self.host} {port} {self._hub.token.hex()}", deadline)
             admitted = self._hub.admit("rank", 0, deadline, "connect", lambda: None)
             self.channels = [channel for _, channel in admitted]
             self.own_host = self.host
             return
-        self.host, port_text, token = _broadcast_text("").split()
+        text = _broadcast_text("", deadline)
+        if text.startswith("!"):
+            raise PeerError(f"trainer rank 0 cannot listen: {text[2:]}")
+        self.host, port_text, token = text.split()
         hello = Hello(
             protocol=PROTOCOL,
             token=bytes.fromhex(token),
@@ -126,11 +135,22 @@ class RankGroup:
 _TEXT_BYTES = 256
 
 
-def _broadcast_text(text: str) -> str:
-    """Rank 0's short ASCII text, over the default process group, as a tensor: nothing is pickled."""
+def _broadcast_text(text: str, deadline: Deadline) -> str:
+    """Rank 0's short text, over the default process group, as a tensor: nothing is pickled."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    data = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-    data[: len(text)] = torch.tensor(list(text.encode("ascii")), dtype=torch.uint8)
-    data = data.to(device)
-    dist.broadcast(data, 0)
-    return bytes(data.cpu().tolist()).rstrip(b"\0").decode("ascii")
+    content = text.encode()[:_TEXT_BYTES]
+    data = torch.tensor(list(content.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8, device=device)
+    try:
+        work = dist.broadcast(data, 0, async_op=True)
+        while not work.is_completed():
+            if deadline.passed():
+                raise SyncTimeoutError(
+                    f"no answer from trainer rank 0 within {deadline.timeout_s:g} s: every rank must call push",
+                    phase="connect",
+                    waiting_for=["trainer rank 0"],
+                )
+            time.sleep(_POLL_S)
+        work.wait()
+    except RuntimeError as error:
+        raise PeerError(f"the trainer's default process group is broken: {error}", phase="connect") from error
+    return bytes(data.tolist()).rstrip(b"\0").decode(errors="replace")

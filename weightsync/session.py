@@ -14,12 +14,13 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from weightsync.channel import Call, Channel, Deadline, Hub
 from weightsync.engines import Engine
-from weightsync.errors import EngineError, SyncTimeoutError, WeightSyncError
+from weightsync.errors import EngineError, EngineUnreachableError, SyncTimeoutError, WeightSyncError
 from weightsync.transports.base import WorkerInfo
 from weightsync.wire import (
     Commit,
@@ -67,8 +68,8 @@ class EngineSession:
         self._timeout_s = timeout_s
         self._id = secrets.token_hex(8)
         self._calls: list[Call] = []
-        self._paused = self._started = self._touched = False
-        self._left_open = False
+        self._paused = self._touched = self._poisoned = False
+        self._open: list[Engine] = []  # engines whose update is started and not finished
         self._version = 0
 
     @property
@@ -85,7 +86,10 @@ class EngineSession:
         """Call the workers of every engine in; they wait for our messages until `release`."""
         deadline = Deadline(self._timeout_s)
         for number, engine in enumerate(self._engines):
-            host, port = self._hub.listen(engine.host)
+            try:
+                host, port = self._hub.listen(engine.host)
+            except OSError as error:
+                raise EngineUnreachableError(f"there is no way to {engine.host}: {error}", who=engine.name) from error
             info = {
                 "session": self._id,
                 "engine": number,
@@ -94,12 +98,15 @@ class EngineSession:
                 "token": self._hub.token.hex(),
                 "timeout_s": self._timeout_s,
             }
-            self._calls.append(Call(self._hub, f"init-{number}", engine.init, info))
+            self._calls.append(Call(self._hub, f"init of {engine.name}", engine.init, info))
         if not self.workers:
             for number in range(len(self._engines)):
                 admitted = self._hub.admit("worker", number, deadline, "init", self._check_arrivals(deadline))
                 self.workers += [Worker(hello, channel) for hello, channel in admitted]
-            self._left_open = any(worker.hello.update_open for worker in self.workers)
+            # Whoever pushed last may have died: between start and finish, or with the weights half loaded.
+            left_open = {worker.hello.group for worker in self.workers if worker.hello.update_open}
+            self._open = [self._engines[number] for number in left_open]
+            self._poisoned = any(worker.hello.state == "POISONED" for worker in self.workers)
         return self.workers
 
     def plan(self, tensors: list[list[Any]]) -> list[Planned]:
@@ -130,15 +137,11 @@ class EngineSession:
         """Pause generation and open the update: afterwards the workers wait for `load`."""
         self._version = version
         self._paused = True
-        self._all("pause", lambda engine: engine.pause(self._pause))
-        if self._left_open:
-            # A trainer died between start and finish, and the engine's books still have its update open.
-            self._all("finish", lambda engine: engine.finish(None))
-            self._left_open = False
-        self._started = True
-        self._all("start", lambda engine: engine.start())
-        for number, engine in enumerate(self._engines):
-            self._calls.append(Call(self._hub, f"update-{number}", engine.update, {"session": self._id}))
+        self._all("pause", self._engines, lambda engine: engine.pause(self._pause))
+        self._finish(None)
+        self._all("start", self._engines, self._start)
+        for engine in self._engines:
+            self._calls.append(Call(self._hub, f"update of {engine.name}", engine.update, {"session": self._id}))
 
     def load(self, bucket: int, digests: list[list[Any]]) -> None:
         """Announce a bucket to every worker."""
@@ -156,11 +159,10 @@ class EngineSession:
         self._send(Commit(self._version), deadline, "commit")
         answers = self._collect(Committed, deadline, "commit")
         self.release("commit")
-        self._all("finish", lambda engine: engine.finish(str(self._version)))
-        self._started = False
-        self._touched = False
-        self._all("reset caches", lambda engine: engine.reset_caches())
-        self._all("resume", lambda engine: engine.resume())
+        self._finish(str(self._version))
+        self._all("reset caches", self._engines, lambda engine: engine.reset_caches())
+        self._touched = self._poisoned = False  # only now: an engine that remembers old weights must not resume
+        self._all("resume", self._engines, lambda engine: engine.resume())
         self._paused = False
         return answers
 
@@ -173,25 +175,21 @@ class EngineSession:
     def fail(self, error: WeightSyncError) -> None:
         """After any failure: tell the workers, end the engines' calls, leave each engine as it was, or marked. Never
         raises, and takes seconds at most; the session is over."""
-        for worker in self.workers:
-            try:
-                worker.channel.send(Failure(error.to_fields()), Deadline(1.0), "fail")
-            except WeightSyncError:
-                continue  # it is gone
-        for worker in self.workers:
-            worker.channel.close()
         deadline = Deadline(_FAREWELL_S)
+        for worker in self.workers:
+            with suppress(WeightSyncError):  # it is gone
+                worker.channel.send(Failure(error.to_fields()), deadline, "fail")
+            worker.channel.close()
         for call in self._calls:
             call.join(deadline.left_s())
-        if self._started:
-            # vLLM takes no other way out of an update; the version stays, and what it is worth is marked below.
-            self._try_all("give up", lambda engine: engine.finish(None))
+        # vLLM takes no other way out of an update; the version stays, and what it is worth is marked below.
+        self._try_all("give up", self._open, lambda engine: engine.finish(None))
         if self._touched:
             # Say so where people look: the version that vLLM reports with every answer. Generation stays paused.
             mark = f"POISONED: the push of version {self._version} failed"
-            self._try_all("mark", lambda engine: engine.set_version(mark))
-        elif self._paused:
-            self._try_all("resume", lambda engine: engine.resume())
+            self._try_all("mark", self._engines, lambda engine: engine.set_version(mark))
+        elif self._paused and not self._poisoned:
+            self._try_all("resume", self._engines, lambda engine: engine.resume())
 
     def close(self) -> None:
         for worker in self.workers:
@@ -220,25 +218,33 @@ class EngineSession:
                     since = returned.setdefault(call, time.monotonic())
                     if time.monotonic() - since > _ARRIVAL_S or deadline.passed():
                         raise EngineError(
-                            f"{call.name} returned, but no worker connected: either the engine's weight transfer backend "
-                            'is not weightsync (start it with weight_transfer_config={"backend": "weightsync"}), or its '
-                            "workers cannot reach this process: see the engine's log",
+                            f"{call.name} returned, but no worker connected: either the engine's weight transfer "
+                            'backend is not weightsync (start it with weight_transfer_config={"backend": '
+                            '"weightsync"}), or its workers cannot reach this process: see the engine\'s log',
                             phase="init",
                         )
 
         return check
 
-    def _all(self, phase: str, method: Callable[[Engine], None]) -> None:
-        """The same call on every engine, at once."""
-        if len(self._engines) == 1:
-            method(self._engines[0])
+    def _start(self, engine: Engine) -> None:
+        engine.start()
+        self._open.append(engine)
+
+    def _finish(self, version: str | None) -> None:
+        self._all("finish", self._open, lambda engine: engine.finish(version))
+        self._open = []
+
+    def _all(self, phase: str, engines: Sequence[Engine], method: Callable[[Engine], None]) -> None:
+        """The same call on each of these engines, at once."""
+        if len(engines) == 1:
+            method(engines[0])
             return
-        calls = [Call(self._hub, f"{phase}-{n}", method, engine) for n, engine in enumerate(self._engines)]
+        calls = [Call(self._hub, f"{phase} of {engine.name}", method, engine) for engine in engines]
         self._wait(calls, Deadline(self._timeout_s), phase)
 
-    def _try_all(self, phase: str, method: Callable[[Engine], None]) -> None:
+    def _try_all(self, phase: str, engines: Sequence[Engine], method: Callable[[Engine], None]) -> None:
         deadline = Deadline(_FAREWELL_S)
-        calls = [Call(self._hub, f"{phase}-{n}", method, engine) for n, engine in enumerate(self._engines)]
+        calls = [Call(self._hub, f"{phase} of {engine.name}", method, engine) for engine in engines]
         for call in calls:
             call.join(deadline.left_s())
 

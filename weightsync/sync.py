@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -155,10 +154,8 @@ class WeightSync:
         with self._in_phase("plan"):
             manifest, pieces = self._sender.manifest(model), self._sender.pieces(model)
             local = _signature(manifest, pieces)
-            views = ranks.gather([manifest.digest(), self._agreed is None or self._agreed.local != local], "plan")
-            if any(digest != manifest.digest() for digest, _ in views):
-                raise ManifestError("the trainer's ranks do not hold the same model: names, shapes or dtypes differ")
-            if ranks.share(any(changed for _, changed in views), "plan"):
+            unchanged = self._agreed is not None and self._agreed.local == local
+            if ranks.share(not all(ranks.gather(unchanged, "plan")), "plan"):
                 self._agreed = None
                 self._agreed = self._negotiate(ranks, manifest, pieces, local)
             agreed, transport, session = self._agreed, self._open_transport, self._session
@@ -227,13 +224,23 @@ class WeightSync:
             self._ranks = RankGroup(self._hub, self._timeout_s)
         return self._ranks
 
-    def _negotiate(self, ranks: RankGroup, manifest: Manifest, pieces: Sequence[Piece], local: str) -> _Agreement:
+    def _negotiate(
+        self, ranks: RankGroup, manifest: Manifest, pieces: Sequence[Piece], local: _Signature
+    ) -> _Agreement:
         """Collective. Agree with every engine worker on what travels, in which dtype, in which buckets, from where."""
         mine = _place(pieces, ranks.rank)
         device = next(iter(mine.values())).device if mine else torch.device("cpu")
         kind, gpu_uuid = describe_device(device)
-        own = {"boot_id": boot_id(), "device": kind, "gpu_uuid": gpu_uuid, "placements": pack_placements(mine)}
+        own = {
+            "manifest": manifest.digest(),
+            "boot_id": boot_id(),
+            "device": kind,
+            "gpu_uuid": gpu_uuid,
+            "placements": pack_placements(mine),
+        }
         everyone = ranks.gather(own, "plan")
+        if any(row["manifest"] != own["manifest"] for row in everyone):
+            raise ManifestError("the trainer's ranks do not hold the same model: names, shapes or dtypes differ")
         answer: dict[str, Any] | None = None
         if self._hub is not None:
             if self._session is None:
@@ -355,10 +362,13 @@ class WeightSync:
         yield
 
 
+_Signature = tuple[Any, ...]
+
+
 class _Agreement:
     """What was settled in a negotiation, and the local facts that it rests on."""
 
-    def __init__(self, local: str, bucket_bytes: list[int], roads: dict[str, int]) -> None:
+    def __init__(self, local: _Signature, bucket_bytes: list[int], roads: dict[str, int]) -> None:
         self.local = local
         self.bucket_bytes = bucket_bytes
         self.roads = roads
@@ -388,13 +398,9 @@ def _place(pieces: Sequence[Piece], rank: int) -> dict[Placement, torch.Tensor]:
     return placed
 
 
-def _signature(manifest: Manifest, pieces: Sequence[Piece]) -> str:
-    """Changes whenever the set of tensors, or the place of any of them in this rank's memory, has."""
-    mark = hashlib.sha256(manifest.digest().encode())
-    for piece in pieces:
-        tensor = piece.tensor
-        mark.update(repr((piece.meta.name, piece.box, tensor.data_ptr(), tensor.stride(), tensor.device)).encode())
-    return mark.hexdigest()
+def _signature(manifest: Manifest, pieces: Sequence[Piece]) -> _Signature:
+    """Compares equal as long as the set of tensors, and the place of each in this rank's memory, stay what they are."""
+    return manifest, [(p.box, p.tensor.data_ptr(), p.tensor.stride(), p.tensor.device) for p in pieces]
 
 
 def _check_plans(manifest: Manifest, plans: Sequence[Planned]) -> None:

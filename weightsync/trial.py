@@ -152,7 +152,8 @@ class Helper(Child):
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         super().__init__(name, command, environment, log, talks=True)
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._orders, self.answers = self._process.stdin, self._process.stdout
         self._pending = b""
 
@@ -215,8 +216,8 @@ def receive(helpers: Sequence[Helper], timeout_s: float) -> list[dict[str, Any]]
             if not ready and deadline.passed():
                 late = [helper for helper in helpers if helper.name not in answers]
                 raise ChildError(
-                    f"no answer from {', '.join(helper.name for helper in late)} within {timeout_s:g} s. The end of the "
-                    f"log of {late[0].name}:\n{late[0].log_tail()}"
+                    f"no answer from {', '.join(helper.name for helper in late)} within {timeout_s:g} s. The end of "
+                    f"the log of {late[0].name}:\n{late[0].log_tail()}"
                 )
     return [answers[helper.name] for helper in helpers]
 

@@ -172,26 +172,24 @@ def decode(body: bytes) -> Message:
     cls = Message.types.get(name)
     if cls is None:
         raise ProtocolError(f"unknown message {name!r}; this side speaks protocol {PROTOCOL}")
-    expected = _field_types(cls)
+    expected = _field_types(name)
     if content.keys() != expected.keys():
         raise ProtocolError(
             f"{name} has fields {sorted(map(str, content))}, expected {sorted(expected)}; this side speaks protocol "
             f"{PROTOCOL}"
         )
     for key, kind in expected.items():
-        if not isinstance(content[key], kind) or (isinstance(content[key], bool) and kind not in (bool, object)):
-            raise ProtocolError(
-                f"field {key!r} of {name} is of type {type(content[key]).__name__}, expected {kind.__name__}"
-            )
+        found = type(content[key])
+        if kind is not Any and found is not kind:
+            raise ProtocolError(f"field {key!r} of {name} is of type {found.__name__}, expected {kind.__name__}")
     return cls(**content)
 
 
 @cache
-def _field_types(cls: type[Message]) -> dict[str, type]:
-    """A message's fields, and the type that each has once decoded; `object` where any value will do."""
-    hints = get_type_hints(cls)
-    kinds = {f.name: get_origin(hints[f.name]) or hints[f.name] for f in fields(cls)}
-    return {name: object if kind is Any else kind for name, kind in kinds.items()}
+def _field_types(name: str) -> dict[str, Any]:
+    """The fields of the message `name`, and the type that each has once decoded, `Any` where any will do."""
+    hints = get_type_hints(Message.types[name])
+    return {f.name: get_origin(hints[f.name]) or hints[f.name] for f in fields(Message.types[name])}
 
 
 def _refuse_extension(code: int, data: bytes) -> None:

@@ -11,7 +11,9 @@ import functools
 
 import torch
 
-_CHUNK_WORDS = 1 << 18
+_BLOCK_WORDS = 1 << 16
+_BLOCKS_AT_ONCE = 256
+"""Bounds the scratch memory: 128 MiB."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _STEP = 0xD1B54A32D192ED03
 _MASK = (1 << 64) - 1
@@ -20,23 +22,40 @@ _MASK = (1 << 64) - 1
 def digest(data: torch.Tensor) -> int:
     """The digest of a contiguous 1-D uint8 tensor, an unsigned 64-bit number. The last word is padded with zeros."""
     words = data.numel() // 8
-    total, scale = 0, 1
     body = data[: words * 8]
-    if data.data_ptr() % 8 or data.storage_offset() % 8:
-        body = body.clone()  # only whole words of a storage can be viewed as words
-    body = body.view(torch.int64)
-    for start in range(0, words, _CHUNK_WORDS):
-        chunk = body[start : start + _CHUNK_WORDS]
-        partial = int((chunk * _weights(data.device)[: chunk.numel()]).sum())
-        total = (total + scale * partial) & _MASK
-        scale = (scale * _STEP) & _MASK
-    rest = bytes(data[words * 8 :].tolist())
-    return (total + int.from_bytes(rest, "little") * ((words * 2 + 1) * _GOLDEN | 1)) & _MASK
+    body = (body if body.data_ptr() % 8 == 0 else body.clone()).view(torch.int64)
+    weights = _weights(data.device)
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    stride = _BLOCK_WORDS * _BLOCKS_AT_ONCE
+    for start in range(0, words, stride):
+        part = body[start : start + stride]
+        blocks = -(-part.numel() // _BLOCK_WORDS)
+        whole = part.numel() // _BLOCK_WORDS
+        sums = (part[: whole * _BLOCK_WORDS].view(whole, _BLOCK_WORDS) * weights).sum(1)
+        if whole < blocks:
+            rest = part[whole * _BLOCK_WORDS :]
+            sums = torch.cat([sums, (rest * weights[: rest.numel()]).sum()[None]])
+        total += (sums * _scales(start // _BLOCK_WORDS, blocks, data.device)).sum()
+    tail = int.from_bytes(bytes(data[words * 8 :].tolist()), "little")
+    return (int(total) + tail * ((words * 2 + 1) * _GOLDEN | 1)) & _MASK
 
 
 @functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
-    index = torch.arange(_CHUNK_WORDS, dtype=torch.int64, device=device)
-    mixed = index * (_GOLDEN - (1 << 64))
-    mixed = (mixed ^ (mixed >> 29)) * (_STEP - (1 << 64))
+    """Within a block."""
+    index = torch.arange(_BLOCK_WORDS, dtype=torch.int64, device=device)
+    mixed = index * _signed(_GOLDEN)
+    mixed = (mixed ^ (mixed >> 29)) * _signed(_STEP)
     return mixed | 1
+
+
+@functools.lru_cache(maxsize=4096)
+def _scales(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Of the blocks `first`, `first + 1`, ...: powers of an odd number, which are odd and do not repeat for long."""
+    values = [_signed(pow(_STEP, first + n, 1 << 64)) for n in range(count)]
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def _signed(value: int) -> int:
+    """The same 64 bits as torch's int64 has them."""
+    return value - (1 << 64) if value >> 63 else value

@@ -54,6 +54,7 @@ class Conversation:
         self._channel: Channel | None = None
         self._session = ""
         self._update_open = False
+        self._serving = False
         self._timeout_s = 0.0
         self._name = f"worker {host.identity.name}"
 
@@ -62,9 +63,9 @@ class Conversation:
         answer it until it releases us. While another trainer is connected it is told so, and turned away."""
         try:
             self._meet(info)
-        except WeightSyncError as error:
+        except Exception as error:
             # There is no connection to say it on; the trainer will find that nobody came.
-            logger.error("%s cannot meet the trainer: %s", self._name, error)
+            logger.error("%s cannot meet the trainer: %s", self._name, foreign(error, who=self._name, phase="init"))
             return
         if self._session == info["session"]:
             self._serve("init")
@@ -73,10 +74,10 @@ class Conversation:
         expected = {"session", "engine", "host", "port", "token", "timeout_s"}
         if info.keys() != expected:
             raise ProtocolError(f"init needs exactly {sorted(expected)}, got {sorted(info)}")
-        self._timeout_s = float(info["timeout_s"])
         if self._channel is not None and self._session == info["session"] and self._channel.is_open():
             return
-        deadline = Deadline(self._timeout_s)
+        timeout_s = float(info["timeout_s"])
+        deadline = Deadline(timeout_s)
         identity = self._host.identity
         device, gpu_uuid = describe_device(self._host.device)
         hello = Hello(
@@ -96,7 +97,7 @@ class Conversation:
             update_open=self._update_open,
         )
         channel = dial(info["host"], int(info["port"]), hello, "trainer rank 0", deadline)
-        if self._channel is not None and self._channel.is_open():
+        if self._channel is not None and (self._serving or self._channel.is_open()):
             busy = EngineBusyError(
                 "another trainer is connected to this engine; close its WeightSync first, or stop it", who=self._name
             )
@@ -104,7 +105,8 @@ class Conversation:
             channel.close()
             return
         self.close()
-        self._channel, self._session = channel, info["session"]
+        self._channel, self._session, self._timeout_s = channel, info["session"], timeout_s
+        self._name = f"engine {info['engine']} worker {identity.name}"
 
     def start(self) -> None:
         """The trainer will push. Nothing is done yet: nothing may fail half-way between workers here."""
@@ -125,21 +127,22 @@ class Conversation:
         """One line for people."""
         if self.receiver.state == POISONED:
             return (
-                f"POISONED: a push after version {self.receiver.version} failed half-way and the weights are a mixture; "
-                "push again"
+                f"POISONED: a push after version {self.receiver.version} failed half-way and the weights are a "
+                "mixture; push again"
             )
         return f"CLEAN at version {self.receiver.version}"
 
     def close(self) -> None:
         """Let go of the trainer and of its memory."""
-        self.receiver.disconnect()
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+        self.receiver.disconnect()
 
     def _serve(self, phase: str) -> None:
         channel = self._channel
         assert channel is not None
+        self._serving = True
         try:
             while True:
                 deadline = Deadline(self._timeout_s + _GRACE_S)
@@ -157,6 +160,8 @@ class Conversation:
             logger.error("%s gave up: %s; it is %s", self._name, problem, self.status())
             if not isinstance(error, Exception):
                 raise
+        finally:
+            self._serving = False
 
     def _answer(self, channel: Channel, message: Message, deadline: Deadline) -> Message:
         match message:

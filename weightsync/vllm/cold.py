@@ -11,9 +11,9 @@ import os
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # this process is the engine's; read when vllm is imported
 
-from vllm import LLM, SamplingParams  # noqa: E402
+from vllm import LLM, SamplingParams
 
-from weightsync.trial import listen_for_orders  # noqa: E402
+from weightsync.trial import listen_for_orders
 
 
 def main() -> None:

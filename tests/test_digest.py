@@ -1,0 +1,141 @@
+"""The digest notices what a wrong copy does to bytes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightsync.kernels.digest import digest
+
+CHUNK_WORDS = 1 << 18
+MASK = (1 << 64) - 1
+GOLDEN, STEP = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+
+
+def tensor(data: bytes) -> torch.Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)
+
+
+def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def weight(index: int) -> int:
+    """The weight of a word by its number in its chunk, in Python's integers."""
+    mixed = index * GOLDEN & MASK
+    mixed ^= ((mixed >> 29) | (MASK << 35 if mixed >> 63 else 0)) & MASK  # an arithmetic shift
+    return mixed * STEP & MASK | 1
+
+
+def reference(data: bytes) -> int:
+    words = len(data) // 8
+    total = 0
+    for number in range(words):
+        chunk, index = divmod(number, CHUNK_WORDS)
+        word = int.from_bytes(data[number * 8 : number * 8 + 8], "little")
+        total += word * weight(index) * pow(STEP, chunk, 1 << 64)
+    total += int.from_bytes(data[words * 8 :], "little") * ((words * 2 + 1) * GOLDEN | 1)
+    return total & MASK
+
+
+@given(st.binary(max_size=200))
+def test_it_is_what_plain_python_computes(data):
+    assert digest(tensor(data)) == reference(data)
+
+
+def test_it_is_what_plain_python_computes_over_several_chunks():
+    data = noise(8 * (2 * CHUNK_WORDS + 3) + 5)
+    assert digest(data) == reference(bytes(data.tolist()))
+
+
+def test_values_that_must_never_change():
+    """Trainer and engine may have different versions of this package."""
+    assert digest(tensor(b"")) == 0
+    assert digest(tensor(b"\x01")) == GOLDEN | 1
+    assert digest(tensor(bytes(range(32)))) == 0x059182B29D51AA40
+    assert digest(torch.arange(100_003, dtype=torch.int64).to(torch.uint8)) == 0x5BF61D80DDD4B2A0
+
+
+@pytest.mark.parametrize("start", range(9))
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 1001])
+def test_a_view_at_any_address_has_the_digest_of_its_bytes(start, length):
+    data = noise(1024)
+    assert digest(data[start : start + length]) == digest(data[start : start + length].clone())
+
+
+@pytest.mark.parametrize("start", range(9))
+def test_a_view_of_memory_that_is_not_aligned_itself(start):
+    """The address is then a multiple of 8 where the offset in the storage is not."""
+    whole = noise(1024)
+    data = torch.frombuffer(bytearray(bytes(whole.tolist())), dtype=torch.uint8, offset=4)
+    assert digest(data[start : start + 801]) == digest(whole[4 + start : 4 + start + 801])
+
+
+@given(st.binary(min_size=1, max_size=300), st.data())
+def test_no_single_wrong_word_goes_unnoticed(data, draw):
+    at = draw.draw(st.integers(0, len(data) - 1))
+    wrong = draw.draw(st.integers(0, 255).filter(lambda value: value != data[at]))
+    assert digest(tensor(data)) != digest(tensor(data[:at] + bytes([wrong]) + data[at + 1 :]))
+
+
+def test_every_single_bit_counts():
+    data = noise(8 * 40 + 3)
+    right = digest(data)
+    for at in range(data.numel()):
+        for bit in range(8):
+            data[at] ^= 1 << bit
+            assert digest(data) != right
+            data[at] ^= 1 << bit
+    assert digest(data) == right
+
+
+@pytest.mark.parametrize("nbytes", [2, 8, 64, 256, 4096, 8 * CHUNK_WORDS])
+def test_swapped_blocks_are_noticed(nbytes):
+    data = noise(4 * nbytes)
+    swapped = torch.cat([data[nbytes : 2 * nbytes], data[:nbytes], data[2 * nbytes :]])
+    assert digest(swapped) != digest(data)
+    apart = torch.cat([data[3 * nbytes :], data[nbytes : 3 * nbytes], data[:nbytes]])
+    assert digest(apart) != digest(data)
+
+
+@pytest.mark.parametrize("by", [1, 2, 3, 8, 16, 255, 4096])
+def test_shifted_bytes_are_noticed(by):
+    data = noise(20_000)
+    assert digest(data.roll(by)) != digest(data)
+    assert digest(torch.cat([torch.zeros(by, dtype=torch.uint8), data[:-by]])) != digest(data)
+
+
+@pytest.mark.parametrize("nbytes", [8, 256, 4096, 8 * CHUNK_WORDS])
+def test_a_repeated_and_a_stale_block_are_noticed(nbytes):
+    data = noise(3 * nbytes)
+    repeated = data.clone()
+    repeated[nbytes : 2 * nbytes] = data[:nbytes]
+    assert digest(repeated) != digest(data)
+    stale = data.clone()
+    stale[nbytes : 2 * nbytes] = noise(nbytes, seed=1)
+    assert digest(stale) != digest(data)
+
+
+def test_permuted_rows_of_weights_are_noticed():
+    """Real values: bfloat16 of one scale, of which many bits are alike."""
+    weights = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).mul(0.02).to(torch.bfloat16)
+    found = set()
+    shuffle = random.Random(0)
+    for _ in range(200):
+        rows = list(range(64))
+        a, b = shuffle.sample(rows, 2)
+        rows[a], rows[b] = rows[b], rows[a]
+        found.add(digest(weights[rows].view(torch.uint8).flatten()))
+    found.discard(digest(weights.view(torch.uint8).flatten()))
+    assert len(found) > 190  # a pair may be drawn twice
+
+
+@pytest.mark.gpu
+def test_a_gpu_computes_the_same():
+    data = noise(8 * (CHUNK_WORDS + 3) + 5)
+    assert digest(data.cuda()) == digest(data)
+    assert digest(data.cuda()[3:]) == digest(data[3:])

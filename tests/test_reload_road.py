@@ -1,0 +1,127 @@
+"""How the receiver loads what a kernel keeps in a form of its own: real engines that repack, and modules by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import tiny_models
+from engines import TIMEOUT_S, Answer, Engines, Remote, assert_same
+from weightsync import UnsupportedError, WeightSync, WeightSyncError
+
+pytest_plugins = ["engine_fixtures"]
+
+# ---------------------------------------------------------------------------------------------------------------
+# Real engines. These functions run in the engines' process.
+
+
+def serve(engines: Engines, model: str, quantization: str) -> dict[str, Answer]:
+    import repack_plugin  # noqa: F401  (it registers the quantisations)
+
+    return engines.serve(model, quantization=quantization)
+
+
+def connect(engines: Engines, model: str, transport: str, options: dict[str, Any]) -> None:
+    engines.model = tiny_models.build(model, "A")
+    engines.sync = WeightSync("fsdp", transport, engines.llm, timeout_s=TIMEOUT_S, **options)
+
+
+def push(engines: Engines, weights: str) -> dict[str, int]:
+    tiny_models.fill(engines.model, weights)
+    return engines.sync.push(engines.model).roads
+
+
+def close(engines: Engines) -> None:
+    engines.sync.close()
+    engines.sync = engines.model = None
+
+
+def addresses(engines: Engines) -> dict[str, int]:
+    """Where the tensors lie that the linear layers work with."""
+    found = {}
+    for name, module in engines.live_model().named_modules():
+        if hasattr(module, "row_scale"):
+            found[f"{name}.weight"] = module.weight.data_ptr()
+            found[f"{name}.row_scale"] = module.row_scale.data_ptr()
+    return found
+
+
+# Seven linear layers fused to four, in each of two decoder layers.
+LINEARS = 8
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("quantization", ["test-transposed", "test-in-closure", "test-in-method"])
+@pytest.mark.parametrize("model", ["qwen2", "qwen3-tied"])
+def test_pushed_equals_cold_where_the_engine_repacks(engines: Remote, model: str, quantization: str):
+    cold = engines.call(serve, model, quantization, timeout_s=240)
+    assert cold["A"] != cold["B"]
+    before = engines.call(addresses)
+    # With a bucket for each parameter q, k and v arrive apart from each other, as do gate and up.
+    for transport, options in [("ipc", {"bucketer": "parameter"}), ("broadcast", {"max_bytes": 1 << 30})]:
+        engines.call(connect, model, transport, options)
+        for weights in ("B", "B", "A"):
+            roads = engines.call(push, weights)
+            assert roads["reload"] >= LINEARS
+            assert_same(engines.call(Engines.ask), cold[weights], f"push of {weights} by {transport}")
+        engines.call(close)
+    assert engines.call(addresses) == before
+    assert len(before) == (2 * LINEARS if quantization == "test-transposed" else 0)
+
+
+def push_and_fail(engines: Engines, weights: str, calls: int) -> WeightSyncError | None:
+    from repack_plugin import Failing
+
+    Failing.calls_to_failure = calls
+    try:
+        push(engines, weights)
+    except WeightSyncError as error:
+        return error
+    finally:
+        Failing.calls_to_failure = None
+    return None
+
+
+def version(engines: Engines) -> str:
+    return engines.llm.get_weight_version()
+
+
+@pytest.mark.engine
+def test_a_module_that_cannot_be_post_processed_is_put_back_and_the_next_push_heals(engines: Remote):
+    cold = engines.call(serve, "qwen2", "test-failing", timeout_s=240)
+    before = engines.call(addresses)
+    engines.call(connect, "qwen2", "ipc", {})
+    engines.call(push, "A")
+    for calls in (1, LINEARS):  # the first of the layers, and the last
+        error = engines.call(push_and_fail, "B", calls)
+        assert "this kernel does not like these weights" in str(error)
+        assert error.who == "worker tp=0 pp=0 dp=0"
+        assert engines.call(version).startswith("POISONED")
+        # The engine lives, and every layer has its tensors, old or new.
+        assert engines.call(addresses) == before
+        mixture = engines.call(Engines.ask)
+        assert mixture != cold["B"]
+        if calls == 1:
+            assert_same(mixture, cold["A"], "nothing had been replaced yet")
+        report = engines.call(push, "B")
+        assert report["reload"] == LINEARS
+        assert_same(engines.call(Engines.ask), cold["B"], "the push after the failure")
+        engines.call(push, "A")
+    engines.call(close)
+
+
+def push_refused(engines: Engines) -> UnsupportedError:
+    with pytest.raises(UnsupportedError) as raised:
+        push(engines, "B")
+    return raised.value
+
+
+@pytest.mark.engine
+def test_a_quantisation_that_does_not_say_it_reloads_is_refused_and_untouched(engines: Remote):
+    cold = engines.call(serve, "qwen2", "test-undeclared", timeout_s=240)
+    engines.call(connect, "qwen2", "ipc", {})
+    assert "weightsync_reloads" in str(engines.call(push_refused))
+    assert_same(engines.call(Engines.ask), cold["A"], "after the refusal")
+    assert engines.call(version) == "default"
+    engines.call(close)

@@ -1,0 +1,357 @@
+"""`weightsync doctor`: what a push needs of a machine, checked one by one, and then pushes to a live engine.
+
+Each check gives one line: pass, "FAIL" with what to do, or "skip" with the reason. With an engine the last three are
+pushes: the weights that it has (identity), others (B), and its own again (A), which must come back exactly.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import torch
+from rich.console import Console
+from rich.markup import escape
+from torch import nn
+
+from weightsync import __version__
+from weightsync.channel import Deadline, Hub
+from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.layout import Box, Manifest, Placement, TensorMeta
+from weightsync.ranks import RankGroup
+from weightsync.report import format_bytes
+from weightsync.sync import DEFAULT_MAX_BYTES, SLOTS, WeightSync
+from weightsync.transports.base import Shipment
+from weightsync.transports.ipc import IpcSource, IpcTransport
+from weightsync.trial import (
+    Answer,
+    Helper,
+    Server,
+    ask,
+    difference,
+    generate,
+    installed,
+    listen_for_orders,
+    tiny_model,
+    vllm_version,
+)
+from weightsync.wire import PROTOCOL
+
+_PROMPTS = ([5, 6, 7, 8], [40, 41], [100, 101, 102])
+_VLLM_VERSIONS = ((0, 25), (0, 33))
+"""The first and the last release that the plug-in works in."""
+_START_TIMEOUT_S = 300.0
+_CHILD_TIMEOUT_S = 60.0
+_PROBE_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: `status` is "pass", "FAIL" or "skip", `text` what was found, what to do, or why it was left out."""
+
+    status: str
+    check: str
+    text: str
+
+
+Check = Callable[[], Iterator[Finding]]
+
+
+def run(url: str | None, model_dir: Path | None, transport: str, no_engine: bool, console: Console) -> bool:
+    """Print every check's outcome; gives whether none failed. Raises `ConfigError` for a call that cannot work. An
+    engine that was given serves the weights of `model_dir` at the end."""
+    if (url is None) != (model_dir is None):
+        raise ConfigError("--engine and --model go together: the doctor pushes the weights of --model to --engine")
+    if url is not None and no_engine:
+        raise ConfigError("--engine and --no-engine exclude each other")
+    checks: list[Check] = [_versions, _gpus, _shared_memory, _handles, _settings, _port, _plug_in]
+    if url is not None and model_dir is not None:
+        checks.append(lambda: _given_engine(url, model_dir, transport))
+    elif no_engine:
+        checks.append(lambda: iter([Finding("skip", "engine", "--no-engine was given")]))
+    else:
+        checks.append(lambda: _own_engine(transport))
+    failed = 0
+    for check in checks:
+        for finding in check():
+            failed += finding.status == "FAIL"
+            colour = {"pass": "green", "FAIL": "bold red", "skip": "yellow"}[finding.status]
+            console.print(
+                f"[{colour}]{finding.status}[/{colour}]  {finding.check:<22} {escape(finding.text)}",
+                soft_wrap=True,
+                highlight=False,
+            )
+    console.print(f"\n{failed} check{'s' if failed != 1 else ''} failed" if failed else "\nall is well")
+    return failed == 0
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("pass", "python", platform.python_version())
+    yield Finding("pass", "weightsync", f"{__version__}, wire protocol {PROTOCOL}: the engine's must be the same")
+    cuda = f", CUDA {torch.version.cuda}" if torch.version.cuda else ", for CPUs"
+    yield Finding("pass", "torch", torch.__version__ + cuda)
+    yield Finding("pass", "msgpack", ".".join(map(str, msgpack.version)))
+    transformers = installed("transformers")
+    yield (
+        Finding("pass", "transformers", transformers)
+        if transformers
+        else Finding("skip", "transformers", "not installed here; vLLM brings it")
+    )
+    found = vllm_version()
+    if found is None:
+        yield Finding("skip", "vllm", "not installed here; it is needed where the engine runs")
+        return
+    (low, high), release = _VLLM_VERSIONS, tuple(int(part) for part in found.split(".")[:2])
+    known = f"weightsync works with {'.'.join(map(str, low))} to {'.'.join(map(str, high))}"
+    yield Finding("pass", "vllm", found) if low <= release <= high else Finding("FAIL", "vllm", f"{found}; {known}")
+
+
+def _gpus() -> Iterator[Finding]:
+    count = torch.cuda.device_count()
+    if count == 0:
+        yield Finding("skip", "GPUs", "none that torch can use")
+        return
+    for number in range(count):
+        properties = torch.cuda.get_device_properties(number)
+        yield Finding("pass", f"GPU {number}", f"{properties.name}, {format_bytes(properties.total_memory)}")
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    apart = [f"{a} and {b}" for a, b in pairs if a < b and not torch.cuda.can_device_access_peer(a, b)]
+    if apart:
+        yield Finding(
+            "skip", "peer access", f"none between GPUs {', '.join(apart)}: no ipc between these, use broadcast"
+        )
+    elif pairs:
+        yield Finding("pass", "peer access", "between all GPUs")
+
+
+def _shared_memory() -> Iterator[Finding]:
+    try:
+        stat = os.statvfs("/dev/shm")
+    except OSError as error:
+        yield Finding("FAIL", "/dev/shm", f"{error}; CPU tensors go through it over ipc: mount a tmpfs there")
+        return
+    free, wanted = stat.f_bavail * stat.f_frsize, SLOTS * DEFAULT_MAX_BYTES
+    text = f"{format_bytes(free)} free of {format_bytes(stat.f_blocks * stat.f_frsize)}"
+    if free < wanted:
+        yield Finding(
+            "FAIL",
+            "/dev/shm",
+            f"{text}; each rank stages CPU tensors in up to {format_bytes(wanted)}: start the container with a larger "
+            "--shm-size, or push with a smaller max_bytes",
+        )
+    else:
+        yield Finding("pass", "/dev/shm", text)
+
+
+def _handles() -> Iterator[Finding]:
+    """Memory of this process, read by another one: the way of transport "ipc"."""
+    yield _read_elsewhere(torch.device("cpu"), "shared memory")
+    if torch.cuda.device_count():
+        yield _read_elsewhere(torch.device("cuda", 0), "CUDA IPC")
+    else:
+        yield Finding("skip", "CUDA IPC", "no GPU")
+
+
+def _read_elsewhere(device: torch.device, check: str) -> Finding:
+    tensor = torch.arange(_PROBE_ELEMENTS, dtype=torch.int64, device=device)
+    meta = TensorMeta("probe", tuple(tensor.shape), "int64")
+    placement = Placement("probe", Box.full(meta.shape), 0, 1, 0, (1,), "int64")
+    transport = IpcTransport("ipc")
+    with ExitStack() as cleanup:
+        folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-doctor-"))
+        cleanup.callback(transport.abort)
+        command = [sys.executable, "-m", __name__]
+        child = Helper("the reading process", command, {}, Path(folder) / "log")
+        cleanup.callback(child.stop)
+        try:
+            group = RankGroup(None, _CHILD_TIMEOUT_S)
+            transport.prepare(Shipment(Manifest((meta,)), (("probe",),), (placement,)), {placement: tensor}, group)
+            transport.stage(0, time.sleep, Deadline(_CHILD_TIMEOUT_S))
+            order = {"device": str(device), "storages": msgpack.packb(transport.storages(0)).hex()}
+            (answer,) = ask([child], order, _CHILD_TIMEOUT_S)
+        except WeightSyncError as error:
+            return Finding("FAIL", check, str(error))
+    if answer["sum"] != int(tensor.sum()):
+        return Finding("FAIL", check, "another process maps this one's memory and finds other bytes in it")
+    return Finding("pass", check, "mapped and read by another process")
+
+
+def _read_for_parent() -> None:
+    """The reading process: map what the order names, and answer with the sum of its numbers."""
+    orders, answers = listen_for_orders()
+    order = json.loads(orders.readline())
+    try:
+        device = torch.device(order["device"])
+        storages = msgpack.unpackb(bytes.fromhex(order["storages"]))
+        source = IpcSource(device)
+        source.connect(storages, {}, Deadline(_CHILD_TIMEOUT_S))
+        data = source.storage(storages[0][0], storages[0][1])[: _PROBE_ELEMENTS * 8].view(torch.int64)
+        answers.write(json.dumps({"sum": int(data.sum())}) + "\n")
+        del data
+        source.close()
+    except Exception as error:
+        answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
+
+
+def _settings() -> Iterator[Finding]:
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    wrong = [name for name in names if "expandable_segments:true" in os.environ.get(name, "").lower()]
+    if wrong:
+        yield Finding(
+            "FAIL",
+            "expandable_segments",
+            f"on, by {wrong[0]}: CUDA IPC cannot export such memory; turn it off for the trainer, or use broadcast",
+        )
+    else:
+        yield Finding("pass", "expandable_segments", "not set in the environment")
+    nccl = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
+    yield Finding("pass", "NCCL variables", ", ".join(nccl) or "none set")
+
+
+def _port() -> Iterator[Finding]:
+    try:
+        hub = Hub()
+        address = hub.listen("127.0.0.1")
+        socket.create_connection(address, timeout=5.0).close()
+        hub.close()
+    except OSError as error:
+        yield Finding("FAIL", "loopback port", f"{error}; engine workers connect to the trainer on a free TCP port")
+    else:
+        yield Finding("pass", "loopback port", f"opened and reached, such as {address[1]}")
+
+
+def _plug_in() -> Iterator[Finding]:
+    found = [e.value for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "weightsync"]
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if not found:
+        text = "this Python has no entry point weightsync in vllm.general_plugins: install weightsync with pip"
+        yield Finding("FAIL", "vLLM plug-in", text)
+    elif allowed is not None and "weightsync" not in [name.strip() for name in allowed.split(",")]:
+        yield Finding("FAIL", "vLLM plug-in", f"VLLM_PLUGINS={allowed} keeps it out: add weightsync to the list")
+    else:
+        yield Finding("pass", "vLLM plug-in", found[0])
+
+
+def _own_engine(transport: str) -> Iterator[Finding]:
+    from weightsync.demo import lay_out
+    from weightsync.demo_trainer import build
+
+    if vllm_version() is None or installed("transformers") is None:
+        yield Finding("skip", "engine", "vLLM is not installed here; name a running one with --engine URL --model DIR")
+        return
+    try:
+        layout = lay_out(torch.cuda.device_count(), transport)
+    except ConfigError as error:
+        yield Finding("skip", "engine", str(error))
+        return
+    with ExitStack() as cleanup:
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-doctor-")))
+        model: Any = build(str(tiny_model(folder / "config", layers=2)))
+        model.to(torch.bfloat16).save_pretrained(folder / "model")
+        started = time.monotonic()
+        engine = Server(folder / "model", "auto", folder / "engine.log", layout.engine_environment)
+        cleanup.callback(engine.stop)
+        try:
+            engine.wait(_START_TIMEOUT_S)
+        except WeightSyncError as error:
+            yield Finding("FAIL", "engine", str(error))
+            return
+        yield Finding("pass", "engine", f"vLLM on {layout.engine} answers after {time.monotonic() - started:.0f} s")
+        yield from _pushes(engine.url, model.to(layout.trainers[0]), transport)
+
+
+def _given_engine(url: str, model_dir: Path, transport: str) -> Iterator[Finding]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
+    device = _roomiest(sum(p.numel() * p.element_size() for p in model.parameters()))
+    yield from _pushes(url, model.to(device), transport)
+
+
+def _roomiest(nbytes: int) -> torch.device:
+    """The GPU with the most free memory if a model of `nbytes` fits there, else the CPU."""
+    free = {number: torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count())}
+    number = max(free, key=lambda n: free[n], default=None)
+    return torch.device("cuda", number) if number is not None and free[number] > 1.2 * nbytes else torch.device("cpu")
+
+
+def _pushes(url: str, model: nn.Module, transport: str) -> Iterator[Finding]:
+    """Identity, A to B, B to A. Whatever fails, the last thing tried is to have the engine serve A."""
+    serves_a, moved = True, False
+    try:
+        own = generate(url, _PROMPTS)
+        with WeightSync("fsdp", transport, url, progress=False) as sync:
+            serves_a = False
+            report = sync.push(model)
+            serves_a = True
+            start = generate(url, _PROMPTS)
+            yield _same(
+                "identity push",
+                own,
+                start,
+                f"{format_bytes(report.nbytes)} in {report.total_s:.2f} s, and the answers are unchanged",
+                "the answers changed: the engine did not serve exactly the weights of --model before; it does now",
+            )
+            _move_rows(model, 1)
+            serves_a, moved = False, True
+            sync.push(model)
+            if difference(start, generate(url, _PROMPTS)) == 0:
+                yield Finding("FAIL", "A to B", "other weights were pushed, the answers are the same: please report it")
+            else:
+                yield Finding("pass", "A to B", "other weights, other answers")
+            _move_rows(model, -1)
+            moved = False
+            sync.push(model)
+            serves_a = True
+            yield _same(
+                "B to A",
+                start,
+                generate(url, _PROMPTS),
+                "the first weights again, and exactly their answers",
+                "the first weights again, and other answers than they gave before: please report it",
+            )
+    except WeightSyncError as error:
+        yield Finding("FAIL", "push", str(error))
+    if not serves_a:
+        if moved:
+            _move_rows(model, -1)
+        try:
+            with WeightSync("fsdp", transport, url, progress=False) as sync:
+                sync.push(model)
+            yield Finding("pass", "afterwards", "the engine has been given the weights of --model again")
+        except WeightSyncError as error:
+            yield Finding(
+                "FAIL", "afterwards", f"the engine does not serve the weights of --model, restart it: {error}"
+            )
+
+
+def _same(check: str, expected: list[Answer], found: list[Answer], good: str, bad: str) -> Finding:
+    gap = difference(expected, found)
+    if gap == 0:
+        return Finding("pass", check, good)
+    how = "other token ids" if gap == float("inf") else f"log-probabilities differ by up to {gap:g}"
+    return Finding("FAIL", check, f"{bad} ({how})")
+
+
+@torch.no_grad()
+def _move_rows(model: nn.Module, by: int) -> None:
+    """Turn the weights into others in place: the rows of every parameter, moved in a ring. Exactly undone by `-by`."""
+    for parameter in model.parameters():
+        if parameter.dim() > 0:
+            parameter.copy_(parameter.roll(by, 0))
+
+
+if __name__ == "__main__":
+    _read_for_parent()
