@@ -5,10 +5,11 @@
     python benchmarks/push_on_gpus.py broadcast      # 2 GPUs: plain module on GPU 0 -> engine on GPU 1
     python benchmarks/push_on_gpus.py ipc --shape tiny      # a small model, also without a GPU
 
-Each case starts an engine with dummy weights (CUDA graphs on), pushes, and compares token ids and log-probabilities,
-exactly, with a second engine that was started cold from a checkpoint of the same weights. Then it pushes the same
-weights through vLLM's own transfer engine. Weights are random, made from the tensor's name, so that every process
-makes the same ones.
+Each case starts an engine cold from a checkpoint of weights A (CUDA graphs on) and notes its token ids and
+log-probabilities. Then it pushes A (timed), B and A again from the trainer: the answers must be those of the cold
+start after A, and others after B. `--second-engine` also compares with a second engine, started cold in a process of
+its own. At last the same weights go through vLLM's own transfer engine. Weights are random, made from each tensor's
+name, so that every process makes the same ones.
 """
 
 from __future__ import annotations
@@ -119,16 +120,25 @@ def save_checkpoint(shape: str, seed: int, folder: Path, device: torch.device) -
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
-def start_engine(folder: Path, tp: int, backend: str | None, load_format: str, eager: bool) -> Any:
+def start_engine(folder: Path, tp: int, backend: str | None, args: argparse.Namespace) -> Any:
     from vllm import LLM
 
     options: dict[str, Any] = {"weight_transfer_config": {"backend": backend}} if backend else {}
+    if args.no_compile:
+        options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     started = time.time()
     llm = LLM(
-        str(folder), load_format=load_format, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=512,
-        gpu_memory_utilization=0.35, enforce_eager=eager, tensor_parallel_size=tp, disable_log_stats=True,
-        max_num_seqs=16, **options,
-    )  # fmt: skip
+        str(folder),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=512,
+        gpu_memory_utilization=0.35,
+        enforce_eager=args.eager,
+        tensor_parallel_size=tp,
+        disable_log_stats=True,
+        max_num_seqs=16,
+        **options,
+    )
     say(f"engine {backend or 'cold'} tp={tp} up in {time.time() - started:.0f} s")
     return llm
 
@@ -163,14 +173,13 @@ def compare(pushed: list[Any], cold: list[Any]) -> dict[str, Any]:
     return {"tokens_equal": tokens, "logprobs_equal": json.dumps(pushed) == json.dumps(cold), "max_gap": max(gaps)}
 
 
-def cold_answers(folder: Path, tp: int, gpus: str, eager: bool) -> tuple[subprocess.Popen[str] | None, Path]:
-    """Start a cold engine in a process of its own, unless its answers are known already."""
-    out = folder.parent / f"cold-tp{tp}{'-eager' if eager else ''}.json"
-    if out.exists():
-        return None, out
+def second_engine(folder: Path, tp: int, args: argparse.Namespace) -> tuple[subprocess.Popen[str], Path]:
+    """Start a cold engine in a process of its own, on other GPUs where there are enough."""
+    out = folder.parent / f"cold-tp{tp}.json"
     command = [sys.executable, __file__, "cold", "--folder", str(folder), "--tp", str(tp), "--out", str(out)]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
-    return subprocess.Popen([*command, *(["--eager"] if eager else [])], env=env, text=True), out
+    command += ["--eager"] * args.eager + ["--no-compile"] * args.no_compile
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "0,1" if tp == 2 else "1"}
+    return subprocess.Popen(command, env=env, text=True), out
 
 
 def timed(label: str, repeats: int, function: Any) -> dict[str, Any]:
@@ -271,22 +280,23 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
     found: dict[str, Any] = {"case": args.case, "shape": shape, "nbytes": nbytes, "rows": []}
     transport = "broadcast" if args.case == "broadcast" else "ipc"
 
-    llm = cold = None
+    llm = second = None
     if root:
         say(f"{args.case}: {shape}, {nbytes / 1e9:.2f} GB, torch {torch.__version__}")
         found["device_copy_ms"] = device_copy(nbytes, device)
         say(f"device copy of the same bytes: {found['device_copy_ms']:.2f} ms")
-        if args.checkpoint:
-            cold = cold_answers(folder, tp, "0,1" if tp == 2 else "1", args.eager)
-            if tp == 2 and cold[0] is not None:
-                cold[0].wait()  # two engines that start at once on one GPU count each other's memory as their own
-        llm = start_engine(folder, tp, "weightsync", "dummy", args.eager)
+        if args.second_engine:
+            second = second_engine(folder, tp, args)
+            if tp == 2:
+                second[0].wait()  # two engines that start at once on one GPU count each other's memory as their own
+        llm = start_engine(folder, tp, "weightsync", args)
+        found["cold"] = cold = answers(llm)
     with WeightSync("fsdp", transport, llm, timeout_s=120) as sync:
         reports: list[Any] = []
         if size > 1:
             host_barrier(rank, size)
-        before = answers(llm) if root else None
         row = timed("weightsync push", args.num_iters, lambda: reports.append(sync.push(model)))
+        same = answers(llm) if root else None
         fill(model, 2, device)
         sync.push(model)
         changed = answers(llm) if root else None
@@ -294,24 +304,27 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
         reports.append(sync.push(model))
         if root:
             pushed = answers(llm)
-            found["repeatable"] = pushed == answers(llm)
             row["reports"] = [json.loads(r.to_json()) for r in reports]
             found["rows"].append(row)
-            found["push_changes_answers"] = before != changed != pushed
             for report in reports[:2] + reports[-1:]:
                 say(str(report))
-    if root and cold is not None:
-        process, out = cold
-        if process is not None and process.wait(timeout=400) != 0:
-            raise SystemExit("the cold engine failed")
-        found["equality"] = compare(pushed, json.loads(out.read_text()))
-        say(f"pushed against cold: {found['equality']}; pushes change the answers: {found['push_changes_answers']}")
-        say(f"the engine repeats itself exactly: {found['repeatable']}")
+            found["after A"], found["after A, B"], found["after A, B, A"] = (
+                compare(found_answers, cold) for found_answers in (same, changed, pushed)
+            )
+            for name in ("after A", "after A, B", "after A, B, A"):
+                say(f"{name}, against the cold start: {found[name]}")
+            results.write_text(json.dumps(found))
+    if root and second is not None:
+        process, out = second
+        if process.wait(timeout=400) != 0:
+            raise SystemExit("the second engine failed")
+        found["second engine"] = compare(pushed, json.loads(out.read_text()))
+        say(f"against a second engine, started cold: {found['second engine']}")
         results.write_text(json.dumps(found))
     stop(llm)
     if args.native and cuda:
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-        llm = start_engine(folder, tp, NATIVE_BACKEND[args.case], "dummy", True) if root else None
+        llm = start_engine(folder, tp, NATIVE_BACKEND[args.case], args) if root else None
         if size > 1:
             host_barrier(rank, size)
         group = None
@@ -334,13 +347,14 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
                 if size > 1:
                     break
         if root:
-            found["native_equality"] = compare(pushed, answers(llm))
-            say(f"weightsync against native: {found['native_equality']}")
+            found["vLLM native"] = compare(answers(llm), cold)
+            say(f"after vLLM's own transfer, against the cold start: {found['vLLM native']}")
         stop(llm)
     if root:
         results.write_text(json.dumps(found))
     if size > 1:
         host_barrier(rank, size)
+        time.sleep(rank == 0)  # rank 0 holds the store that the others are still reading
         os._exit(0)  # the default group's tear-down has nothing to do with what is measured
 
 
@@ -369,7 +383,8 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--num-iters", type=int, default=6)
     parser.add_argument("--no-native", dest="native", action="store_false", help="leave vLLM's own engine out")
-    parser.add_argument("--no-cold", dest="checkpoint", action="store_false", help="leave the comparison out")
+    parser.add_argument("--no-compile", action="store_true", help="CUDA graphs, but no torch.compile: starts sooner")
+    parser.add_argument("--second-engine", action="store_true", help="compare with a second cold engine as well")
     parser.add_argument("--output-json", type=Path)
     parser.add_argument("--port", type=int, default=29640)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -377,7 +392,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case == "cold":
-        llm = start_engine(args.folder, args.tp, None, "auto", args.eager)
+        llm = start_engine(args.folder, args.tp, None, args)
         args.out.write_text(json.dumps(answers(llm)))
         stop(llm)
         return
@@ -387,10 +402,7 @@ def main() -> None:
     shape = args.shape
     if not (folder / "config.json").exists():
         started = time.time()
-        if args.checkpoint:
-            save_checkpoint(shape, 1, folder, device)
-        else:
-            config(shape).save_pretrained(folder)
+        save_checkpoint(shape, 1, folder, device)
         say(f"checkpoint written in {time.time() - started:.0f} s")
     results = folder.parent / f"results-{args.case}.json"
     size = 2 if args.case == "fsdp" else 1
