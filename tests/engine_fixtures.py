@@ -1,4 +1,7 @@
-"""The processes of `engines.py` as fixtures: started when the first test asks for them, shared by all that follow."""
+"""The processes of `engines.py` as fixtures: started when the first test asks for them, shared by all that follow.
+
+After each test the trainers let go of the engine, so that a test that failed half-way does not spoil the next.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import pytest
-
-from engines import Engines, Remote, Trainers
+from engines import Engines, Remote, Trainer, Trainers
 
 
 @pytest.fixture(scope="session")
@@ -18,16 +20,30 @@ def engine_calls() -> tuple[Connection, Connection]:
 
 
 @pytest.fixture(scope="session")
-def engines(tmp_path_factory: pytest.TempPathFactory, engine_calls: tuple[Connection, Connection]) -> Iterator[Remote]:
+def engine_process(
+    tmp_path_factory: pytest.TempPathFactory, engine_calls: tuple[Connection, Connection]
+) -> Iterator[Remote]:
     remote = Remote(Engines, tmp_path_factory.mktemp("checkpoints"), engine_calls[1])
     yield remote
     remote.close()
 
 
 @pytest.fixture(scope="session")
-def trainers(
+def trainer_processes(
     tmp_path_factory: pytest.TempPathFactory, engine_calls: tuple[Connection, Connection]
 ) -> Iterator[Trainers]:
     ranks = Trainers(2, tmp_path_factory.mktemp("trainers"), engine_calls[0])
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def engines(engine_process: Remote) -> Iterator[Remote]:
+    yield engine_process
+    engine_process.call(Engines.release)
+
+
+@pytest.fixture
+def trainers(trainer_processes: Trainers) -> Iterator[Trainers]:
+    yield trainer_processes
+    trainer_processes.call(Trainer.release)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import tiny_models
+
 from weightsync.errors import EngineUnreachableError, SyncTimeoutError
 
 TIMEOUT_S = 60.0
@@ -119,11 +120,14 @@ class Engines:
 
     def __init__(self, folder: Path, calls: Connection) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an `LLM` with one worker lives in this process
+        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # below, it warns of everything that these models lack
         import vllm
         from vllm import ModelRegistry
 
         self.connections = [calls]  # from trainers in other processes: calls of `PipeEngine`
         self.llm: Any = None
+        self.model: Any = None  # a trainer in this process
+        self.sync: Any = None
         self._vllm = vllm
         self._registry = ModelRegistry
         self._folder = folder
@@ -154,7 +158,7 @@ class Engines:
         return [answer_of(self.generate(prompt)) for prompt in PROMPTS]
 
     def generate(self, prompt: list[int]) -> Any:
-        """vLLM's own output. One prompt at a time: what else is in a batch may change the last bits."""
+        """VLLM's own output. One prompt at a time: what else is in a batch may change the last bits."""
         (output,) = self.llm.generate([{"prompt_token_ids": prompt}], self.sampling(8), use_tqdm=False)
         return output
 
@@ -184,11 +188,18 @@ class Engines:
     def end(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
 
+        self.release()  # whoever holds an engine keeps it alive, and its end then disturbs the next one
         if self.llm is not None:
             self.llm, self._running = None, ()
             cleanup_dist_env_and_memory()
 
     close = end
+
+    def release(self) -> None:
+        """Let the trainer in this process go."""
+        if self.sync is not None:
+            self.sync.close()
+        self.sync = self.model = None
 
     def _know_class(self, checkpoint: Path) -> None:
         """Look at the model's class here. vLLM looks at an architecture that is new to the machine in a process of
@@ -293,9 +304,13 @@ class Trainer:
     def engine(self) -> PipeEngine | None:
         return PipeEngine(self.calls) if self.calls is not None else None
 
-    def close(self) -> None:
+    def release(self) -> None:
+        """Let go of the engine."""
         if self.sync is not None:
             self.sync.close()
+        self.sync = self.model = None
+
+    close = release
 
 
 class Trainers:

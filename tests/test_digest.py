@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from weightsync.kernels.digest import digest
 
-CHUNK_WORDS = 1 << 18
+BLOCK_WORDS = 1 << 16
+BLOCKS_AT_ONCE = 256
 MASK = (1 << 64) - 1
 GOLDEN, STEP = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 
@@ -25,7 +26,7 @@ def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def weight(index: int) -> int:
-    """The weight of a word by its number in its chunk, in Python's integers."""
+    """The weight of a word by its number in its block, in Python's integers."""
     mixed = index * GOLDEN & MASK
     mixed ^= ((mixed >> 29) | (MASK << 35 if mixed >> 63 else 0)) & MASK  # an arithmetic shift
     return mixed * STEP & MASK | 1
@@ -35,9 +36,9 @@ def reference(data: bytes) -> int:
     words = len(data) // 8
     total = 0
     for number in range(words):
-        chunk, index = divmod(number, CHUNK_WORDS)
+        block, index = divmod(number, BLOCK_WORDS)
         word = int.from_bytes(data[number * 8 : number * 8 + 8], "little")
-        total += word * weight(index) * pow(STEP, chunk, 1 << 64)
+        total += word * weight(index) * pow(STEP, block, 1 << 64)
     total += int.from_bytes(data[words * 8 :], "little") * ((words * 2 + 1) * GOLDEN | 1)
     return total & MASK
 
@@ -47,9 +48,20 @@ def test_it_is_what_plain_python_computes(data):
     assert digest(tensor(data)) == reference(data)
 
 
-def test_it_is_what_plain_python_computes_over_several_chunks():
-    data = noise(8 * (2 * CHUNK_WORDS + 3) + 5)
+def test_it_is_what_plain_python_computes_over_several_blocks():
+    data = noise(8 * (2 * BLOCK_WORDS + 3) + 5)
     assert digest(data) == reference(bytes(data.tolist()))
+
+
+@pytest.mark.parametrize("words", [BLOCK_WORDS * BLOCKS_AT_ONCE - 1, BLOCK_WORDS * (BLOCKS_AT_ONCE + 1) + 1])
+def test_large_data_is_the_sum_of_its_parts(words):
+    """Zeros before a part only choose its weights, so two parts can be looked at alone."""
+    data = torch.zeros(8 * words, dtype=torch.uint8)
+    data[800:808], data[-8:] = 3, 5
+    first, last = int.from_bytes(b"\x03" * 8, "little"), int.from_bytes(b"\x05" * 8, "little")
+    block, index = divmod(words - 1, BLOCK_WORDS)
+    expected = first * weight(100) + last * weight(index) * pow(STEP, block, 1 << 64)
+    assert digest(data) == expected & MASK
 
 
 def test_values_that_must_never_change():
@@ -93,7 +105,7 @@ def test_every_single_bit_counts():
     assert digest(data) == right
 
 
-@pytest.mark.parametrize("nbytes", [2, 8, 64, 256, 4096, 8 * CHUNK_WORDS])
+@pytest.mark.parametrize("nbytes", [2, 8, 64, 256, 4096, 8 * BLOCK_WORDS])
 def test_swapped_blocks_are_noticed(nbytes):
     data = noise(4 * nbytes)
     swapped = torch.cat([data[nbytes : 2 * nbytes], data[:nbytes], data[2 * nbytes :]])
@@ -109,7 +121,7 @@ def test_shifted_bytes_are_noticed(by):
     assert digest(torch.cat([torch.zeros(by, dtype=torch.uint8), data[:-by]])) != digest(data)
 
 
-@pytest.mark.parametrize("nbytes", [8, 256, 4096, 8 * CHUNK_WORDS])
+@pytest.mark.parametrize("nbytes", [8, 256, 4096, 8 * BLOCK_WORDS])
 def test_a_repeated_and_a_stale_block_are_noticed(nbytes):
     data = noise(3 * nbytes)
     repeated = data.clone()
@@ -136,6 +148,6 @@ def test_permuted_rows_of_weights_are_noticed():
 
 @pytest.mark.gpu
 def test_a_gpu_computes_the_same():
-    data = noise(8 * (CHUNK_WORDS + 3) + 5)
+    data = noise(8 * (BLOCK_WORDS + 3) + 5)
     assert digest(data.cuda()) == digest(data)
     assert digest(data.cuda()[3:]) == digest(data[3:])

@@ -9,10 +9,10 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-import torch
-
 import tiny_models
+import torch
 from engines import PROMPTS, TIMEOUT_S, Answer, Engines, Remote, Trainer, Trainers, answer_of, assert_same
+
 from weightsync import PushReport, WeightSync
 
 pytest_plugins = ["engine_fixtures"]
@@ -38,6 +38,7 @@ SERVED = [
 def load(
     trainer: Trainer | Engines, model: str, transport: str, options: dict[str, Any], dtype: torch.dtype = torch.bfloat16
 ) -> None:
+    trainer.release()
     trainer.model = tiny_models.build(model, "A", dtype)
     if isinstance(trainer, Trainer):
         tiny_models.shard(trainer.model)
@@ -50,11 +51,6 @@ def load(
 def push(trainer: Trainer | Engines, weights: str) -> PushReport:
     tiny_models.fill(trainer.model, weights)
     return trainer.sync.push(trainer.model)
-
-
-def close(trainer: Trainer | Engines) -> None:
-    trainer.sync.close()
-    trainer.sync = trainer.model = None
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -72,7 +68,6 @@ def test_pushed_equals_cold(engines: Remote, trainers: Trainers, model: str, tp:
         for number, weights in enumerate(pushes):
             trainer.call(push, weights)
             assert_same(engines.call(Engines.ask), cold[weights], f"push {number} ({weights}) in {buckets}")
-        trainer.call(close)
 
 
 @pytest.mark.parametrize("kind", ["plain", "fsdp2"])
@@ -86,7 +81,6 @@ def test_a_trainer_in_float32_equals_the_checkpoint_in_the_dtype_of_the_engine(
     for weights in "AB":
         trainer.call(push, weights)
         assert_same(engines.call(Engines.ask), cold[weights], f"push of {weights}")
-    trainer.call(close)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -109,7 +103,6 @@ def test_one_wrong_element_does_not_pass_as_equal(engines: Remote):
             assert_same(engines.call(Engines.ask), cold["B"], name)
     engines.call(push, "B")
     assert_same(engines.call(Engines.ask), cold["B"], "put right")
-    engines.call(close)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -122,7 +115,6 @@ def push_to_a_fresh_engine(engines: Engines, model: str, weights: str) -> tuple[
     before = engines.ask()
     load(engines, model, "ipc", {})
     push(engines, weights)
-    close(engines)
     return before, engines.ask()
 
 
@@ -156,7 +148,6 @@ def test_nothing_is_answered_from_what_older_weights_left_in_the_prefix_cache(en
     cached, pushed = engines.call(ask_long)
     assert cached == 0
     assert_same(pushed, cold, "a prompt that had been answered before the push")
-    engines.call(close)
 
 
 # ---------------------------------------------------------------------------------------------------------------

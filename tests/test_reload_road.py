@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 import tiny_models
 from engines import TIMEOUT_S, Answer, Engines, Remote, assert_same
+
 from weightsync import UnsupportedError, WeightSync, WeightSyncError
 
 pytest_plugins = ["engine_fixtures"]
@@ -23,6 +23,7 @@ def serve(engines: Engines, model: str, quantization: str) -> dict[str, Answer]:
 
 
 def connect(engines: Engines, model: str, transport: str, options: dict[str, Any]) -> None:
+    engines.release()
     engines.model = tiny_models.build(model, "A")
     engines.sync = WeightSync("fsdp", transport, engines.llm, timeout_s=TIMEOUT_S, **options)
 
@@ -30,11 +31,6 @@ def connect(engines: Engines, model: str, transport: str, options: dict[str, Any
 def push(engines: Engines, weights: str) -> dict[str, int]:
     tiny_models.fill(engines.model, weights)
     return engines.sync.push(engines.model).roads
-
-
-def close(engines: Engines) -> None:
-    engines.sync.close()
-    engines.sync = engines.model = None
 
 
 def addresses(engines: Engines) -> dict[str, int]:
@@ -65,7 +61,6 @@ def test_pushed_equals_cold_where_the_engine_repacks(engines: Remote, model: str
             roads = engines.call(push, weights)
             assert roads["reload"] >= LINEARS
             assert_same(engines.call(Engines.ask), cold[weights], f"push of {weights} by {transport}")
-        engines.call(close)
     assert engines.call(addresses) == before
     assert len(before) == (2 * LINEARS if quantization == "test-transposed" else 0)
 
@@ -87,28 +82,40 @@ def version(engines: Engines) -> str:
     return engines.llm.get_weight_version()
 
 
+def linears(engines: Engines) -> dict[str, bytes]:
+    """What each linear layer works with."""
+    return {
+        name: module.weight.detach().float().numpy().tobytes() + module.row_scale.float().numpy().tobytes()
+        for name, module in engines.live_model().named_modules()
+        if hasattr(module, "row_scale")
+    }
+
+
 @pytest.mark.engine
 def test_a_module_that_cannot_be_post_processed_is_put_back_and_the_next_push_heals(engines: Remote):
     cold = engines.call(serve, "qwen2", "test-failing", timeout_s=240)
     before = engines.call(addresses)
+    old = engines.call(linears)
     engines.call(connect, "qwen2", "ipc", {})
-    engines.call(push, "A")
-    for calls in (1, LINEARS):  # the first of the layers, and the last
-        error = engines.call(push_and_fail, "B", calls)
+    engines.call(push, "B")
+    new = engines.call(linears)
+    for nth in (1, 5, LINEARS):
+        engines.call(push, "A")
+        error = engines.call(push_and_fail, "B", nth)
         assert "this kernel does not like these weights" in str(error)
         assert error.who == "worker tp=0 pp=0 dp=0"
         assert engines.call(version).startswith("POISONED")
-        # The engine lives, and every layer has its tensors, old or new.
+
+        # Each layer is wholly new or wholly old, in its old place, and the engine still runs.
         assert engines.call(addresses) == before
-        mixture = engines.call(Engines.ask)
-        assert mixture != cold["B"]
-        if calls == 1:
-            assert_same(mixture, cold["A"], "nothing had been replaced yet")
-        report = engines.call(push, "B")
-        assert report["reload"] == LINEARS
-        assert_same(engines.call(Engines.ask), cold["B"], "the push after the failure")
-        engines.call(push, "A")
-    engines.call(close)
+        mixture = engines.call(linears)
+        assert sum(mixture[name] == new[name] for name in new) == nth - 1
+        assert sum(mixture[name] == old[name] for name in old) == LINEARS - nth + 1
+        assert engines.call(Engines.ask) != cold["B"]
+
+        assert engines.call(push, "B")["reload"] == LINEARS
+        assert_same(engines.call(Engines.ask), cold["B"], f"the push after failure {nth}")
+        assert not engines.call(version).startswith("POISONED")
 
 
 def push_refused(engines: Engines) -> UnsupportedError:
@@ -124,4 +131,3 @@ def test_a_quantisation_that_does_not_say_it_reloads_is_refused_and_untouched(en
     assert "weightsync_reloads" in str(engines.call(push_refused))
     assert_same(engines.call(Engines.ask), cold["A"], "after the refusal")
     assert engines.call(version) == "default"
-    engines.call(close)

@@ -31,7 +31,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from weightsync.errors import ConfigError, UnsupportedError
-from weightsync.senders.base import TensorPolicy, make_sender
+from weightsync.senders import make_sender
+from weightsync.senders.base import TensorPolicy
 from weightsync.senders.fsdp import Cut, FsdpSender, held_ranges
 from weightsync.senders.names import walk
 

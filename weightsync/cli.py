@@ -19,22 +19,25 @@ from weightsync.sync import DEFAULT_MAX_BYTES
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 _DESCRIPTION = """\
-weightsync moves updated policy weights from an RL trainer into a running vLLM. After
+weightsync moves updated policy weights from an RL trainer into a running vLLM:
 
     WeightSync(backend="fsdp", transport="ipc", engine="http://localhost:8000").push(model)
 
-the engine answers as one that was started cold from the same weights. This command shows that it does, and
-helps where it does not:
+and the engine answers as one that was started cold from these weights. The commands show that it
+does, and help where it does not:
 
-    weightsync demo                        train a tiny model, push it to a live vLLM after each step, and
-                                           prove the outcome equal to a cold start; takes a minute or two
-    weightsync plan ~/models/Qwen3-8B      what vLLM would do with a model's tensors: which region goes where,
-                                           what fuses, which buckets travel; from the config.json alone
-    weightsync doctor                      check this machine, then push to an engine and back; with
-                                           --engine URL --model DIR to the engine that you run
+    weightsync demo
+        Train a tiny model, push it to a live vLLM after each step, and prove that the engine answers
+        as one that was started cold from the last weights. A minute or two, no network, no GPU needed.
 
-`weightsync COMMAND --help` explains each one. Exit status: 0 when all is well, 1 when a check or a proof failed,
-2 when the call itself cannot work.
+    weightsync plan ~/models/Qwen3-8B --tp 2
+        What vLLM would do with a model's tensors, from its config.json alone: which region goes
+        where, what fuses, which buckets travel.
+
+    weightsync doctor
+        Check this machine, then push to a live engine and back. With --engine URL --model DIR: yours.
+
+Exit status: 0 when all is well, 1 when something failed, 2 when the call itself cannot work.
 """
 
 
@@ -100,10 +103,10 @@ def _add_doctor(commands: Commands) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="check this machine, then push to a live engine and back",
-        description="Checks versions, GPUs, shared memory and settings; then pushes to a vLLM: its own weights (nothing "
-        "may change), other weights (the answers must change), and its own again (they must come back exactly). Starts a "
-        "tiny engine for that, or takes yours. Example: weightsync doctor --engine http://localhost:8000 --model "
-        "~/models/Qwen3-8B",
+        description="Checks versions, GPUs, shared memory and settings; then pushes to a vLLM: its own weights "
+        "(nothing may change), other weights (the answers must change), and its own again (they must come back "
+        "exactly). Starts a tiny engine for that, or takes yours. Example: weightsync doctor --engine "
+        "http://localhost:8000 --model ~/models/Qwen3-8B",
     )
     doctor.add_argument(
         "--engine",

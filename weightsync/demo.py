@@ -1,9 +1,11 @@
 """`weightsync demo`: train two ranks, push to a live vLLM after each step, prove it equal to an engine started cold.
 
-this process   starts and watches the others, and shows what they do
-trainers       `weightsync.demo_trainer`, FSDP2; they push
-engine         a vLLM server, which starts with random weights and lives through all pushes
-cold engine    a vLLM that starts from the trainer's last weights, as a checkpoint, and never sees a push
+Who takes part:
+
+    this process   starts and watches the others, and shows what they do
+    trainers       `weightsync.demo_trainer`, FSDP2; they push
+    engine         a vLLM server, which starts with random weights and lives through all pushes
+    cold engine    a vLLM that starts from the trainer's last weights, as a checkpoint, and never sees a push
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from weightsync.report import PushReport, format_bytes
 from weightsync.trial import (
     MAX_TOKENS,
     Answer,
+    ChildError,
     Helper,
     Server,
     ask,
@@ -43,6 +46,8 @@ PROMPTS = ([5, 6, 7, 8], [40, 41], [100, 101, 102], [9, 3, 77, 1])
 """What the engines are asked; the first is shown after each push."""
 _START_TIMEOUT_S = 300.0
 _STEP_TIMEOUT_S = 120.0
+_MOURNING_S = 1.0
+"""After a failure: time for the process that caused it to end, so that its log can be shown too."""
 _HEADING = "version     bytes   loss   seconds: plan  gather transfer   load  paused   total"
 _ROW = "{:>7} {:>9} {:>6.2f}        {:>8.3f} {:>7.3f} {:>8.3f} {:>6.3f} {:>7.3f} {:>7.3f}"
 
@@ -99,30 +104,43 @@ def run(transport: str, steps: int, layers: int, console: Console) -> bool:
             folder / "cold.log",
         )
         cleanup.callback(cold.stop)
-        _show_header(console, layout, transport, layers, steps, engine.url)
-        with _busy(console, "starting the trainers and the engine"):
-            parameters = receive(trainers, _START_TIMEOUT_S)[0]["parameters"]
-            engine.wait(_START_TIMEOUT_S)
-            receive([cold], _START_TIMEOUT_S)
-        console.print(
-            f"ready after {time.monotonic() - started:.0f} s: {parameters / 1e6:.2f} M parameters, "
-            f"prompt {' '.join(map(str, PROMPTS[0]))}\n"
-        )
-        console.print(_HEADING)
-        first = before = engine.generate(PROMPTS)
-        for step in range(steps):
-            with _busy(console, f"step {step + 1} of {steps}"):
-                losses = ask(trainers, {"do": "train"}, _STEP_TIMEOUT_S)
-                pushed = ask(trainers, {"do": "push"}, _STEP_TIMEOUT_S)
-                after = engine.generate(PROMPTS)
-            _show_push(console, PushReport.from_dict(pushed[0]["report"]), losses[0]["loss"], before[0], after[0])
-            before = after
-        with _busy(console, "starting a second engine, cold, from the trainer's last weights"):
-            ask(trainers, {"do": "save", "folder": str(folder / "checkpoint")}, _STEP_TIMEOUT_S)
-            expected = _ask_cold(cold, folder / "checkpoint")
-        passed = _show_proof(console, first, before, expected)
+        try:
+            _show_header(console, layout, transport, layers, steps, engine.url)
+            with _busy(console, "starting the trainers and the engine"):
+                parameters = receive(trainers, _START_TIMEOUT_S)[0]["parameters"]
+                engine.wait(_START_TIMEOUT_S)
+            console.print(
+                f"ready after {time.monotonic() - started:.0f} s: {parameters / 1e6:.2f} M parameters, "
+                f"prompt {' '.join(map(str, PROMPTS[0]))}\n"
+            )
+            first, pushed = _train_and_push(console, trainers, engine, steps)
+            with _busy(console, "starting a second engine, cold, from the trainer's last weights"):
+                ask(trainers, {"do": "save", "folder": str(folder / "checkpoint")}, _STEP_TIMEOUT_S)
+                receive([cold], _START_TIMEOUT_S)
+                expected = _ask_cold(cold, folder / "checkpoint")
+        except ChildError as error:
+            time.sleep(_MOURNING_S)
+            deaths = [text for child in (engine, cold) if (text := child.obituary()) not in (None, str(error))]
+            raise ChildError("\n".join([str(error), *map(str, deaths)])) from error
+        passed = _show_proof(console, first, pushed, expected)
         console.print(f"took {time.monotonic() - started:.0f} s")
         return passed
+
+
+def _train_and_push(
+    console: Console, trainers: Sequence[Helper], engine: Server, steps: int
+) -> tuple[list[Answer], list[Answer]]:
+    """What the engine answers before the first push, and after the last."""
+    console.print(_HEADING)
+    first = before = engine.generate(PROMPTS)
+    for step in range(steps):
+        with _busy(console, f"step {step + 1} of {steps}"):
+            losses = ask(trainers, {"do": "train"}, _STEP_TIMEOUT_S)
+            pushes = ask(trainers, {"do": "push"}, _STEP_TIMEOUT_S)
+            after = engine.generate(PROMPTS)
+        _show_push(console, PushReport.from_dict(pushes[0]["report"]), losses[0]["loss"], before[0], after[0])
+        before = after
+    return first, before
 
 
 def _start_trainers(
@@ -179,7 +197,7 @@ def _show_header(console: Console, layout: Layout, transport: str, layers: int, 
         "trainer": f"{ranks} ({', '.join(layout.trainers)}): Qwen3, {layers} layers, FSDP2 over {backend}, float32",
         "engine": f"vLLM {vllm_version()} ({layout.engine}), {url}, bfloat16, random weights",
         "transport": f"{transport}: {way}",
-        "task": f"to count; {steps} times {demo_trainer.OPTIMIZER_STEPS} optimizer steps and a push",
+        "task": f"to count up; {steps} times: {demo_trainer.OPTIMIZER_STEPS} optimizer steps, then a push",
     }
     for name, text in rows.items():
         grid.add_row(f"[bold]{name}[/bold]", text)
@@ -200,7 +218,7 @@ def _show_proof(
     table = Table(
         title="The engine that was pushed to, and one started cold from the same weights", title_justify="left"
     )
-    for column in ("prompt", "engine", "token ids, greedy", "max |difference of log-probabilities|"):
+    for column in ("prompt", "engine", "token ids, greedy", "max |Δ logp|"):
         table.add_column(column, overflow="fold")
     for prompt, one, other in zip(PROMPTS, pushed, expected, strict=True):
         gap = difference([one], [other])
@@ -220,8 +238,8 @@ def _show_proof(
         console.print(f"[bold red]FAIL[/bold red] the cold engine gives {what}: this is a bug; please report it")
         return False
     console.print(
-        f"[bold green]PASS[/bold green] identical: {count} tokens of {len(PROMPTS)} prompts, the same ids and, to the "
-        "last bit, the same log-probabilities"
+        f"[bold green]PASS[/bold green] identical: {count} tokens of {len(PROMPTS)} prompts, same ids, same "
+        "log-probabilities"
     )
     return True
 

@@ -28,9 +28,11 @@ from torch import nn
 
 from weightsync import __version__
 from weightsync.channel import Deadline, Hub
+from weightsync.engines import connect
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.layout import Box, Manifest, Placement, TensorMeta
 from weightsync.ranks import RankGroup
+from weightsync.receiver.receiver import POISONED
 from weightsync.report import format_bytes
 from weightsync.sync import DEFAULT_MAX_BYTES, SLOTS, WeightSync
 from weightsync.transports.base import Shipment
@@ -245,18 +247,21 @@ def _plug_in() -> Iterator[Finding]:
 
 
 def _own_engine(transport: str) -> Iterator[Finding]:
-    from weightsync.demo import lay_out
-    from weightsync.demo_trainer import build
-
     if vllm_version() is None or installed("transformers") is None:
         yield Finding("skip", "engine", "vLLM is not installed here; name a running one with --engine URL --model DIR")
         return
+    from transformers.utils import logging as hf_logging
+
+    from weightsync.demo import lay_out
+    from weightsync.demo_trainer import build
+
     try:
         layout = lay_out(torch.cuda.device_count(), transport)
     except ConfigError as error:
         yield Finding("skip", "engine", str(error))
         return
     with ExitStack() as cleanup:
+        hf_logging.disable_progress_bar()
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-doctor-")))
         model: Any = build(str(tiny_model(folder / "config", layers=2)))
         model.to(torch.bfloat16).save_pretrained(folder / "model")
@@ -273,8 +278,14 @@ def _own_engine(transport: str) -> Iterator[Finding]:
 
 
 def _given_engine(url: str, model_dir: Path, transport: str) -> Iterator[Finding]:
-    from transformers import AutoModelForCausalLM
-
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging as hf_logging
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error}; --model is read with transformers: pip install transformers") from error
+    if not (model_dir / "config.json").is_file():
+        raise ConfigError(f"{model_dir} has no config.json; expected the checkpoint that the engine serves")
+    hf_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
     device = _roomiest(sum(p.numel() * p.element_size() for p in model.parameters()))
     yield from _pushes(url, model.to(device), transport)
@@ -289,13 +300,11 @@ def _roomiest(nbytes: int) -> torch.device:
 
 def _pushes(url: str, model: nn.Module, transport: str) -> Iterator[Finding]:
     """Identity, A to B, B to A. Whatever fails, the last thing tried is to have the engine serve A."""
-    serves_a, moved = True, False
+    served = pushing = "A"
     try:
         own = generate(url, _PROMPTS)
         with WeightSync("fsdp", transport, url, progress=False) as sync:
-            serves_a = False
             report = sync.push(model)
-            serves_a = True
             start = generate(url, _PROMPTS)
             yield _same(
                 "identity push",
@@ -304,17 +313,16 @@ def _pushes(url: str, model: nn.Module, transport: str) -> Iterator[Finding]:
                 f"{format_bytes(report.nbytes)} in {report.total_s:.2f} s, and the answers are unchanged",
                 "the answers changed: the engine did not serve exactly the weights of --model before; it does now",
             )
-            _move_rows(model, 1)
-            serves_a, moved = False, True
+            pushing = _move_rows(model, "B")
             sync.push(model)
+            served = "B"
             if difference(start, generate(url, _PROMPTS)) == 0:
                 yield Finding("FAIL", "A to B", "other weights were pushed, the answers are the same: please report it")
             else:
                 yield Finding("pass", "A to B", "other weights, other answers")
-            _move_rows(model, -1)
-            moved = False
+            pushing = _move_rows(model, "A")
             sync.push(model)
-            serves_a = True
+            served = "A"
             yield _same(
                 "B to A",
                 start,
@@ -322,19 +330,29 @@ def _pushes(url: str, model: nn.Module, transport: str) -> Iterator[Finding]:
                 "the first weights again, and exactly their answers",
                 "the first weights again, and other answers than they gave before: please report it",
             )
+        return
     except WeightSyncError as error:
         yield Finding("FAIL", "push", str(error))
-    if not serves_a:
-        if moved:
-            _move_rows(model, -1)
-        try:
-            with WeightSync("fsdp", transport, url, progress=False) as sync:
-                sync.push(model)
-            yield Finding("pass", "afterwards", "the engine has been given the weights of --model again")
-        except WeightSyncError as error:
-            yield Finding(
-                "FAIL", "afterwards", f"the engine does not serve the weights of --model, restart it: {error}"
-            )
+    if served == "A" and _is_clean(url):
+        return
+    try:
+        if pushing == "B":
+            _move_rows(model, "A")
+        with WeightSync("fsdp", transport, url, progress=False) as sync:
+            sync.push(model)
+        yield Finding("pass", "afterwards", "the engine has been given the weights of --model again")
+    except WeightSyncError as error:
+        yield Finding("FAIL", "afterwards", f"the engine does not serve the weights of --model, restart it: {error}")
+
+
+def _is_clean(url: str) -> bool:
+    """Whether the engine says that no push has failed half-way."""
+    (engine,) = connect(url, _CHILD_TIMEOUT_S)
+    try:
+        version = engine.version()
+    except WeightSyncError:
+        return False
+    return version is not None and not version.startswith(POISONED)
 
 
 def _same(check: str, expected: list[Answer], found: list[Answer], good: str, bad: str) -> Finding:
@@ -346,11 +364,12 @@ def _same(check: str, expected: list[Answer], found: list[Answer], good: str, ba
 
 
 @torch.no_grad()
-def _move_rows(model: nn.Module, by: int) -> None:
-    """Turn the weights into others in place: the rows of every parameter, moved in a ring. Exactly undone by `-by`."""
+def _move_rows(model: nn.Module, to: str) -> str:
+    """Turn weights A into B in place, or back, exactly: the rows of every parameter, moved in a ring. Gives `to`."""
     for parameter in model.parameters():
         if parameter.dim() > 0:
-            parameter.copy_(parameter.roll(by, 0))
+            parameter.copy_(parameter.roll(1 if to == "B" else -1, 0))
+    return to
 
 
 if __name__ == "__main__":

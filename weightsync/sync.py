@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -20,9 +20,11 @@ from weightsync.machine import boot_id, describe_device
 from weightsync.progress import Progress
 from weightsync.ranks import RankGroup
 from weightsync.report import PushReport, WorkerReport
-from weightsync.senders.base import Piece, Sender, TensorPolicy, make_sender
+from weightsync.senders import make_sender
+from weightsync.senders.base import Piece, Sender, TensorPolicy
 from weightsync.session import EngineSession
-from weightsync.transports.base import Shipment, Transport, WorkerInfo, make_transport
+from weightsync.transports import make_transport
+from weightsync.transports.base import Shipment, Transport, WorkerInfo
 from weightsync.wire import (
     Connect,
     Loaded,
@@ -182,7 +184,7 @@ class WeightSync:
                 gather_s += time.perf_counter() - staging
                 if session is not None:
                     self._phase = "transfer"
-                    session.load(bucket, rows if self._verify else [])
+                    session.load(bucket, rows)
                     transport.post(bucket)
                 bar.advance(agreed.bucket_bytes[bucket])
         report: PushReport | None = None
@@ -229,8 +231,7 @@ class WeightSync:
     ) -> _Agreement:
         """Collective. Agree with every engine worker on what travels, in which dtype, in which buckets, from where."""
         mine = _place(pieces, ranks.rank)
-        device = next(iter(mine.values())).device if mine else torch.device("cpu")
-        kind, gpu_uuid = describe_device(device)
+        kind, gpu_uuid = describe_device(_device(mine))
         own = {
             "manifest": manifest.digest(),
             "boot_id": boot_id(),
@@ -279,6 +280,7 @@ class WeightSync:
             travelling,
             tuple(tuple(names) for names in answer["buckets"]),
             tuple(unpack_placements(answer["placements"])),
+            self._verify,
         )
         self._phase = "connect"
         offer = transport.prepare(shipment, mine, ranks)
@@ -396,6 +398,14 @@ def _place(pieces: Sequence[Piece], rank: int) -> dict[Placement, torch.Tensor]:
         )
         placed[placement] = tensor
     return placed
+
+
+def _device(placed: Mapping[Placement, torch.Tensor]) -> torch.device:
+    """Where this rank's tensors are; for one that holds none, where its process group works."""
+    if placed:
+        return next((t.device for t in placed.values() if t.is_cuda), torch.device("cpu"))
+    on_gpu = _distributed() and torch.distributed.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def _signature(manifest: Manifest, pieces: Sequence[Piece]) -> _Signature:

@@ -122,11 +122,17 @@ class Child:
                 start_new_session=True,  # a Ctrl-C reaches us alone, and we end our children in order
             )
 
+    def obituary(self) -> str | None:
+        """How the process ended, with the end of its log; None while it lives."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        return f"{self.name} ended with exit code {code}. The end of its log:\n{self.log_tail()}"
+
     def check(self) -> None:
         """Raise `ChildError` when the process has ended."""
-        code = self._process.poll()
-        if code is not None:
-            raise ChildError(f"{self.name} ended with exit code {code}. The end of its log:\n{self.log_tail()}")
+        if (obituary := self.obituary()) is not None:
+            raise ChildError(obituary)
 
     def log_tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]

@@ -23,7 +23,9 @@ def digest(data: torch.Tensor) -> int:
     """The digest of a contiguous 1-D uint8 tensor, an unsigned 64-bit number. The last word is padded with zeros."""
     words = data.numel() // 8
     body = data[: words * 8]
-    body = (body if body.data_ptr() % 8 == 0 else body.clone()).view(torch.int64)
+    if body.data_ptr() % 8 or body.storage_offset() % 8:
+        body = body.clone()  # only whole words of a storage can be viewed as words
+    body = body.view(torch.int64)
     weights = _weights(data.device)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     stride = _BLOCK_WORDS * _BLOCKS_AT_ONCE

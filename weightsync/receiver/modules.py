@@ -106,8 +106,8 @@ def choose_roads(all_units: list[Unit], post_process: PostProcess, parts: Parts,
             unsafe.append(f"{unit.names[0]} ({', '.join(verdict.opaque)})")
     if unsafe:
         raise UnsupportedError(
-            f"{len(unsafe)} modules keep weights inside kernel objects whose addresses CUDA graphs have captured, which "
-            f"this version cannot reload in place: {'; '.join(unsafe[:3])}. Use another kernel backend for them, or "
+            f"{len(unsafe)} modules keep weights inside kernel objects, whose addresses CUDA graphs have captured; this "
+            f"version cannot reload those in place: {'; '.join(unsafe[:3])}. Use another kernel backend for them, or "
             'transport="checkpoint" with a restart.'
         )
 
@@ -132,7 +132,7 @@ def _try_post_process(unit: Unit, post_process: PostProcess, parts: Parts, devic
         for param in fresh.values():
             _randomise(param)
         expected = [_bytes(param).clone() for param in fresh.values()]
-        slots = [_parameters(module) for module in unit.pristine]
+        slots = [_slots(module) for module in unit.pristine]
         before = [_attributes(part) for part in holders]
         for module in unit.pristine:
             post_process(module)
@@ -149,11 +149,7 @@ def _try_post_process(unit: Unit, post_process: PostProcess, parts: Parts, devic
             for key in keys
             if key in new and not _weightless(new[key], known, own)
         }
-        kept = [
-            [(key, id(param)) for key, param in _parameters(module)] == [(key, id(param)) for key, param in slot]
-            for module, slot in zip(unit.pristine, slots, strict=True)
-        ]
-        same = all(kept) and all(
+        same = [_slots(module) for module in unit.pristine] == slots and all(
             torch.equal(_bytes(param), old) for param, old in zip(fresh.values(), expected, strict=True)
         )
         return _Verdict(same and not made, changed, [k for k, v in made.items() if not isinstance(v, torch.Tensor)])
@@ -216,6 +212,8 @@ class Reload:
             for part, model, keys in zip(holders, models, unit.changed, strict=True):
                 for key in keys:  # Record1: as if nothing had been loaded yet
                     _put(part, key, model.__dict__.get(key, _ABSENT))
+                for key in part.__dict__.get("_buffers", {}).keys() - model.__dict__.get("_buffers", {}).keys():
+                    del part.__dict__["_buffers"][key]
             for module, model in zip(unit.live, unit.pristine, strict=True):
                 _install(module, model, self._fresh)
             for module in unit.live:
@@ -225,8 +223,9 @@ class Reload:
                 snapshot.restore()
             raise
         for part, snapshot, keys in zip(holders, saved, unit.changed, strict=True):
-            for key, old in snapshot.containers.get("_parameters", {}).items():
-                _keep_address(part.__dict__["_parameters"], key, old)
+            for container, slots in snapshot.containers.items():
+                for key, old in slots.items():
+                    _keep_address(part.__dict__[container], key, old)
             for key in keys:
                 if isinstance(old := snapshot.attributes.get(key), torch.Tensor):
                     _keep_address(part.__dict__, key, old)
@@ -267,6 +266,11 @@ def _attributes(part: Any) -> dict[str, Any]:
 
 def _parameters(part: Any) -> list[tuple[str, nn.Parameter]]:
     return [(key, param) for key, param in part.__dict__.get("_parameters", {}).items() if param is not None]
+
+
+def _slots(module: nn.Module) -> list[tuple[str, int]]:
+    """Which parameter and which buffer stands under which name."""
+    return [(key, id(tensor)) for key, tensor in (*module._parameters.items(), *module._buffers.items())]
 
 
 def _install(module: nn.Module, model: nn.Module, fresh: dict[int, nn.Parameter]) -> None:

@@ -18,13 +18,15 @@ from typing import Any
 import torch
 
 from weightsync.channel import Deadline
-from weightsync.errors import DigestError, ProtocolError
+from weightsync.errors import DigestError, ProtocolError, UnsupportedError
 from weightsync.kernels.digest import digest
 from weightsync.layout import Box, CopyStep, Manifest, Placement, copy_steps, coverage, fuse_groups
+from weightsync.machine import describe_device
 from weightsync.receiver.host import ModelHost
 from weightsync.receiver.modules import Reload, Unit, choose_roads, units
-from weightsync.receiver.trace import Trace, named_tensors, trace_loader, uncovered
-from weightsync.transports.base import Idle, Source, make_source, strided
+from weightsync.receiver.trace import Trace, named_tensors, trace_loader, uncovered, writers
+from weightsync.transports import make_source
+from weightsync.transports.base import Idle, Source, strided
 
 CLEAN, POISONED = "CLEAN", "POISONED"
 
@@ -91,9 +93,14 @@ class Receiver:
             trace = trace_loader(model, lambda weights: host.load_weights(model, weights), manifest)
             missing, doubled = uncovered(model, trace)
             held = named_tensors(model)
+        if buffers := [name for name in trace.computed if name not in self._unit_of]:
+            raise UnsupportedError(
+                f"the engine's loader computes {len(buffers)} buffers, which this version can only copy into: "
+                f"{', '.join(buffers[:5])}"
+            )
         refused = dict(trace.refused)
         for param, boxes in doubled.items():
-            names = sorted({copy.name for copy in trace.copies if copy.param == param})
+            names = writers(model, trace, param, boxes)
             for name in names:
                 refused[name] = f"{_region(param, boxes, held)} is written twice, by {', '.join(names)}"
         used: dict[str, str] = {}
@@ -237,7 +244,7 @@ class Receiver:
 
     def _nearest(self, storages: list[list[Any]]) -> int | None:
         """The trainer rank on this worker's own GPU, if any: its replicas are read first."""
-        own = _gpu_uuid(self._host.device)
+        own = describe_device(self._host.device)[1]
         return next((rank for rank, _, _, row in storages if own and row.get("gpu_uuid") == own), None)
 
 
@@ -323,10 +330,6 @@ class _Push:
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-
-
-def _gpu_uuid(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def _region(param: str, boxes: list[Box], held: dict[str, torch.Tensor]) -> str:

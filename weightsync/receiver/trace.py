@@ -74,7 +74,7 @@ def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest
             if isinstance(error, KeyError) or "no module or parameter named" in str(error):
                 trace.unknown.append(name)
             else:
-                trace.refused[name] = f"shape {shape}: {error or type(error).__name__}"
+                trace.refused[name] = f"shape {shape}: {str(error) or type(error).__name__}"
             offered = [meta for meta in offered if meta.name != name]
             continue
         break
@@ -106,6 +106,18 @@ def uncovered(model: nn.Module, trace: Trace) -> tuple[dict[str, list[Box]], dic
         if twice:
             doubled[name] = twice
     return missing, doubled
+
+
+def writers(model: nn.Module, trace: Trace, param: str, boxes: list[Box]) -> list[str]:
+    """The tensors that land in `boxes` of a parameter."""
+    tensor = named_tensors(model)[param]
+    return sorted(
+        {
+            copy.name
+            for copy in trace.copies
+            if copy.param == param and any(part.intersect(box) for part in _param_boxes(tensor, copy) for box in boxes)
+        }
+    )
 
 
 class _Feed:

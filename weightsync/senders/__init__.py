@@ -1,0 +1,16 @@
+"""The trainer backends: which tensors there are, under their checkpoint names, and where their bytes lie."""
+
+from __future__ import annotations
+
+from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.senders.base import Sender, TensorPolicy
+from weightsync.senders.fsdp import FsdpSender
+
+
+def make_sender(backend: str, policy: TensorPolicy) -> Sender:
+    """The sender of a trainer backend. Raises `ConfigError` for an unknown one, `UnsupportedError` for one to come."""
+    if backend == "fsdp":
+        return FsdpSender(policy)
+    if backend in ("deepspeed", "megatron"):
+        raise UnsupportedError(f'backend={backend!r} comes in a later release; this one has backend="fsdp"')
+    raise ConfigError(f'backend={backend!r} is unknown; choose "fsdp", or later "deepspeed" or "megatron"')

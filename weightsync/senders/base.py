@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Protocol
 
-from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.errors import ConfigError
 from weightsync.layout import itemsize
 
 if TYPE_CHECKING:
@@ -70,14 +70,3 @@ class TensorPolicy:
     def wire_dtype(self, name: str) -> str | None:
         """The dtype that `name` is declared to travel in; None means the one that the engine holds it in."""
         return next((dtype for pattern, dtype in self.dtypes.items() if fnmatchcase(name, pattern)), None)
-
-
-def make_sender(backend: str, policy: TensorPolicy) -> Sender:
-    """The sender of a trainer backend. Raises `ConfigError` for an unknown one, `UnsupportedError` for one to come."""
-    if backend == "fsdp":
-        from weightsync.senders.fsdp import FsdpSender
-
-        return FsdpSender(policy)
-    if backend in ("deepspeed", "megatron"):
-        raise UnsupportedError(f'backend={backend!r} comes in a later release; this one has backend="fsdp"')
-    raise ConfigError(f'backend={backend!r} is unknown; choose "fsdp", or later "deepspeed" or "megatron"')

@@ -1,1 +1,32 @@
 """How bytes reach an engine: shared memory of one host (`ipc`), or a collective (`broadcast`)."""
+
+from __future__ import annotations
+
+import torch
+
+from weightsync.errors import ConfigError, ProtocolError
+from weightsync.transports.base import Source, Transport
+from weightsync.transports.broadcast import BroadcastSource, BroadcastTransport
+from weightsync.transports.ipc import IpcSource, IpcTransport
+
+
+def make_transport(name: str, *, timeout_s: float) -> Transport:
+    """The trainer's end of a transport, by name."""
+    match name:
+        case "ipc" | "cuda_ipc":
+            return IpcTransport(name)
+        case "broadcast" | "nccl":
+            return BroadcastTransport(name, timeout_s)
+        case "single_copy" | "lora" | "checkpoint":
+            raise ConfigError(f'transport="{name}" is not in this version; use "ipc" or "broadcast"')
+    raise ConfigError(f'unknown transport {name!r}; choose "ipc", "broadcast", "cuda_ipc" or "nccl"')
+
+
+def make_source(name: str, device: torch.device) -> Source:
+    """The worker's end of a transport, by the name in a `Connect` message."""
+    match name:
+        case "ipc" | "cuda_ipc":
+            return IpcSource(device)
+        case "broadcast" | "nccl":
+            return BroadcastSource(device)
+    raise ProtocolError(f"the trainer asks for transport {name!r}, which this side does not know")

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from weightsync.channel import Deadline
-from weightsync.errors import ConfigError, ProtocolError
+from weightsync.errors import ProtocolError
 from weightsync.layout import Manifest, Placement
 
 ALIGN_BYTES = 256
@@ -25,12 +25,14 @@ ALIGN_BYTES = 256
 class Shipment:
     """What is to be moved, the same on every trainer rank.
 
-    `manifest` has the dtypes that travel; `buckets` its names, each once; `placements` where every rank's bytes lie.
+    `manifest` has the dtypes that travel; `buckets` its names, each once; `placements` where every rank's bytes lie;
+    `digests` whether copied bytes get a digest.
     """
 
     manifest: Manifest
     buckets: tuple[tuple[str, ...], ...]
     placements: tuple[Placement, ...]
+    digests: bool = True
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class Group(Protocol):
 class Transport(Protocol):
     """The trainer's end. Made for one session; `abort` may be called at any time and from any state.
 
-    Life: `check` (rank 0), `prepare`, `storages`, `invite` and `join` (rank 0), `joined`, then for each push and bucket `stage`, `post` (rank 0).
+    Life: `check` (rank 0), `prepare`, `storages`, `invite` and `join` (rank 0), `joined`; then for each push, `stage` and
+    `post` (rank 0) for each bucket, and `finish` (rank 0).
     """
 
     name: str
@@ -102,7 +105,7 @@ class Transport(Protocol):
 
     def stage(self, bucket: int, idle: Idle, deadline: Deadline) -> list[list[Any]]:
         """Collective: every trainer rank calls this. When it returns on all ranks the bucket's bytes are in place.
-        Gives this rank's [rank, storage, first byte, bytes, digest] rows, empty where nothing was copied. Called for
+        Gives this rank's [rank, storage, first byte, bytes, digest] rows, none where nothing was copied. Called for
         bucket n only when every worker has loaded bucket n - 2."""
 
     def post(self, bucket: int) -> None:
@@ -145,31 +148,3 @@ def strided(data: torch.Tensor, dtype: str, offset: int, size: Sequence[int], st
             f"storage of {data.numel()} bytes"
         )
     return whole.as_strided(tuple(size), tuple(stride), offset)
-
-
-def make_transport(name: str, *, timeout_s: float) -> Transport:
-    """The trainer's end of a transport, by name."""
-    from weightsync.transports.broadcast import BroadcastTransport
-    from weightsync.transports.ipc import IpcTransport
-
-    match name:
-        case "ipc" | "cuda_ipc":
-            return IpcTransport(name)
-        case "broadcast" | "nccl":
-            return BroadcastTransport(name, timeout_s)
-        case "single_copy" | "lora" | "checkpoint":
-            raise ConfigError(f'transport="{name}" is not in this version; use "ipc" or "broadcast"')
-    raise ConfigError(f'unknown transport {name!r}; choose "ipc", "broadcast", "cuda_ipc" or "nccl"')
-
-
-def make_source(name: str, device: torch.device) -> Source:
-    """The worker's end of a transport, by the name in a `Connect` message."""
-    from weightsync.transports.broadcast import BroadcastSource
-    from weightsync.transports.ipc import IpcSource
-
-    match name:
-        case "ipc" | "cuda_ipc":
-            return IpcSource(device)
-        case "broadcast" | "nccl":
-            return BroadcastSource(device)
-    raise ProtocolError(f"the trainer asks for transport {name!r}, which this side does not know")

@@ -52,13 +52,14 @@ class BroadcastTransport:
             seen[member.gpu_uuid] = member.peer
 
     def prepare(self, shipment: Shipment, pieces: Mapping[Placement, torch.Tensor], group: Group) -> Offer:
-        self._rank = group.rank
+        self._rank, self._digests = group.rank, shipment.digests
         kinds = {tensor.device.type for tensor in pieces.values()}
-        device = next((t.device for t in pieces.values() if t.is_cuda), torch.device("cpu"))
         kinds = set().union(*group.share([sorted(k) for k in group.gather(sorted(kinds), "plan")], "plan"))
         if len(kinds) > 1:
             raise ConfigError(f"a broadcast needs all tensors on one kind of device, found {sorted(kinds)}")
-        self._device = device
+        on_gpu = kinds == {"cuda"}
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self._device = next((tensor.device for tensor in pieces.values()), device)
         self._pieces = pieces
         self._buckets = shipment.buckets
         self._manifest = shipment.manifest
@@ -72,10 +73,12 @@ class BroadcastTransport:
         self._owners: list[list[Placement]] = [[] for _ in shipment.buckets]
         for owner in choose_owners(list(shipment.placements)):
             self._owners[number[owner.name]].append(owner)
-        self._meet_ranks(group, device)
+        self._meet_ranks(group, self._device)
         slot_bytes = max(self._bucket_bytes)
         self._slots = (
-            [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)] if group.rank == 0 else []
+            [torch.empty(slot_bytes, dtype=torch.uint8, device=self._device) for _ in range(SLOTS)]
+            if group.rank == 0
+            else []
         )
         fields = {"slot_bytes": slot_bytes, "bucket_bytes": self._bucket_bytes}
         return Offer(tuple(whole), shipment.buckets, fields)
@@ -139,6 +142,8 @@ class BroadcastTransport:
                 raise
             for placement, view in zip(theirs, views, strict=True):
                 self._target(placement).copy_(view)
+        if not self._digests:
+            return []
         data = self._data(bucket)
         return [[0, bucket % SLOTS, 0, data.numel(), digest(data)]]
 

@@ -60,7 +60,13 @@ class Communicator:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
             options._timeout = timedelta(seconds=timeout_s)
-            self._group = dist.ProcessGroupGloo(store, rank, size, options)
+            try:
+                self._group = dist.ProcessGroupGloo(store, rank, size, options)
+            except RuntimeError as error:
+                raise PeerError(
+                    f"the {size} members of a communicator did not come together within {timeout_s:g} s: {error}",
+                    phase="connect",
+                ) from error
 
     def broadcast(self, data: torch.Tensor) -> Pending:
         """Start a broadcast of member 0's `data` (1-D uint8) into the others'; every member calls it in one order."""
@@ -80,8 +86,15 @@ class Communicator:
         return _Watched(work) if self.device.type == "cpu" else work
 
     def abort(self) -> None:
-        """Break every operation under way, here and on the other members."""
-        self._group.abort()
+        """Leave, and break every operation under way on the other members. Returns at once; nothing may follow."""
+        group = [self._group]
+        self._group = None
+        if self.device.type == "cuda":
+            group.pop().abort()
+        else:
+            # gloo has no abort. Letting go of the group is all there is, and that waits for the operations under way
+            # here, which end when the others have gone, or at their deadline.
+            threading.Thread(target=group.clear, name="weightsync-gloo", daemon=True).start()
 
 
 class _Watched(threading.Thread):

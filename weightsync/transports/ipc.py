@@ -20,6 +20,7 @@ from weightsync.channel import Deadline
 from weightsync.errors import PlacementError, ProtocolError
 from weightsync.kernels.digest import digest
 from weightsync.layout import Manifest, Placement, choose_owners, itemsize, row_major
+from weightsync.machine import describe_device
 from weightsync.transports.base import Group, Idle, Offer, Shipment, WorkerInfo, align, strided
 
 ARENA = 0
@@ -63,7 +64,7 @@ class IpcTransport:
             raise PlacementError(
                 f'transport="cuda_ipc" takes GPU tensors only; {len(cpu)} are on a CPU, such as {cpu[0]}'
             )
-        self._rank = group.rank
+        self._rank, self._digests = group.rank, shipment.digests
         direct = [p for p in shipment.placements if p.name in on_gpu]
         staged = choose_owners([p for p in shipment.placements if p.name not in on_gpu])
         buckets = [tuple(n for n in names if n not in on_gpu) for names in shipment.buckets]
@@ -131,6 +132,8 @@ class IpcTransport:
             strided(data, placement.dtype, placement.offset, placement.box.size, placement.stride).copy_(tensor)
             first = placement.offset * itemsize(placement.dtype)
             ends += [first, first + placement.box.numel * itemsize(placement.dtype)]
+        if not self._digests:
+            return []
         first, last = min(ends), max(ends)
         return [[self._rank, ARENA, first, last - first, digest(data[first:last])]]
 
@@ -261,12 +264,13 @@ _EXPORT_FIELDS = (
 def _export(storage: torch.UntypedStorage) -> dict[str, Any]:
     """A CUDA IPC handle as plain bytes and integers: what torch itself sends between processes, without pickling."""
     try:
-        return dict(zip(_EXPORT_FIELDS, storage._share_cuda_(), strict=True))
+        fields = dict(zip(_EXPORT_FIELDS, storage._share_cuda_(), strict=True))
     except RuntimeError as error:
         raise PlacementError(
             f"{storage.nbytes()} bytes on {storage.device} cannot be exported by CUDA IPC: {error}. If "
             "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, turn it off for the trainer"
         ) from error
+    return {**fields, "gpu_uuid": describe_device(storage.device)[1]}
 
 
 def _import(row: dict[str, Any], device: torch.device, rank: int) -> torch.Tensor:

@@ -77,8 +77,8 @@ class VllmHost:
         method = compat.quant_method(module)
         if method is not None:
             method.process_weights_after_loading(module)
-            if hasattr(module, "update_param_tp_status"):
-                module.update_param_tp_status()
+            if (update := getattr(module, "update_param_tp_status", None)) is not None:
+                update()  # what post-processing has put in place of a parameter knows only the global rank
 
     def refresh(self) -> None:
         for _, module in compat.post_processed_attention(self.live):

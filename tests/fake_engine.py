@@ -1,0 +1,232 @@
+"""An engine without vLLM: the real receiver and conversation around a small module, one thread for each worker."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync.receiver.conversation import Conversation
+from weightsync.receiver.host import WorkerIdentity
+
+
+class ModuleHost:
+    """A `ModelHost` of what `make` makes, a module with a `load_weights` method.
+
+    `live` was loaded from `weights` and post-processed, as an engine is when it starts.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], nn.Module],
+        weights: dict[str, torch.Tensor],
+        post_process: Callable[[nn.Module], None] = lambda module: None,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self.identity = WorkerIdentity(rank, world, f"tp={rank}")
+        self.device = torch.device("cpu")
+        self.post_process = post_process
+        self.refreshed = 0
+        with torch.device("meta"):
+            self._pristine = make()
+        self.live = make()
+        with torch.no_grad():
+            self.load_weights(self.live, list(weights.items()))
+            for module in self.live.modules():
+                post_process(module)
+
+    def pristine(self) -> nn.Module:
+        return self._pristine
+
+    def load_weights(self, model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        return model.load_weights(weights)  # type: ignore[operator]
+
+    def parts(self, module: nn.Module) -> list[Any]:
+        return [module]
+
+    def refresh(self) -> None:
+        self.refreshed += 1
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return contextlib.ExitStack() if torch.is_inference_mode_enabled() else torch.no_grad()
+
+
+class FakeEngine:
+    """An `Engine` of `weightsync.engines` with a worker for each of `hosts`."""
+
+    name = "a fake engine"
+    host = "127.0.0.1"
+
+    def __init__(self, *hosts: ModuleHost) -> None:
+        self.hosts = hosts
+        self.conversations = [Conversation(host) for host in hosts]
+        self.log: list[str] = []
+        self._version = "default"
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        self._on_all(lambda conversation: conversation.init(init_info))
+
+    def start(self) -> None:
+        self.log.append("start")
+        self._on_all(lambda conversation: conversation.start())
+
+    def update(self, update_info: dict[str, Any]) -> None:
+        self._on_all(lambda conversation: conversation.update(update_info))
+
+    def finish(self, version: str | None) -> None:
+        self.log.append("finish")
+        self._on_all(lambda conversation: conversation.finish())
+        if version is not None:
+            self._version = version
+
+    def pause(self, mode: str) -> None:
+        self.log.append(f"pause {mode}")
+
+    def resume(self) -> None:
+        self.log.append("resume")
+
+    def reset_caches(self) -> None:
+        self.log.append("reset caches")
+
+    def set_version(self, version: str) -> None:
+        self._version = version
+
+    def version(self) -> str | None:
+        return self._version
+
+    def is_alive(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        for conversation in self.conversations:
+            conversation.close()
+
+    def _on_all(self, call: Callable[[Conversation], None]) -> None:
+        threads = [threading.Thread(target=call, args=(one,), daemon=True) for one in self.conversations]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# A model, as the engine has it and as the trainer has it
+
+ROWS, PADDED_ROWS, WIDTH, HEADS = 5, 8, 6, 4
+
+
+class Attention(nn.Module):
+    """q, k and v are one weight, each with a bias."""
+
+    def __init__(self, tp: int = 1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3 * HEADS // tp, WIDTH))
+        self.bias = nn.Parameter(torch.empty(3 * HEADS // tp))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t() + self.bias
+
+
+class Decay(nn.Module):
+    """Loaded by arithmetic: the checkpoint has its logarithm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(torch.empty(HEADS))
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH))
+        self.register_buffer("seen", torch.zeros(()))
+
+
+class Layer(nn.Module):
+    def __init__(self, tp: int) -> None:
+        super().__init__()
+        self.attn = Attention(tp)
+        self.decay = Decay()
+        self.norm = Norm()
+
+
+class Embedding(nn.Module):
+    """Padded to a multiple of 8 rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(PADDED_ROWS, WIDTH))
+
+
+class EngineModel(nn.Module):
+    """Rank `rank` of `tp`. Its loader knows the names of `checkpoint`."""
+
+    def __init__(self, rank: int = 0, tp: int = 1) -> None:
+        super().__init__()
+        self.rank, self.tp = rank, tp
+        self.embed = Embedding()
+        self.layers = nn.ModuleList([Layer(tp), Layer(tp)])
+        self.head = Embedding()
+        self.head.weight = self.embed.weight
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        tensors = dict(self.named_parameters()) | dict(self.named_buffers())
+        for name, tensor in weights:
+            owner, _, last = name.rpartition(".")
+            module, _, part = owner.rpartition(".")
+            if last == "log_rate":
+                tensors[f"{owner}.rate"].data.copy_(-torch.exp(tensor.float()))
+            elif part in ("q", "k", "v"):
+                size = HEADS // self.tp
+                at = "qkv".index(part) * size
+                tensors[f"{module}.{last}"].data[at : at + size].copy_(tensor.narrow(0, self.rank * size, size))
+            elif name == "embed.weight":
+                if tensor.shape[0] != ROWS:
+                    raise ValueError(f"expected {ROWS} rows, got {tensor.shape[0]}")
+                tensors[name].data[:ROWS].copy_(tensor)
+                tensors[name].data[ROWS:].fill_(0)
+            else:
+                tensors[name].data.copy_(tensor)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self.state_dict().items()}
+
+
+def checkpoint(seed: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a trainer's model by name."""
+    draw = torch.Generator().manual_seed(seed)
+    found = {"embed.weight": torch.randn(ROWS, WIDTH, generator=draw)}
+    for layer in (0, 1):
+        for part in "qkv":
+            found[f"layers.{layer}.attn.{part}.weight"] = torch.randn(HEADS, WIDTH, generator=draw)
+            found[f"layers.{layer}.attn.{part}.bias"] = torch.randn(HEADS, generator=draw)
+        found[f"layers.{layer}.decay.log_rate"] = torch.randn(HEADS, generator=draw)
+        found[f"layers.{layer}.norm.weight"] = torch.randn(WIDTH, generator=draw)
+        found[f"layers.{layer}.norm.seen"] = torch.randn((), generator=draw)
+    return found
+
+
+def trainer_model(tensors: dict[str, torch.Tensor]) -> nn.Module:
+    """A module whose parameters have these names."""
+    model = nn.Module()
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        module = model
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module._modules[part]  # type: ignore[assignment]
+        module.register_parameter(last, nn.Parameter(tensor.clone()))
+    return model
+
+
+def cold(tensors: dict[str, torch.Tensor], post_process: Callable[[nn.Module], None] = lambda module: None, **where: int):
+    """The live model of an engine that was started from these tensors."""
+    return ModuleHost(functools.partial(EngineModel, **where), tensors, post_process).live

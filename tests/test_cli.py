@@ -1,0 +1,193 @@
+"""The command `weightsync`: what it teaches, what it prints, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from weightsync import cli
+from weightsync.demo import lay_out
+from weightsync.errors import ConfigError
+from weightsync.trial import Answer, ChildError, Helper, ask, difference, tiny_model
+
+
+def weightsync(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "weightsync.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--help"], ["weightsync demo", "weightsync plan ", "weightsync doctor", "Exit status"]),
+        (["demo", "--help"], ["--transport {ipc,broadcast}", "--steps", "--layers"]),
+        (["plan", "--help"], ["MODEL_DIR", "--tp", "--bucketer", "--max-bytes", "--dtype", "--all"]),
+        (["doctor", "--help"], ["--engine URL", "--model DIR", "--no-engine"]),
+        (["--version"], ["weightsync 0."]),
+    ],
+)
+def test_help(arguments, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert [word for word in words if word not in printed] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "/nonexistent"], "/nonexistent has no config.json"),
+        (["plan", "/nonexistent", "--bucketer", "parameter", "--max-bytes", "1"], "has no meaning"),
+        (["demo", "--steps", "0"], "--steps 0"),
+        (["doctor", "--engine", "http://127.0.0.1:1"], "--engine and --model go together"),
+        (["doctor", "--engine", "http://127.0.0.1:1", "--model", "/nonexistent", "--no-engine"], "exclude each other"),
+    ],
+)
+def test_a_call_that_cannot_work_is_one_message_and_status_2(arguments, message, capsys):
+    assert cli.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_plan_shows_what_fuses_where_and_in_which_buckets(tmp_path):
+    model = tiny_model(tmp_path, layers=3)
+    run = weightsync("plan", str(model), "--tp", "2", "--bucketer", "threshold", "--max-bytes", "90000", timeout_s=60)
+    assert run.returncode == 0, run.stderr
+    lines = [line.strip() for line in run.stdout.splitlines()]
+    assert "36 tensors, 952.45 kB in the dtypes that the engine holds" in lines
+    # Worker 0 of 2 keeps the first half of each: 4 query heads of 32 and 2 key and value heads, over a width of 128.
+    at = lines.index("model.layers.*.self_attn.qkv_proj.weight  [128, 128] bfloat16  x 3")
+    assert lines[at + 1 : at + 4] == [
+        "[0:64, 0:128]   <- model.layers.*.self_attn.q_proj.weight[0:64, 0:128]",
+        "[64:96, 0:128]  <- model.layers.*.self_attn.k_proj.weight[0:32, 0:128]",
+        "[96:128, 0:128] <- model.layers.*.self_attn.v_proj.weight[0:32, 0:128]",
+    ]
+    assert "3 tensors  model.layers.*.self_attn.{q_proj,k_proj,v_proj}.weight  x 3" in lines
+    assert "2 tensors  model.layers.*.mlp.{gate_proj,up_proj}.weight  x 3" in lines
+    assert "0   32.77 kB      1 tensor  model.embed_tokens.weight" in lines
+
+
+def test_plan_of_everything_shows_every_layer_and_worker(tmp_path):
+    run = weightsync("plan", str(tiny_model(tmp_path, layers=2)), "--tp", "2", "--all", timeout_s=60)
+    assert run.returncode == 0, run.stderr
+    assert "load plan of worker tp=1" in run.stdout
+    assert "<- model.layers.1.self_attn.v_proj.weight[32:64, 0:128]" in run.stdout
+    assert "*" not in run.stdout
+
+
+def test_doctor_checks_the_machine():
+    run = weightsync("doctor", "--no-engine", timeout_s=60)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = {line[6:29].strip(): line[:4] for line in run.stdout.splitlines() if line[:4] in ("pass", "FAIL", "skip")}
+    assert found.keys() >= {"python", "weightsync", "torch", "msgpack", "/dev/shm", "loopback port", "vLLM plug-in"}
+    assert found["shared memory"] == "pass", run.stdout
+    assert found["engine"] == "skip"
+
+
+def test_doctor_fails_where_vllm_would_not_load_the_plug_in(monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_resolver")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert cli.main(["doctor", "--no-engine"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAIL  vLLM plug-in           VLLM_PLUGINS=lora_resolver keeps it out: add weightsync to the list" in printed
+    assert "FAIL  expandable_segments    on, by PYTORCH_CUDA_ALLOC_CONF" in printed
+    assert "2 checks failed" in printed
+
+
+@pytest.mark.engine
+def test_doctor_pushes_to_an_engine_of_its_own():
+    run = weightsync("doctor", timeout_s=200)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "the answers are unchanged" in run.stdout
+    assert "other weights, other answers" in run.stdout
+    assert "exactly their answers" in run.stdout
+
+
+@pytest.mark.engine
+def test_demo_proves_pushed_equal_to_cold():
+    run = weightsync("demo", "--steps", "1", "--layers", "2", timeout_s=240)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "PASS identical: 32 tokens of 4 prompts" in run.stdout
+
+
+def test_demo_lays_out_trainers_and_engine_by_what_gpus_there_are(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert lay_out(0, "broadcast").trainers == ("cpu", "cpu")
+    assert lay_out(1, "ipc").trainers == ("cuda:0",)
+    assert (lay_out(4, "ipc").trainers, lay_out(4, "ipc").engine) == (("cuda:0", "cuda:1"), "cuda:0")
+    with pytest.raises(ConfigError, match="this machine has one"):
+        lay_out(1, "broadcast")
+    two = lay_out(2, "broadcast")
+    assert (two.trainers, two.engine, two.engine_environment) == (("cuda:0",), "cuda:1", {"CUDA_VISIBLE_DEVICES": "1"})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    three = lay_out(3, "broadcast")
+    assert (three.trainers, three.engine_environment) == (("cuda:0", "cuda:1"), {"CUDA_VISIBLE_DEVICES": "7"})
+
+
+def test_answers_differ_by_tokens_or_by_log_probabilities():
+    one = Answer((1, 2), (-0.5, -1.0))
+    assert difference([one], [one]) == 0
+    assert difference([one], [Answer((1, 2), (-0.5, -1.25))]) == 0.25
+    assert difference([one], [Answer((1, 3), (-0.5, -1.0))]) == float("inf")
+
+
+def helper(tmp_path: Path, code: str) -> Helper:
+    return Helper("the helper", [sys.executable, "-c", code], {}, tmp_path / "log")
+
+
+def test_a_child_that_dies_is_an_error_with_the_end_of_its_log(tmp_path):
+    child = helper(tmp_path, "import sys; print('out of luck', file=sys.stderr); input(); sys.exit(3)")
+    try:
+        with pytest.raises(ChildError, match=r"the helper ended with exit code 3(.|\n)*out of luck"):
+            ask([child], {"do": "it"}, timeout_s=30)
+    finally:
+        child.stop()
+
+
+def test_a_child_that_does_not_answer_is_an_error_in_time(tmp_path):
+    child = helper(tmp_path, "import time; time.sleep(100)")
+    started = time.monotonic()
+    try:
+        with pytest.raises(ChildError, match=r"no answer from the helper within 0\.5 s"):
+            ask([child], {}, timeout_s=0.5)
+    finally:
+        child.stop()
+    assert time.monotonic() - started < 10
+
+
+def test_stopping_a_child_ends_what_it_has_started(tmp_path):
+    code = """
+import json, signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+print(json.dumps({"pid": grandchild.pid}), flush=True)
+input()
+sys.exit()
+"""
+    child = helper(tmp_path, code)
+    (answer,) = ask([child], {}, timeout_s=30)
+    child.stop()
+    assert not running(answer["pid"])
+
+
+def running(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not yet waited for does not."""
+    for _ in range(50):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return False
+        except FileNotFoundError:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_a_tiny_model_is_a_config_alone(tmp_path):
+    config = json.loads((tiny_model(tmp_path / "model", layers=5) / "config.json").read_text())
+    assert (config["model_type"], config["num_hidden_layers"]) == ("qwen3", 5)
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
