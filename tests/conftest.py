@@ -19,7 +19,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" needs a core to spare for each worker, of which it wants two
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # a test process has threads and must not be forked
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a test process has threads and must not be forked
 }
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)

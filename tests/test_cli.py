@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from weightsync import cli
-from weightsync.demo import lay_out
+from weightsync.cli.demo import lay_out
+from weightsync.cli.trial import Answer, ChildError, Responder, ask, difference, tiny_model
 from weightsync.errors import ConfigError
-from weightsync.trial import Answer, ChildError, Helper, ask, difference, tiny_model
 
 
 def weightsync(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -136,24 +136,24 @@ def test_answers_differ_by_tokens_or_by_log_probabilities():
     assert difference([one], [Answer((1, 3), (-0.5, -1.0))]) == float("inf")
 
 
-def helper(tmp_path: Path, code: str) -> Helper:
-    return Helper("the helper", [sys.executable, "-c", code], {}, tmp_path / "log")
+def responder(tmp_path: Path, code: str) -> Responder:
+    return Responder("the responder", [sys.executable, "-c", code], {}, tmp_path / "log")
 
 
 def test_a_child_that_dies_is_an_error_with_the_end_of_its_log(tmp_path):
-    child = helper(tmp_path, "import sys; print('out of luck', file=sys.stderr); input(); sys.exit(3)")
+    child = responder(tmp_path, "import sys; print('out of luck', file=sys.stderr); input(); sys.exit(3)")
     try:
-        with pytest.raises(ChildError, match=r"the helper ended with exit code 3(.|\n)*out of luck"):
+        with pytest.raises(ChildError, match=r"the responder ended with exit code 3(.|\n)*out of luck"):
             ask([child], {"do": "it"}, timeout_s=30)
     finally:
         child.stop()
 
 
 def test_a_child_that_does_not_answer_is_an_error_in_time(tmp_path):
-    child = helper(tmp_path, "import time; time.sleep(100)")
+    child = responder(tmp_path, "import time; time.sleep(100)")
     started = time.monotonic()
     try:
-        with pytest.raises(ChildError, match=r"no answer from the helper within 0\.5 s"):
+        with pytest.raises(ChildError, match=r"no answer from the responder within 0\.5 s"):
             ask([child], {}, timeout_s=0.5)
     finally:
         child.stop()
@@ -169,7 +169,7 @@ print(json.dumps({"pid": grandchild.pid}), flush=True)
 input()
 sys.exit()
 """
-    child = helper(tmp_path, code)
+    child = responder(tmp_path, code)
     (answer,) = ask([child], {}, timeout_s=30)
     child.stop()
     assert not running(answer["pid"])

@@ -34,15 +34,16 @@ from weightsync import (
     EngineUnreachableError,
     ManifestError,
     PeerError,
+    PlacementError,
     SyncTimeoutError,
     TensorPolicy,
     UnsupportedError,
     WeightSync,
     WeightSyncError,
 )
+from weightsync.cli.trial import Server, generate
 from weightsync.transports import make_transport
 from weightsync.transports.base import Transport
-from weightsync.trial import Server, generate
 
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine
@@ -217,10 +218,10 @@ def idle_threads(side: Side) -> list[str]:
 # The engines
 
 
-@pytest.fixture(scope="module")
-def cold(engine_process: Remote) -> dict[str, Answer]:
+@pytest.fixture
+def cold(engines: Remote) -> dict[str, Answer]:
     """What the LLM answers when it is started from the weights "A" and "B"."""
-    answers: dict[str, Answer] = engine_process.call(Engines.serve, "qwen3", timeout_s=240)
+    answers: dict[str, Answer] = engines.call(Engines.serve, "qwen3", timeout_s=240)
     return answers
 
 
@@ -458,26 +459,6 @@ def not_found(listener: socket.socket, times: int) -> None:
         with connection:
             connection.recv(1 << 16)
             connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-
-
-@pytest.mark.parametrize(
-    ("config", "words"), [(None, "weight transfer is not configured"), ({"backend": "nccl"}, "'nccl'")]
-)
-def test_an_engine_without_the_plug_in(llm: Remote, cold: dict[str, Answer], config: Any, words: str):
-    error = failed([llm.call(push_to_another_engine, config)], EngineError, GRACE_S)
-    assert "the engine has no weightsync plug-in" in str(error)
-    assert words in str(error)
-
-
-def push_to_another_engine(engines: Engines, config: Any) -> Outcome:
-    options = engines.options(engines.checkpoint("qwen3", "A")) | {"weight_transfer_config": config}
-    with WeightSync("fsdp", "ipc", engines._vllm.LLM(**options), timeout_s=TIMEOUT_S) as sync:
-        started = time.monotonic()
-        try:
-            sync.push(engines.model)
-        except WeightSyncError as error:
-            return error, time.monotonic() - started
-    raise AssertionError("it has the plug-in after all")
 
 
 def test_an_engine_with_fewer_workers_than_it_says(llm: Remote, cold: dict[str, Answer]):
@@ -749,7 +730,60 @@ def test_one_of_two_engines_is_not_there(llm: Remote, cold: dict[str, Answer], c
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Last, for it ends the server
+# Last, for these end the engines
+
+
+def test_workers_in_processes_of_their_own(engines: Remote):
+    """A worker that raised would leave its answer in vLLM's queue, and the next push would be given it."""
+    engines.call(start_another_engine, {"backend": "weightsync"}, 2, timeout_s=180)
+    engines.call(connect, "LLM")
+    expected = {}
+    for weights in ("B", "A"):
+        assert engines.call(push, weights)[0] is None
+        expected[weights] = engines.call(Engines.ask)
+    engines.call(spoil, flip_a_byte, 3)
+    failed([engines.call(push, "B")], DigestError, GRACE_S)
+    assert engines.call(push, "B")[0] is None
+    assert_same(engines.call(Engines.ask), expected["B"], "healed")
+
+    engines.call(connect, "LLM")
+    engines.call(mislead_worker, 1)
+    error = failed([engines.call(push, "A")], PlacementError, GRACE_S)
+    assert error.who == "engine 0 worker tp=1 pp=0 dp=0"
+    assert_same(engines.call(Engines.ask), expected["B"], "untouched")
+    assert engines.call(push, "A")[0] is None
+    assert_same(engines.call(Engines.ask), expected["A"], "healed")
+
+
+def mislead_worker(engines: Engines, number: int) -> None:
+    """Once: where it is told to look there is no shared memory."""
+    inner = engines.sync._transport.inner
+    storages = inner.storages
+
+    def mislead(worker: int) -> list[list[Any]]:
+        rows: list[list[Any]] = storages(worker)
+        if worker == number:
+            rows[0][3]["path"] += "-not"
+        return rows
+
+    inner.storages = mislead
+
+
+@pytest.mark.parametrize(
+    ("config", "words"), [(None, "weight transfer is not configured"), ({"backend": "nccl"}, "'nccl'")]
+)
+def test_an_engine_without_the_plug_in(engines: Remote, config: Any, words: str):
+    engines.call(start_another_engine, config)
+    engines.call(connect, "LLM")
+    error = failed([engines.call(push, "A")], EngineError, GRACE_S)
+    assert "the engine has no weightsync plug-in" in str(error)
+    assert words in str(error)
+
+
+def start_another_engine(engines: Engines, config: Any, tp: int = 1) -> None:
+    engines.end()
+    options = engines.options(engines.checkpoint("qwen3", "A")) | {"weight_transfer_config": config}
+    engines.llm = engines._vllm.LLM(**options, tensor_parallel_size=tp)
 
 
 def test_an_engine_that_dies_in_a_push(served: Http, trainers: Trainers):

@@ -1,4 +1,4 @@
-"""On GPUs, with small models: a push leaves the engine as its own cold start did. The benchmark script does the work."""
+"""On GPUs, with small models: a push leaves the engine as its cold start did. The benchmark script does the work."""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ import torch
 from engines import PROMPTS, TIMEOUT_S, Answer, Engines, Remote, Trainer, Trainers, answer_of, assert_same
 
 from weightsync import PushReport, WeightSync
+from weightsync.engines import connect
+from weightsync.testing import check_engine
 
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine
@@ -70,6 +72,19 @@ def test_pushed_equals_cold(engines: Remote, trainers: Trainers, model: str, tp:
             assert_same(engines.call(Engines.ask), cold[weights], f"push {number} ({weights}) in {buckets}")
 
 
+def check_client(engines: Engines) -> None:
+    (engine,) = connect(engines.llm, TIMEOUT_S)
+    check_engine(engine, timeout_s=TIMEOUT_S)
+
+
+def test_an_engine_of_two_workers_keeps_what_every_engine_promises(engines: Remote):
+    model, tp = SERVED[-1]  # it is still running
+    engines.call(Engines.serve, model, tp, timeout_s=240)
+    before = engines.call(Engines.ask)
+    engines.call(check_client)
+    assert_same(engines.call(Engines.ask), before, "nothing was pushed")
+
+
 @pytest.mark.parametrize("kind", ["plain", "fsdp2"])
 @pytest.mark.parametrize("transport", ["ipc", "broadcast"])
 def test_a_trainer_in_float32_equals_the_checkpoint_in_the_dtype_of_the_engine(
@@ -107,6 +122,19 @@ def test_one_wrong_element_does_not_pass_as_equal(engines: Remote):
 
 # ---------------------------------------------------------------------------------------------------------------
 # Beside the weights
+
+
+def push_to_an_engine_without_weights(engines: Engines, model: str, weights: str) -> Answer:
+    engines.start(engines.checkpoint(model, weights), load_format="dummy")
+    load(engines, model, "ipc", {})
+    push(engines, weights)
+    return engines.ask()
+
+
+@pytest.mark.parametrize("model", ["gemma2", "qwen3-moe"])
+def test_an_engine_may_start_with_dummy_weights(engines: Remote, model: str):
+    cold = engines.call(Engines.serve, model, timeout_s=240)
+    assert_same(engines.call(push_to_an_engine_without_weights, model, "B"), cold["B"], "the first push")
 
 
 def push_to_a_fresh_engine(engines: Engines, model: str, weights: str) -> tuple[Answer, Answer]:
@@ -203,7 +231,10 @@ def push_with_a_request_in_flight(engines: Engines, model: str) -> dict[str, Fli
 
     llm = within_loop(start(), 120)
     try:
-        return {"ipc": push_in_flight("ipc", "B"), "broadcast": push_in_flight("broadcast", "A")}
+        flights = {"ipc": push_in_flight("ipc", "B"), "broadcast": push_in_flight("broadcast", "A")}
+        (engine,) = connect(llm, TIMEOUT_S)
+        check_engine(engine, timeout_s=TIMEOUT_S)  # here because an engine takes long to start
+        return flights
     finally:
         within_loop(end())
         loop.call_soon_threadsafe(loop.stop)

@@ -69,7 +69,8 @@ class EngineSession:
         self._id = secrets.token_hex(8)
         self._calls: list[Call] = []
         self._paused = self._touched = self._poisoned = False
-        self._open: list[Engine] = []  # engines whose update is started and not finished
+        self._left_open: list[Engine] = []  # engines whose update another trainer has started and not finished
+        self._open: list[Engine] = []  # engines whose update we have
         self._version = 0
 
     @property
@@ -105,7 +106,7 @@ class EngineSession:
                 self.workers += [Worker(hello, channel) for hello, channel in admitted]
             # Whoever pushed last may have died: between start and finish, or with the weights half loaded.
             left_open = {worker.hello.group for worker in self.workers if worker.hello.update_open}
-            self._open = [self._engines[number] for number in left_open]
+            self._left_open = [self._engines[number] for number in left_open]
             self._poisoned = any(worker.hello.state == "POISONED" for worker in self.workers)
         return self.workers
 
@@ -138,7 +139,8 @@ class EngineSession:
         self._version = version
         self._paused = True
         self._all("pause", self._engines, lambda engine: engine.pause(self._pause))
-        self._finish(None)
+        self._all("finish", self._left_open, lambda engine: engine.finish(None))
+        self._left_open = []
         self._all("start", self._engines, self._start)
         for engine in self._engines:
             self._calls.append(Call(self._hub, f"update of {engine.name}", engine.update, {"session": self._id}))
@@ -159,7 +161,8 @@ class EngineSession:
         self._send(Commit(self._version), deadline, "commit")
         answers = self._collect(Committed, deadline, "commit")
         self.release("commit")
-        self._finish(str(self._version))
+        self._all("finish", self._engines, lambda engine: engine.finish(str(self._version)))
+        self._open = []
         self._all("reset caches", self._engines, lambda engine: engine.reset_caches())
         self._touched = self._poisoned = False  # only now: an engine that remembers old weights must not resume
         self._all("resume", self._engines, lambda engine: engine.resume())
@@ -180,6 +183,7 @@ class EngineSession:
             with suppress(WeightSyncError):  # it is gone
                 worker.channel.send(Failure(error.to_fields()), deadline, "fail")
             worker.channel.close()
+        self._hub.close()  # or a worker that is only just connecting would wait to be admitted, and its engine with it
         for call in self._calls:
             call.join(deadline.left_s())
         # vLLM takes no other way out of an update; the version stays, and what it is worth is marked below.
@@ -229,10 +233,6 @@ class EngineSession:
     def _start(self, engine: Engine) -> None:
         engine.start()
         self._open.append(engine)
-
-    def _finish(self, version: str | None) -> None:
-        self._all("finish", self._open, lambda engine: engine.finish(version))
-        self._open = []
 
     def _all(self, phase: str, engines: Sequence[Engine], method: Callable[[Engine], None]) -> None:
         """The same call on each of these engines, at once."""

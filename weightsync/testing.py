@@ -40,7 +40,6 @@ from weightsync.transports.base import Idle, Offer, Shipment, Source, Transport,
 from weightsync.wire import (
     PREFIX_BYTES,
     Committed,
-    Hello,
     Release,
     Value,
     decode,
@@ -300,8 +299,8 @@ class _RankEnd:
             for contents in (1, 2):
                 self._push(transport, group, mail, offer, held, contents)
             held = self._hold(device)  # as after an optimizer that replaced its parameters
-            offer = self._connect(transport, group, mail, held)
-            self._push(transport, group, mail, offer, held, 3)
+            offer = self._connect(transport, group, mail, held, digests=False)
+            self._push(transport, group, mail, offer, held, 3, digests=False)
             for ending in ("deadline", "abort", "news"):
                 self._break_off(transport, group, mail, offer, ending)
                 held = self._hold(device)
@@ -347,6 +346,7 @@ class _RankEnd:
         group: _Group,
         mail: _Mail,
         held: Sequence[tuple[_Tensor, Box, torch.Tensor]],
+        digests: bool = True,
     ) -> Offer:
         numbers: dict[int, int] = {}
         pieces: dict[Placement, torch.Tensor] = {}
@@ -360,6 +360,7 @@ class _RankEnd:
             Manifest(tuple(TensorMeta(tensor.name, tensor.shape, tensor.wire) for tensor in trial)),
             _buckets([tensor.name for tensor in trial]),
             tuple(unpack_placements(row for rows in everyone for row in rows)),
+            digests,
         )
         offer = transport.prepare(shipment, pieces, group)
         offered = [name for names in offer.buckets for name in names]
@@ -389,29 +390,35 @@ class _RankEnd:
         offer: Offer,
         held: Sequence[tuple[_Tensor, Box, torch.Tensor]],
         contents: int,
+        digests: bool = True,
     ) -> None:
         for tensor, box, view in held:
             view.copy_(tensor.values(contents)[_index(box)])
         for bucket in range(len(offer.buckets)):
             if bucket >= 2:
                 self._hear(mail)
-            self._send(transport, group, mail, bucket, contents)
+            rows = self._send(transport, group, mail, bucket, contents)
+            _require(digests or not rows, "stage gives digests that nobody wants: Shipment.digests is False")
         for _ in offer.buckets[-2:]:
             self._hear(mail)
         if self.rank == 0:
             transport.finish(mail.idle, Deadline(self.timeout_s))
 
-    def _send(self, transport: Transport, group: _Group, mail: _Mail, bucket: int, contents: int) -> None:
+    def _send(
+        self, transport: Transport, group: _Group, mail: _Mail, bucket: int, contents: int
+    ) -> list[Any]:
+        """One bucket, up to where the workers load it. Gives the digests of all ranks, on rank 0."""
         group.share(None, "gather")
         digests = group.gather(transport.stage(bucket, mail.idle, Deadline(self.timeout_s)), "gather")
         rows = [row for rank_rows in digests for row in rank_rows]
         self._tell(mail, {"do": "load", "bucket": bucket, "digests": rows, "contents": contents})
         if self.rank == 0:
             transport.post(bucket)
+        return rows
 
     def _break_off(self, transport: Transport, group: _Group, mail: _Mail, offer: Offer, ending: str) -> None:
         """One bucket of a push, and then a second that workers wait for and nobody posts."""
-        self._send(transport, group, mail, 0, 4 if ending != "deadline" else 3)
+        self._send(transport, group, mail, 0, 3 if ending == "deadline" else 4)
         self._hear(mail)
         self._tell(mail, {"do": "wait", "bucket": 1, "ending": ending})
         if ending == "abort":
@@ -686,45 +693,55 @@ def check_engine(engine: Engine, *, timeout_s: float = 60.0) -> None:
     _require(engine.is_alive() is True, "is_alive() of a running engine must be True")
 
     for mode in ("keep", "wait", "abort"):
-        engine.pause(mode)
-        engine.reset_caches()
-        engine.resume()
-    engine.set_version("conformance 0")
-    _require(engine.version() in (None, "conformance 0"), f"set_version was called, version() is {engine.version()!r}")
+        _succeed(f"pause({mode!r})", lambda mode=mode: engine.pause(mode))  # type: ignore[misc]
+        _succeed("reset_caches()", engine.reset_caches)
+        _succeed("resume()", engine.resume)
+    _succeed("set_version()", lambda: engine.set_version("conformance 0"))
+    _require_version(engine, "conformance 0", "after set_version")
 
     hub = Hub()
+    trainers = [_Trainer(engine, hub, timeout_s) for _ in range(2)]
     try:
-        conversation = _Conversation(engine, hub, timeout_s)
-        workers = conversation.call_in()
-        worlds = {hello.world for hello, _ in workers}
-        _require(worlds == {len(workers)}, f"{len(workers)} workers came, who say that they are {sorted(worlds)}")
-        conversation.release("init")
+        first, second = trainers
+        first.call_in()
+        first.release("init")
+        first.call_in_again()
+        first.release("init, called by the same trainer again,")
 
-        conversation.call_in_again("the same trainer may call the workers in again")
-        conversation.release("init")
+        _succeed("start()", engine.start)
+        first.update()
+        first.release("update")
+        _succeed("finish()", lambda: engine.finish("conformance 1"))
+        _require_version(engine, "conformance 1", "after finish")
 
-        engine.start()
-        conversation.update()
-        conversation.release("update")
-        engine.finish("conformance 1")
-        _require(engine.version() in (None, "conformance 1"), f"after finish version() is {engine.version()!r}")
+        _succeed("start(), for a second update,", engine.start)
+        first.update()
+        first.offend()
+        _require(engine.is_alive() is True, "workers that gave an update up must leave the engine alive")
+        _succeed("finish(None)", lambda: engine.finish(None))
+        _require_version(engine, "conformance 1", "after finish(None), which stamps none,")
+        first.close()
 
-        engine.start()
-        conversation.update()
-        conversation.offend()
-        _require(engine.is_alive() is True, "a worker that gave an update up must leave the engine alive")
-        engine.finish(None)
-        _require(engine.version() in (None, "conformance 1"), "finish(None) must leave the version as it was")
-        conversation.close()
-
-        another = _Conversation(engine, hub, timeout_s)
-        another.call_in()
-        another.release("init")
-        another.close()
+        second.call_in()
+        second.release("init, called by another trainer,")
     finally:
+        for trainer in trainers:
+            trainer.close()
         hub.close()
-    engine.reset_caches()
+    _succeed("reset_caches()", engine.reset_caches)
     _require(engine.is_alive() is True, "the engine did not live through the check")
+
+
+def _succeed(what: str, call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception as error:
+        raise AssertionError(f"{what} raised {error!r}") from error
+
+
+def _require_version(engine: Engine, expected: str, when: str) -> None:
+    found = engine.version()  # an engine without versions says None
+    _require(found in (None, expected), f"{when} version() is {found!r}, expected {expected!r}")
 
 
 def check_dead_engine(engine: Engine) -> None:
@@ -756,8 +773,8 @@ def check_dead_engine(engine: Engine) -> None:
 
 
 @dataclass
-class _Conversation:
-    """A trainer that calls an engine's workers in and lets them go."""
+class _Trainer:
+    """Calls an engine's workers in and lets them go."""
 
     engine: Engine
     hub: Hub
@@ -766,16 +783,16 @@ class _Conversation:
     channels: list[Channel] = field(default_factory=list)
     call: Call | None = None
 
-    def call_in(self) -> list[tuple[Hello, Channel]]:
+    def call_in(self) -> None:
         self._init()
         arrived = self.hub.admit("worker", 0, Deadline(self.timeout_s), "init", self._check)
         self.channels = [channel for _, channel in arrived]
         self._must_still_run("init")
-        return arrived
 
-    def call_in_again(self, promise: str) -> None:
+    def call_in_again(self) -> None:
+        """The workers are connected already, and wait to be spoken to."""
         self._init()
-        self._must_still_run(f"{promise}: init")
+        self._must_still_run("init, called by the same trainer again,")
 
     def update(self) -> None:
         self.call = Call(self.hub, "update", self.engine.update, {"session": self.session})

@@ -106,8 +106,8 @@ def choose_roads(all_units: list[Unit], post_process: PostProcess, parts: Parts,
             unsafe.append(f"{unit.names[0]} ({', '.join(verdict.opaque)})")
     if unsafe:
         raise UnsupportedError(
-            f"{len(unsafe)} modules keep weights inside kernel objects, whose addresses CUDA graphs have captured; this "
-            f"version cannot reload those in place: {'; '.join(unsafe[:3])}. Use another kernel backend for them, or "
+            f"{len(unsafe)} modules keep weights inside kernel objects, whose addresses CUDA graphs have captured; "
+            f"this version cannot reload those in place: {'; '.join(unsafe[:3])}. Use another kernel backend for them, or "
             'transport="checkpoint" with a restart.'
         )
 

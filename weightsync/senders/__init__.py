@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.senders.base import Sender, TensorPolicy
-from weightsync.senders.fsdp import FsdpSender
 
 
 def make_sender(backend: str, policy: TensorPolicy) -> Sender:
     """The sender of a trainer backend. Raises `ConfigError` for an unknown one, `UnsupportedError` for one to come."""
     if backend == "fsdp":
+        from weightsync.senders.fsdp import FsdpSender  # DTensor and FSDP cost more to import than all the rest
+
         return FsdpSender(policy)
     if backend in ("deepspeed", "megatron"):
         raise UnsupportedError(f'backend={backend!r} comes in a later release; this one has backend="fsdp"')

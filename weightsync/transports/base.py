@@ -77,8 +77,8 @@ class Group(Protocol):
 class Transport(Protocol):
     """The trainer's end. Made for one session; `abort` may be called at any time and from any state.
 
-    Life: `check` (rank 0), `prepare`, `storages`, `invite` and `join` (rank 0), `joined`; then for each push, `stage` and
-    `post` (rank 0) for each bucket, and `finish` (rank 0).
+    Life: `check` (rank 0), `prepare`, `storages`, `invite` and `join` (rank 0), `joined`; then for each push, `stage`
+    and `post` (rank 0) for each bucket, and `finish` (rank 0).
     """
 
     name: str

@@ -6,6 +6,7 @@ Its waits are polls on the host with a deadline, and `abort` ends whoever still 
 
 from __future__ import annotations
 
+import atexit
 import socket
 import threading
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from weightsync.channel import Deadline
 from weightsync.errors import PeerError, SyncTimeoutError
 
 _POLL_S = 0.0002
+_LEAVE_S = 1.0
 
 
 class Rendezvous:
@@ -86,7 +88,7 @@ class Communicator:
         return _Watched(work) if self.device.type == "cpu" else work
 
     def abort(self) -> None:
-        """Leave, and break every operation under way on the other members. Returns at once; nothing may follow."""
+        """Leave, and break every operation under way on the other members. Soon returns; nothing may follow."""
         group = [self._group]
         self._group = None
         if self.device.type == "cuda":
@@ -94,7 +96,12 @@ class Communicator:
         else:
             # gloo has no abort. Letting go of the group is all there is, and that waits for the operations under way
             # here, which end when the others have gone, or at their deadline.
-            threading.Thread(target=group.clear, name="weightsync-gloo", daemon=True).start()
+            leaving = threading.Thread(target=group.clear, name="weightsync-gloo", daemon=True)
+            leaving.start()
+            # Most often there are none. An interpreter that ends meanwhile would abort the process.
+            leaving.join(_LEAVE_S)
+            if leaving.is_alive():
+                atexit.register(leaving.join, _LEAVE_S)
 
 
 class _Watched(threading.Thread):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias
@@ -120,13 +119,13 @@ def _add_doctor(commands: Commands) -> None:
 
 
 def _demo(options: argparse.Namespace, console: Console) -> bool:
-    from weightsync import demo
+    from weightsync.cli import demo
 
     return demo.run(options.transport, options.steps, options.layers, console)
 
 
 def _plan(options: argparse.Namespace, console: Console) -> bool:
-    from weightsync import plan_report
+    from weightsync.cli import plan_report
 
     max_bytes = options.max_bytes
     if max_bytes is None and options.bucketer != "parameter":
@@ -136,14 +135,10 @@ def _plan(options: argparse.Namespace, console: Console) -> bool:
 
 
 def _doctor(options: argparse.Namespace, console: Console) -> bool:
-    from weightsync import doctor
+    from weightsync.cli import doctor
 
     return doctor.run(options.engine, options.model, options.transport, options.no_engine, console)
 
 
 def _terminated(*_: object) -> NoReturn:
     raise SystemExit(128 + signal.SIGTERM)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

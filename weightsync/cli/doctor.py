@@ -28,18 +28,9 @@ from torch import nn
 
 from weightsync import __version__
 from weightsync.channel import Deadline, Hub
-from weightsync.engines import connect
-from weightsync.errors import ConfigError, WeightSyncError
-from weightsync.layout import Box, Manifest, Placement, TensorMeta
-from weightsync.ranks import RankGroup
-from weightsync.receiver.receiver import POISONED
-from weightsync.report import format_bytes
-from weightsync.sync import DEFAULT_MAX_BYTES, SLOTS, WeightSync
-from weightsync.transports.base import Shipment
-from weightsync.transports.ipc import IpcSource, IpcTransport
-from weightsync.trial import (
+from weightsync.cli.trial import (
     Answer,
-    Helper,
+    Responder,
     Server,
     ask,
     difference,
@@ -49,6 +40,15 @@ from weightsync.trial import (
     tiny_model,
     vllm_version,
 )
+from weightsync.engines import connect
+from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.layout import Box, Manifest, Placement, TensorMeta
+from weightsync.ranks import RankGroup
+from weightsync.receiver.receiver import POISONED
+from weightsync.report import format_bytes
+from weightsync.sync import DEFAULT_MAX_BYTES, SLOTS, WeightSync
+from weightsync.transports.base import Shipment
+from weightsync.transports.ipc import IpcSource, IpcTransport
 from weightsync.wire import PROTOCOL
 
 _PROMPTS = ([5, 6, 7, 8], [40, 41], [100, 101, 102])
@@ -175,7 +175,7 @@ def _read_elsewhere(device: torch.device, check: str) -> Finding:
         folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-doctor-"))
         cleanup.callback(transport.abort)
         command = [sys.executable, "-m", __name__]
-        child = Helper("the reading process", command, {}, Path(folder) / "log")
+        child = Responder("the reading process", command, {}, Path(folder) / "log")
         cleanup.callback(child.stop)
         try:
             group = RankGroup(None, _CHILD_TIMEOUT_S)
@@ -252,8 +252,8 @@ def _own_engine(transport: str) -> Iterator[Finding]:
         return
     from transformers.utils import logging as hf_logging
 
-    from weightsync.demo import lay_out
-    from weightsync.demo_trainer import build
+    from weightsync.cli.demo import lay_out
+    from weightsync.cli.demo_trainer import build
 
     try:
         layout = lay_out(torch.cuda.device_count(), transport)

@@ -3,7 +3,7 @@
 Who takes part:
 
     this process   starts and watches the others, and shows what they do
-    trainers       `weightsync.demo_trainer`, FSDP2; they push
+    trainers       `weightsync.cli.demo_trainer`, FSDP2; they push
     engine         a vLLM server, which starts with random weights and lives through all pushes
     cold engine    a vLLM that starts from the trainer's last weights, as a checkpoint, and never sees a push
 """
@@ -24,14 +24,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from weightsync import demo_trainer
-from weightsync.errors import ConfigError
-from weightsync.report import PushReport, format_bytes
-from weightsync.trial import (
+from weightsync.cli import demo_trainer
+from weightsync.cli.trial import (
     MAX_TOKENS,
     Answer,
     ChildError,
-    Helper,
+    Responder,
     Server,
     ask,
     difference,
@@ -41,6 +39,8 @@ from weightsync.trial import (
     tiny_model,
     vllm_version,
 )
+from weightsync.errors import ConfigError
+from weightsync.report import PushReport, format_bytes
 
 PROMPTS = ([5, 6, 7, 8], [40, 41], [100, 101, 102], [9, 3, 77, 1])
 """What the engines are asked; the first is shown after each push."""
@@ -97,7 +97,7 @@ def run(transport: str, steps: int, layers: int, console: Console) -> bool:
         engine = Server(model_dir, "dummy", folder / "engine.log", layout.engine_environment)
         cleanup.callback(engine.stop)
         trainers = _start_trainers(model_dir, engine.url, transport, layout, folder, cleanup)
-        cold = Helper(
+        cold = Responder(
             "the cold engine",
             [sys.executable, "-m", "weightsync.vllm.cold"],
             engine_environment() | layout.engine_environment,
@@ -128,7 +128,7 @@ def run(transport: str, steps: int, layers: int, console: Console) -> bool:
 
 
 def _train_and_push(
-    console: Console, trainers: Sequence[Helper], engine: Server, steps: int
+    console: Console, trainers: Sequence[Responder], engine: Server, steps: int
 ) -> tuple[list[Answer], list[Answer]]:
     """What the engine answers before the first push, and after the last."""
     console.print(_HEADING)
@@ -145,7 +145,7 @@ def _train_and_push(
 
 def _start_trainers(
     model_dir: Path, url: str, transport: str, layout: Layout, folder: Path, cleanup: ExitStack
-) -> list[Helper]:
+) -> list[Responder]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -160,12 +160,12 @@ def _start_trainers(
             "MASTER_PORT": str(port),
             "HF_HUB_OFFLINE": "1",
         }
-        trainers.append(Helper(f"trainer rank {rank}", command, environment, folder / f"trainer{rank}.log"))
+        trainers.append(Responder(f"trainer rank {rank}", command, environment, folder / f"trainer{rank}.log"))
         cleanup.callback(trainers[-1].stop)
     return trainers
 
 
-def _ask_cold(cold: Helper, checkpoint: Path) -> list[Answer]:
+def _ask_cold(cold: Responder, checkpoint: Path) -> list[Answer]:
     order = {"model": str(checkpoint), "options": engine_options(), "prompts": PROMPTS, "max_tokens": MAX_TOKENS}
     (answer,) = ask([cold], order, _START_TIMEOUT_S)
     return [Answer(tuple(token_ids), tuple(logprobs)) for token_ids, logprobs in answer["answers"]]

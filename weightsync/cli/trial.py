@@ -1,4 +1,4 @@
-"""Processes to try a push on: a tiny model, a vLLM server of our own, and helpers that are told what to do in JSON.
+"""Processes to try a push on: a tiny model, a vLLM server of our own, and responders that are told what to do in JSON.
 
 For `weightsync demo` and `weightsync doctor`. Every process is a child of this one with a log file of its own; when it
 ends before its time the error shows the end of that log, and `stop` ends it by its own process id.
@@ -153,7 +153,7 @@ class Child:
         self._process.wait()
 
 
-class Helper(Child):
+class Responder(Child):
     """A child that takes orders and answers them, both as lines of JSON; see `listen_for_orders`."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
@@ -199,20 +199,20 @@ class Helper(Child):
         raise ChildError(f"{self.name} closed its connection")
 
 
-def ask(helpers: Sequence[Helper], order: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
-    """Send `order` to every helper and wait for each one's answer. Raises `ChildError` at the first that fails."""
-    for helper in helpers:
-        helper.send(order)
-    return receive(helpers, timeout_s)
+def ask(responders: Sequence[Responder], order: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+    """Send `order` to every responder and wait for each one's answer. Raises `ChildError` at the first that fails."""
+    for responder in responders:
+        responder.send(order)
+    return receive(responders, timeout_s)
 
 
-def receive(helpers: Sequence[Helper], timeout_s: float) -> list[dict[str, Any]]:
-    """One answer from each helper, in their order. Raises `ChildError` at the first that fails."""
+def receive(responders: Sequence[Responder], timeout_s: float) -> list[dict[str, Any]]:
+    """One answer from each responder, in their order. Raises `ChildError` at the first that fails."""
     deadline = Deadline(timeout_s)
     answers: dict[str, dict[str, Any]] = {}
     with selectors.DefaultSelector() as waiting:
-        for helper in helpers:
-            waiting.register(helper.answers, selectors.EVENT_READ, helper)
+        for responder in responders:
+            waiting.register(responder.answers, selectors.EVENT_READ, responder)
         while waiting.get_map():
             ready = waiting.select(deadline.left_s())
             for key, _ in ready:
@@ -220,12 +220,12 @@ def receive(helpers: Sequence[Helper], timeout_s: float) -> list[dict[str, Any]]
                     answers[key.data.name] = answer
                     waiting.unregister(key.fileobj)
             if not ready and deadline.passed():
-                late = [helper for helper in helpers if helper.name not in answers]
+                late = [responder for responder in responders if responder.name not in answers]
                 raise ChildError(
-                    f"no answer from {', '.join(helper.name for helper in late)} within {timeout_s:g} s. The end of "
+                    f"no answer from {', '.join(responder.name for responder in late)} within {timeout_s:g} s. The end of "
                     f"the log of {late[0].name}:\n{late[0].log_tail()}"
                 )
-    return [answers[helper.name] for helper in helpers]
+    return [answers[responder.name] for responder in responders]
 
 
 def listen_for_orders() -> tuple[TextIO, TextIO]:
