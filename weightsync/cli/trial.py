@@ -222,8 +222,8 @@ def receive(responders: Sequence[Responder], timeout_s: float) -> list[dict[str,
             if not ready and deadline.passed():
                 late = [responder for responder in responders if responder.name not in answers]
                 raise ChildError(
-                    f"no answer from {', '.join(responder.name for responder in late)} within {timeout_s:g} s. The end of "
-                    f"the log of {late[0].name}:\n{late[0].log_tail()}"
+                    f"no answer from {', '.join(responder.name for responder in late)} within {timeout_s:g} s. The end "
+                    f"of the log of {late[0].name}:\n{late[0].log_tail()}"
                 )
     return [answers[responder.name] for responder in responders]
 

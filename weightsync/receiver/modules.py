@@ -107,8 +107,8 @@ def choose_roads(all_units: list[Unit], post_process: PostProcess, parts: Parts,
     if unsafe:
         raise UnsupportedError(
             f"{len(unsafe)} modules keep weights inside kernel objects, whose addresses CUDA graphs have captured; "
-            f"this version cannot reload those in place: {'; '.join(unsafe[:3])}. Use another kernel backend for them, or "
-            'transport="checkpoint" with a restart.'
+            f"this version cannot reload those in place: {'; '.join(unsafe[:3])}. Use another kernel backend for "
+            "them, or start the engine anew from a checkpoint"
         )
 
 

@@ -56,7 +56,7 @@ class VllmHost:
         if compat.has_model_level_hook(self.live):
             raise UnsupportedError(
                 f"{type(self.live).__name__} derives state from all of its weights in a hook of its own, which cannot "
-                'be run again on a live engine; use transport="checkpoint" with a restart'
+                "be run again on a live engine; start the engine anew from a checkpoint"
             )
 
     def pristine(self) -> nn.Module:
