@@ -134,7 +134,8 @@ class WeightSync:
             raise
 
     def close(self) -> None:
-        """Let go of the engines and of all shared memory. Not collective. Another trainer may push afterwards."""
+        """Let go of the engines. Not collective. Another trainer may push afterwards. An engine's workers give back
+        the memory that they have mapped at their next call from a trainer, since only then they look."""
         if self._session is not None:
             self._session.close()
         if self._open_transport is not None:
@@ -305,16 +306,18 @@ class WeightSync:
         return _Agreement(local, nbytes, answer["roads"])
 
     def _wire_manifest(self, manifest: Manifest, plans: Sequence[Planned]) -> Manifest:
-        """The manifest with the dtypes that travel: what the policy declares, else the narrower of what the trainer
-        has and what the engine holds (a cast to a wider dtype is exact, and cheaper on the engine's side)."""
-        held: dict[str, str] = {}
+        """The manifest with the dtypes that travel: what the policy declares, else what the trainer has, or what all
+        engines hold where that is narrower (a cast to a wider dtype is exact, and cheaper on the engine's side)."""
+        held: dict[str, str] = {}  # the widest, so that no engine gets less than it holds
         for plan in plans:
-            held.update(plan.used)
+            for name, kind in plan.used.items():
+                held[name] = max(held.get(name, kind), kind, key=itemsize)
         tensors, wrong = [], {}
         for meta in manifest:
             dtype = self._policy.wire_dtype(meta.name)
             if dtype is None:
-                dtype = min((held[meta.name], meta.dtype), key=lambda name: (itemsize(name), name != meta.dtype))
+                alike = all(plan.used.get(meta.name, held[meta.name]) == held[meta.name] for plan in plans)
+                dtype = held[meta.name] if alike and itemsize(held[meta.name]) < itemsize(meta.dtype) else meta.dtype
             if _is_float(dtype) != _is_float(meta.dtype) or _is_float(dtype) != _is_float(held[meta.name]):
                 wrong[meta.name] = f"the trainer has {meta.dtype}, the engine holds {held[meta.name]}"
             tensors.append(TensorMeta(meta.name, meta.shape, dtype))

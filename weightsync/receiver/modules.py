@@ -41,7 +41,7 @@ class Unit:
 
     `live` and `pristine` are the same modules of the engine's model and of its never loaded copy on `meta`;
     `params` names their parameters, each once. `changed` is what post-processing leaves behind, per part: the
-    attributes that it sets.
+    attributes that it sets; `opaque` when one of these holds something made from the weights that is no plain tensor.
     """
 
     names: list[str]
@@ -50,6 +50,7 @@ class Unit:
     params: list[str]
     in_place: bool = False
     changed: list[list[str]] = field(default_factory=list)
+    opaque: bool = False
     keep_alive: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -96,7 +97,7 @@ def choose_roads(all_units: list[Unit], post_process: PostProcess, parts: Parts,
         if signature not in verdicts:
             verdicts[signature] = _try_post_process(unit, post_process, parts, device)
         verdict = verdicts[signature]
-        unit.changed = verdict.changed
+        unit.changed, unit.opaque = verdict.changed, bool(verdict.opaque)
         unit.in_place = verdict.untouched and all(
             _same_layout(mine._parameters.get(key), param)
             for mine, fresh in zip(unit.live, unit.pristine, strict=True)
@@ -166,6 +167,14 @@ class _Snapshot:
         self.attributes = dict(part.__dict__)
         self.containers = {key: dict(part.__dict__[key]) for key in ("_parameters", "_buffers") if key in part.__dict__}
 
+    def tensors(self, keys: list[str]) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+        """Every tensor that was there, in its container or under one of the attributes `keys`, and where it stood."""
+        for container, slots in self.containers.items():
+            yield from ((self.part.__dict__[container], key, old) for key, old in slots.items() if old is not None)
+        for key in keys:
+            if isinstance(old := self.attributes.get(key), torch.Tensor):
+                yield self.part.__dict__, key, old
+
     def restore(self) -> None:
         self.part.__dict__.clear()
         self.part.__dict__.update(self.attributes)
@@ -218,34 +227,32 @@ class Reload:
                 _install(module, model, self._fresh)
             for module in unit.live:
                 post_process(module)
+            live = [  # Record2: these tensors stay, with the new contents, wherever the new ones have their layout
+                (slots, key, old)
+                for snapshot, keys in zip(saved, unit.changed, strict=True)
+                for slots, key, old in snapshot.tensors(keys)
+            ]
+            for slots, key, old in live:
+                _check_layout(key, old, slots.get(key))
         except BaseException:
             for snapshot in saved:
                 snapshot.restore()
             raise
-        for part, snapshot, keys in zip(holders, saved, unit.changed, strict=True):
-            for container, slots in snapshot.containers.items():
-                for key, old in slots.items():
-                    _keep_address(part.__dict__[container], key, old)
-            for key in keys:
-                if isinstance(old := snapshot.attributes.get(key), torch.Tensor):
-                    _keep_address(part.__dict__, key, old)
-        # A kernel object made by post-processing may point into the fresh tensors without holding them.
-        unit.keep_alive = list(self.fresh.values())
+        for slots, key, old in live:
+            if slots.get(key) is not None and _same_layout(old, slots[key]):
+                with torch.no_grad():
+                    old.data.copy_(slots[key].data)
+                slots[key] = old
+        if unit.opaque:
+            # A kernel object made by post-processing may point into the fresh tensors without holding them.
+            unit.keep_alive = list(self.fresh.values())
 
 
 _ABSENT = object()
 
 
-def _keep_address(slots: dict[str, Any], key: str, old: torch.Tensor | None) -> None:
-    """Record2: the live tensor stays, with the new contents, wherever the new one has its layout."""
-    new = slots.get(key)
-    if old is None or new is None or new is old:
-        return
-    if _same_layout(old, new):
-        with torch.no_grad():
-            old.data.copy_(new.data)
-        slots[key] = old
-    elif old.device.type == "cuda":
+def _check_layout(key: str, old: torch.Tensor, new: torch.Tensor | None) -> None:
+    if new is not None and old.device.type == "cuda" and not _same_layout(old, new):
         raise UnsupportedError(
             f"a reload changed the layout of {key!r} from {tuple(old.shape)} {old.dtype} to {tuple(new.shape)} "
             f"{new.dtype}; CUDA graphs have captured the old one"
@@ -307,11 +314,13 @@ def _materialise(param: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def _randomise(tensor: torch.Tensor) -> None:
+    """With numbers of our own: the engine samples from the default generator."""
+    generator = torch.Generator(tensor.device).manual_seed(0)
     with torch.no_grad():
         if tensor.is_floating_point() and tensor.element_size() > 1:
-            tensor.data.normal_()
+            tensor.data.normal_(generator=generator)
         else:
-            _bytes(tensor).random_(0, 2)
+            _bytes(tensor).random_(0, 2, generator=generator)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ about vLLM, and nothing about who talks to it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ import torch
 from weightsync.channel import Deadline
 from weightsync.errors import DigestError, ProtocolError, UnsupportedError
 from weightsync.kernels.digest import digest
-from weightsync.layout import Box, CopyStep, Manifest, Placement, copy_steps, coverage, fuse_groups
+from weightsync.layout import Box, CopyStep, Manifest, Placement, copy_steps, coverage, fuse_groups, itemsize
 from weightsync.machine import describe_device
 from weightsync.receiver.host import ModelHost
 from weightsync.receiver.modules import Reload, Unit, choose_roads, units
@@ -105,9 +106,10 @@ class Receiver:
                 refused[name] = f"{_region(param, boxes, held)} is written twice, by {', '.join(names)}"
         used: dict[str, str] = {}
         for copy in trace.copies:
-            used.setdefault(copy.name, str(held[copy.param].dtype).removeprefix("torch."))
+            dtype = str(held[copy.param].dtype).removeprefix("torch.")
+            used[copy.name] = max(used.get(copy.name, dtype), dtype, key=itemsize)
         for names in trace.computed.values():
-            used.update({name: manifest[name].dtype for name in names if name not in used})
+            used.update({name: manifest[name].dtype for name in names})  # arithmetic wants all that the trainer has
         roads = {"in place": 0, "reload": 0, "loader": 0}
         computed_units = {id(self._unit_of[param]) for param in trace.computed if param in self._unit_of}
         for unit in self._units:
@@ -179,8 +181,12 @@ class Receiver:
                     )
             verified = time.perf_counter()
             self.state = POISONED
-            nbytes = sum(self._load_tensor(name, self._push) for name in self._buckets[bucket])
-            self._push.close_finished()
+            if not self._push.done:
+                self._push.fill_in_place()
+            nbytes = 0
+            for name in self._buckets[bucket]:
+                nbytes += self._load_tensor(name, self._push)
+                self._push.close_finished()
             _synchronise(self._host.device)
             self._push.done.add(bucket)
         loaded = time.perf_counter()
@@ -266,6 +272,7 @@ class _Push:
                 self._computed[id(unit_of[copy.param])].add(copy.name)
         self._whole: dict[str, torch.Tensor] = {}
         self._open: dict[int, Reload] = {}
+        self._complete: list[int] = []  # units that have all they need
         self._waiting: dict[int, int] = defaultdict(int)  # unit -> elements still to come
         for copy in trace.copies:
             if (unit := unit_of.get(copy.param)) is not None and not unit.in_place and id(unit) not in self._computed:
@@ -281,13 +288,21 @@ class _Push:
             return self._live[param].data
         return self._reload(unit).fresh[param].data
 
+    def fill_in_place(self) -> None:
+        """What the loader sets to a constant, for parameters that are loaded in place: they may never have been."""
+        for fill in self._trace.fills:
+            unit = self._unit_of.get(fill.param)
+            if unit is None or (unit.in_place and id(unit) not in self._computed):
+                live = self._live[fill.param].data
+                torch.as_strided(live, fill.size, fill.stride, fill.offset).fill_(fill.value)
+
     def arrived(self, step: CopyStep) -> None:
         unit = self._unit_of.get(step.param)
         if unit is not None and id(unit) in self._waiting:
-            count = 1
-            for n in step.size:
-                count *= n
-            self._waiting[id(unit)] -= count
+            self._waiting[id(unit)] -= math.prod(step.size)
+            if self._waiting[id(unit)] == 0:
+                del self._waiting[id(unit)]
+                self._complete.append(id(unit))
 
     def wanted_whole(self, name: str) -> bool:
         return any(name in names for names in self._computed.values())
@@ -298,9 +313,8 @@ class _Push:
 
     def close_finished(self) -> None:
         """Take every unit that now has all it needs down the rest of its road."""
-        for key in [key for key, left in self._waiting.items() if left == 0]:
-            del self._waiting[key]
-            self._close(key)
+        while self._complete:
+            self._close(self._complete.pop())
         for key in [key for key, names in self._computed.items() if names <= self._whole.keys()]:
             names = self._computed.pop(key)
             self._load_by_loader(self._units[key], names)

@@ -77,6 +77,8 @@ class IpcTransport:
         self._exports = {
             p.storage: t.untyped_storage() for p, t in pieces.items() if p.name in on_gpu and p.rank == group.rank
         }
+        here = {storage.data_ptr() for storage in self._exports.values()}
+        self._handles = {key: row for key, row in self._handles.items() if key[1] in here}
         self._stream_device = next((t.device for t in pieces.values() if t.is_cuda), None)
         return Offer((*in_arena, *direct), tuple(buckets), {})
 

@@ -18,7 +18,8 @@ from weightsync.vllm import compat
 
 class VllmHost:
     """Implements `weightsync.receiver.host.ModelHost`. Raises `UnsupportedError` for engines that cannot be kept
-    right: CPU offload, expert load balancing, a quantisation whose post-processing is not known to be repeatable."""
+    right: adapters, CPU offload, expert load balancing, attention sinks, a quantisation whose post-processing is not
+    known to be repeatable."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, model: nn.Module) -> None:
         self.live = model
@@ -46,6 +47,15 @@ class VllmHost:
             getattr(getattr(config, "offload_config", None), "uva", None), "cpu_offload_gb", 0
         ):
             raise UnsupportedError("offloaded weights cannot be pushed to; start the engine without cpu_offload_gb")
+        if config.lora_config is not None:
+            raise UnsupportedError(
+                "an engine with adapters wraps its layers, which this version cannot load into; start it without "
+                "enable_lora"
+            )
+        if sinks := [name for name, _ in self.live.named_parameters() if name.endswith(".sinks")]:
+            raise UnsupportedError(
+                f"some attention kernels keep a copy of their sinks ({sinks[0]}) that a push would not reach"
+            )
         quantisation = config.quant_config
         if quantisation is not None and not getattr(quantisation, "weightsync_reloads", False):
             raise UnsupportedError(
