@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import ExitStack, closing
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def test_padding_is_set_in_an_engine_that_never_loaded_any() -> None:
     host = ModuleHost(EngineModel, checkpoint(1))
     with torch.no_grad():
         host.live.embed.weight.fill_(7.0)  # as `load_format="dummy"` leaves it
-    with WeightSync("fsdp", "ipc", FakeEngine(host), timeout_s=TIMEOUT_S) as sync:
+    with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
         sync.push(trainer_model(checkpoint(2)))
     assert torch.equal(host.live.embed.weight, cold(checkpoint(2)).embed.weight)
     assert not host.live.embed.weight[ROWS:].any()
@@ -43,7 +44,9 @@ def test_padding_is_set_in_an_engine_that_never_loaded_any() -> None:
 def test_each_engine_gets_all_that_its_dtype_holds(dtypes: tuple[torch.dtype, ...], transport: str) -> None:
     old, new = torch.zeros(8, 4), torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
     hosts = [ModuleHost(functools.partial(OneWeight, dtype), {"weight": old}) for dtype in dtypes]
-    with WeightSync("fsdp", transport, [FakeEngine(host) for host in hosts], timeout_s=TIMEOUT_S) as sync:
+    with ExitStack() as stack:
+        engines = [stack.enter_context(closing(FakeEngine(host))) for host in hosts]
+        sync = stack.enter_context(WeightSync("fsdp", transport, engines, timeout_s=TIMEOUT_S))
         sync.push(trainer_model({"weight": new}))
     for host, dtype in zip(hosts, dtypes, strict=True):
         assert torch.equal(host.live.weight, new.to(dtype))
