@@ -298,6 +298,22 @@ def test_a_connection_is_open_until_the_peer_closes_or_gives_up(keep):
     assert not one.is_open()
 
 
+def test_closing_counts_though_a_forked_child_has_a_copy_of_the_descriptor(keep):
+    """So have a data loader's workers; with a copy still open, `close` alone tells the peer nothing."""
+    one, other = connected(keep)
+    keep.callback(os.close, os.dup(one.fileno()))
+    one.close()
+    with within(2.0), pytest.raises(PeerError):
+        other.receive(Deadline(30), "test")
+
+    hub = Hub()
+    host, port = hub.listen(LOCAL)
+    keep.callback(os.close, os.dup(hub._listeners[0].fileno()))
+    hub.close()
+    with pytest.raises(PeerError, match="cannot reach"):
+        dial(host, port, HELLO, "trainer rank 0", Deadline(5))
+
+
 def test_descriptors_beyond_the_reach_of_select(keep):
     """A process that holds an engine, or many ranks, has more than 1024 descriptors; select() cannot wait for those."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -19,10 +19,15 @@ from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from weightsync.errors import PeerError, ProtocolError, SyncTimeoutError, WeightSyncError, from_fields
+from weightsync.machine import address_facing
 from weightsync.wire import PREFIX_BYTES, PROTOCOL, Failure, Hello, Message, decode, encode, frame_length
 
 M = TypeVar("M", bound=Message)
 
+_REPLICAS = (
+    "The replicas of a dense model under data parallelism do not know of each other: give each one's own address as an "
+    "engine of its own"
+)
 _TURN_S = 0.5
 """How long the hub sleeps at most before it looks again at what no socket tells it."""
 _HELLO_BYTES = 1 << 16
@@ -156,14 +161,10 @@ class Channel:
             return False
         return True
 
-    def own_host(self) -> str:
-        """This end's address."""
-        return str(self._sock.getsockname()[0])
-
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._sock.close()
+            _hang_up(self._sock)
 
     def _gone(self, phase: str) -> WeightSyncError:
         """Why the peer is gone: what it said before it went, which may not have been read yet, is the better cause."""
@@ -198,6 +199,7 @@ class Hub:
         self.token = secrets.token_bytes(32)
         self.listening: dict[str, tuple[str, int]] = {}
         self._listeners: list[socket.socket] = []
+        self._admitted: set[tuple[str, int]] = set()
         self._arrived: dict[tuple[str, int, int], tuple[Hello, Channel]] = {}
         self._waiting_room: list[Channel] = []
         self._wake_out, self._wake_in = socket.socketpair()
@@ -205,9 +207,7 @@ class Hub:
 
     def listen(self, host: str) -> tuple[str, int]:
         """Listen on the interface from which `host` is reached, once per interface; gives (address, port)."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing: it only asks the routing table
-            address = probe.getsockname()[0]
+        address = address_facing(host)
         if address not in self.listening:
             listener = socket.create_server((address, 0))
             listener.setblocking(False)
@@ -244,7 +244,10 @@ class Hub:
             if len(worlds) > 1:
                 said = ", ".join(f"number {key[2]} of {self._arrived[key][0].world}" for key in present)
                 raise ProtocolError(f"the {kind} do not agree on how many they are: they say {said}", phase=phase)
+            if present and max(key[2] for key in present) >= max(worlds):
+                raise ProtocolError(f"{kind}: number {present[-1][2]} of {max(worlds)} came. {_REPLICAS}", phase=phase)
             if present and {len(present)} == worlds:
+                self._admitted.add((role, group))
                 return [self._arrived.pop(key) for key in present]
             check()
             self._turn([], deadline)
@@ -324,6 +327,8 @@ class Hub:
                 f"the trainer speaks wire protocol {PROTOCOL} and {hello.name} speaks {hello.protocol}: install the "
                 "same weightsync on both sides"
             )
+        elif (hello.role, hello.group) in self._admitted:
+            refusal = f"{hello.role} {hello.name} of group {hello.group} came after all had come. {_REPLICAS}"
         elif (hello.role, hello.group, hello.rank) in self._arrived:
             refusal = f"a second {hello.role} says that it is number {hello.rank} of group {hello.group}: {hello.name}"
         if refusal is not None:
@@ -339,7 +344,7 @@ class Hub:
 
     def close(self) -> None:
         for listener in self._listeners:
-            listener.close()
+            _hang_up(listener)
         for channel in (*self._waiting_room, *(channel for _, channel in self._arrived.values())):
             channel.close()
         self._listeners.clear()
@@ -369,6 +374,13 @@ class Call(threading.Thread):
             self._hub.wake()
         except OSError:
             pass  # the hub has been closed: nobody is left to wake
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """Close a socket though a forked child, such as a data loader's worker, may have a copy of its descriptor."""
+    with suppress(OSError):  # the other end was faster
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
 
 
 class _Source(Protocol):

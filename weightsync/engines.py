@@ -1,8 +1,9 @@
 """The trainer's way to call a running vLLM: one `Engine` for an `LLM`, an `AsyncLLM`, a Ray actor or a server.
 
 `connect` turns whatever the user handed over into engines. Every method of an engine blocks until vLLM has answered,
-for at most `timeout_s`, and raises only `weightsync.errors`. No call is ever repeated: none of vLLM's weight calls may
-run twice, so a connection that breaks in the middle is an error, not a retry.
+for at most `timeout_s` (`init` and `update` for longer: see `_SERVING_S`), and raises only `weightsync.errors`. No
+call is ever repeated: none of vLLM's weight calls may run twice, so a connection that breaks in the middle is an
+error, not a retry.
 
 vLLM is not imported here, and Ray only when an engine is a Ray actor. This module knows nothing about weights,
 transports or sessions.
@@ -39,6 +40,9 @@ BACKEND = "weightsync"
 
 _LOCAL = "127.0.0.1"
 _POLL_S = 0.1
+_SERVING_S = 3600.0
+"""`init` and `update` return only when the trainer has released the workers, however many waits that takes; each of
+these has its own deadline, on the connections to the workers. This one is for an engine that never answers at all."""
 _HEALTH_TIMEOUT_S = 10.0
 
 # What a call is named on the workers, with the plug-in and with the worker extension.
@@ -262,10 +266,10 @@ class LlmEngine(_VllmEngine):
         self._run("reset_encoder_cache", self._llm.llm_engine.reset_encoder_cache)
 
     def _run(self, doing: str, call: Callable[[], Any]) -> Any:
-        deadline = Deadline(self.timeout_s)
+        deadline = Deadline(_limit_s(doing, self.timeout_s))
         if self._running is not None:
             earlier, thread = self._running
-            thread.join(deadline.left_s())
+            thread.join(self.timeout_s)
             if thread.is_alive():
                 raise SyncTimeoutError(
                     f"{doing} could not start within {self.timeout_s:g} s: {earlier}, which passed its deadline, is "
@@ -311,7 +315,7 @@ class AsyncEngine(_VllmEngine):
 
     def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
         loop = self._loop()
-        deadline = Deadline(self.timeout_s)
+        deadline = Deadline(_limit_s(doing, self.timeout_s))
         answer = asyncio.run_coroutine_threadsafe(getattr(self._engine, method)(*args, **kwargs), loop)
         try:
             return _wait(answer, doing or method, deadline, self.name, lambda: _died(self._engine))
@@ -423,7 +427,7 @@ class RayEngine(_VllmEngine):
     def _get(self, method: Any, *args: Any, doing: str, timeout_s: float | None = None, **kwargs: Any) -> Any:
         import ray
 
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        timeout_s = _limit_s(doing, self.timeout_s) if timeout_s is None else timeout_s
         try:
             return ray.get(method.remote(*args, **kwargs), timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as error:
@@ -505,7 +509,7 @@ class HttpEngine:
         return status == 200
 
     def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return self._answer(path, *self._request("POST", path, body, self.timeout_s))
+        return self._answer(path, *self._request("POST", path, body, _limit_s(path.lstrip("/"), self.timeout_s)))
 
     def _answer(self, path: str, status: int, text: str) -> dict[str, Any]:
         """The JSON object that the server answered, empty when it has no body; any other answer is an error."""
@@ -660,6 +664,12 @@ def _caches_not_reset(who: str) -> EngineError:
     return EngineError(
         "vLLM could not reset its prefix cache, so it would answer from older weights; see its log", who=who
     )
+
+
+def _limit_s(doing: str, timeout_s: float) -> float:
+    """How long to wait for an answer to this call."""
+    serving = {methods[call] for methods in (_PLUG_IN_METHODS, _EXTENSION_METHODS) for call in ("init", "update")}
+    return max(_SERVING_S, timeout_s) if doing in serving else timeout_s
 
 
 def _too_late(doing: str, timeout_s: float, who: str) -> SyncTimeoutError:

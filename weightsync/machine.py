@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import torch
@@ -10,6 +11,13 @@ import torch
 def boot_id() -> str:
     """Identifies this boot of this host: equal for two processes exactly when they can share memory."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def address_facing(host: str) -> str:
+    """This host's address on the interface from which `host` is reached. Raises `OSError` when there is no way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing: it only asks the routing table
+        return str(probe.getsockname()[0])
 
 
 def describe_device(device: torch.device) -> tuple[str, str]:

@@ -38,7 +38,7 @@ class RankGroup:
         alone = not dist.is_available() or not dist.is_initialized()
         self.rank = 0 if alone else dist.get_rank()
         self.size = 1 if alone else dist.get_world_size()
-        self.host = self.own_host = _LOOPBACK
+        self.host = _LOOPBACK
         self.channels: list[Channel] = []  # rank 0: to ranks 1, 2, ...; elsewhere: to rank 0
         self._hub = hub
         self._timeout_s = timeout_s
@@ -105,7 +105,6 @@ class RankGroup:
             _broadcast_text(f"{self.host} {port} {self._hub.token.hex()}", deadline)
             admitted = self._hub.admit("rank", 0, deadline, "connect", lambda: None)
             self.channels = [channel for _, channel in admitted]
-            self.own_host = self.host
             return
         text = _broadcast_text("", deadline)
         if text.startswith("!"):
@@ -129,7 +128,6 @@ class RankGroup:
         )
         channel = dial(self.host, int(port_text), hello, "trainer rank 0", deadline)
         self.channels = [channel]
-        self.own_host = channel.own_host()
 
 
 _TEXT_BYTES = 256
@@ -144,10 +142,11 @@ def _broadcast_text(text: str, deadline: Deadline) -> str:
         work = dist.broadcast(data, 0, async_op=True)
         while not work.is_completed():
             if deadline.passed():
+                who = "trainer rank 0" if dist.get_rank() else "the other trainer ranks"
                 raise SyncTimeoutError(
-                    f"no answer from trainer rank 0 within {deadline.timeout_s:g} s: every rank must call push",
+                    f"no answer from {who} within {deadline.timeout_s:g} s: every rank must call push",
                     phase="connect",
-                    waiting_for=["trainer rank 0"],
+                    waiting_for=[who],
                 )
             time.sleep(_POLL_S)
         work.wait()

@@ -354,11 +354,13 @@ class WeightSync:
     def _give_up(self, error: WeightSyncError) -> WeightSyncError:
         """After any failure, on any rank: everyone learns of it, and everything is taken down. The next push starts
         anew. Gives the error to raise."""
-        if self._ranks is not None:
-            error = self._ranks.fail(error)
-        if self._session is not None:
-            self._session.fail(error)
-        self.close()
+        try:
+            if self._ranks is not None:
+                error = self._ranks.fail(error)
+            if self._session is not None:
+                self._session.fail(error)
+        finally:
+            self.close()
         return error
 
     @contextmanager

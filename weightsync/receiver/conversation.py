@@ -168,10 +168,9 @@ class Conversation:
             case Plan():
                 return Planned(**_plain(asdict(self.receiver.plan(unpack_manifest(message.tensors)))))
             case Connect():
-                fields = {**message.fields, "own_host": channel.own_host()}
                 placements = unpack_placements(message.placements)
                 self.receiver.connect(
-                    message.transport, message.storages, placements, message.buckets, fields, deadline
+                    message.transport, message.storages, placements, message.buckets, message.fields, deadline
                 )
                 return Connected()
             case Load():

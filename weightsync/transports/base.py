@@ -60,12 +60,11 @@ Idle = Callable[[float], None]
 
 class Group(Protocol):
     """The trainer's ranks, talking on the host. Both methods are collective. `host` is rank 0's address among the
-    ranks, `own_host` this rank's."""
+    ranks."""
 
     rank: int
     size: int
     host: str
-    own_host: str
 
     def gather(self, value: Any, phase: str) -> list[Any]:
         """Every rank's value, in rank order, on rank 0; an empty list elsewhere."""

@@ -90,7 +90,7 @@ class BroadcastTransport:
         rendezvous = Rendezvous(group.host) if group.rank == 0 else None
         host, port = group.share([rendezvous.host, rendezvous.port] if rendezvous else None, "connect")
         store = rendezvous.store(self._timeout_s) if rendezvous else visit(host, port, self._timeout_s)
-        self._among_ranks = Communicator(store, group.rank, group.size, device, group.own_host, self._timeout_s)
+        self._among_ranks = Communicator(store, group.rank, group.size, device, host, self._timeout_s)
 
     def storages(self, worker: int) -> list[list[Any]]:
         return []
@@ -159,6 +159,8 @@ class BroadcastTransport:
         for communicator in (self._to_engines, self._among_ranks):
             if communicator is not None:
                 communicator.abort()
+        if self._engines is not None:
+            self._engines.close()
         self._to_engines = self._among_ranks = self._engines = None
         self._posted.clear()
 
@@ -213,7 +215,7 @@ class BroadcastSource:
             try:
                 store = visit(*address, deadline.left_s())
                 self._communicator = Communicator(
-                    store, fields["rank"], fields["size"], self._device, fields["own_host"], fields["timeout_s"]
+                    store, fields["rank"], fields["size"], self._device, fields["host"], fields["timeout_s"]
                 )
             except RuntimeError as error:
                 raise PlacementError(f"cannot join the trainer's communicator at {address}: {error}") from error

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from weightsync.channel import Deadline
 from weightsync.errors import PeerError, SyncTimeoutError
+from weightsync.machine import address_facing
 
 _POLL_S = 0.0002
 _LEAVE_S = 1.0
@@ -40,6 +41,10 @@ class Rendezvous:
             master_listen_fd=self._socket.detach(),
         )
 
+    def close(self) -> None:
+        """Let go of the address, when no store has been opened on it."""
+        self._socket.close()
+
 
 def visit(host: str, port: int, timeout_s: float) -> dist.Store:
     """The store of a `Rendezvous`, from another process."""
@@ -50,7 +55,7 @@ class Communicator:
     """`size` members on `device`s of one type; member 0 is the root of every broadcast."""
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, device: torch.device, own_host: str, timeout_s: float
+        self, store: dist.Store, rank: int, size: int, device: torch.device, host: str, timeout_s: float
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
         if device.type == "cuda":
@@ -60,7 +65,7 @@ class Communicator:
             self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_facing(host))]
             options._timeout = timedelta(seconds=timeout_s)
             try:
                 self._group = dist.ProcessGroupGloo(store, rank, size, options)

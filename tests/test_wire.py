@@ -1,0 +1,353 @@
+"""The bytes of docs/wire.md: what is written, what is read, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightsync import wire
+from weightsync.errors import ManifestError, ProtocolError
+from weightsync.layout import Box, Manifest, Placement, TensorMeta
+from weightsync.wire import (
+    MAX_FRAME_BYTES,
+    PREFIX_BYTES,
+    PROTOCOL,
+    Commit,
+    Committed,
+    Connect,
+    Connected,
+    Failure,
+    Hello,
+    Load,
+    Loaded,
+    Message,
+    Plan,
+    Planned,
+    Release,
+    Value,
+    decode,
+    encode,
+    frame_length,
+    pack_manifest,
+    pack_placements,
+    unpack_manifest,
+    unpack_placements,
+)
+
+# One of each message, and the bytes of its frame. They never change: a change of the bytes is a new PROTOCOL.
+GOLDEN: list[tuple[Message, str]] = [
+    (
+        Hello(
+            protocol=1,
+            token=b"\x00\xff",
+            role="worker",
+            group=2,
+            rank=3,
+            world=4,
+            pid=70000,
+            boot_id="b",
+            device="cuda",
+            gpu_uuid="GPU-1",
+            name="tp=3",
+            version=5,
+            state="CLEAN",
+            update_open=False,
+        ),
+        (
+            "970000008fa174a548656c6c6fa870726f746f636f6c01a5746f6b656ec40200ffa4726f6c65a6776f726b6572a567726f75"
+            "7002a472616e6b03a5776f726c6404a3706964ce00011170a7626f6f745f6964a162a6646576696365a463756461a8677075"
+            "5f75756964a54750552d31a46e616d65a474703d33a776657273696f6e05a57374617465a5434c45414eab7570646174655f"
+            "6f70656ec2"
+        ),
+    ),
+    (
+        Value({"a": [1, -1, 2.5, None, True, b"\x80", "\u00e9"]}),
+        "2600000082a174a556616c7565a576616c756581a1619701ffcb4004000000000000c0c3c40180a2c3a9",
+    ),
+    (
+        Plan([["w", [2, 3], "bfloat16"]]),
+        "2000000082a174a4506c616ea774656e736f72739193a177920203a862666c6f61743136",
+    ),
+    (
+        Planned(
+            used={"w": "bfloat16"},
+            partial={"w": [[[0, 0], [1, 3]]]},
+            refused={"x": "no"},
+            groups=[["w", "v"]],
+            missing=["p rows 0..1 of 2"],
+            hints=["y"],
+            roads={"in place": 1},
+        ),
+        (
+            "7e00000088a174a7506c616e6e6564a47573656481a177a862666c6f61743136a77061727469616c81a17791929200009201"
+            "03a77265667573656481a178a26e6fa667726f7570739192a177a176a76d697373696e6791b07020726f777320302e2e3120"
+            "6f662032a568696e747391a179a5726f61647381a8696e20706c61636501"
+        ),
+    ),
+    (
+        Connect(
+            "ipc",
+            [[0, 0, "shm", {"path": "/dev/shm/x", "nbytes": 256}]],
+            [["w", [0, 0], [2, 3], 0, 0, 0, [3, 1], "bfloat16"]],
+            [["w"]],
+            {"k": 1},
+        ),
+        (
+            "8000000086a174a7436f6e6e656374a97472616e73706f7274a3697063a873746f726167657391940000a373686d82a47061"
+            "7468aa2f6465762f73686d2f78a66e6279746573cd0100aa706c6163656d656e74739198a177920000920203000000920301"
+            "a862666c6f61743136a76275636b6574739191a177a66669656c647381a16b01"
+        ),
+    ),
+    (
+        Connected(),
+        "0d00000081a174a9436f6e6e6563746564",
+    ),
+    (
+        Load(7, 0, [[0, 0, 0, 12, (1 << 64) - 1]]),
+        ("3000000084a174a44c6f6164a776657273696f6e07a66275636b657400a76469676573747391950000000ccfffffffffffffffff"),
+    ),
+    (
+        Loaded(0, 12, 0.5, 0.25, 0.0),
+        (
+            "5000000086a174a64c6f61646564a66275636b657400a66e62797465730caa7472616e736665725f73cb3fe0000000000000"
+            "a87665726966795f73cb3fd0000000000000a66c6f61645f73cb0000000000000000"
+        ),
+    ),
+    (
+        Commit(7),
+        "1300000082a174a6436f6d6d6974a776657273696f6e07",
+    ),
+    (
+        Committed(7, 0.5),
+        "2600000083a174a9436f6d6d6974746564a776657273696f6e07a66c6f61645f73cb3fe0000000000000",
+    ),
+    (
+        Release(),
+        "0b00000081a174a752656c65617365",
+    ),
+    (
+        Failure({"kind": "DigestError", "message": "m", "who": None, "phase": "load", "facts": {}}),
+        (
+            "4400000082a174a74661696c757265a56572726f7285a46b696e64ab4469676573744572726f72a76d657373616765a16da3"
+            "77686fc0a57068617365a46c6f6164a5666163747380"
+        ),
+    ),
+]
+EXAMPLES = [message for message, _ in GOLDEN]
+
+
+def kind(message: Message) -> str:
+    return type(message).__name__
+
+
+def body(message: Message) -> bytes:
+    return encode(message)[PREFIX_BYTES:]
+
+
+def content(message: Message) -> dict[Any, Any]:
+    """A message's body as a map, to be spoilt."""
+    return dict(msgpack.unpackb(body(message)))
+
+
+def refuse(data: Any, words: str) -> None:
+    with pytest.raises(ProtocolError, match=words):
+        decode(data if isinstance(data, bytes) else msgpack.packb(data))
+
+
+def test_the_number_of_the_protocol_that_these_bytes_belong_to():
+    assert PROTOCOL == 1
+    assert {kind(message) for message in EXAMPLES} == set(Message.types)
+
+
+@pytest.mark.parametrize(("message", "frame"), GOLDEN, ids=[kind(message) for message in EXAMPLES])
+def test_golden_bytes(message: Message, frame: str):
+    assert encode(message).hex() == frame
+    assert decode(bytes.fromhex(frame)[PREFIX_BYTES:]) == message
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=kind)
+def test_a_frame_is_its_length_and_its_body(message: Message):
+    frame = encode(message)
+    assert frame_length(frame[:PREFIX_BYTES]) == len(frame) - PREFIX_BYTES
+    assert struct.unpack("<I", frame[:4]) == (len(frame) - 4,)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=kind)
+def test_the_order_of_fields_is_free(message: Message):
+    assert decode(msgpack.packb(dict(reversed(content(message).items())))) == message
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=kind)
+def test_a_message_has_exactly_its_fields(message: Message):
+    fields = content(message)
+    for name in fields.keys() - {"t"}:
+        refuse({key: value for key, value in fields.items() if key != name}, f"{kind(message)} has fields .*expected")
+    refuse({**fields, "surplus": 1}, "surplus")
+    refuse({**fields, b"surplus": 1}, "surplus")
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=kind)
+def test_each_field_is_of_its_type(message: Message):
+    values: list[Any] = [None, True, 1, 1.5, "s", b"b", [], {}]
+    for field in dataclasses.fields(message):
+        own = type(getattr(message, field.name))
+        for value in values:
+            if kind(message) == "Value" or type(value) is own:
+                decode(msgpack.packb({**content(message), field.name: value}))
+            else:
+                words = f"field '{field.name}' of .* is of type {type(value).__name__}, expected {own.__name__}"
+                refuse({**content(message), field.name: value}, words)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=kind)
+def test_a_truncated_or_prolonged_body_is_refused(message: Message):
+    whole = body(message)
+    for length in range(len(whole)):
+        refuse(whole[:length], "not msgpack|holds no message|expected")
+    refuse(whole + b"\xc0", "not msgpack")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [None, 1, "Hello", [], ["t"], {}, {"t": None}, {"t": 1}, {"t": b"Release"}, {"T": "Release"}, [{"t": "Release"}]],
+)
+def test_what_is_no_message_is_refused(data: Any):
+    refuse(data, "holds no message")
+
+
+@pytest.mark.parametrize("name", ["", "hello", "Message", "WeightSyncError", "Hello ", "os.system"])
+def test_an_unknown_message_is_refused(name: str):
+    refuse({"t": name}, f"unknown message {name!r}; this side speaks protocol {PROTOCOL}")
+
+
+@pytest.mark.parametrize("value", [msgpack.ExtType(5, b"x"), {1: 2}, {None: 1}, {(1,): 1}], ids=repr)
+def test_extension_types_and_other_keys_than_strings_are_refused(value: Any):
+    refuse({"t": "Value", "value": value}, "not msgpack")
+
+
+def test_strings_that_are_not_utf_8_are_refused():
+    refuse(b"\x82\xa1t\xa5Value\xa5value\xa2\xff\xfe", "not msgpack")
+
+
+def test_deep_nesting_is_refused_or_read_and_never_overflows_the_stack():
+    for depth in (100, 10_000, 1_000_000):
+        data = b"\x82\xa1t\xa5Value\xa5value" + b"\x91" * depth + b"\xc0"
+        try:
+            assert kind(decode(data)) == "Value"
+        except ProtocolError:
+            pass
+
+
+def test_a_frame_that_announces_too_much_is_refused():
+    assert frame_length(struct.pack("<I", MAX_FRAME_BYTES)) == MAX_FRAME_BYTES
+    with pytest.raises(ProtocolError, match=f"announces {MAX_FRAME_BYTES + 1} bytes"):
+        frame_length(struct.pack("<I", MAX_FRAME_BYTES + 1))
+
+
+def test_a_message_that_is_too_large_is_not_written(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1000)
+    encode(Value(bytes(900)))
+    with pytest.raises(ProtocolError, match="a Value of 1018 bytes is over the 1000 byte limit"):
+        encode(Value(bytes(1000)))
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, 1 << 64, -(1 << 64), "\ud800", {"a": [print]}], ids=repr)
+def test_what_is_no_plain_value_is_not_written(value: Any):
+    with pytest.raises(ProtocolError, match="a Value cannot be written as msgpack"):
+        encode(Value(value))
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_a_protocol_error(data: bytes):
+    with pytest.raises(ProtocolError):
+        decode(data)
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8)
+    | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(plain)
+def test_any_plain_value_crosses(value: Any):
+    assert decode(body(Value(value))) == Value(value)
+    assert decode(body(Failure({"facts": value}))) == Failure({"facts": value})
+
+
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_a_spoilt_message_is_read_or_a_protocol_error(message: Message, draw: st.DataObject):
+    data = bytearray(body(message))
+    for _ in range(draw.draw(st.integers(1, 4))):
+        data[draw.draw(st.integers(0, len(data) - 1))] = draw.draw(st.integers(0, 255))
+    try:
+        assert isinstance(decode(bytes(data)), Message)
+    except ProtocolError:
+        pass
+
+
+@given(st.sampled_from(sorted(Message.types)), st.dictionaries(st.text(max_size=8), plain, max_size=4))
+def test_any_map_under_a_known_name_is_read_or_a_protocol_error(name: str, fields: dict[str, Any]):
+    try:
+        assert isinstance(decode(msgpack.packb({**fields, "t": name})), Message)
+    except ProtocolError:
+        pass
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Rows
+
+MANIFEST = Manifest((TensorMeta("a", (2, 3), "bfloat16"), TensorMeta("b", (), "float32")))
+PLACEMENTS = [
+    Placement("a", Box((0, 1), (2, 2)), 1, 5, 7, (2, 1), "bfloat16"),
+    Placement("b", Box((), ()), 0, 0, 0, (), "float32"),
+]
+
+
+def test_manifests_and_placements_cross():
+    rows = decode(body(Plan(pack_manifest(MANIFEST))))
+    assert isinstance(rows, Plan)
+    assert unpack_manifest(rows.tensors) == MANIFEST
+    rows = decode(body(Connect("ipc", [], pack_placements(PLACEMENTS), [], {})))
+    assert isinstance(rows, Connect)
+    assert unpack_placements(rows.placements) == PLACEMENTS
+
+
+@pytest.mark.parametrize("row", [[], ["a"], ["a", [1]], ["a", 1, "x"], ["a", [1], "x", 1], None, 5, [["a"], [1], "x"]])
+def test_rows_of_another_form_are_a_protocol_error(row: Any):
+    with pytest.raises(ProtocolError, match="a manifest has a row that is not"):
+        unpack_manifest([row])
+    with pytest.raises(ProtocolError, match="a row of placements is not"):
+        unpack_placements([row])
+
+
+def test_a_manifest_that_offers_a_name_twice_is_refused_on_both_sides():
+    with pytest.raises(ManifestError, match="offered more than once") as raised:
+        Manifest((TensorMeta("a", (2,), "float32"), TensorMeta("b", (2,), "float32"), TensorMeta("a", (3,), "float32")))
+    assert raised.value.mismatched == {"a": "offered twice"}
+    with pytest.raises(ManifestError, match="offered more than once"):
+        unpack_manifest([["a", [2], "float32"], ["a", [2], "float32"]])
+
+
+def test_the_specification_has_every_message_and_field():
+    text = Path(__file__).parents[1].joinpath("docs", "wire.md").read_text()
+    assert f"Number: **{PROTOCOL}**" in text
+    assert str(MAX_FRAME_BYTES) in text
+    for name, cls in Message.types.items():
+        assert f"`{name}`" in text
+        for field in dataclasses.fields(cls):
+            assert re.search(rf"`{field.name}`", text), f"{name}.{field.name}"
