@@ -140,8 +140,9 @@ class Engines:
         key = (model, tp, repr(options))
         if self._running != key:
             for weights in ("B", "A"):
-                self.start(self.checkpoint(model, weights), tensor_parallel_size=tp, **options)
-                self._cold.setdefault((key, weights), self.ask())
+                if weights == "A" or (key, weights) not in self._cold:
+                    self.start(self.checkpoint(model, weights), tensor_parallel_size=tp, **options)
+                    self._cold[key, weights] = self.ask()
             self._running = key
         return {weights: self._cold[key, weights] for weights in ("A", "B")}
 

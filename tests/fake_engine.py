@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable
@@ -55,7 +54,7 @@ class ModuleHost:
         self.refreshed += 1
 
     def scope(self) -> AbstractContextManager[Any]:
-        return contextlib.ExitStack() if torch.is_inference_mode_enabled() else torch.no_grad()
+        return torch.no_grad()
 
 
 class FakeEngine:
@@ -227,6 +226,8 @@ def trainer_model(tensors: dict[str, torch.Tensor]) -> nn.Module:
     return model
 
 
-def cold(tensors: dict[str, torch.Tensor], post_process: Callable[[nn.Module], None] = lambda module: None, **where: int):
+def cold(
+    tensors: dict[str, torch.Tensor], post_process: Callable[[nn.Module], None] = lambda module: None, **where: int
+) -> nn.Module:
     """The live model of an engine that was started from these tensors."""
     return ModuleHost(functools.partial(EngineModel, **where), tensors, post_process).live

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,6 +31,12 @@ from weightsync.transports.base import Idle, Offer, Shipment, WorkerInfo
 from weightsync.transports.ipc import IpcSource, IpcTransport
 
 pytest_plugins = ["engine_fixtures"]
+
+
+def test_the_suite_needs_neither_pytest_nor_vllm():
+    code = "import sys, weightsync.testing; sys.exit(bool({'pytest', 'vllm'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
 
 # ---------------------------------------------------------------------------------------------------------------
 # Senders
@@ -93,8 +101,8 @@ def test_the_fsdp_sender_with_two_ranks():
 class UpperHalves(FsdpSender):
     def pieces(self, model: nn.Module) -> list[Piece]:
         return [
-            Piece(piece.meta, Box(piece.box.start, (4, 5)), piece.tensor[:4]) if piece.meta.name == "up.weight" else piece
-            for piece in super().pieces(model)
+            Piece(p.meta, Box(p.box.start, (4, 5)), p.tensor[:4]) if p.meta.name == "up.weight" else p
+            for p in super().pieces(model)
         ]
 
 
@@ -258,9 +266,9 @@ class WrongError(IpcSource):
     ("transport", "source", "words"),
     [
         (Stale, IpcSource, "reads other values of rows.bool"),
-        (WrongDigest, IpcSource, "have another digest"),
+        (WrongDigest, IpcSource, "arrived with another digest"),
         (AlwaysDigests, IpcSource, "digests that nobody wants"),
-        (OneBucketLess, IpcSource, "buckets are not every tensor once"),
+        (OneBucketLess, IpcSource, "buckets of the offer are not every tensor once"),
         (NoPlainValues, IpcSource, "PosixPath"),
         (Trusting, IpcSource, "check accepts the ranks"),
         (Once, IpcSource, "I was aborted"),

@@ -439,16 +439,23 @@ def test_llm_that_hangs_runs_into_the_deadline_and_is_not_entered_twice():
     llm = fake_llm()
     (engine,) = connect(llm, 0.2)
     release = threading.Event()
-    llm.on_rpc = lambda method, args: release.wait(10) if method == "update_weights" else None
-    with pytest.raises(SyncTimeoutError, match="no answer to update_weights") as raised:
-        engine.update({})
+    llm.on_rpc = lambda method, args: release.wait(10) if method == "start_weight_update" else None
+    with pytest.raises(SyncTimeoutError, match="no answer to start_weight_update") as raised:
+        engine.start()
     assert raised.value.waiting_for == ["engine 0 (LLM in this process)"]
-    with pytest.raises(SyncTimeoutError, match=r"finish_weight_update could not start.*update_weights"):
+    with pytest.raises(SyncTimeoutError, match=r"finish_weight_update could not start.*start_weight_update"):
         engine.finish("1")
-    assert [call[0] for call in llm.calls] == ["update_weights"]
+    assert [call[0] for call in llm.calls] == ["start_weight_update"]
     release.set()
-    engine.start()
-    assert [call[0] for call in llm.calls] == ["update_weights", "start_weight_update"]
+    engine.update({})
+    assert [call[0] for call in llm.calls] == ["start_weight_update", "update_weights"]
+
+
+def test_an_update_may_last_longer_than_a_single_wait():
+    llm = fake_llm()
+    (engine,) = connect(llm, 0.1)
+    llm.on_rpc = lambda method, args: time.sleep(0.5)
+    engine.update({})
 
 
 def test_llm_whose_process_dies_in_a_call_is_unreachable_at_once():
@@ -610,8 +617,8 @@ def test_async_engine_that_hangs_or_dies_ends_the_wait():
     with loop_in_a_thread() as loop:
         serve(llm, loop)
         llm.hang = True
-        with pytest.raises(SyncTimeoutError, match=r"no answer to update_weights within 0\.3 s"):
-            engine.update({})
+        with pytest.raises(SyncTimeoutError, match=r"no answer to start_weight_update within 0\.3 s"):
+            engine.start()
         engine.timeout_s = 30.0
         assert engine.is_alive()
         begin = time.monotonic()
@@ -633,7 +640,7 @@ class LlmActor:
         self.llm = fake_llm(config(backend))
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
-        if args == ({"sleep_s": 5},):
+        if method == "finish_weight_update":
             time.sleep(5)
         if args == ({"bad": True},):
             raise ManifestError("one tensor is missing", missing=["q"])
@@ -740,8 +747,8 @@ def test_ray_actors_are_called_like_what_they_hold(ray):
 
     # A busy actor passes its deadline and lives; a killed one is gone.
     engine.timeout_s = 0.5
-    with pytest.raises(SyncTimeoutError, match=r"no answer to update_weights within 0\.5 s"):
-        engine.update({"sleep_s": 5})
+    with pytest.raises(SyncTimeoutError, match=r"no answer to finish_weight_update within 0\.5 s"):
+        engine.finish(None)
     assert engine.is_alive()
     engine.timeout_s = 30.0
     ray.kill(actor)

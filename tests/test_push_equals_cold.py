@@ -114,7 +114,7 @@ def test_one_wrong_element_does_not_pass_as_equal(engines: Remote):
     engines.call(load, "llama", "ipc", {})
     for name in ("model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"):
         engines.call(push_with_one_wrong_element, name)
-        with pytest.raises(AssertionError, match="the cold engine|log-probabilities"):
+        with pytest.raises(AssertionError, match=r"the cold engine|log-probabilities"):
             assert_same(engines.call(Engines.ask), cold["B"], name)
     engines.call(push, "B")
     assert_same(engines.call(Engines.ask), cold["B"], "put right")

@@ -48,8 +48,15 @@ LINEARS = 8
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("quantization", ["test-transposed", "test-in-closure", "test-in-method"])
-@pytest.mark.parametrize("model", ["qwen2", "qwen3-tied"])
+@pytest.mark.parametrize(
+    ("model", "quantization"),
+    [
+        ("qwen2", "test-transposed"),
+        ("qwen3-tied", "test-transposed"),
+        ("qwen2", "test-in-closure"),
+        ("qwen3-tied", "test-in-method"),
+    ],
+)
 def test_pushed_equals_cold_where_the_engine_repacks(engines: Remote, model: str, quantization: str):
     cold = engines.call(serve, model, quantization, timeout_s=240)
     assert cold["A"] != cold["B"]
@@ -103,7 +110,7 @@ def test_a_module_that_cannot_be_post_processed_is_put_back_and_the_next_push_he
         engines.call(push, "A")
         error = engines.call(push_and_fail, "B", nth)
         assert "this kernel does not like these weights" in str(error)
-        assert error.who == "worker tp=0 pp=0 dp=0"
+        assert error.who == "engine 0 worker tp=0 pp=0 dp=0"
         assert engines.call(version).startswith("POISONED")
 
         # Each layer is wholly new or wholly old, in its old place, and the engine still runs.
@@ -113,7 +120,7 @@ def test_a_module_that_cannot_be_post_processed_is_put_back_and_the_next_push_he
         assert sum(mixture[name] == old[name] for name in old) == LINEARS - nth + 1
         assert engines.call(Engines.ask) != cold["B"]
 
-        assert engines.call(push, "B")["reload"] == LINEARS
+        assert engines.call(push, "B")["reload"] >= LINEARS
         assert_same(engines.call(Engines.ask), cold["B"], f"the push after failure {nth}")
         assert not engines.call(version).startswith("POISONED")
 

@@ -244,7 +244,7 @@ class Hub:
             if len(worlds) > 1:
                 said = ", ".join(f"number {key[2]} of {self._arrived[key][0].world}" for key in present)
                 raise ProtocolError(f"the {kind} do not agree on how many they are: they say {said}", phase=phase)
-            if present and max(key[2] for key in present) >= max(worlds):
+            if role == "worker" and present and max(key[2] for key in present) >= max(worlds):
                 raise ProtocolError(f"{kind}: number {present[-1][2]} of {max(worlds)} came. {_REPLICAS}", phase=phase)
             if present and {len(present)} == worlds:
                 self._admitted.add((role, group))
