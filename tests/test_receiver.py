@@ -320,6 +320,18 @@ def test_pushed_equals_cold(start: Start, process: Any, options: dict[str, Any],
         assert places == [[tensor.data_ptr() for tensor in outputs(host.live)] for host in hosts]
 
 
+def test_constants_of_the_loader_reach_an_engine_that_started_with_dummy_weights(start: Start):
+    host = ModuleHost(EngineModel, checkpoint(1))
+    with torch.no_grad():
+        for param in host.live.parameters():
+            param.fill_(7)  # the padding of the embedding too
+    with WeightSync("fsdp", "ipc", start(host), timeout_s=TIMEOUT_S) as sync:
+        sync.push(trainer_model(checkpoint(2)))
+    expected = cold(checkpoint(2)).state_dict()
+    for name, tensor in host.live.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
 def test_the_road_through_the_loader_computes_what_a_cold_start_does_for_tied_and_repacked_modules(start: Start):
     class Scaled(EngineModel):
         """Every parameter is multiplied on the way in, the tied embedding too."""
