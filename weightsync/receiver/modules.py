@@ -239,9 +239,10 @@ class Reload:
                 snapshot.restore()
             raise
         for slots, key, old in live:
-            if slots.get(key) is not None and _same_layout(old, slots[key]):
+            new = slots.get(key)
+            if new is not None and new is not old and _same_layout(old, new):
                 with torch.no_grad():
-                    old.data.copy_(slots[key].data)
+                    old.data.copy_(new.data)
                 slots[key] = old
         if unit.opaque:
             # A kernel object made by post-processing may point into the fresh tensors without holding them.
