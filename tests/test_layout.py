@@ -28,6 +28,7 @@ from weightsync.layout import (
     flat_boxes,
     fuse_groups,
     itemsize,
+    merge_manifests,
     row_major,
     strided_boxes,
 )
@@ -629,3 +630,30 @@ def test_the_digest_tells_manifests_apart() -> None:
 def test_the_digest_stays_what_it_was() -> None:
     digest = Manifest((TensorMeta("ä.weight", (2, 3), "bfloat16"), TensorMeta("scale", (), "float32"))).digest()
     assert digest == "176695119d659d5bb06ddf84d5de10b5f0465acdd4c0224d0ead7b729d15f07a"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Manifests of several ranks
+
+
+def manifest(*names: str, dtype: str = "bfloat16") -> Manifest:
+    return Manifest(tuple(TensorMeta(name, (4, 2), dtype) for name in names))
+
+
+def test_the_same_manifest_on_all_ranks_stays_what_it_is():
+    whole = manifest("lm_head.weight", "model.embed", "a.10", "a.2")
+    assert merge_manifests([whole, whole, whole]) == whole
+
+
+def test_stages_come_in_the_order_of_their_layers():
+    first = manifest("model.embed", *(f"model.layers.{n}.w" for n in (0, 1, 10, 11)))
+    second = manifest(*(f"model.layers.{n}.w" for n in (2, 9)), "model.norm", "lm_head.weight")
+    layers = [f"model.layers.{n}.w" for n in (0, 1, 2, 9, 10, 11)]
+    for order in ([first, second], [second, first, second]):
+        assert merge_manifests(order).names == ("model.embed", *layers, "model.norm", "lm_head.weight")
+
+
+def test_ranks_that_disagree_are_refused_with_every_name():
+    with pytest.raises(ManifestError, match="2 tensors differ, such as b") as caught:
+        merge_manifests([manifest("a", "b", "c"), manifest("b", "c", "d", dtype="float32")])
+    assert list(caught.value.mismatched) == ["b", "c"]

@@ -10,6 +10,7 @@ elements. A strided view is written `(offset, size, stride)`, as `torch.as_strid
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -151,6 +152,36 @@ class Manifest:
         """SHA-256, in hex, of names, shapes and dtypes in order: equal on two sides that mean the same manifest."""
         rows = [[tensor.name, tensor.shape, tensor.dtype] for tensor in self.tensors]
         return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+
+def merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
+    """What all ranks hold together, each tensor once. Pipeline stages each know their own layers; other ranks know all.
+
+    Every manifest's order is kept. Between tensors of different manifests layer 2 comes before layer 10. Raises
+    `ManifestError` that lists every tensor that has another shape or dtype on another rank.
+    """
+    known: dict[str, TensorMeta] = {}
+    mismatched: dict[str, str] = {}
+    for manifest in manifests:
+        for meta in manifest:
+            first = known.setdefault(meta.name, meta)
+            if first != meta:
+                mismatched[meta.name] = f"{first.shape} {first.dtype} on one rank, {meta.shape} {meta.dtype} on another"
+    if mismatched:
+        name, reason = next(iter(mismatched.items()))
+        raise ManifestError(
+            f"the trainer's ranks do not hold the same model: {len(mismatched)} tensors differ, such as {name} "
+            f"({reason})",
+            mismatched=mismatched,
+        )
+    distinct = list(dict.fromkeys(manifest.tensors for manifest in manifests))
+    merged = dict.fromkeys(heapq.merge(*([meta.name for meta in tensors] for tensors in distinct), key=_natural))
+    return Manifest(tuple(known[name] for name in merged))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Orders numbers in names as numbers."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 @dataclass(frozen=True, slots=True)

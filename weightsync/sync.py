@@ -15,13 +15,13 @@ from weightsync.bucketing import Bucketer, make_bucketer
 from weightsync.channel import Deadline, Hub
 from weightsync.engines import connect
 from weightsync.errors import ConfigError, ManifestError, WeightSyncError, foreign
-from weightsync.layout import Box, Manifest, Placement, TensorMeta, connected, coverage, itemsize
+from weightsync.layout import Box, Manifest, Placement, TensorMeta, connected, coverage, itemsize, merge_manifests
 from weightsync.machine import boot_id, describe_device
 from weightsync.progress import Progress
 from weightsync.ranks import RankGroup
 from weightsync.report import PushReport, WorkerReport
 from weightsync.senders import make_sender
-from weightsync.senders.base import Piece, Sender, TensorPolicy
+from weightsync.senders.base import Model, Piece, Sender, TensorPolicy
 from weightsync.session import EngineSession
 from weightsync.transports import make_transport
 from weightsync.transports.base import Shipment, Transport, WorkerInfo
@@ -113,7 +113,7 @@ class WeightSync:
         self._last_version = 0
         self._phase = "connect"
 
-    def push(self, model: torch.nn.Module, version: int | None = None) -> PushReport:
+    def push(self, model: Model, version: int | None = None) -> PushReport:
         """Collective: every trainer rank calls this. Make every engine serve `model`'s weights of this moment.
 
         `version` must be greater than any that an engine has been given; None takes the next. Returns the same report
@@ -152,7 +152,7 @@ class WeightSync:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _push(self, model: torch.nn.Module, version: int | None, started: float) -> PushReport:
+    def _push(self, model: Model, version: int | None, started: float) -> PushReport:
         ranks = self._meet()
         with self._in_phase("plan"):
             manifest, pieces = self._sender.manifest(model), self._sender.pieces(model)
@@ -234,17 +234,16 @@ class WeightSync:
         mine = _place(pieces, ranks.rank)
         kind, gpu_uuid = describe_device(_device(mine))
         own = {
-            "manifest": manifest.digest(),
+            "manifest": pack_manifest(manifest),
             "boot_id": boot_id(),
             "device": kind,
             "gpu_uuid": gpu_uuid,
             "placements": pack_placements(mine),
         }
         everyone = ranks.gather(own, "plan")
-        if any(row["manifest"] != own["manifest"] for row in everyone):
-            raise ManifestError("the trainer's ranks do not hold the same model: names, shapes or dtypes differ")
         answer: dict[str, Any] | None = None
         if self._hub is not None:
+            manifest = merge_manifests([unpack_manifest(row["manifest"]) for row in everyone])
             if self._session is None:
                 engines = connect(self._engine, self._timeout_s)
                 self._session = EngineSession(engines, self._hub, self._pause, self._timeout_s)

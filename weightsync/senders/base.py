@@ -5,18 +5,29 @@ A sender moves no bytes and talks to no other process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from weightsync.errors import ConfigError
 from weightsync.layout import itemsize
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from weightsync.layout import Box, Manifest, TensorMeta
+
+Model: TypeAlias = "nn.Module | Sequence[nn.Module]"
+"""What a trainer holds: one module, or the chunks of a pipeline rank in their order."""
+
+
+def one_module(model: Model) -> nn.Module:
+    """The model of a backend that has no chunks. Raises `ConfigError` for several."""
+    if isinstance(model, Sequence):
+        raise ConfigError(f'push was given {len(model)} modules; only the chunks of backend="megatron" come as several')
+    return model
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +44,12 @@ class Sender(Protocol):
     """One trainer backend. Both methods are local, not collective: every rank may call them on its own, at a time when
     no forward or backward is running, and the trainer's pending GPU work need not have finished."""
 
-    def manifest(self, model: torch.nn.Module) -> Manifest:
-        """Every tensor that a push delivers, in the order of the unwrapped model's state dict: full shapes, the
-        trainer's dtypes, the same on every rank. Raises `UnsupportedError` that lists all tensors it cannot read."""
+    def manifest(self, model: Model) -> Manifest:
+        """Every tensor that this rank knows of, in the order in which the model exports them: full shapes, the
+        trainer's dtypes. A pipeline stage knows its own; the ranks' manifests together are what a push delivers.
+        Raises `UnsupportedError` that lists all tensors it cannot read."""
 
-    def pieces(self, model: torch.nn.Module) -> list[Piece]:
+    def pieces(self, model: Model) -> list[Piece]:
         """What this rank holds, in the manifest's order; may be empty. The ranks' pieces together cover each tensor;
         replicas (HSDP, DDP, buffers) each report their own. The views stay valid until the trainer moves its storages.
         Raises as `manifest` does."""

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.layout import Box, Manifest, TensorMeta, flat_boxes, itemsize
-from weightsync.senders.base import Piece, TensorPolicy
+from weightsync.senders.base import Model, Piece, TensorPolicy, one_module
 from weightsync.senders.names import walk
 
 _ON_META = "it is on the meta device and has no values; materialise it first (`to_empty`, then load)"
@@ -54,13 +54,14 @@ class FsdpSender:
     def __init__(self, policy: TensorPolicy) -> None:
         self.policy = policy
 
-    def manifest(self, model: nn.Module) -> Manifest:
-        return Manifest(tuple(TensorMeta(name, held.shape, held.dtype) for name, held in self._tensors(model)))
+    def manifest(self, model: Model) -> Manifest:
+        tensors = self._tensors(one_module(model))
+        return Manifest(tuple(TensorMeta(name, held.shape, held.dtype) for name, held in tensors))
 
-    def pieces(self, model: nn.Module) -> list[Piece]:
+    def pieces(self, model: Model) -> list[Piece]:
         return [
             Piece(TensorMeta(name, held.shape, held.dtype), box, tensor)
-            for name, held in self._tensors(model)
+            for name, held in self._tensors(one_module(model))
             for box, tensor in held.parts
         ]
 
