@@ -149,7 +149,7 @@ class Conversation:
                 message = channel.receive(deadline, phase)
                 if isinstance(message, Release):
                     return
-                channel.send(self._answer(channel, message, deadline), deadline, phase)
+                channel.send(self._answer(channel, message, phase, deadline), deadline, phase)
         except BaseException as error:
             problem = foreign(error, who=self._name, phase=phase)
             try:
@@ -163,21 +163,21 @@ class Conversation:
         finally:
             self._serving = False
 
-    def _answer(self, channel: Channel, message: Message, deadline: Deadline) -> Message:
+    def _answer(self, channel: Channel, message: Message, phase: str, deadline: Deadline) -> Message:
+
+        def idle(seconds: float) -> None:
+            channel.check(phase, seconds)
+
         match message:
             case Plan():
                 return Planned(**_plain(asdict(self.receiver.plan(unpack_manifest(message.tensors)))))
             case Connect():
                 placements = unpack_placements(message.placements)
                 self.receiver.connect(
-                    message.transport, message.storages, placements, message.buckets, message.fields, deadline
+                    message.transport, message.storages, placements, message.buckets, message.fields, idle, deadline
                 )
                 return Connected()
             case Load():
-
-                def idle(seconds: float) -> None:
-                    channel.check("transfer", seconds)
-
                 timing = self.receiver.load(message.version, message.bucket, message.digests, idle, deadline)
                 return Loaded(bucket=message.bucket, **asdict(timing))
             case Commit():

@@ -134,6 +134,7 @@ class Receiver:
         placements: Sequence[Placement],
         buckets: Sequence[Sequence[str]],
         fields: dict[str, Any],
+        idle: Idle,
         deadline: Deadline,
     ) -> None:
         """Map the trainer's storages, and work out every copy. Raises `PlacementError` or `ProtocolError`; writes
@@ -147,7 +148,7 @@ class Receiver:
             self.disconnect()
             self._source, self._source_name = make_source(transport, self._host.device), transport
         with self._host.scope():
-            self._source.connect(storages, fields, deadline)
+            self._source.connect(storages, fields, idle, deadline)
         self._placements = defaultdict(list)
         for placement in placements:
             self._placements[placement.name].append(placement)

@@ -94,6 +94,9 @@ class MailGroup:
             return []
         return [value, *(self._mail.receive(rank) for rank in range(1, self.size))]
 
+    def idle(self, seconds: float) -> None:
+        self._mail.idle(seconds)
+
     def share(self, value: Any, phase: str) -> Any:
         if self.rank:
             return self._mail.receive(0, patient=True)

@@ -293,7 +293,7 @@ class _Worker:
     def connect(self, order: dict[str, Any]) -> None:
         if self.source is None:
             self.source = self.make_source()
-        self.source.connect(order["storages"], order["fields"], Deadline(self.mail.timeout_s))
+        self.source.connect(order["storages"], order["fields"], self.mail.idle, Deadline(self.mail.timeout_s))
         self.placements, self.buckets = defaultdict(list), order["buckets"]
         for placement in unpack_placements(order["placements"]):
             self.placements[placement.name].append(placement)

@@ -59,8 +59,8 @@ Idle = Callable[[float], None]
 
 
 class Group(Protocol):
-    """The trainer's ranks, talking on the host. Both methods are collective. `host` is rank 0's address among the
-    ranks."""
+    """The trainer's ranks, talking on the host. `gather` and `share` are collective. `host` is rank 0's address among
+    the ranks."""
 
     rank: int
     size: int
@@ -71,6 +71,9 @@ class Group(Protocol):
 
     def share(self, value: Any, phase: str) -> Any:
         """Rank 0's value, on every rank."""
+
+    def idle(self, seconds: float) -> None:
+        """An `Idle`: raises when any rank has failed."""
 
 
 class Transport(Protocol):
@@ -120,8 +123,9 @@ class Transport(Protocol):
 class Source(Protocol):
     """The worker's end."""
 
-    def connect(self, storages: list[list[Any]], fields: dict[str, Any], deadline: Deadline) -> None:
-        """Map or join what a `Connect` message names. Raises `PlacementError` when that cannot be done."""
+    def connect(self, storages: list[list[Any]], fields: dict[str, Any], idle: Idle, deadline: Deadline) -> None:
+        """Map or join what a `Connect` message names. Raises `PlacementError` when that cannot be done. Wherever it
+        waits it calls `idle(seconds)`, which may raise."""
 
     def storage(self, rank: int, storage: int) -> torch.Tensor:
         """A storage's bytes, a 1-D uint8 tensor; its contents are meaningful after `fetch`."""

@@ -1,21 +1,24 @@
 """One sender, every worker of every engine: NCCL or gloo.
 
-Trainer rank 0 assembles whole tensors in a bucket, from the regions that the other ranks send it, and broadcasts the
-bucket. It has two buckets' memory: while one is being broadcast the next is gathered. Workers have two as well: while
-one is loaded the next arrives.
+A bucket is the regions of its tensors as the trainer's ranks hold them, those of one rank side by side. Trainer rank 0
+receives the other ranks' parts where they belong in the bucket, and broadcasts it; nobody puts whole tensors together.
+It has two buckets' memory: while one is being broadcast the next is gathered. Another rank has room for its part of one
+bucket. Workers have two buckets: while one is loaded the next arrives.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from weightsync.channel import Deadline
 from weightsync.errors import ConfigError, PlacementError, WeightSyncError
 from weightsync.kernels.digest import digest
-from weightsync.layout import Box, Manifest, Placement, choose_owners, itemsize, row_major
+from weightsync.layout import Manifest, Placement, choose_owners, itemsize, row_major
 from weightsync.transports.base import Group, Idle, Offer, Shipment, WorkerInfo, align, strided
 from weightsync.transports.communicator import Communicator, Pending, Rendezvous, visit
 
@@ -32,6 +35,7 @@ class BroadcastTransport:
         self._to_engines: Communicator | None = None
         self._among_ranks: Communicator | None = None
         self._posted: dict[int, Pending] = {}
+        self._aborted = threading.Event()
 
     def check(self, ranks: Sequence[WorkerInfo], workers: Sequence[WorkerInfo]) -> None:
         root = ranks[0]
@@ -60,19 +64,13 @@ class BroadcastTransport:
         on_gpu = kinds == {"cuda"}
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self._device = next((tensor.device for tensor in pieces.values()), device)
-        self._pieces = pieces
-        self._buckets = shipment.buckets
-        self._manifest = shipment.manifest
-        offset, self._bucket_bytes = slot_layout(shipment.manifest, shipment.buckets)
+        owned, in_slots, self._parts = slot_layout(shipment.manifest, shipment.buckets, shipment.placements)
         number = {name: i for i, names in enumerate(shipment.buckets) for name in names}
-        whole = []
-        for meta in shipment.manifest:
-            slot, first = number[meta.name] % SLOTS, offset[meta.name] // itemsize(meta.dtype)
-            whole.append(Placement(meta.name, Box.full(meta.shape), 0, slot, first, row_major(meta.shape), meta.dtype))
-        self._whole = {p.name: p for p in whole}
-        self._owners: list[list[Placement]] = [[] for _ in shipment.buckets]
-        for owner in choose_owners(list(shipment.placements)):
-            self._owners[number[owner.name]].append(owner)
+        self._mine: list[list[tuple[Placement, torch.Tensor]]] = [[] for _ in shipment.buckets]
+        for old, new in zip(owned, in_slots, strict=True):
+            if old.rank == group.rank:
+                self._mine[number[new.name]].append((new, pieces[old]))
+        self._bucket_bytes = [max((last for _, last in parts.values()), default=0) for parts in self._parts]
         self._meet_ranks(group, self._device)
         slot_bytes = max(self._bucket_bytes)
         self._slots = (
@@ -81,7 +79,7 @@ class BroadcastTransport:
             else []
         )
         fields = {"slot_bytes": slot_bytes, "bucket_bytes": self._bucket_bytes}
-        return Offer(tuple(whole), shipment.buckets, fields)
+        return Offer(tuple(in_slots), shipment.buckets, fields)
 
     def _meet_ranks(self, group: Group, device: torch.device) -> None:
         """A communicator among the trainer's ranks, made once."""
@@ -89,8 +87,12 @@ class BroadcastTransport:
             return
         rendezvous = Rendezvous(group.host) if group.rank == 0 else None
         host, port = group.share([rendezvous.host, rendezvous.port] if rendezvous else None, "connect")
-        store = rendezvous.store(self._timeout_s) if rendezvous else visit(host, port, self._timeout_s)
-        self._among_ranks = Communicator(store, group.rank, group.size, device, host, self._timeout_s)
+        deadline = Deadline(self._timeout_s)
+
+        def store() -> dist.Store:
+            return rendezvous.store(deadline.left_s()) if rendezvous else visit(host, port, deadline.left_s())
+
+        self._among_ranks = Communicator(store, group.rank, group.size, device, host, group.idle, deadline)
 
     def storages(self, worker: int) -> list[list[Any]]:
         return []
@@ -104,48 +106,59 @@ class BroadcastTransport:
             "port": self._engines.port,
             "rank": worker + 1,
             "size": workers + 1,
-            "timeout_s": self._timeout_s,
         }
 
     def join(self, deadline: Deadline) -> None:
         if self._to_engines is None and self._engines is not None:
-            store = self._engines.store(deadline.left_s())
-            size = self._workers + 1
-            self._to_engines = Communicator(store, 0, size, self._device, self._engines.host, self._timeout_s)
+            engines, aborted = self._engines, self._aborted
+
+            def idle(seconds: float) -> None:
+                if aborted.wait(seconds):
+                    raise WeightSyncError("the push was given up")
+
+            self._to_engines = Communicator(
+                lambda: engines.store(deadline.left_s()),
+                0,
+                self._workers + 1,
+                self._device,
+                engines.host,
+                idle,
+                deadline,
+            )
 
     def joined(self) -> None:
         return
 
     def stage(self, bucket: int, idle: Idle, deadline: Deadline) -> list[list[Any]]:
-        mine = [p for p in self._owners[bucket] if p.rank == self._rank]
+        parts = self._parts[bucket]
         if self._rank != 0:
-            if mine:
-                flat, views = self._flat(mine)
-                for placement, view in zip(mine, views, strict=True):
-                    view.copy_(self._pieces[placement])
-                self._ranks().send(flat, 0).wait(idle, deadline, "gather")
+            if self._rank in parts:
+                first, last = parts[self._rank]
+                part = torch.empty(last - first, dtype=torch.uint8, device=self._device)
+                self._fill(part, first, bucket)
+                self._ranks().send(part, 0).wait(idle, deadline, "gather")
             return []
         if (earlier := self._posted.pop(bucket - SLOTS, None)) is not None:
             earlier.wait(idle, deadline, "transfer")
-        arriving = []
-        for rank in sorted({p.rank for p in self._owners[bucket]} - {0}):
-            theirs = [p for p in self._owners[bucket] if p.rank == rank]
-            flat, views = self._flat(theirs)
-            arriving.append((theirs, views, rank, self._ranks().receive(flat, rank)))
-        for placement in mine:
-            self._target(placement).copy_(self._pieces[placement])
-        for theirs, views, rank, pending in arriving:
+        data = self._slots[bucket % SLOTS]
+        arriving = [(r, self._ranks().receive(data[first:last], r)) for r, (first, last) in parts.items() if r]
+        self._fill(data, 0, bucket)
+        for rank, pending in arriving:
             try:
                 pending.wait(idle, deadline, "gather")
             except WeightSyncError as error:
                 error.who = error.who or f"trainer rank {rank}"
                 raise
-            for placement, view in zip(theirs, views, strict=True):
-                self._target(placement).copy_(view)
         if not self._digests:
             return []
         data = self._data(bucket)
         return [[0, bucket % SLOTS, 0, data.numel(), digest(data)]]
+
+    def _fill(self, data: torch.Tensor, first: int, bucket: int) -> None:
+        """Copy this rank's regions of a bucket into `data`, the bucket's bytes from `first` on."""
+        for placement, tensor in self._mine[bucket]:
+            offset = placement.offset - first // itemsize(placement.dtype)
+            strided(data, placement.dtype, offset, placement.box.size, placement.stride).copy_(tensor)
 
     def post(self, bucket: int) -> None:
         if self._to_engines is not None:
@@ -156,6 +169,8 @@ class BroadcastTransport:
             self._posted.pop(bucket).wait(idle, deadline, "transfer")
 
     def abort(self) -> None:
+        self._aborted.set()  # for the thread that may still be waiting for the engines
+        self._aborted = threading.Event()
         for communicator in (self._to_engines, self._among_ranks):
             if communicator is not None:
                 communicator.abort()
@@ -172,26 +187,6 @@ class BroadcastTransport:
     def _data(self, bucket: int) -> torch.Tensor:
         return self._slots[bucket % SLOTS][: self._bucket_bytes[bucket]]
 
-    def _target(self, placement: Placement) -> torch.Tensor:
-        """Where a region lies within its whole tensor, in the bucket."""
-        whole = self._whole[placement.name]
-        offset = whole.offset + sum(i * s for i, s in zip(placement.box.start, whole.stride, strict=True))
-        return strided(self._slots[whole.storage], whole.dtype, offset, placement.box.size, whole.stride)
-
-    def _flat(self, placements: Sequence[Placement]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """One message for several regions, in the dtypes that travel: the bytes, and a view for each region."""
-        first, nbytes = [], 0
-        for placement in placements:
-            first.append(nbytes)
-            nbytes = align(nbytes + placement.box.numel * itemsize(self._manifest[placement.name].dtype))
-        flat = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        views = []
-        for placement, start in zip(placements, first, strict=True):
-            dtype = self._manifest[placement.name].dtype
-            size = placement.box.size
-            views.append(strided(flat, dtype, start // itemsize(dtype), size, row_major(size)))
-        return flat, views
-
 
 class BroadcastSource:
     """The worker's end."""
@@ -204,7 +199,7 @@ class BroadcastSource:
         self._bucket_bytes: list[int] = []
         self._posted: dict[int, Pending] = {}
 
-    def connect(self, storages: list[list[Any]], fields: dict[str, Any], deadline: Deadline) -> None:
+    def connect(self, storages: list[list[Any]], fields: dict[str, Any], idle: Idle, deadline: Deadline) -> None:
         self._bucket_bytes = fields["bucket_bytes"]
         if not self._slots or self._slots[0].numel() != fields["slot_bytes"]:
             self._slots = [
@@ -212,13 +207,15 @@ class BroadcastSource:
             ]
         address = (fields["host"], fields["port"])
         if self._address != address:
-            try:
-                store = visit(*address, deadline.left_s())
-                self._communicator = Communicator(
-                    store, fields["rank"], fields["size"], self._device, fields["host"], fields["timeout_s"]
-                )
-            except RuntimeError as error:
-                raise PlacementError(f"cannot join the trainer's communicator at {address}: {error}") from error
+            self._communicator = Communicator(
+                lambda: visit(*address, deadline.left_s()),
+                fields["rank"],
+                fields["size"],
+                self._device,
+                fields["host"],
+                idle,
+                deadline,
+            )
             self._address = address
 
     def storage(self, rank: int, storage: int) -> torch.Tensor:
@@ -246,14 +243,29 @@ class BroadcastSource:
         self._slots = []
 
 
-def slot_layout(manifest: Manifest, buckets: Sequence[Sequence[str]]) -> tuple[dict[str, int], list[int]]:
-    """Where each whole tensor starts in its bucket's slot, and each bucket's bytes. Pure."""
-    offset: dict[str, int] = {}
-    sizes: list[int] = []
-    for names in buckets:
-        used = 0
-        for name in names:
-            offset[name] = used
-            used = align(used + manifest[name].nbytes)
-        sizes.append(used)
-    return offset, sizes
+Part = tuple[int, int]
+"""The first byte of a run of bytes, and the one after its last."""
+
+
+def slot_layout(
+    manifest: Manifest, buckets: Sequence[Sequence[str]], placements: Sequence[Placement]
+) -> tuple[list[Placement], list[Placement], list[dict[int, Part]]]:
+    """Which rank gives which region, where it lies in its bucket's slot in the dtype that travels, and each rank's part
+    of each bucket. What rank 0 holds it gives itself. Pure."""
+    number = {name: i for i, names in enumerate(buckets) for name in names}
+    at_root = {(p.name, p.box) for p in placements if p.rank == 0}
+    owned = choose_owners([p for p in placements if p.rank == 0 or (p.name, p.box) not in at_root])
+    owned.sort(key=lambda p: (number[p.name], p.rank))
+    used = [0] * len(buckets)
+    parts: list[dict[int, Part]] = [{} for _ in buckets]
+    in_slots = []
+    for placement in owned:
+        bucket, dtype = number[placement.name], manifest[placement.name].dtype
+        first = used[bucket]
+        used[bucket] = align(first + placement.box.numel * itemsize(dtype))
+        parts[bucket][placement.rank] = (parts[bucket].get(placement.rank, (first, 0))[0], used[bucket])
+        stride = row_major(placement.box.size)
+        in_slots.append(
+            Placement(placement.name, placement.box, 0, bucket % SLOTS, first // itemsize(dtype), stride, dtype)
+        )
+    return owned, in_slots, parts

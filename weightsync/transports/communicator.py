@@ -1,12 +1,13 @@
 """A communicator of our own: torch's gloo or NCCL process group over a private store, outside the default group.
 
 Made once per session, never shared with the training job's groups, so that it can be broken without breaking them.
-Its waits are polls on the host with a deadline, and `abort` ends whoever still waits.
+Its waits, the one for its members included, are polls on the host with a deadline; `abort` ends whoever still waits.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -19,9 +20,12 @@ import torch.distributed as dist
 from weightsync.channel import Deadline
 from weightsync.errors import PeerError, SyncTimeoutError
 from weightsync.machine import address_facing
+from weightsync.transports.base import Idle
 
 _POLL_S = 0.0002
+_MEET_POLL_S = 0.002
 _LEAVE_S = 1.0
+_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Rendezvous:
@@ -52,49 +56,107 @@ def visit(host: str, port: int, timeout_s: float) -> dist.Store:
 
 
 class Communicator:
-    """`size` members on `device`s of one type; member 0 is the root of every broadcast."""
+    """`size` members on `device`s of one type; member 0 is the root of every broadcast.
+
+    `open_store` gives the store where they meet; `host` is an address of the host where it is. Returns when all members
+    have come. Waits as `Pending.wait` does.
+    """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, device: torch.device, host: str, timeout_s: float
+        self,
+        open_store: Callable[[], dist.Store],
+        rank: int,
+        size: int,
+        device: torch.device,
+        host: str,
+        idle: Idle,
+        deadline: Deadline,
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
-        if device.type == "cuda":
-            # Deadlines are kept here, on the host. NCCL's own watchdog would end the process, and with it the engine.
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(days=1)
-            self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
-        else:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_facing(host))]
-            options._timeout = timedelta(seconds=timeout_s)
-            try:
-                self._group = dist.ProcessGroupGloo(store, rank, size, options)
-            except RuntimeError as error:
+        self._group: Any = None
+        self._left = False
+        self._error: RuntimeError | None = None
+        # In a thread of its own, because none of it can be told to stop when a member does not come.
+        meeting = threading.Thread(
+            target=self._meet, args=(open_store, host, deadline), name="weightsync-meet", daemon=True
+        )
+        meeting.start()
+        try:
+            while meeting.is_alive():
+                if deadline.passed():
+                    raise SyncTimeoutError(
+                        f"the {size} members of a communicator did not come together within {deadline.timeout_s:g} s",
+                        phase="connect",
+                        waiting_for=["the communicator's other members"],
+                    )
+                idle(_MEET_POLL_S)
+            if self._error is not None:
                 raise PeerError(
-                    f"the {size} members of a communicator did not come together within {timeout_s:g} s: {error}",
-                    phase="connect",
-                ) from error
+                    f"the {size} members of a communicator did not come together: {self._error}", phase="connect"
+                ) from self._error
+        except BaseException:
+            self.abort()
+            raise
+
+    def _meet(self, open_store: Callable[[], dist.Store], host: str, deadline: Deadline) -> None:
+        try:
+            store = open_store()
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+                group: Any = _nccl(store, self.rank, self.size)
+                self._group = group
+                # Otherwise NCCL's members meet in the first operation, on the thread that asks for it.
+                group.eager_connect_single_device(self.device)
+            else:
+                options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_facing(host))]
+                options._timeout = timedelta(seconds=deadline.timeout_s)
+                self._group = group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+        except RuntimeError as error:
+            self._error = error
+        else:
+            if self._left:  # `abort` came while there was nothing to break
+                self.abort()
 
     def broadcast(self, data: torch.Tensor) -> Pending:
         """Start a broadcast of member 0's `data` (1-D uint8) into the others'; every member calls it in one order."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        return Pending(self._group.broadcast([data], options), self.device, f"broadcast of {data.numel()} bytes")
+        return self._begin(lambda: self._group.broadcast([data], options), f"broadcast of {data.numel()} bytes")
 
     def send(self, data: torch.Tensor, to: int) -> Pending:
-        work = self._watched(self._group.send([data], to, 0))
-        return Pending(work, self.device, f"send of {data.numel()} bytes to rank {to}")
+        operation = self._alone(lambda: self._group.send([data], to, 0))
+        return self._begin(operation, f"send of {data.numel()} bytes to rank {to}")
 
     def receive(self, data: torch.Tensor, source: int) -> Pending:
-        work = self._watched(self._group.recv([data], source, 0))
-        return Pending(work, self.device, f"receive of {data.numel()} bytes from rank {source}")
+        operation = self._alone(lambda: self._group.recv([data], source, 0))
+        return self._begin(operation, f"receive of {data.numel()} bytes from rank {source}")
 
-    def _watched(self, work: Any) -> Any:
-        return _Watched(work) if self.device.type == "cpu" else work
+    def _begin(self, operation: Callable[[], Any], what: str) -> Pending:
+        try:
+            return Pending(operation(), self.device, what)
+        except RuntimeError as error:
+            raise PeerError(f"the {what} broke: {error}") from error
+
+    def _alone(self, operation: Callable[[], Any]) -> Callable[[], Any]:
+        """An operation between two members."""
+        if self.device.type == "cpu":
+            return lambda: _Watched(operation())
+
+        # As a batch, though of one: others get a communicator for their two members, and meet there, blocking.
+        def batch() -> Any:
+            self._group._start_coalescing(self.device)
+            operation()
+            return self._group._end_coalescing(self.device)
+
+        return batch
 
     def abort(self) -> None:
         """Leave, and break every operation under way on the other members. Soon returns; nothing may follow."""
+        self._left = True
         group = [self._group]
+        if group[0] is None:
+            return
         self._group = None
         if self.device.type == "cuda":
             group.pop().abort()
@@ -107,6 +169,22 @@ class Communicator:
             leaving.join(_LEAVE_S)
             if leaving.is_alive():
                 atexit.register(leaving.join, _LEAVE_S)
+
+
+def _nccl(store: dist.Store, rank: int, size: int) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(days=1)  # deadlines are kept here, on the host
+    # NCCL's watchdog would end the process, and with it the trainer or the engine, when a member has died. Read by the
+    # constructor alone.
+    before = os.environ.get(_WATCHDOG)
+    os.environ[_WATCHDOG] = "0"
+    try:
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        if before is None:
+            del os.environ[_WATCHDOG]
+        else:
+            os.environ[_WATCHDOG] = before
 
 
 class _Watched(threading.Thread):
@@ -139,7 +217,7 @@ class Pending:
     def __init__(self, work: Any, device: torch.device, what: str) -> None:
         self._work, self._device, self.what = work, device, what
 
-    def wait(self, idle: Callable[[float], None], deadline: Deadline, phase: str) -> None:
+    def wait(self, idle: Idle, deadline: Deadline, phase: str) -> None:
         """Return once it is done, with later work on the current stream ordered after it.
 
         While waiting, `idle(seconds)` is called, which may sleep that long and may raise. Raises `PeerError` when the

@@ -163,7 +163,7 @@ class IpcSource:
         self._device = device
         self._open: dict[tuple[int, int], tuple[dict[str, Any], torch.Tensor]] = {}
 
-    def connect(self, storages: list[list[Any]], fields: dict[str, Any], deadline: Deadline) -> None:
+    def connect(self, storages: list[list[Any]], fields: dict[str, Any], idle: Idle, deadline: Deadline) -> None:
         before, self._open = self._open, {}
         for rank, number, kind, row in storages:
             known = before.pop((rank, number), None)
