@@ -145,9 +145,9 @@ class Communicator:
 
         # As a batch, though of one: others get a communicator for their two members, and meet there, blocking.
         def batch() -> Any:
-            self._group._start_coalescing(self.device)
+            self._group._start_coalescing()
             operation()
-            return self._group._end_coalescing(self.device)
+            return self._group._end_coalescing()
 
         return batch
 

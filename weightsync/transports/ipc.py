@@ -280,6 +280,7 @@ def _import(row: dict[str, Any], device: torch.device, rank: int) -> torch.Tenso
     # kernels read it; under the owner's index the copies would run on the owner's GPU.
     fields = [row[name] for name in _EXPORT_FIELDS]
     fields[0] = device.index
+    torch.cuda.init()  # or a process that has not used its GPU yet crashes in the next call
     try:
         storage = torch.UntypedStorage._new_shared_cuda(*fields)
     except RuntimeError as error:
