@@ -12,7 +12,7 @@ Where the truth lies. An optimizer updates the shards, so the shards are read, n
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, product
@@ -24,77 +24,33 @@ from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataPa
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from weightsync.errors import ConfigError, UnsupportedError
-from weightsync.layout import Box, Manifest, TensorMeta, flat_boxes, itemsize
-from weightsync.senders.base import Model, Piece, TensorPolicy, one_module
+from weightsync.errors import UnsupportedError
+from weightsync.layout import Box
 from weightsync.senders.names import walk
+from weightsync.senders.tensors import (
+    ON_META,
+    Held,
+    ModuleSender,
+    Source,
+    dtype_name,
+    flat_parts,
+    memory_of,
+    read_whole,
+    readable,
+)
 
-_ON_META = "it is on the meta device and has no values; materialise it first (`to_empty`, then load)"
 
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """One tensor of the model, and the parts of it that this rank holds. Tied tensors have the same `identity`."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    identity: Hashable
-    parts: list[tuple[Box, torch.Tensor]]
-
-
-class FsdpSender:
+class FsdpSender(ModuleSender):
     """Tensors of a model under FSDP2 (`fully_shard` on any mesh), FSDP1, DDP, or none of them. See `Sender`.
 
     FSDP2 modules that are gathered are put back in their sharded state (see this file's head); nothing else changes.
     """
 
-    def __init__(self, policy: TensorPolicy) -> None:
-        self.policy = policy
-
-    def manifest(self, model: Model) -> Manifest:
-        tensors = self._tensors(one_module(model))
-        return Manifest(tuple(TensorMeta(name, held.shape, held.dtype) for name, held in tensors))
-
-    def pieces(self, model: Model) -> list[Piece]:
-        return [
-            Piece(TensorMeta(name, held.shape, held.dtype), box, tensor)
-            for name, held in self._tensors(one_module(model))
-            for box, tensor in held.parts
-        ]
-
-    @torch.no_grad()
-    def _tensors(self, model: nn.Module) -> list[tuple[str, _Held]]:
-        """The tensors that travel, each once, with what this rank holds of them."""
+    def sources(self, model: nn.Module) -> Iterator[Source]:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        found: list[tuple[str, _Held]] = []
-        seen: set[Hashable] = set()
-        refused: dict[str, str] = {}
-        for name, read in self._sources(model):
-            if self.policy.excludes(name):
-                continue
-            try:
-                held = read()
-            except UnsupportedError as error:
-                refused[name] = error.message
-                continue
-            if held.identity not in seen:
-                seen.add(held.identity)
-                found.append((name, held))
-        if refused:
-            lines = "\n".join(f"  {name}: {reason}" for name, reason in refused.items())
-            raise UnsupportedError(
-                f"{len(refused)} tensors cannot be pushed (what should not travel goes into `exclude`):\n{lines}",
-                tensors=refused,
-            )
-        return found
-
-    def _sources(self, model: nn.Module) -> Iterator[tuple[str, Callable[[], _Held]]]:
-        """Checkpoint name and reader of every parameter and persistent buffer, tied ones under each name."""
         flattened = _flattened(model)
         for prefix, module in walk(model):
             # With use_orig_params=False these are no longer parameters of the module; their order is still known.
@@ -104,44 +60,16 @@ class FsdpSender:
             for name, param in module._parameters.items():
                 if param is not None and name not in flat and not isinstance(param, FlatParameter):
                     yield prefix + name, partial(_read, param)
-            for name, buffer in module._buffers.items():
-                if buffer is not None and self.policy.buffers and name not in module._non_persistent_buffers_set:
-                    yield prefix + name, partial(_read, buffer)
+            yield from self.buffers(prefix, module, _read)
 
 
-def _read(tensor: torch.Tensor) -> _Held:
+def _read(tensor: torch.Tensor) -> Held:
     """A parameter or buffer: sharded when it is a DTensor, whole otherwise."""
-    if is_lazy(tensor):
-        raise UnsupportedError("it is not initialised yet; run a forward first")
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    local = local.detach()
-    if is_traceable_wrapper_subclass(local):
-        raise UnsupportedError(f"{type(local).__name__} has no memory of its own; push the tensors that it wraps")
-    if local.layout != torch.strided:
-        raise UnsupportedError(f"its layout is {local.layout}, expected torch.strided")
-    dtype = _dtype_name(local)
-    if local.is_meta:
-        raise UnsupportedError(_ON_META)
-    storage = local.untyped_storage()
-    if local.numel() > 0 and storage.nbytes() == 0:
-        raise UnsupportedError("its memory has been freed; is it sharded by something else than FSDP?")
+    if not isinstance(tensor, DTensor):
+        return read_whole(tensor)
+    local = readable(tensor.to_local())
     shape = tuple(tensor.shape)
-    parts = _sharded_parts(tensor, local) if isinstance(tensor, DTensor) else _whole(local)
-    identity = (storage._cdata, local.storage_offset(), shape, tuple(local.shape), local.stride(), dtype)
-    return _Held(shape, dtype, identity, parts)
-
-
-def _whole(local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    return [(Box.full(local.shape), local)] if local.numel() > 0 else []
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    name = str(tensor.dtype).removeprefix("torch.")
-    try:
-        itemsize(name)
-    except ConfigError as error:
-        raise UnsupportedError(error.message) from None
-    return name
+    return Held(shape, dtype_name(local), memory_of(local, shape), _sharded_parts(tensor, local))
 
 
 # --- FSDP2: DTensors
@@ -258,7 +186,7 @@ def _flattened(model: nn.Module) -> dict[int, dict[str, tuple[Any, int]]]:
     return found
 
 
-def _read_flat(handle: Any, index: int) -> _Held:
+def _read_flat(handle: Any, index: int) -> Held:
     """Parameter number `index` of a flat parameter: this rank's shard has a range of its elements, or none."""
     flat = handle.flat_param
     info, shard, shape = flat._param_infos[index], flat._shard_param_infos[index], tuple(flat._shapes[index])
@@ -267,12 +195,12 @@ def _read_flat(handle: Any, index: int) -> _Held:
     if not flat._contiguities[index]:
         raise UnsupportedError(f"its strides are {flat._strides[index]}; FSDP1 is covered for contiguous ones only")
     if flat.is_meta:
-        raise UnsupportedError(_ON_META)
+        raise UnsupportedError(ON_META)
     if handle._training_state != HandleTrainingState.IDLE:
         raise UnsupportedError("FSDP has it gathered; push outside of forward, backward and `summon_full_params`")
-    dtype = _dtype_name(flat)
+    dtype = dtype_name(flat)
     if not shard.in_shard or shard.numel_in_shard == 0:
-        return _Held(shape, dtype, (id(flat), index), [])
+        return Held(shape, dtype, (id(flat), index), [])
     if handle._use_orig_params and not handle._skipped_use_sharded_views:
         values = getattr(info.module, info.param_name).detach()
         if values.dtype != flat.dtype or values.numel() != shard.numel_in_shard or not values.is_contiguous():
@@ -283,7 +211,5 @@ def _read_flat(handle: Any, index: int) -> _Held:
         values = values.view(-1)
     else:
         values = flat.detach()[shard.offset_in_shard : shard.offset_in_shard + shard.numel_in_shard]
-    boxes = flat_boxes(shape, shard.intra_param_start_idx, shard.intra_param_end_idx + 1)
-    runs = values.split([box.numel for box in boxes])
-    parts = [(box, run.view(box.size)) for box, run in zip(boxes, runs, strict=True)]
-    return _Held(shape, dtype, (id(flat), index), parts)
+    parts = flat_parts(shape, shard.intra_param_start_idx, values)
+    return Held(shape, dtype, (id(flat), index), parts)
