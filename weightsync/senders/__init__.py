@@ -12,6 +12,10 @@ def make_sender(backend: str, policy: TensorPolicy) -> Sender:
         from weightsync.senders.fsdp import FsdpSender  # DTensor and FSDP cost more to import than all the rest
 
         return FsdpSender(policy)
-    if backend in ("deepspeed", "megatron"):
-        raise UnsupportedError(f'backend={backend!r} comes in a later release; this one has backend="fsdp"')
-    raise ConfigError(f'backend={backend!r} is unknown; choose "fsdp", or later "deepspeed" or "megatron"')
+    if backend == "deepspeed":
+        from weightsync.senders.deepspeed import DeepSpeedSender
+
+        return DeepSpeedSender(policy)
+    if backend == "megatron":
+        raise UnsupportedError('backend="megatron" comes in a later release; this one has "fsdp" and "deepspeed"')
+    raise ConfigError(f'backend={backend!r} is unknown; choose "fsdp" or "deepspeed", or later "megatron"')

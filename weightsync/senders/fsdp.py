@@ -65,6 +65,8 @@ class FsdpSender(ModuleSender):
 
 def _read(tensor: torch.Tensor) -> Held:
     """A parameter or buffer: sharded when it is a DTensor, whole otherwise."""
+    if hasattr(tensor, "ds_tensor"):
+        raise UnsupportedError('DeepSpeed has partitioned it (ZeRO-3); push with backend="deepspeed"')
     if not isinstance(tensor, DTensor):
         return read_whole(tensor)
     local = readable(tensor.to_local())

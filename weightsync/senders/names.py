@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 # FSDP1, torch.compile and activation checkpointing put a module under one of these names in a module of their own.
-# DDP's `module` is not here: it is a name that models use too.
+# The `module` of DDP and DeepSpeed is not here: it is a name that models use too.
 _WRAPPED_AS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The model's own module inside any number of wrappers."""
     while True:
-        names = ("module",) if isinstance(module, DistributedDataParallel | DataParallel) else _WRAPPED_AS
+        names = ("module",) if _holds_a_module(module) else _WRAPPED_AS
         inner = next((module._modules[name] for name in names if name in module._modules), None)
         if inner is None:
             return module
         module = inner
+
+
+def _holds_a_module(module: nn.Module) -> bool:
+    """Whether the module is a trainer's wrapper around the one that it calls `module`."""
+    deepspeed = sys.modules.get("deepspeed")  # who has not imported it has no engine of it
+    return isinstance(module, DistributedDataParallel | DataParallel) or (
+        deepspeed is not None and isinstance(module, deepspeed.DeepSpeedEngine)
+    )
 
 
 def walk(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -1,0 +1,92 @@
+"""The sender for DeepSpeed: ZeRO 0 to 3, from the engine that `deepspeed.initialize` returns or from its module.
+
+Where the truth lies.
+
+- ZeRO 0, 1 and 2 leave the module's parameters whole on every rank, in the dtype in which the model computes, and
+  bring them up to date before `step` returns: each rank updates its part of the float32 masters, copies it into the
+  parameters' memory and gathers the others' parts. So they are read as of a plain module.
+- ZeRO-3 keeps of each parameter one flat partition a rank, `ds_tensor`, padded so that all are of one size. That is
+  what `step` writes, out of the float32 masters, also where parameters or optimizer states are offloaded to the CPU.
+  The parameter itself is empty, or holds a copy that was gathered out of the partitions: for a forward, for good when
+  it is small (`ds_persist`), or by the user. `step` drops those copies before it begins and gathers the small ones
+  anew at its end; nothing but the end of a `GatheredParameters` with a `modifier_rank` ever copies from them into a
+  partition. So partitions are read, whatever the parameter's status, and the copies never.
+- The secondary partitions of ZeRO++ (`zero_hpz_partition_size`) and its quantised gathers
+  (`zero_quantized_weights`) are copies too.
+
+The masters are not read: what travels is what a checkpoint in the model's own dtype has.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import distributed as dist
+from torch import nn
+
+from weightsync.errors import UnsupportedError
+from weightsync.senders.names import walk
+from weightsync.senders.tensors import (
+    Held,
+    ModuleSender,
+    Source,
+    dtype_name,
+    flat_parts,
+    read_whole,
+    readable,
+)
+
+
+class DeepSpeedSender(ModuleSender):
+    """Tensors of a model under DeepSpeed's ZeRO 0, 1, 2 or 3. See `Sender`.
+
+    Nothing is gathered, and DeepSpeed's state stays as it is. Push outside of `GatheredParameters`, after `step`.
+    """
+
+    def sources(self, model: nn.Module) -> Iterator[Source]:
+        deepspeed = sys.modules.get("deepspeed")  # who has not imported it has no pipeline of it
+        for prefix, module in walk(model):
+            if deepspeed is not None and isinstance(module, deepspeed.PipelineModule):
+                raise UnsupportedError("DeepSpeed's PipelineModule numbers its layers, and has no checkpoint names")
+            for name, param in module._parameters.items():
+                if param is not None:
+                    yield prefix + name, partial(_read, param)
+            yield from self.buffers(prefix, module, read_whole)
+
+
+def _read(param: Any) -> Held:
+    """A parameter: partitioned by ZeRO-3, or whole."""
+    if getattr(param, "ds_is_replaced_module", False):
+        raise UnsupportedError("DeepSpeed's AutoTP has cut it; train without `tensor_parallel`, with ZeRO-3 instead")
+    if getattr(param, "allreduce", True) is False:
+        raise UnsupportedError("it is one of DeepSpeed's own experts (MoE, AutoEP), which have no checkpoint names")
+    if getattr(param, "weight_quantized", False):
+        raise UnsupportedError("it is quantised (`quantized_initialization`); push a model that is not")
+    if not hasattr(param, "ds_tensor"):
+        return read_whole(param)
+    return _read_partition(param)
+
+
+def _read_partition(param: Any) -> Held:
+    """What this rank's partition has of a parameter: a range of its elements, or none where all of it is padding."""
+    partition = param.ds_tensor
+    if getattr(param, "_ds_z3_gathered_param_context_depth", 0) > 0:
+        raise UnsupportedError("it may be about to change; push outside of `GatheredParameters`")
+    if partition.final_location == "nvme" or partition.status.name != "AVAILABLE":
+        raise UnsupportedError('it is offloaded to NVMe; use `offload_param` with `"device": "cpu"`, or none')
+    if hasattr(partition, "ds_quant_scale"):
+        raise UnsupportedError("it is quantised (`zero_quantized_nontrainable_weights`); switch that off")
+    world, rank = dist.get_world_size(param.ds_process_group), dist.get_rank(param.ds_process_group)
+    shape, numel = tuple(param.ds_shape), int(param.ds_numel)
+    each = -(-numel // world)
+    if tuple(partition.shape) != (each,):
+        raise UnsupportedError(
+            f"its partition has shape {tuple(partition.shape)}, expected {each} elements: {numel} over {world} ranks. "
+            "Is it MiCS? That is not covered; train without `mics_shard_size`"
+        )
+    start = min(rank * each, numel)
+    values = readable(partition)[: min(each, numel - start)]
+    return Held(shape, dtype_name(values), ("ds_id", param.ds_id), flat_parts(shape, start, values))
