@@ -14,12 +14,15 @@ import tiny_models
 import torch
 import torch.distributed as dist
 import zero
+from hypothesis import given
+from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import nn
 
 from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.senders import make_sender
 from weightsync.senders.base import Sender, TensorPolicy
+from weightsync.senders.deepspeed import held_range
 from weightsync.testing import check_sender
 
 SMALL = 6
@@ -388,6 +391,15 @@ def test_a_plain_module_needs_no_deepspeed() -> None:
     model = net()
     expected = {name: tensor for name, tensor in model.state_dict().items() if name != "head.weight"}
     check_sender(make, model, expected)
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_partitions_are_cut_as_deepspeed_cuts(numel: int, world: int) -> None:
+    partitions = torch.arange(numel + -numel % world).view(world, -1)
+    for rank, partition in enumerate(partitions):
+        start, stop, padded = held_range(numel, world, rank)
+        assert padded == len(partition)
+        assert list(range(start, stop)) == [element for element in partition.tolist() if element < numel]
 
 
 def test_several_modules_are_refused() -> None:

@@ -55,7 +55,7 @@ class WeightSync:
     raises on every rank, the first cause first, and each engine is as it was, or paused and marked `POISONED` until
     a push succeeds.
 
-    backend: how the trainer holds its weights: "fsdp" (FSDP2, FSDP1, DDP or a plain module).
+    backend: how the trainer holds its weights: "fsdp" (FSDP2, FSDP1, DDP, a plain module), "deepspeed" (ZeRO 0 to 3).
     transport: "ipc" (engines on this host) or "broadcast" (any host); "cuda_ipc" and "nccl" are the same and refuse
         CPU tensors. Or an object with the face of `weightsync.transports.base.Transport`.
     engine: an `LLM`, an `AsyncLLM`, a Ray actor handle of either, an "http://..." address, or a list of these; only

@@ -79,14 +79,21 @@ def _read_partition(param: Any) -> Held:
         raise UnsupportedError('it is offloaded to NVMe; use `offload_param` with `"device": "cpu"`, or none')
     if hasattr(partition, "ds_quant_scale"):
         raise UnsupportedError("it is quantised (`zero_quantized_nontrainable_weights`); switch that off")
-    world, rank = dist.get_world_size(param.ds_process_group), dist.get_rank(param.ds_process_group)
     shape, numel = tuple(param.ds_shape), int(param.ds_numel)
-    each = -(-numel // world)
-    if tuple(partition.shape) != (each,):
+    world, rank = dist.get_world_size(param.ds_process_group), dist.get_rank(param.ds_process_group)
+    start, stop, padded = held_range(numel, world, rank)
+    if tuple(partition.shape) != (padded,):
         raise UnsupportedError(
-            f"its partition has shape {tuple(partition.shape)}, expected {each} elements: {numel} over {world} ranks. "
-            "Is it MiCS? That is not covered; train without `mics_shard_size`"
+            f"its partition has shape {tuple(partition.shape)}, expected {padded} elements: {numel} over {world} "
+            "ranks. Is it MiCS? That is not covered; train without `mics_shard_size`"
         )
-    start = min(rank * each, numel)
-    values = readable(partition)[: min(each, numel - start)]
+    values = readable(partition)[: stop - start]
     return Held(shape, dtype_name(values), ("ds_id", param.ds_id), flat_parts(shape, start, values))
+
+
+def held_range(numel: int, world: int, rank: int) -> tuple[int, int, int]:
+    """Of `numel` elements over `world` ranks, those that `rank` holds, from start to stop, and how many its partition
+    has with padding. All partitions are of one size; padding is at the end, and may be the whole of the last ones."""
+    padded = -(-numel // world)
+    start = min(rank * padded, numel)
+    return start, min(start + padded, numel), padded
