@@ -47,7 +47,8 @@ clean: ## Remove what builds and tools left behind; .venv stays.
 	find benchmarks examples tests weightsync -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and with its dependencies, because these differ from build to build. It is pinned, because another
-# torch does not fit vLLM's compiled parts. pip takes a build for CPUs where an index offers one; from the default index
+# torch does not fit vLLM's compiled parts. DeepSpeed goes last: it comes as source whose build wants torch and others,
+# and without DS_BUILD_OPS=0 a compiler for CUDA. pip takes a build for CPUs where an index offers one; from the default index
 # it takes the build for CUDA with several GB of packages, so on a machine without a GPU set PIP_EXTRA_INDEX_URL to
 # PyTorch's index for CPUs. The rest goes without dependencies: see the lock file.
 $(VENV)/.installed: $(LOCK) setup.py
@@ -56,6 +57,7 @@ $(VENV)/.installed: $(LOCK) setup.py
 	@echo "Installing $(LOCK) into $(VENV), once. This takes 2 to 10 minutes ..."
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) "$$(grep '^torch==' $(LOCK))"
-	@$(PIP) --no-deps --requirement $(LOCK)
+	@grep -v '^deepspeed==' $(LOCK) | $(PIP) --no-deps --requirement /dev/stdin
+	@DS_BUILD_OPS=0 $(PIP) --no-deps --no-build-isolation "$$(grep '^deepspeed==' $(LOCK))"
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@

@@ -15,6 +15,7 @@ extras = {
         "build>=1.2",
         "hypothesis>=6.100",
         "mypy>=1.13",
+        "peft>=0.17",
         "pytest>=9.0",
         "pytest-timeout>=2.3",
         "ruff>=0.9",
