@@ -91,7 +91,7 @@ def test_steps_between_pushes_arrive(engines: Remote, trainers: Trainers, tmp_pa
     trainers.call(load, 3, "ipc", {})
     trainers.call(step)
     trainers.call(save, tmp_path / "one")
-    cold = engines.call(ask_cold, tmp_path / "one", timeout_s=120)
+    cold = engines.call(ask_cold, tmp_path / "one", timeout_s=240)
     started = engines.call(Engines.serve, MODEL, timeout_s=240)
     trainers.call(push)
     once = engines.call(Engines.ask)
@@ -104,6 +104,32 @@ def test_steps_between_pushes_arrive(engines: Remote, trainers: Trainers, tmp_pa
     trainers.call(push)
     assert_same(engines.call(Engines.ask), started["B"], "other weights after two steps")
     trainers.call(end)
+
+
+def run(trainer: Trainer, stage: int, transport: str, pushes: bool) -> tuple[list[float], bytes]:
+    """The losses of a few steps, and this rank's whole model, optimizer and all, after them."""
+    load(trainer, stage, transport, {})
+    losses = []
+    for _ in range(3):
+        losses.append(step(trainer))
+        if pushes:
+            push(trainer)
+    optimizer = trainer.model.optimizer.optimizer
+    tensors = [*zero.gathered(trainer.model).values()]
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            tensors += [param.detach(), *(value for value in optimizer.state[param].values())]
+    end(trainer)
+    return losses, b"".join(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_that_pushes_ends_as_one_that_does_not(engines: Remote, trainers: Trainers, stage: int, transport: str):
+    engines.call(Engines.serve, MODEL, timeout_s=240)
+    alone = trainers.call(run, stage, transport, False)
+    assert len(set(alone[0][0])) == 3, "the model does not learn, so this shows nothing"
+    assert trainers.call(run, stage, transport, True) == alone
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

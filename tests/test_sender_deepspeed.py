@@ -232,6 +232,13 @@ def master_weights_in_the_models_dtype() -> None:
     pieces_are_the_model(settings, "bf16")
 
 
+def computed_in_another_dtype() -> None:
+    """Under DeepSpeed's autocast the parameters stay in float32, and are gathered in bfloat16."""
+    for stage in (1, 3):
+        settings = zero.config(stage, "fp32") | {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+        pieces_are_the_model(settings, "fp32")
+
+
 def a_tied_transformers_model() -> None:
     expected = tiny_models.build("qwen3-tied", "A")
     for stage in (1, 3):
@@ -348,6 +355,7 @@ CASES: dict[str, tuple[Callable[[], None], ...]] = {
         partial(pieces_are_the_model, zero.config(3, param_persistence_threshold=1000), "bf16"),
         partial(pieces_are_the_model, zero.config(3, offload_param={"device": "cpu"}), "bf16"),
         master_weights_in_the_models_dtype,
+        computed_in_another_dtype,
     ),
     "states": (
         small_parameters_that_persist_are_read_where_they_are_partitioned,

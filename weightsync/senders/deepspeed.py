@@ -47,9 +47,9 @@ class DeepSpeedSender(ModuleSender):
     """
 
     def sources(self, model: nn.Module) -> Iterator[Source]:
-        deepspeed = sys.modules.get("deepspeed")  # who has not imported it has no pipeline of it
+        pipeline = getattr(sys.modules.get("deepspeed"), "PipelineModule", ())  # nothing to look for if not imported
         for prefix, module in walk(model):
-            if deepspeed is not None and isinstance(module, deepspeed.PipelineModule):
+            if isinstance(module, pipeline):
                 raise UnsupportedError("DeepSpeed's PipelineModule numbers its layers, and has no checkpoint names")
             for name, param in module._parameters.items():
                 if param is not None:

@@ -25,10 +25,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def _holds_a_module(module: nn.Module) -> bool:
     """Whether the module is a trainer's wrapper around the one that it calls `module`."""
-    deepspeed = sys.modules.get("deepspeed")  # who has not imported it has no engine of it
-    return isinstance(module, DistributedDataParallel | DataParallel) or (
-        deepspeed is not None and isinstance(module, deepspeed.DeepSpeedEngine)
-    )
+    # Who has not imported DeepSpeed has no engine of it.
+    engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", ())
+    return isinstance(module, (DistributedDataParallel, DataParallel, engine))
 
 
 def walk(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
