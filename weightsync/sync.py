@@ -55,13 +55,14 @@ class WeightSync:
     raises on every rank, the first cause first, and each engine is as it was, or paused and marked `POISONED` until
     a push succeeds.
 
-    backend: how the trainer holds its weights: "fsdp" (FSDP2, FSDP1, DDP, a plain module), "deepspeed" (ZeRO 0 to 3).
+    backend: how the trainer holds its weights: "fsdp" (FSDP2, FSDP1, DDP, a plain module), "deepspeed" (ZeRO 0 to 3)
+        or "megatron" (a Megatron-core `GPTModel`, or the list of its chunks).
     transport: "ipc" (engines on this host) or "broadcast" (any host); "cuda_ipc" and "nccl" are the same and refuse
         CPU tensors. Or an object with the face of `weightsync.transports.base.Transport`.
     engine: an `LLM`, an `AsyncLLM`, a Ray actor handle of either, an "http://..." address, or a list of these; only
         rank 0's is used. None means $WEIGHTSYNC_ENGINE, or else http://localhost:8000.
-    bucketer: "module", "threshold" or "parameter", or an object with a `bucket` method; None picks the transport's
-        own: modules for ipc, full buckets for broadcast.
+    bucketer: "module", "threshold" or "parameter", or an object with a `bucket` method; None means modules for ipc,
+        full buckets for broadcast and for backend="megatron".
     max_bytes: the size of a bucket, 256 MiB when None. What fuses into one engine parameter may be larger.
     policy: which tensors travel, and in which dtype; None means all of them, in the dtype that the engine holds.
     pause: what happens to requests that are running: "keep" freezes them and recomputes their KV cache with the new
@@ -69,6 +70,10 @@ class WeightSync:
     timeout_s: the longest that any single wait may last.
     verify: check a digest of every staged or broadcast bucket before it is loaded.
     progress: a progress bar on rank 0 for long pushes; None means only on a terminal.
+    bridge: for backend="megatron", the family whose checkpoint names are used ("mixtral"); None where the names follow
+        from the model, as for all families but Mixtral.
+    vocab_size: for backend="megatron", the rows of the embedding that the checkpoint has; None means all of them, with
+        those that Megatron has padded it with.
     """
 
     def __init__(
@@ -84,19 +89,22 @@ class WeightSync:
         timeout_s: float = 300.0,
         verify: bool = True,
         progress: bool | None = None,
+        bridge: str | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         if pause not in PAUSE_MODES:
             raise ConfigError(f"pause={pause!r}; choose one of {', '.join(PAUSE_MODES)}")
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}; it must be positive seconds")
         self._policy = policy or TensorPolicy()
-        self._sender: Sender = make_sender(backend, self._policy)
+        self._sender: Sender = make_sender(backend, self._policy, bridge=bridge, vocab_size=vocab_size)
         self._transport = transport
         self._open_transport: Transport | None = None
         if isinstance(transport, str):
             make_transport(transport, timeout_s=timeout_s)  # an unknown name is an error here, not in the first push
         if bucketer is None:
-            bucketer = "module" if transport in ("ipc", "cuda_ipc") else "threshold"
+            by_module = transport in ("ipc", "cuda_ipc") and backend != "megatron"
+            bucketer = "module" if by_module else "threshold"
         if isinstance(bucketer, str):
             default = None if bucketer == "parameter" else DEFAULT_MAX_BYTES
             bucketer = make_bucketer(bucketer, default if max_bytes is None else max_bytes)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.errors import ConfigError
 from weightsync.senders.base import Sender, TensorPolicy
 
 
-def make_sender(backend: str, policy: TensorPolicy) -> Sender:
-    """The sender of a trainer backend. Raises `ConfigError` for an unknown one, `UnsupportedError` for one to come."""
+def make_sender(
+    backend: str, policy: TensorPolicy, *, bridge: str | None = None, vocab_size: int | None = None
+) -> Sender:
+    """The sender of a trainer backend. `bridge` and `vocab_size` are for "megatron" (see `WeightSync`). Raises
+    `ConfigError` for an unknown backend or for options of another one, `UnsupportedError` for one to come."""
+    if backend == "megatron":
+        from weightsync.senders.megatron import MegatronSender
+
+        return MegatronSender(policy, bridge=bridge, vocab_size=vocab_size)
+    if bridge is not None or vocab_size is not None:
+        raise ConfigError(f'bridge and vocab_size are for backend="megatron"; this is backend={backend!r}')
     if backend == "fsdp":
         from weightsync.senders.fsdp import FsdpSender  # DTensor and FSDP cost more to import than all the rest
 
@@ -16,6 +25,4 @@ def make_sender(backend: str, policy: TensorPolicy) -> Sender:
         from weightsync.senders.deepspeed import DeepSpeedSender
 
         return DeepSpeedSender(policy)
-    if backend == "megatron":
-        raise UnsupportedError('backend="megatron" comes in a later release; this one has "fsdp" and "deepspeed"')
-    raise ConfigError(f'backend={backend!r} is unknown; choose "fsdp" or "deepspeed", or later "megatron"')
+    raise ConfigError(f'backend={backend!r} is unknown; choose "fsdp", "deepspeed" or "megatron"')
