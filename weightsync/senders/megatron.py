@@ -115,8 +115,8 @@ def _chunks(model: Model) -> list[nn.Module]:
     stages: list[int] = [getattr(chunk, "vp_stage", None) or 0 for chunk in chunks]
     if sorted(stages) != list(range(interleaved)):
         raise ConfigError(
-            f"push was given {len(chunks)} chunks, of the virtual stages {stages}; this rank's model has {interleaved}: "
-            "pass the list of all its chunks, each once"
+            f"push was given {len(chunks)} chunks, of the virtual stages {stages}; each rank has {interleaved}: pass "
+            "the list of all its chunks, each once"
         )
     for option, reason in _REFUSED_OPTIONS.items():
         if getattr(config, option, False):

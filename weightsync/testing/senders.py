@@ -11,24 +11,26 @@ import torch
 
 from weightsync.channel import Hub
 from weightsync.errors import ManifestError
-from weightsync.layout import Box, coverage
+from weightsync.layout import Box, Manifest, TensorMeta, coverage, merge_manifests
 from weightsync.ranks import RankGroup
-from weightsync.senders.base import Sender, TensorPolicy
+from weightsync.senders.base import Model, Sender, TensorPolicy
 from weightsync.testing.promises import dtype_name, region, require, same_bytes
 from weightsync.wire import pack_manifest, unpack_manifest
 
 
 def check_sender(
     make_sender: Callable[[TensorPolicy], Sender],
-    model: torch.nn.Module,
+    model: Model,
     expected: Mapping[str, torch.Tensor],
     *,
     timeout_s: float = 60.0,
 ) -> None:
     """Check a trainer backend. Collective where a default process group exists: every trainer rank calls this.
 
-    `model` is the trainer's model on this rank; `expected` has every tensor that a push delivers, under its checkpoint
-    name, whole, with the values and in the dtype that the trainer holds. Raises the same `AssertionError` on all ranks.
+    `model` is the trainer's model on this rank, or its chunks; `expected` has every tensor that a push delivers, under
+    its checkpoint name, whole, with the values and in the dtype that the trainer holds. It is the same on every rank:
+    a pipeline stage knows its own tensors, and the ranks together must know all. Raises the same `AssertionError` on
+    all ranks.
     """
     alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
     hub = Hub() if alone or torch.distributed.get_rank() == 0 else None
@@ -43,7 +45,7 @@ def check_sender(
         except Exception:
             problem = f"rank {ranks.rank}: {traceback.format_exc()}"
         views = ranks.gather([problem, view], "check")
-        problem = ranks.share(_first_problem(views) if ranks.rank == 0 else None, "check")
+        problem = ranks.share(_first_problem(views, expected) if ranks.rank == 0 else None, "check")
         require(problem is None, str(problem))
     finally:
         ranks.close()
@@ -53,19 +55,18 @@ def check_sender(
 
 def _check_own_pieces(
     make_sender: Callable[[TensorPolicy], Sender],
-    model: torch.nn.Module,
+    model: Model,
     expected: Mapping[str, torch.Tensor],
     view: list[Any],
 ) -> None:
-    """What one rank can see on its own; leaves its manifest's digest and its boxes in `view`."""
+    """What one rank can see on its own; leaves its manifest and its boxes in `view`."""
     sender = make_sender(TensorPolicy())
     manifest = sender.manifest(model)
     pieces = sender.pieces(model)
-    view += [manifest.digest(), pack_manifest(manifest)]
+    view.append(pack_manifest(manifest))
     view.append([[piece.meta.name, list(piece.box.start), list(piece.box.size)] for piece in pieces])
 
-    absent, extra = sorted(set(expected) - set(manifest.names)), sorted(set(manifest.names) - set(expected))
-    require(not absent, f"the manifest lacks {absent}")
+    extra = sorted(set(manifest.names) - set(expected))
     require(not extra, f"the manifest has {extra}, which are not expected")
     for meta in manifest:
         want = expected[meta.name]
@@ -73,6 +74,8 @@ def _check_own_pieces(
         require(
             meta.dtype == dtype_name(want.dtype), f"{meta.name}: dtype {meta.dtype}, expected {dtype_name(want.dtype)}"
         )
+    absent = sorted({piece.meta.name for piece in pieces} - set(manifest.names))
+    require(not absent, f"the manifest lacks {absent}, of which there are pieces")
     place = {name: at for at, name in enumerate(manifest.names)}
     order = [place[piece.meta.name] for piece in pieces]
     require(order == sorted(order), "pieces are not in the manifest's order")
@@ -111,26 +114,36 @@ def _check_own_pieces(
     raise AssertionError("with everything excluded there must be a ManifestError, not an empty manifest")
 
 
-def _first_problem(views: Sequence[Any]) -> str | None:
+def _first_problem(views: Sequence[Any], expected: Mapping[str, torch.Tensor]) -> str | None:
     """What is wrong on any rank, or with what the ranks hold together."""
     for problem, _ in views:
         if problem is not None:
             return str(problem)
-    digests = [view[0] for _, view in views]
-    for rank, found in enumerate(digests):
-        if found != digests[0]:
-            return f"rank {rank} has another manifest than rank 0: names, order, shapes and dtypes must be the same"
+    manifests = [unpack_manifest(view[0]) for _, view in views]
+    for rank, manifest in enumerate(manifests):
+        if _common(manifest, manifests[0]) != _common(manifests[0], manifest):
+            return (
+                f"rank {rank} has another manifest than rank 0: names, order, shapes and dtypes of what both know must "
+                "be the same"
+            )
+    merged = merge_manifests(manifests)
+    if absent := sorted(set(expected) - set(merged.names)):
+        return f"the manifest lacks {absent}"
     boxes: dict[str, set[Box]] = defaultdict(set)
     for rank, (_, view) in enumerate(views):
-        times = Counter((name, Box(tuple(start), tuple(size))) for name, start, size in view[2])
+        times = Counter((name, Box(tuple(start), tuple(size))) for name, start, size in view[1])
         for (name, box), count in times.items():
             if count > 1:
                 return f"rank {rank} reports {name}{box} {count} times"
             boxes[name].add(box)
-    for meta in unpack_manifest(views[0][1][1]):
+    for meta in merged:
         missing, doubled = coverage(meta.shape, boxes[meta.name])
         if missing:
             return f"no rank holds {meta.name}{missing[0]}"
         if doubled:
             return f"ranks hold {meta.name}{doubled[0]} in boxes that overlap without being the same"
     return None
+
+
+def _common(manifest: Manifest, other: Manifest) -> list[TensorMeta]:
+    return [meta for meta in manifest if meta.name in other]
