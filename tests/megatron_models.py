@@ -9,13 +9,78 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 HfState = Mapping[str, torch.Tensor]
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 251,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_LATENT = {
+    **_EXPERTS,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "first_k_dense_replace": 1,
+}
+_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 80, "norm_topk_prob": False},
+    ),
+    "qwen3_moe": ("Qwen3MoeConfig", {**_EXPERTS, "head_dim": 32, "num_experts": 4, "norm_topk_prob": True}),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {**_LATENT, "q_lora_rank": None, "n_shared_experts": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": False},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {**_LATENT, "q_lora_rank": 20, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
+    ),
+}
+FAMILIES = tuple(_CONFIGS)
+
+
+def hf_config(family: str, **more: Any) -> Any:
+    """A tiny Hugging Face configuration of `family`, its `model_type`."""
+    import transformers
+
+    kind, fields = _CONFIGS[family]
+    return getattr(transformers, kind)(**{**_SIZES, **fields, **more})
+
+
+def checkpoint(hf: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
+    """Collective: every trainer rank calls this, with an equal model. Its tensors as they are on disk in a new folder
+    in `folder`, where experts have names of their own."""
+    from safetensors.torch import load_file
+
+    at = folder / str(len(list(folder.iterdir())))
+    dist.barrier()
+    hf.save_pretrained(at)  # type: ignore[operator]
+    dist.barrier()
+    return load_file(at / "model.safetensors")
 
 
 @dataclass(frozen=True)
@@ -95,7 +160,6 @@ def transformer_config(hf: Any, mesh: Mesh, dtype: torch.dtype, **more: Any) -> 
             "moe_router_topk": hf.num_experts_per_tok,
             "moe_router_load_balancing_type": "none",
             "moe_token_dispatcher_type": "allgather",
-            "sequence_parallel": mesh.tp > 1,
         }
     if kind == "qwen2_moe":
         fields |= {
@@ -169,7 +233,7 @@ def build(hf: Any, mesh: Mesh, dtype: torch.dtype = torch.float32, padding: int 
                     vp_stage=stage if mesh.vpp else None,
                 )
             )
-    return chunks
+    return [chunk.to(dtype) for chunk in chunks]  # as `Float16Module` does
 
 
 class PlainAttention(nn.Module):

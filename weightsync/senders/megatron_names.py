@@ -46,9 +46,10 @@ def share(stack: Sequence[Span], shard: Shard) -> list[Span]:
     mine = []
     at = 0
     for span in stack:
-        first, last = max(low, at), min(high, at + span.length)
-        mine.append(Span(span.name, span.total, span.start + max(first - at, 0), max(last - first, 0)))
-        at += span.length
+        end = at + span.length
+        first, last = min(max(low, at), end), min(max(high, at), end)
+        mine.append(Span(span.name, span.total, span.start + first - at, last - first))
+        at = end
     return mine
 
 
