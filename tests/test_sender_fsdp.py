@@ -657,7 +657,5 @@ def test_policy() -> None:
 def test_backends() -> None:
     assert isinstance(make_sender("fsdp", TensorPolicy()), FsdpSender)
     assert isinstance(make_sender("deepspeed", TensorPolicy()), DeepSpeedSender)
-    with pytest.raises(UnsupportedError, match="later release"):
-        make_sender("megatron", TensorPolicy())
     with pytest.raises(ConfigError, match='"fsdp"'):
         make_sender("fdsp", TensorPolicy())

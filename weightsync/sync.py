@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -98,6 +99,7 @@ class WeightSync:
             raise ConfigError(f"timeout_s={timeout_s!r}; it must be positive seconds")
         self._policy = policy or TensorPolicy()
         self._sender: Sender = make_sender(backend, self._policy, bridge=bridge, vocab_size=vocab_size)
+        self._padded = backend == "megatron" and vocab_size is None
         self._transport = transport
         self._open_transport: Transport | None = None
         if isinstance(transport, str):
@@ -265,7 +267,7 @@ class WeightSync:
                 self._open_transport = self._new_transport()
             self._open_transport.check(rank_infos, [worker.info for worker in workers])
             plans = self._session.plan(pack_manifest(manifest))
-            _check_plans(manifest, plans)
+            _check_plans(manifest, plans, self._padded)
             travelling = self._wire_manifest(manifest, plans)
             groups = connected(
                 (name, (n, g)) for n, plan in enumerate(plans) for g, names in enumerate(plan.groups) for name in names
@@ -425,8 +427,9 @@ def _signature(manifest: Manifest, pieces: Sequence[Piece]) -> _Signature:
     return manifest, [(p.box, p.tensor.data_ptr(), p.tensor.stride(), p.tensor.device) for p in pieces]
 
 
-def _check_plans(manifest: Manifest, plans: Sequence[Planned]) -> None:
-    """Raise one `ManifestError` for all that is missing, misshapen, or without a place on any engine worker."""
+def _check_plans(manifest: Manifest, plans: Sequence[Planned], padded: bool) -> None:
+    """Raise one `ManifestError` for all that is missing, misshapen, or without a place on any engine worker. `padded`:
+    the vocabulary comes with whatever padding the trainer has."""
     mismatched = {name: reason for plan in plans for name, reason in plan.refused.items()}
     used = set().union(*(plan.used for plan in plans))
     mismatched |= _unread(manifest, plans)
@@ -441,8 +444,14 @@ def _check_plans(manifest: Manifest, plans: Sequence[Planned]) -> None:
     parts = []
     if missing:
         parts.append(f"missing {len(missing)}: {_some(missing)}")
+        if absent := _absent_layers(missing, manifest):
+            parts.append(f"nothing came of {_some(absent)}: did every pipeline stage push, with all of its chunks?")
     if mismatched:
         parts.append(f"not fitting {len(mismatched)}: {_some([f'{n} ({r})' for n, r in mismatched.items()])}")
+        if padded and any(name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in mismatched):
+            parts.append(
+                "Megatron pads the vocabulary: say how many rows the checkpoint has, WeightSync(vocab_size=...)"
+            )
     if unexpected:
         parts.append(
             f"unexpected {len(unexpected)}: {_some(unexpected)} (leave them out with TensorPolicy(exclude=...), or "
@@ -454,6 +463,17 @@ def _check_plans(manifest: Manifest, plans: Sequence[Planned]) -> None:
         unexpected=unexpected,
         mismatched=mismatched,
     )
+
+
+def _absent_layers(missing: Sequence[str], manifest: Manifest) -> list[str]:
+    """The numbered modules ("model.layers.3") that tensors are missing from, and of which there is none at all."""
+    came = {_layer(name) for name in manifest.names}
+    return list(dict.fromkeys(layer for name in missing if (layer := _layer(name)) and layer not in came))
+
+
+def _layer(name: str) -> str | None:
+    found = re.match(r"\D+\.\d+(?=\.)", name)
+    return found[0] if found else None
 
 
 def _unread(manifest: Manifest, plans: Sequence[Planned]) -> dict[str, str]:

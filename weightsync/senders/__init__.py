@@ -10,7 +10,7 @@ def make_sender(
     backend: str, policy: TensorPolicy, *, bridge: str | None = None, vocab_size: int | None = None
 ) -> Sender:
     """The sender of a trainer backend. `bridge` and `vocab_size` are for "megatron" (see `WeightSync`). Raises
-    `ConfigError` for an unknown backend or for options of another one, `UnsupportedError` for one to come."""
+    `ConfigError` for an unknown backend or for options of another one."""
     if backend == "megatron":
         from weightsync.senders.megatron import MegatronSender
 
