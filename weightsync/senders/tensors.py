@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.layout import Box, Manifest, TensorMeta, flat_boxes, itemsize
 from weightsync.senders.base import Model, Piece, TensorPolicy, one_module
+from weightsync.senders.saved import SavedForm, SavedParts
 
 ON_META = "it is on the meta device and has no values; materialise it first (`to_empty`, then load)"
 
@@ -40,21 +41,28 @@ class ModuleSender(ABC):
 
     def __init__(self, policy: TensorPolicy) -> None:
         self.policy = policy
+        self._saved = SavedForm(policy)
 
     @abstractmethod
     def sources(self, model: nn.Module) -> Iterator[Source]:
         """Every parameter and persistent buffer in the order of `state_dict`, tied ones under each name."""
 
     def manifest(self, model: Model) -> Manifest:
-        tensors = self._tensors(one_module(model))
-        return Manifest(tuple(TensorMeta(name, held.shape, held.dtype) for name, held in tensors))
+        return Manifest(tuple(part.meta for _, saved in self._as_saved(model) for part in saved.parts))
 
     def pieces(self, model: Model) -> list[Piece]:
         return [
-            Piece(TensorMeta(name, held.shape, held.dtype), box, tensor)
-            for name, held in self._tensors(one_module(model))
-            for box, tensor in held.parts
+            Piece(meta, region, view)
+            for held, saved in self._as_saved(model)
+            for meta, region, view in saved.cut(held.parts)
         ]
+
+    def _as_saved(self, model: Model) -> list[tuple[Held, SavedParts]]:
+        """What this rank holds of each of the model's tensors, and what these are in the checkpoint."""
+        tensors = self._tensors(one_module(model))
+        metas = [TensorMeta(name, held.shape, held.dtype) for name, held in tensors]
+        saved = self._saved.of(one_module(model), metas)
+        return [(held, parts) for (_, held), parts in zip(tensors, saved, strict=True)]
 
     @torch.no_grad()
     def _tensors(self, model: nn.Module) -> list[tuple[str, Held]]:

@@ -1,0 +1,185 @@
+"""The tensors of a transformers model as its checkpoint has them, which is what engines load.
+
+Since transformers 5 a model's own tensors may have other names than its checkpoint's, and be several of them in one:
+all experts of a layer are one `experts.gate_up_proj`, where the checkpoint has a `gate_proj` and an `up_proj` of each.
+`save_pretrained` undoes that. What it would write is not looked up in a table of names but followed: its conversion is
+run once over tensors without storage, and where in them the result lies is read off.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weightsync.errors import UnsupportedError
+from weightsync.layout import Box, TensorMeta, row_major
+from weightsync.senders.base import TensorPolicy
+from weightsync.senders.names import unwrapped
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor of the checkpoint that is the region `box` of one of the model's: dimension i of it runs along dimension
+    `dims[i]` of the model's, and where that is None it has length 1."""
+
+    meta: TensorMeta
+    box: Box
+    dims: tuple[int | None, ...]
+
+
+_Cut = tuple[int, Box, tuple[int, ...], int]
+"""Number of a part, a region of it, and that region's strides and offset in a tensor that the trainer holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedParts:
+    """The tensors of the checkpoint that one of the model's tensors holds, in the order in which they are saved."""
+
+    parts: tuple[Saved, ...]
+    _cuts: dict[tuple[Box, tuple[int, ...]], list[_Cut]] = field(default_factory=dict)
+
+    def cut(self, held: Iterable[tuple[Box, torch.Tensor]]) -> list[tuple[TensorMeta, Box, torch.Tensor]]:
+        """What of them the tensors `held` have, which are regions of the model's tensor: the tensor of the checkpoint,
+        a region of it, and this region as a view of the one that is held; in the parts' order."""
+        views = [
+            (number, region, torch.as_strided(tensor, region.size, stride, tensor.storage_offset() + offset))
+            for box, tensor in held
+            for number, region, stride, offset in self._cuts_of(box, tensor.stride())
+        ]
+        views.sort(key=itemgetter(0))
+        return [(self.parts[number].meta, region, view) for number, region, view in views]
+
+    def _cuts_of(self, box: Box, stride: tuple[int, ...]) -> list[_Cut]:
+        if (box, stride) not in self._cuts:  # worked out once, for a model can have tens of thousands of parts
+            found = (_cut(number, part, box, stride) for number, part in enumerate(self.parts))
+            self._cuts[box, stride] = [cut for cut in found if cut is not None]
+        return self._cuts[box, stride]
+
+
+class SavedForm:
+    """What of the checkpoint a model's tensors hold; the answer for the last model is remembered."""
+
+    def __init__(self, policy: TensorPolicy) -> None:
+        self._policy = policy
+        self._last: tuple[weakref.ref[nn.Module], list[TensorMeta], list[SavedParts]] | None = None
+
+    def of(self, model: nn.Module, tensors: list[TensorMeta]) -> list[SavedParts]:
+        """For each of the model's `tensors`, which have the names that `walk` gives them, the tensors of the checkpoint
+        that it holds, without those that the policy excludes. A model that is not from transformers is saved as it is.
+
+        Raises `UnsupportedError` that lists every tensor that is not in the checkpoint as it stands.
+        """
+        if self._last is None or self._last[0]() is not model or self._last[1] != tensors:
+            saved = [
+                SavedParts(tuple(part for part in parts if not self._policy.excludes(part.meta.name)))
+                for parts in _follow(unwrapped(model), tensors)
+            ]
+            self._last = (weakref.ref(model), tensors, saved)
+        return self._last[2]
+
+
+def _follow(model: nn.Module, tensors: Sequence[TensorMeta]) -> Iterable[list[Saved]]:
+    as_they_are = [[Saved(meta, Box.full(meta.shape), tuple(range(len(meta.shape))))] for meta in tensors]
+    if "transformers" not in sys.modules:
+        return as_they_are
+    from transformers import PreTrainedModel
+
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return as_they_are  # transformers 4, whose models have the tensors of their checkpoints
+    if not isinstance(model, PreTrainedModel):
+        return as_they_are
+    with _CloneIsAlias():
+        state = {meta.name: torch.empty(meta.shape, dtype=torch.uint8, device="meta") for meta in tensors}
+        try:
+            written = revert_weight_conversion(_as_built(model), dict(state))
+        except Exception as error:
+            raise UnsupportedError(
+                f"cannot follow how transformers saves a {type(model).__name__} ({type(error).__name__}: {error})"
+            ) from error
+    by_storage = {_storage(state[meta.name]): meta for meta in tensors}
+    found: dict[str, list[Saved]] = {meta.name: [] for meta in tensors}
+    for name, tensor in written.items():
+        source = by_storage.get(_storage(tensor))
+        if source is not None and (region := _region(source.shape, tensor)) is not None:
+            found[source.name].append(Saved(TensorMeta(name, tuple(tensor.shape), source.dtype), *region))
+    whole = {name: sum(part.box.numel for part in parts) == state[name].numel() for name, parts in found.items()}
+    if lost := [name for name in whole if not (found[name] and whole[name])]:
+        lines = "".join(f"\n  {name}" for name in lost)
+        raise UnsupportedError(
+            f"{len(lost)} tensors cannot be pushed: transformers computes what it saves of them, so that they are not "
+            f"in the checkpoint as they stand (what should not travel goes into `exclude`):{lines}",
+            tensors=dict.fromkeys(lost, "computed when it is saved"),
+        )
+    return found.values()
+
+
+class _CloneIsAlias(TorchDispatchMode):
+    """Meanwhile a clone is the tensor itself, so that its storage tells what it was made from."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func is torch.ops.aten.clone.default else func(*args, **(kwargs or {}))
+
+
+def _as_built(module: nn.Module) -> nn.Module:
+    """The tree of modules without wrappers, and with the classes that they had before `fully_shard`: transformers takes
+    a class that is not its own for one that it knows nothing about. The modules are new and share what they hold."""
+    module = unwrapped(module)
+    # FSDP2 puts a class in front: FSDPLlamaForCausalLM(FSDPModule, LlamaForCausalLM).
+    kind: type[nn.Module] = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
+    twin = kind.__new__(kind)
+    modules = {name: None if child is None else _as_built(child) for name, child in module._modules.items()}
+    vars(twin).update({**vars(module), "_modules": modules})
+    return twin
+
+
+def _region(shape: tuple[int, ...], view: torch.Tensor) -> tuple[Box, tuple[int | None, ...]] | None:
+    """The region of a contiguous tensor of `shape` that a view of it is, and along which of its dimensions the view's
+    run; None when it is no region, such as every second row."""
+    if tuple(view.shape) == shape and view.is_contiguous():
+        return Box.full(shape), tuple(range(len(shape)))
+    steps = row_major(shape)
+    start, rest = [], view.storage_offset()
+    for step in steps:
+        start.append(rest // step)
+        rest %= step
+    size = [1] * len(shape)
+    dims: list[int | None] = []
+    for length, stride in zip(view.shape, view.stride(), strict=True):
+        if length == 1:
+            dims.append(None)
+            continue
+        dim = next((d for d, step in enumerate(steps) if step == stride and shape[d] > 1), None)
+        if dim is None or start[dim] + length > shape[dim]:
+            return None
+        size[dim] = length
+        dims.append(dim)
+    return Box(tuple(start), tuple(size)), tuple(dims)
+
+
+def _cut(number: int, saved: Saved, box: Box, stride: tuple[int, ...]) -> _Cut | None:
+    """Part `saved` within region `box` of the model's tensor, in a tensor of that region with strides `stride`."""
+    if (common := saved.box.intersect(box)) is None:
+        return None
+    offset = sum((inner - outer) * step for inner, outer, step in zip(common.start, box.start, stride, strict=True))
+    region = Box(
+        tuple(0 if dim is None else common.start[dim] - saved.box.start[dim] for dim in saved.dims),
+        tuple(1 if dim is None else common.size[dim] for dim in saved.dims),
+    )
+    return number, region, tuple(1 if dim is None else stride[dim] for dim in saved.dims), offset
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
