@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.utils import initialize_model
@@ -26,13 +27,33 @@ def fresh_config(vllm_config: VllmConfig) -> VllmConfig:
     return config
 
 
-def build_on_meta(vllm_config: VllmConfig, model_config: Any) -> nn.Module:
-    """A never loaded copy of the model on the `meta` device. The running model and its registers are not touched."""
+class _IndicesOn(TorchFunctionMode):
+    """Meanwhile tensors of computed integers are made on a real device: a model looks into its map of experts to ranks
+    as it is built and as it is loaded. Weights are floating point or come from `torch.empty`."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        dtype: torch.dtype | None = kwargs.get("dtype")
+        computed = func in (torch.full, torch.arange) and dtype is not None and not dtype.is_floating_point
+        if computed and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": self.device}
+        return func(*args, **kwargs)
+
+
+def build_on_meta(vllm_config: VllmConfig, model_config: Any, device: torch.device) -> nn.Module:
+    """A never loaded copy of the model on the `meta` device, but for its indices, which are on `device`, that of the
+    running model. That one and its registers are not touched."""
     config = fresh_config(vllm_config)
     before = torch.get_default_dtype()
     torch.set_default_dtype(model_config.dtype)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _IndicesOn(device):
             model: nn.Module = initialize_model(vllm_config=config, model_config=model_config)
             return model
     finally:

@@ -72,7 +72,7 @@ class VllmHost:
     def pristine(self) -> nn.Module:
         if self._pristine is None:
             self.check()
-            self._pristine = compat.build_on_meta(self._config, self._config.model_config)
+            self._pristine = compat.build_on_meta(self._config, self._config.model_config, self.device)
         return self._pristine
 
     def load_weights(self, model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
+import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
@@ -47,14 +48,18 @@ class WorkerPlan:
     doubled: dict[str, list[Box]]
 
 
-def plan_workers(model_dir: Path, manifest: Manifest, tp: int, dtype: str) -> list[WorkerPlan]:
-    """The plan of each of `tp` workers, in rank order. `dtype` is vLLM's `--dtype`, "auto" for the config's own."""
+def plan_workers(
+    model_dir: Path, manifest: Manifest, tp: int, dtype: str, *, expert_parallel: bool = False
+) -> list[WorkerPlan]:
+    """The plan of each of `tp` workers, in rank order. `dtype` is vLLM's `--dtype`, "auto" for the config's own;
+    `expert_parallel` its `--enable-expert-parallel`."""
     config = EngineArgs(
         model=str(model_dir),
         dtype=dtype,
         skip_tokenizer_init=True,
         enforce_eager=True,
         tensor_parallel_size=tp,
+        enable_expert_parallel=expert_parallel,
     ).create_engine_config()
     with set_current_vllm_config(config), _alone() as become:
         plans = []
@@ -65,7 +70,7 @@ def plan_workers(model_dir: Path, manifest: Manifest, tp: int, dtype: str) -> li
 
 
 def _plan(config: VllmConfig, manifest: Manifest) -> WorkerPlan:
-    model = compat.build_on_meta(config, config.model_config)
+    model = compat.build_on_meta(config, config.model_config, torch.device("cpu"))
     load_weights: Any = model.load_weights
     trace = trace_loader(model, load_weights, manifest)
     missing, doubled = uncovered(model, trace)
