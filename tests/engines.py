@@ -10,6 +10,7 @@ first argument.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -121,15 +122,14 @@ class Engines:
     def __init__(self, folder: Path, calls: Connection) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an `LLM` with one worker lives in this process
         os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # below, it warns of everything that these models lack
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, which take longer to clear than all else to start
         import vllm
-        from vllm import ModelRegistry
 
         self.connections = [calls]  # from trainers in other processes: calls of `PipeEngine`
         self.llm: Any = None
         self.model: Any = None  # a trainer in this process
         self.sync: Any = None
         self._vllm = vllm
-        self._registry = ModelRegistry
         self._folder = folder
         self._running: tuple[Any, ...] = ()
         self._cold: dict[tuple[Any, ...], Answer] = {}
@@ -139,9 +139,11 @@ class Engines:
         since. Gives what engines that were started cold from the weights "A" and "B" answer."""
         key = (model, tp, repr(options))
         if self._running != key:
-            for weights in ("B", "A"):
+            # Both before an engine starts: where vLLM runs transformers' own classes, it changes them in its process.
+            folders = {weights: self.checkpoint(model, weights) for weights in ("B", "A")}
+            for weights, folder in folders.items():
                 if weights == "A" or (key, weights) not in self._cold:
-                    self.start(self.checkpoint(model, weights), tensor_parallel_size=tp, **options)
+                    self.start(folder, tensor_parallel_size=tp, **options)
                     self._cold[key, weights] = self.ask()
             self._running = key
         return {weights: self._cold[key, weights] for weights in ("A", "B")}
@@ -153,6 +155,7 @@ class Engines:
     def start(self, checkpoint: Path, **options: Any) -> None:
         """Start an `LLM`, `self.llm`, after ending the one that runs."""
         self.end()
+        gc.freeze()  # vLLM collects garbage five times as it starts, and would look through all that is imported
         self.llm = self._vllm.LLM(**self.options(checkpoint), **options)
 
     def ask(self) -> Answer:
@@ -170,12 +173,13 @@ class Engines:
 
     def options(self, checkpoint: Path) -> dict[str, Any]:
         """How every engine of the tests is started."""
-        self._know_class(checkpoint)
+        know_class(checkpoint)
         return {
             "model": str(checkpoint),
             "dtype": "bfloat16",
             "enforce_eager": True,
             "max_model_len": 256,
+            "kv_cache_memory_bytes": 64 * 2**20,
             "skip_tokenizer_init": True,
             "disable_log_stats": True,
             "weight_transfer_config": {"backend": "weightsync"},
@@ -202,13 +206,15 @@ class Engines:
             self.sync.close()
         self.sync = self.model = None
 
-    def _know_class(self, checkpoint: Path) -> None:
-        """Look at the model's class here. vLLM looks at an architecture that is new to the machine in a process of
-        its own, which takes 10 s for each."""
-        from transformers import AutoConfig
 
-        (architecture,) = AutoConfig.from_pretrained(checkpoint).architectures
-        self._registry.register_model(architecture, self._registry.models[architecture].load_model_cls())
+def know_class(checkpoint: Path) -> None:
+    """Look at the class of a checkpoint's model in this process. VLLM looks at an architecture that is new to the
+    machine in a process of its own, which takes 10 s for each."""
+    from transformers import AutoConfig
+    from vllm import ModelRegistry
+
+    (architecture,) = AutoConfig.from_pretrained(checkpoint).architectures
+    ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
 def answer_of(output: Any) -> tuple[list[int], list[dict[int, float]]]:

@@ -36,14 +36,38 @@ def _config(kind: str, **more: Any) -> Callable[[], Any]:
 
 
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "qwen3": _config("Qwen3Config", head_dim=32),
-    "qwen3-tied": _config("Qwen3Config", head_dim=32, tie_word_embeddings=True),
-    "qwen2": _config("Qwen2Config"),
     "llama": _config("LlamaConfig"),
     "llama-tied": _config("LlamaConfig", tie_word_embeddings=True),
+    "llama2": _config("LlamaConfig", num_key_value_heads=4),
+    "llama3": _config(
+        "LlamaConfig",
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "deepseek-coder": _config(
+        "LlamaConfig", rope_parameters={"rope_type": "linear", "rope_theta": 100000.0, "factor": 4.0}
+    ),
+    "yi": _config("LlamaConfig", num_key_value_heads=1, rope_parameters={"rope_type": "default", "rope_theta": 5e6}),
     "mistral": _config("MistralConfig", head_dim=32, sliding_window=None),
-    "gemma2": _config("Gemma2Config", head_dim=32, query_pre_attn_scalar=16, tie_word_embeddings=True),
-    "phi3": _config("Phi3Config"),
+    "mixtral": _config("MixtralConfig", head_dim=32, num_local_experts=4),
+    "qwen2": _config("Qwen2Config"),
+    "qwen2.5": _config("Qwen2Config", tie_word_embeddings=True, rms_norm_eps=1e-6, use_sliding_window=False),
+    "qwen2-moe": _config(
+        "Qwen2MoeConfig",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
+        decoder_sparse_step=1,
+    ),
+    "qwen3": _config("Qwen3Config", head_dim=32),
+    "qwen3-tied": _config("Qwen3Config", head_dim=32, tie_word_embeddings=True),
     # One KV head: with two engine workers each holds a copy of it.
     "qwen3-moe": _config(
         "Qwen3MoeConfig",
@@ -54,6 +78,75 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         moe_intermediate_size=32,
         decoder_sparse_step=1,
     ),
+    # What two workers share unevenly.
+    "qwen3-moe-of-5": _config(
+        "Qwen3MoeConfig",
+        head_dim=32,
+        num_key_value_heads=1,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        decoder_sparse_step=1,
+    ),
+    "phi2": _config("PhiConfig", num_key_value_heads=4),
+    "phi3": _config("Phi3Config"),
+    "gemma": _config("GemmaConfig", head_dim=32, tie_word_embeddings=True),
+    "gemma2": _config("Gemma2Config", head_dim=32, query_pre_attn_scalar=16, tie_word_embeddings=True),
+    "gemma3": _config(
+        "Gemma3TextConfig",
+        head_dim=32,
+        query_pre_attn_scalar=16,
+        tie_word_embeddings=True,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "deepseek-v2": _config(
+        "DeepseekV2Config",
+        num_key_value_heads=4,
+        q_lora_rank=32,
+        kv_lora_rank=512,  # the kernels for CPUs take 512 + 64 only
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+    ),
+    "deepseek-v3": _config(
+        "DeepseekV3Config",
+        num_key_value_heads=4,
+        q_lora_rank=32,
+        kv_lora_rank=512,  # the kernels for CPUs take 512 + 64 only
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        topk_method="noaux_tc",
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+    ),
+    "glm4-moe": _config(
+        "Glm4MoeConfig",
+        head_dim=32,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+        use_qk_norm=True,
+    ),
+    "starcoder2": _config("Starcoder2Config", tie_word_embeddings=True, sliding_window=None),
+    "olmo2": _config("Olmo2Config"),
+    "smollm3": _config("SmolLM3Config", tie_word_embeddings=True),
+    "granite": _config("GraniteConfig", tie_word_embeddings=True),
 }
 
 
@@ -88,6 +181,22 @@ def save(model: nn.Module, folder: Path) -> Path:
     """The checkpoint of `model`, for an engine to start from."""
     model.save_pretrained(folder)  # type: ignore[operator]
     return folder
+
+
+def as_saved(checkpoint: Path) -> nn.Module:
+    """A trainer that is no transformers model: a tree of plain modules with a checkpoint's tensors under its names."""
+    from safetensors.torch import load_file
+
+    model = nn.Module()
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        *path, last = name.split(".")
+        module = model
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, nn.Parameter(tensor))
+    return model
 
 
 def shard(model: nn.Module) -> nn.Module:

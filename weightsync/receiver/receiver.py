@@ -99,6 +99,13 @@ class Receiver:
                 f"the engine's loader computes {len(buffers)} buffers, which this version can only copy into: "
                 f"{', '.join(buffers[:5])}"
             )
+        if absent := sorted(
+            {copy.param for copy in trace.copies} - self._unit_of.keys() - named_tensors(host.live).keys()
+        ):
+            raise UnsupportedError(
+                f"the running model has no {absent[0]}, which the engine's loader makes when it loads one; start the "
+                "engine from a checkpoint that has it"
+            )
         refused = dict(trace.refused)
         for param, boxes in doubled.items():
             names = writers(model, trace, param, boxes)

@@ -149,11 +149,11 @@ class _Recorder(TorchDispatchMode):
         self.fills: list[Fill] = []
         self.computed: dict[str, list[str]] = {}
         self._feed = feed
-        self._params: dict[int, str] = {}
-        for name, tensor in named_tensors(model).items():
-            self._params.setdefault(_storage(tensor), name)
+        self._model = model
+        self._keep: list[torch.Tensor] = []  # a freed storage's identity could be given to another
+        self._params: dict[int, str | None] = {}
+        self._look_up_parameters()
         self._origins: dict[int, list[str]] = {}
-        self._keep: list[torch.Tensor] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -163,12 +163,29 @@ class _Recorder(TorchDispatchMode):
         if "out" in kwargs and isinstance(kwargs["out"], torch.Tensor):
             written.append(kwargs["out"])
         for target in written:
-            if (param := self._params.get(_storage(target))) is not None:
+            if (param := self._written_parameter(target)) is not None:
                 self._note_write(func, target, param, args, kwargs)
                 return target
+        if func is torch.ops.aten.empty.memory_format:
+            kwargs = {**kwargs, "device": torch.device("meta")}  # what is loaded into it has no values either
         result = func(*args, **kwargs)
         self._note_origins(result, args, kwargs)
         return result
+
+    def _look_up_parameters(self) -> None:
+        for name, tensor in named_tensors(self._model).items():
+            if _storage(tensor) not in self._params:
+                self._params[_storage(tensor)] = name
+                self._keep.append(tensor)
+
+    def _written_parameter(self, target: torch.Tensor) -> str | None:
+        """The parameter that `target` is a view of; loaders make some while they load."""
+        if _storage(target) not in self._params:
+            self._look_up_parameters()
+            if _storage(target) not in self._params:
+                self._params[_storage(target)] = None
+                self._keep.append(target)
+        return self._params[_storage(target)]
 
     def _note_write(
         self, func: Any, target: torch.Tensor, param: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -193,7 +210,7 @@ class _Recorder(TorchDispatchMode):
     def _note_origins(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in _tensors(result):
             key = _storage(tensor)
-            if key not in self._feed.names and key not in self._params and (names := self._sources(args, kwargs)):
+            if key not in self._feed.names and self._params.get(key) is None and (names := self._sources(args, kwargs)):
                 self._origins[key] = names
                 self._keep.append(tensor)
 
