@@ -257,7 +257,7 @@ class Once(IpcTransport):
 class WrongError(IpcSource):
     """Waits, and says in its own words that it waited too long."""
 
-    def fetch(self, bucket: int, idle: Idle, deadline: Any) -> None:
+    def fetch(self, bucket: int, following: int | None, idle: Idle, deadline: Any) -> None:
         if bucket == 1 and deadline.timeout_s < 2:
             raise RuntimeError("too late")
 

@@ -46,10 +46,11 @@ ROOM = {
     "deepspeed": "weightsync.senders.deepspeed",
     "megatron": "weightsync.senders.megatron",
     "ray": "weightsync.engines",
+    "peft": "weightsync.senders.peft",
 }
 
 # Not on `import`, but inside the function that needs it. A room that is all about its package may import it at the top.
-LAZY = ["vllm", "deepspeed", "megatron", "ray", "transformers"]
+LAZY = ["vllm", "deepspeed", "megatron", "ray", "transformers", "peft"]
 AT_THE_TOP = ["weightsync.vllm", "weightsync.senders.deepspeed", "weightsync.senders.megatron"]
 
 

@@ -289,6 +289,22 @@ def policies() -> None:
     assert_same(found, {n: t for n, t in expected.items() if not n.startswith("blocks.0.") and "up.bias" not in n})
 
 
+def what_trains() -> None:
+    """Under FSDP1 with `use_orig_params=False` a flat parameter trains as a whole."""
+    frozen = {"blocks.0.frozen", "blocks.1.frozen"}
+    for model in (shard2(net()), shard1(net(), use_orig_params=True)):
+        assert {p.meta.name for p in sender().pieces(model) if not p.trains} <= frozen
+        assert not {p.meta.name for p in sender().pieces(model) if p.trains} & frozen
+    model = net().requires_grad_(False)
+    model.blocks[0].requires_grad_()
+    wrapped = FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=False
+    )
+    found = {p.meta.name for p in sender().pieces(wrapped) if p.trains}
+    assert all(name.startswith("blocks.0.") or name.endswith(("steps", "scale")) for name in found)
+    assert any("up.weight" in name for name in found)
+
+
 def dtensors_that_share_their_memory_are_tied() -> None:
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Module()
@@ -507,6 +523,7 @@ FSDP2 = (
     fsdp2_resharded_to_a_smaller_mesh,
     fsdp2_on_another_dimension,
     fsdp2_empty_shard,
+    what_trains,
     fsdp2_wrapped,
     pieces_are_views,
     policies,

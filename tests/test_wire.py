@@ -82,14 +82,15 @@ GOLDEN: list[tuple[Message, str]] = [
             partial={"w": [[[0, 0], [1, 3]]]},
             refused={"x": "no"},
             groups=[["w", "v"]],
+            reloads=[["w", "b"]],
             missing=["p rows 0..1 of 2"],
             hints=["y"],
             roads={"in place": 1},
         ),
         (
-            "7e00000088a174a7506c616e6e6564a47573656481a177a862666c6f61743136a77061727469616c81a17791929200009201"
-            "03a77265667573656481a178a26e6fa667726f7570739192a177a176a76d697373696e6791b07020726f777320302e2e3120"
-            "6f662032a568696e747391a179a5726f61647381a8696e20706c61636501"
+            "8c00000089a174a7506c616e6e6564a47573656481a177a862666c6f61743136a77061727469616c81a17791929200009201"
+            "03a77265667573656481a178a26e6fa667726f7570739192a177a176a772656c6f6164739192a177a162a76d697373696e67"
+            "91b07020726f777320302e2e31206f662032a568696e747391a179a5726f61647381a8696e20706c61636501"
         ),
     ),
     (
@@ -97,13 +98,14 @@ GOLDEN: list[tuple[Message, str]] = [
             "ipc",
             [[0, 0, "shm", {"path": "/dev/shm/x", "nbytes": 256}]],
             [["w", [0, 0], [2, 3], 0, 0, 0, [3, 1], "bfloat16"]],
-            [["w"]],
+            [["w"], ["b"]],
+            1,
             {"k": 1},
         ),
         (
-            "8000000086a174a7436f6e6e656374a97472616e73706f7274a3697063a873746f726167657391940000a373686d82a47061"
+            "8900000087a174a7436f6e6e656374a97472616e73706f7274a3697063a873746f726167657391940000a373686d82a47061"
             "7468aa2f6465762f73686d2f78a66e6279746573cd0100aa706c6163656d656e74739198a177920000920203000000920301"
-            "a862666c6f61743136a76275636b6574739191a177a66669656c647381a16b01"
+            "a862666c6f61743136a76275636b6574739291a17791a162a46f6e636501a66669656c647381a16b01"
         ),
     ),
     (
@@ -322,7 +324,7 @@ def test_manifests_and_placements_cross():
     rows = decode(body(Plan(pack_manifest(MANIFEST))))
     assert isinstance(rows, Plan)
     assert unpack_manifest(rows.tensors) == MANIFEST
-    rows = decode(body(Connect("ipc", [], pack_placements(PLACEMENTS), [], {})))
+    rows = decode(body(Connect("ipc", [], pack_placements(PLACEMENTS), [], 0, {})))
     assert isinstance(rows, Connect)
     assert unpack_placements(rows.placements) == PLACEMENTS
 

@@ -88,6 +88,28 @@ def make_bucketer(kind: str, max_bytes: int | None) -> Bucketer:
     raise ConfigError(f'unknown bucketing {kind!r}: choose "module", "threshold" or "parameter"')
 
 
+def lasting(manifest: Manifest, frozen: set[str], groups: Groups) -> frozenset[str]:
+    """The names in `frozen` that need not travel again: those which share no group, directly or by a chain, with a name
+    that is not frozen."""
+    alone = ((name, ("name", name)) for name in manifest.names)
+    by_plan = ((name, ("group", number)) for number, group in enumerate(groups) for name in group)
+    units = connected((*alone, *by_plan))
+    return frozenset(name for names in units if frozen.issuperset(names) for name in names)
+
+
+def split(bucketer: Bucketer, manifest: Manifest, groups: Groups, last: frozenset[str]) -> list[Bucket]:
+    """`bucketer`'s buckets, those of the names in `last` apart from the others, at the end. No group may have names of
+    both kinds."""
+    parts = [
+        (
+            tuple(tensor for tensor in manifest if (tensor.name in last) is at_end),
+            [group for group in groups if last.issuperset(group) is at_end],
+        )
+        for at_end in (False, True)
+    ]
+    return [bucket for tensors, own in parts if tensors for bucket in bucketer.bucket(Manifest(tensors), own)]
+
+
 def _check_max_bytes(max_bytes: int | None) -> None:
     if max_bytes is not None and max_bytes <= 0:
         raise ConfigError(f"max_bytes is {max_bytes}; a bucket needs room for at least one byte")

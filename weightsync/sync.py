@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from weightsync.bucketing import Bucketer, make_bucketer
+from weightsync.bucketing import Bucketer, lasting, make_bucketer, split
 from weightsync.channel import Deadline, Hub
 from weightsync.engines import connect
 from weightsync.errors import ConfigError, ManifestError, WeightSyncError, foreign
@@ -25,7 +25,7 @@ from weightsync.senders import make_sender
 from weightsync.senders.base import Model, Piece, Sender, TensorPolicy
 from weightsync.session import EngineSession
 from weightsync.transports import make_transport
-from weightsync.transports.base import Shipment, Transport, WorkerInfo
+from weightsync.transports.base import Region, Shipment, Transport, WorkerInfo
 from weightsync.wire import (
     Connect,
     Loaded,
@@ -65,7 +65,8 @@ class WeightSync:
     bucketer: "module", "threshold" or "parameter", or an object with a `bucket` method; None means modules for ipc,
         full buckets for broadcast and for backend="megatron".
     max_bytes: the size of a bucket, 256 MiB when None. What fuses into one engine parameter may be larger.
-    policy: which tensors travel, and in which dtype; None means all of them, in the dtype that the engine holds.
+    policy: which tensors travel, how often, and in which dtype; None means all of them, at every push, in the dtype
+        that the engine holds.
     pause: what happens to requests that are running: "keep" freezes them and recomputes their KV cache with the new
         weights, "wait" lets them finish first, "abort" ends them.
     timeout_s: the longest that any single wait may last.
@@ -166,7 +167,7 @@ class WeightSync:
         ranks = self._meet()
         with self._in_phase("plan"):
             manifest, pieces = self._sender.manifest(model), self._sender.pieces(model)
-            local = _signature(manifest, pieces)
+            local = _signature(manifest, pieces, self._policy)
             unchanged = self._agreed is not None and self._agreed.local == local
             if ranks.share(not all(ranks.gather(unchanged, "plan")), "plan"):
                 self._agreed = None
@@ -175,6 +176,7 @@ class WeightSync:
             assert agreed is not None
             assert transport is not None
             version = ranks.share(self._next_version(version) if session is not None else None, "plan")
+            self._sender.gather()
         plan_s = time.perf_counter() - started
 
         pause_started = time.perf_counter()
@@ -183,8 +185,9 @@ class WeightSync:
                 session.begin(version)
         loads: list[Loaded] = []
         gather_s = 0.0
-        with Progress(self._progress, f"push {version}", agreed.nbytes, ranks.rank == 0) as bar:
-            for bucket in range(len(agreed.bucket_bytes)):
+        bucket_bytes = agreed.due()
+        with Progress(self._progress, f"push {version}", sum(bucket_bytes), ranks.rank == 0) as bar:
+            for bucket, nbytes in enumerate(bucket_bytes):
                 if session is not None and bucket >= SLOTS:
                     loads += self._collect(session)
                 self._phase = "gather"
@@ -197,11 +200,11 @@ class WeightSync:
                     self._phase = "transfer"
                     session.load(bucket, rows)
                     transport.post(bucket)
-                bar.advance(agreed.bucket_bytes[bucket])
+                bar.advance(nbytes)
         report: PushReport | None = None
         if session is not None:
             with self._in_phase("load"):
-                while len(loads) < len(agreed.bucket_bytes) * len(session.workers):
+                while len(loads) < len(bucket_bytes) * len(session.workers):
                     loads += self._collect(session)
                 transport.finish(self._idle, Deadline(self._timeout_s))
             with self._in_phase("commit"):
@@ -210,8 +213,8 @@ class WeightSync:
             workers = _worker_reports(session, loads, [answer.load_s for answer in committed])
             report = PushReport(
                 version=version,
-                nbytes=agreed.nbytes,
-                buckets=len(agreed.bucket_bytes),
+                nbytes=sum(bucket_bytes),
+                buckets=len(bucket_bytes),
                 plan_s=plan_s,
                 gather_s=gather_s,
                 transfer_s=max(w.transfer_s for w in workers),
@@ -226,6 +229,7 @@ class WeightSync:
         self._phase = "commit"
         report = PushReport.from_dict(ranks.share(asdict(report) if report is not None else None, "commit"))
         self._last_version = report.version
+        agreed.settled = True
         return report
 
     def _meet(self) -> RankGroup:
@@ -249,6 +253,7 @@ class WeightSync:
             "device": kind,
             "gpu_uuid": gpu_uuid,
             "placements": pack_placements(mine),
+            "frozen": sorted({p.meta.name for p in pieces if self._policy.freezes(p.meta.name, p.trains)}),
         }
         everyone = ranks.gather(own, "plan")
         answer: dict[str, Any] | None = None
@@ -272,10 +277,15 @@ class WeightSync:
             groups = connected(
                 (name, (n, g)) for n, plan in enumerate(plans) for g, names in enumerate(plan.groups) for name in names
             )
-            buckets = self._bucketer.bucket(travelling, groups)
+            reloads = [names for plan in plans for names in plan.reloads]
+            last = lasting(travelling, _frozen(everyone), [*groups, *reloads])
+            if len(last) == len(travelling):
+                raise ConfigError(f"all {len(last)} tensors are frozen: there is nothing for a second push to change")
+            buckets = split(self._bucketer, travelling, groups, last)
             answer = {
                 "manifest": pack_manifest(travelling),
                 "buckets": [list(bucket.names) for bucket in buckets],
+                "frozen": sorted(last),
                 "placements": [row for rows in everyone for row in rows["placements"]],
                 "workers": len(workers),
                 "roads": {road: sum(plan.roads[road] for plan in plans) for road in plans[0].roads},
@@ -291,9 +301,11 @@ class WeightSync:
             tuple(tuple(names) for names in answer["buckets"]),
             tuple(unpack_placements(answer["placements"])),
             self._verify,
+            frozenset(answer["frozen"]),
         )
         self._phase = "connect"
         offer = transport.prepare(shipment, mine, ranks)
+        once = _frozen_buckets(offer.buckets, shipment.frozen)
         storages = ranks.gather([transport.storages(worker) for worker in range(answer["workers"])], "connect")
         if self._session is not None:
             session = self._session
@@ -303,6 +315,7 @@ class WeightSync:
                     storages=[row for per_rank in storages for row in per_rank[number]],
                     placements=pack_placements(offer.placements),
                     buckets=[list(names) for names in offer.buckets],
+                    once=once,
                     fields={**offer.fields, **transport.invite(number, len(session.workers), session.host)},
                 )
                 for number in range(len(session.workers))
@@ -312,7 +325,7 @@ class WeightSync:
         ranks.share(None, "connect")
         transport.joined()
         nbytes = [sum(travelling[name].nbytes for name in names) for names in offer.buckets]
-        return _Agreement(local, nbytes, answer["roads"])
+        return _Agreement(local, nbytes, once, answer["roads"])
 
     def _wire_manifest(self, manifest: Manifest, plans: Sequence[Planned]) -> Manifest:
         """The manifest with the dtypes that travel: what the policy declares, else what the trainer has, or what all
@@ -382,22 +395,25 @@ _Signature = tuple[Any, ...]
 
 
 class _Agreement:
-    """What was settled in a negotiation, and the local facts that it rests on."""
+    """What was agreed in a negotiation, and the local facts that it rests on. `once` of the buckets, the last ones, are
+    frozen; `settled` says that every engine has committed all buckets since."""
 
-    def __init__(self, local: _Signature, bucket_bytes: list[int], roads: dict[str, int]) -> None:
+    def __init__(self, local: _Signature, bucket_bytes: list[int], once: int, roads: dict[str, int]) -> None:
         self.local = local
         self.bucket_bytes = bucket_bytes
+        self.once = once
         self.roads = roads
+        self.settled = False
 
-    @property
-    def nbytes(self) -> int:
-        return sum(self.bucket_bytes)
+    def due(self) -> list[int]:
+        """The bytes of each bucket of the next push."""
+        return self.bucket_bytes[: len(self.bucket_bytes) - (self.once if self.settled else 0)]
 
 
-def _place(pieces: Sequence[Piece], rank: int) -> dict[Placement, torch.Tensor]:
-    """This rank's placements and the tensors behind them; its storages are numbered from 1."""
+def _place(pieces: Sequence[Piece], rank: int) -> dict[Placement, Region]:
+    """This rank's placements and what is behind them; its storages are numbered from 1."""
     numbers: dict[int, int] = {}
-    placed: dict[Placement, torch.Tensor] = {}
+    placed: dict[Placement, Region] = {}
     for piece in pieces:
         tensor = piece.tensor
         number = numbers.setdefault(tensor.untyped_storage().data_ptr(), len(numbers) + 1)
@@ -410,21 +426,43 @@ def _place(pieces: Sequence[Piece], rank: int) -> dict[Placement, torch.Tensor]:
             tuple(tensor.stride()),
             piece.meta.dtype,
         )
-        placed[placement] = tensor
+        placed[placement] = Region(tensor, piece.compute)
     return placed
 
 
-def _device(placed: Mapping[Placement, torch.Tensor]) -> torch.device:
+def _device(placed: Mapping[Placement, Region]) -> torch.device:
     """Where this rank's tensors are; for one that holds none, where its process group works."""
     if placed:
-        return next((t.device for t in placed.values() if t.is_cuda), torch.device("cpu"))
+        return next((r.tensor.device for r in placed.values() if r.tensor.is_cuda), torch.device("cpu"))
     on_gpu = _distributed() and torch.distributed.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def _signature(manifest: Manifest, pieces: Sequence[Piece]) -> _Signature:
-    """Compares equal as long as the set of tensors, and the place of each in this rank's memory, stay what they are."""
-    return manifest, [(p.box, p.tensor.data_ptr(), p.tensor.stride(), p.tensor.device) for p in pieces]
+def _signature(manifest: Manifest, pieces: Sequence[Piece], policy: TensorPolicy) -> _Signature:
+    """Compares equal as long as the set of tensors, the place of each in this rank's memory, which are computed, and
+    which are frozen, stay what they are."""
+    return manifest, [
+        (
+            p.box,
+            p.tensor.data_ptr(),
+            p.tensor.stride(),
+            p.tensor.device,
+            p.compute is not None,
+            policy.freezes(p.meta.name, p.trains),
+        )
+        for p in pieces
+    ]
+
+
+def _frozen(everyone: Sequence[dict[str, Any]]) -> set[str]:
+    """What is frozen on every rank that holds any of it."""
+    changing = [{row[0] for row in own["placements"]}.difference(own["frozen"]) for own in everyone]
+    return set().union(*(own["frozen"] for own in everyone)).difference(*changing)
+
+
+def _frozen_buckets(buckets: Sequence[Sequence[str]], frozen: frozenset[str]) -> int:
+    """How many of the buckets, counted from the end, hold nothing but what is frozen."""
+    return next((n for n, names in enumerate(reversed(buckets)) if not frozen.issuperset(names)), len(buckets))
 
 
 def _check_plans(manifest: Manifest, plans: Sequence[Planned], padded: bool) -> None:

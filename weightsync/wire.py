@@ -77,6 +77,7 @@ class Planned(Message):
     partial: dict[str, list[Any]]  # tensor name -> [start, size] of the regions it reads, where that is not all of it
     refused: dict[str, str]  # tensor name -> what the engine's loader has against it
     groups: list[list[str]]  # names that land in one engine parameter
+    reloads: list[list[str]]  # names that one module, or several tied ones, need all of whenever any of them changes
     missing: list[str]  # parts of the engine's parameters that no tensor fills
     hints: list[str]  # the tensor names that would fill them, where other layers tell
     roads: dict[str, int]  # how many modules are loaded "in place", by "reload", by "loader"
@@ -90,6 +91,7 @@ class Connect(Message):
     storages: list[list[Any]]  # [rank, storage, kind, fields]
     placements: list[list[Any]]
     buckets: list[list[str]]
+    once: int  # how many of the buckets, the last ones, no push has any more after one was committed
     fields: dict[str, Any]  # what else this transport needs
 
 

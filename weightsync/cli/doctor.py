@@ -47,7 +47,7 @@ from weightsync.ranks import RankGroup
 from weightsync.receiver.receiver import POISONED
 from weightsync.report import format_bytes
 from weightsync.sync import DEFAULT_MAX_BYTES, SLOTS, WeightSync
-from weightsync.transports.base import Shipment
+from weightsync.transports.base import Region, Shipment
 from weightsync.transports.ipc import IpcSource, IpcTransport
 from weightsync.wire import PROTOCOL
 
@@ -179,7 +179,8 @@ def _read_elsewhere(device: torch.device, check: str) -> Finding:
         cleanup.callback(child.stop)
         try:
             group = RankGroup(None, _CHILD_TIMEOUT_S)
-            transport.prepare(Shipment(Manifest((meta,)), (("probe",),), (placement,)), {placement: tensor}, group)
+            shipment = Shipment(Manifest((meta,)), (("probe",),), (placement,))
+            transport.prepare(shipment, {placement: Region(tensor)}, group)
             transport.stage(0, time.sleep, Deadline(_CHILD_TIMEOUT_S))
             order = {"device": str(device), "storages": msgpack.packb(transport.storages(0)).hex()}
             (answer,) = ask([child], order, _CHILD_TIMEOUT_S)

@@ -174,7 +174,14 @@ class Conversation:
             case Connect():
                 placements = unpack_placements(message.placements)
                 self.receiver.connect(
-                    message.transport, message.storages, placements, message.buckets, message.fields, idle, deadline
+                    message.transport,
+                    message.storages,
+                    placements,
+                    message.buckets,
+                    message.once,
+                    message.fields,
+                    idle,
+                    deadline,
                 )
                 return Connected()
             case Load():

@@ -38,14 +38,16 @@ class Plan:
 
     `used` maps each tensor that the model takes to the dtype it is held in; `partial` maps those that it does not read
     whole to the regions that it reads, as (start, size); `refused` each one that does not fit, or lands where another
-    does, to what is wrong with it. `missing` are parts of parameters that no tensor fills, `hints` the names of tensors
-    that would. `roads` counts the modules by the road they take.
+    does, to what is wrong with it. `groups` are names that land in one parameter, `reloads` all that a module is loaded
+    from, of each that is not loaded in place. `missing` are parts of parameters that no tensor fills, `hints` the names
+    of tensors that would. `roads` counts the modules by the road they take.
     """
 
     used: dict[str, str]
     partial: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]
     refused: dict[str, str]
     groups: list[tuple[str, ...]]
+    reloads: list[tuple[str, ...]]
     missing: list[str]
     hints: list[str]
     roads: dict[str, int]
@@ -74,6 +76,8 @@ class Receiver:
         self._source: Source | None = None
         self._source_name = ""
         self._buckets: list[list[str]] = []
+        self._once = 0
+        self._settled = False  # a push of all buckets was committed since `connect`, and nothing was begun after it
         self._placements: dict[str, list[Placement]] = {}
         self._steps: dict[str, list[CopyStep]] = {}
         self._push: _Push | None = None
@@ -127,6 +131,7 @@ class Receiver:
             partial=_partial(manifest, trace),
             refused=refused,
             groups=fuse_groups(trace.copies),
+            reloads=self._reloads(trace),
             missing=[_region(param, boxes, held) for param, boxes in missing.items()],
             hints=_hints(trace, missing),
             roads=roads,
@@ -140,17 +145,30 @@ class Receiver:
         storages: list[list[Any]],
         placements: Sequence[Placement],
         buckets: Sequence[Sequence[str]],
+        once: int,
         fields: dict[str, Any],
         idle: Idle,
         deadline: Deadline,
     ) -> None:
-        """Map the trainer's storages, and work out every copy. Raises `PlacementError` or `ProtocolError`; writes
-        nothing. What was connected before is given back."""
+        """Map the trainer's storages, and work out every copy. A push has all buckets until one is committed, and then
+        all but the last `once`. Raises `PlacementError` or `ProtocolError`; writes nothing. What was connected before
+        is given back."""
         if self._plan is None or self._manifest is None:
             raise ProtocolError("Connect came before Plan")
         offered = [name for names in buckets for name in names]
         if len(set(offered)) != len(offered) or set(offered) != set(self._manifest.names):
             raise ProtocolError("the buckets do not hold every tensor of the manifest exactly once")
+        if not 0 <= once < len(buckets):
+            raise ProtocolError(
+                f"{once} of {len(buckets)} buckets are to be loaded only once; one must be in every push"
+            )
+        left_out = {name for names in buckets[len(buckets) - once :] for name in names}
+        for names in self._plan.reloads:
+            if 0 < len(left_out.intersection(names)) < len(names):
+                raise ProtocolError(
+                    f"{names[0]} and {len(names) - 1} more are loaded together each time, but only some of them are in "
+                    f"the {once} buckets that are to be loaded only once"
+                )
         if self._source is None or self._source_name != transport:
             self.disconnect()
             self._source, self._source_name = make_source(transport, self._host.device), transport
@@ -163,7 +181,7 @@ class Receiver:
         self._steps = defaultdict(list)
         for step in copy_steps(self._trace.copies, placements, near):
             self._steps[step.name].append(step)
-        self._buckets = [list(names) for names in buckets]
+        self._buckets, self._once, self._settled = [list(names) for names in buckets], once, False
 
     def load(self, version: int, bucket: int, digests: list[list[Any]], idle: Idle, deadline: Deadline) -> Timing:
         """Load one bucket. Marks the model `POISONED` before the first byte is written."""
@@ -174,12 +192,17 @@ class Receiver:
                 raise ProtocolError(
                     f"version {version} is not newer than {self.version}, which this engine serves: versions only grow"
                 )
-            self._push = _Push(version, self._host, self._trace, self._unit_of)
+            count = len(self._buckets) - (self._once if self._settled else 0)
+            self._push = _Push(version, self._buckets[:count], self._host, self._trace, self._unit_of)
+            self._settled = False
+        if not 0 <= bucket < self._push.buckets:
+            raise ProtocolError(f"bucket {bucket} of version {version} was announced, which has {self._push.buckets}")
         if bucket in self._push.done:
             raise ProtocolError(f"bucket {bucket} of version {version} was announced twice")
         with self._host.scope():
             started = time.perf_counter()
-            self._source.fetch(bucket, idle, deadline)
+            following = bucket + 1 if bucket + 1 < self._push.buckets else None
+            self._source.fetch(bucket, following, idle, deadline)
             fetched = time.perf_counter()
             for rank, storage, first, nbytes, expected in digests:
                 if (found := digest(self._source.storage(rank, storage)[first : first + nbytes])) != expected:
@@ -189,8 +212,8 @@ class Receiver:
                     )
             verified = time.perf_counter()
             self.state = POISONED
-            if not self._push.done:
-                self._push.fill_in_place()
+            if not self._push.done and self._push.buckets == len(self._buckets):
+                self._push.fill_in_place()  # later pushes leave these constants, and what was copied over them, alone
             nbytes = 0
             for name in self._buckets[bucket]:
                 nbytes += self._load_tensor(name, self._push)
@@ -204,7 +227,7 @@ class Receiver:
         """Declare the model complete at `version`. Raises `ProtocolError`, leaving it `POISONED`, when it is not.
         Gives the seconds that derived state took."""
         push = self._push
-        if push is None or push.version != version or len(push.done) != len(self._buckets):
+        if push is None or push.version != version or len(push.done) != push.buckets:
             raise ProtocolError(f"Commit of version {version} before all of its buckets were loaded")
         if unfinished := push.unfinished():
             raise ProtocolError(f"Commit of version {version}, but these are incomplete: {', '.join(unfinished[:5])}")
@@ -213,12 +236,14 @@ class Receiver:
             self._host.refresh()
             _synchronise(self._host.device)
         self._push = None
+        self._settled = True
         self.version, self.state = version, CLEAN
         return time.perf_counter() - started
 
     def disconnect(self) -> None:
         """Give back what was mapped or joined, and forget a push under way (the state stays what it is)."""
         self._push = None
+        self._settled = False
         self._steps = {}
         if self._source is not None:
             self._source.close()
@@ -256,6 +281,16 @@ class Receiver:
             region.copy_(strided(data, p.dtype, p.offset, p.box.size, p.stride))
         return whole
 
+    def _reloads(self, trace: Trace) -> list[tuple[str, ...]]:
+        """The names that each unit which is not loaded in place is loaded from."""
+        computed = {id(self._unit_of[param]) for param in trace.computed}
+        units = {id(unit): unit for unit in self._unit_of.values()}
+        return [
+            tuple(names)
+            for key, names in _sources(trace, self._unit_of).items()
+            if key in computed or not units[key].in_place
+        ]
+
     def _nearest(self, storages: list[list[Any]]) -> int | None:
         """The trainer rank on this worker's own GPU, if any: its replicas are read first."""
         own = describe_device(self._host.device)[1]
@@ -265,25 +300,33 @@ class Receiver:
 class _Push:
     """One version on its way in: which units are open, and what each still waits for."""
 
-    def __init__(self, version: int, host: ModelHost, trace: Trace, unit_of: dict[str, Unit]) -> None:
+    def __init__(
+        self,
+        version: int,
+        buckets: Sequence[Sequence[str]],
+        host: ModelHost,
+        trace: Trace,
+        unit_of: dict[str, Unit],
+    ) -> None:
         self.version = version
+        self.buckets = len(buckets)
         self.done: set[int] = set()
         self._host = host
         self._trace = trace
         self._unit_of = unit_of
         self._live = named_tensors(host.live)
-        self._computed: dict[int, set[str]] = defaultdict(set)  # unit -> tensors that its loader needs whole
-        for param, names in trace.computed.items():
-            self._computed[id(unit_of[param])].update(names)
-        for copy in trace.copies:
-            if copy.param in unit_of and id(unit_of[copy.param]) in self._computed:
-                self._computed[id(unit_of[copy.param])].add(copy.name)
+        # A unit gets all of its tensors in this push or none: `connect` has seen to it.
+        coming = {name for names in buckets for name in names}
+        sources = {key: set(names) for key, names in _sources(trace, unit_of).items() if coming.issuperset(names)}
+        by_loader = {id(unit_of[param]) for param in trace.computed}
+        self._computed = {key: sources[key] for key in by_loader & sources.keys()}  # needed whole
         self._whole: dict[str, torch.Tensor] = {}
         self._open: dict[int, Reload] = {}
         self._complete: list[int] = []  # units that have all they need
         self._waiting: dict[int, int] = defaultdict(int)  # unit -> elements still to come
         for copy in trace.copies:
-            if (unit := unit_of.get(copy.param)) is not None and not unit.in_place and id(unit) not in self._computed:
+            unit = unit_of.get(copy.param) if copy.name in coming else None
+            if unit is not None and not unit.in_place and id(unit) not in self._computed:
                 self._waiting[id(unit)] += copy.box.numel
         self._units = {id(unit): unit for unit in unit_of.values()}
 
@@ -347,6 +390,17 @@ class _Push:
         reload = self._reload(unit)
         with reload.installed():
             self._host.load_weights(self._host.pristine(), [(name, self._whole[name]) for name in sorted(names)])
+
+
+def _sources(trace: Trace, unit_of: dict[str, Unit]) -> dict[int, dict[str, None]]:
+    """By id of the unit: the names of the tensors that it is loaded from, in order."""
+    names: dict[int, dict[str, None]] = defaultdict(dict)
+    for copy in trace.copies:
+        if (unit := unit_of.get(copy.param)) is not None:
+            names[id(unit)][copy.name] = None
+    for param, computed_from in trace.computed.items():
+        names[id(unit_of[param])].update(dict.fromkeys(computed_from))
+    return names
 
 
 def _synchronise(device: torch.device) -> None:

@@ -5,7 +5,7 @@ A sender moves no bytes and talks to no other process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -33,16 +33,22 @@ def one_module(model: Model) -> nn.Module:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One rank's region of one tensor: `tensor` is a detached view of the trainer's memory, on CPU or CUDA, whose shape
-    is `box.size`. It may be strided. `meta` has the full shape and the dtype that the trainer holds."""
+    is `box.size`. It may be strided. `meta` has the full shape and the dtype that the trainer holds. `trains` is False
+    for what training leaves as it is: a parameter that needs no gradient. Buffers count as trained.
+
+    With `compute` the values are not those of `tensor`, which has their shape, dtype and device alone: each push calls
+    it for new ones, in memory of its own. Only valid after `Sender.gather`."""
 
     meta: TensorMeta
     box: Box
     tensor: torch.Tensor
+    trains: bool = True
+    compute: Callable[[], torch.Tensor] | None = None
 
 
 class Sender(Protocol):
-    """One trainer backend. Both methods are local, not collective: every rank may call them on its own, at a time when
-    no forward or backward is running, and the trainer's pending GPU work need not have finished."""
+    """One trainer backend. `manifest` and `pieces` are local, not collective: every rank may call them on its own, at a
+    time when no forward or backward is running, and the trainer's pending GPU work need not have finished."""
 
     def manifest(self, model: Model) -> Manifest:
         """Every tensor that this rank knows of, in the order in which the model exports them: full shapes, the
@@ -54,6 +60,10 @@ class Sender(Protocol):
         replicas (HSDP, DDP, buffers) each report their own. The views stay valid until the trainer moves its storages.
         Raises as `manifest` does."""
 
+    def gather(self) -> None:
+        """Collective: every trainer rank calls this, at each push, once all have called `pieces`. Fetch from other
+        ranks what the `compute` of the last `pieces` needs; nothing, where there are none."""
+
 
 @dataclass(frozen=True)
 class TensorPolicy:
@@ -63,10 +73,18 @@ class TensorPolicy:
     `exclude`: never pushed. `buffers`: whether persistent buffers travel; the others never do. `dtypes`: pattern to
     torch's dtype name on the wire, in place of the dtype that the engine holds; the first pattern that matches counts.
     Raises `ConfigError` for a dtype that does not exist.
+
+    `frozen`: sent by the first push and not again, as long as this `WeightSync` goes on and no push fails; with
+    `only_trained` parameters that need no gradient (`requires_grad` is False, and no adapter is on them) are frozen as
+    well. Nobody looks whether a frozen tensor has changed after all: its new values reach no engine. What shares an
+    engine parameter with something that trains, or a module that must be loaded whole, still travels. Engines must not
+    lose or change weights on their own in between (vLLM's sleep at level 2 does): close the `WeightSync` then.
     """
 
     exclude: tuple[str, ...] = ()
     buffers: bool = True
+    frozen: tuple[str, ...] = ()
+    only_trained: bool = False
     dtypes: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -78,6 +96,9 @@ class TensorPolicy:
 
     def excludes(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.exclude)
+
+    def freezes(self, name: str, trains: bool) -> bool:
+        return (self.only_trained and not trains) or any(fnmatchcase(name, pattern) for pattern in self.frozen)
 
     def wire_dtype(self, name: str) -> str | None:
         """The dtype that `name` is declared to travel in; None means the one that the engine holds it in."""

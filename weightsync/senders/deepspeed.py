@@ -37,6 +37,7 @@ from weightsync.senders.tensors import (
     flat_parts,
     read_whole,
     readable,
+    trains,
 )
 
 
@@ -88,7 +89,7 @@ def _read_partition(param: Any) -> Held:
             "ranks. Is it MiCS? That is not covered; train without `mics_shard_size`"
         )
     values = readable(partition)[: stop - start]
-    return Held(shape, dtype_name(values), ("ds_id", param.ds_id), flat_parts(shape, start, values))
+    return Held(shape, dtype_name(values), ("ds_id", param.ds_id), flat_parts(shape, start, values), trains(param))
 
 
 def held_range(numel: int, world: int, rank: int) -> tuple[int, int, int]:

@@ -38,6 +38,7 @@ from weightsync.senders.tensors import (
     memory_of,
     read_whole,
     readable,
+    trains,
 )
 
 
@@ -71,7 +72,7 @@ def _read(tensor: torch.Tensor) -> Held:
         return read_whole(tensor)
     local = readable(tensor.to_local())
     shape = tuple(tensor.shape)
-    return Held(shape, dtype_name(local), memory_of(local, shape), _sharded_parts(tensor, local))
+    return Held(shape, dtype_name(local), memory_of(local, shape), _sharded_parts(tensor, local), trains(tensor))
 
 
 # --- FSDP2: DTensors
@@ -201,10 +202,11 @@ def _read_flat(handle: Any, index: int) -> Held:
     if handle._training_state != HandleTrainingState.IDLE:
         raise UnsupportedError("FSDP has it gathered; push outside of forward, backward and `summon_full_params`")
     dtype = dtype_name(flat)
+    own = getattr(info.module, info.param_name) if handle._use_orig_params else flat
     if not shard.in_shard or shard.numel_in_shard == 0:
-        return Held(shape, dtype, (id(flat), index), [])
+        return Held(shape, dtype, (id(flat), index), [], own.requires_grad)
     if handle._use_orig_params and not handle._skipped_use_sharded_views:
-        values = getattr(info.module, info.param_name).detach()
+        values = own.detach()
         if values.dtype != flat.dtype or values.numel() != shard.numel_in_shard or not values.is_contiguous():
             raise UnsupportedError(
                 f"it was replaced by {values.dtype} of shape {tuple(values.shape)}, where FSDP1 keeps "
@@ -214,4 +216,4 @@ def _read_flat(handle: Any, index: int) -> Held:
     else:
         values = flat.detach()[shard.offset_in_shard : shard.offset_in_shard + shard.numel_in_shard]
     parts = flat_parts(shape, shard.intra_param_start_idx, values)
-    return Held(shape, dtype, (id(flat), index), parts)
+    return Held(shape, dtype, (id(flat), index), parts, own.requires_grad)

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightsync.errors import ConfigError, UnsupportedError
-from weightsync.layout import Box, Manifest, TensorMeta, itemsize
+from weightsync.layout import Box, Manifest, TensorMeta
 from weightsync.senders.base import Model, Piece, TensorPolicy
 from weightsync.senders.megatron_names import (
     LATENT_BY_HEAD,
@@ -36,6 +35,7 @@ from weightsync.senders.megatron_names import (
     side_by_side,
     whole,
 )
+from weightsync.senders.tensors import dtype_name, readable, trains
 
 _REFUSED_OPTIONS = {
     "layernorm_zero_centered_gamma": "the checkpoint has 1 + gamma, which lies nowhere in memory",
@@ -59,15 +59,18 @@ class MegatronSender:
         self._vocab_size = vocab_size
 
     def manifest(self, model: Model) -> Manifest:
-        return Manifest(tuple(meta for meta, _ in self._tensors(model)))
+        return Manifest(tuple(meta for meta, _, _ in self._tensors(model)))
 
     def pieces(self, model: Model) -> list[Piece]:
-        return [Piece(meta, box, view) for meta, parts in self._tensors(model) for box, view in parts]
+        return [Piece(meta, box, view, train) for meta, parts, train in self._tensors(model) for box, view in parts]
 
-    def _tensors(self, model: Model) -> list[tuple[TensorMeta, list[tuple[Box, torch.Tensor]]]]:
-        """The tensors that this rank knows, each with what this rank holds of it."""
+    def gather(self) -> None:
+        return
+
+    def _tensors(self, model: Model) -> list[tuple[TensorMeta, list[tuple[Box, torch.Tensor]], bool]]:
+        """The tensors that this rank knows, each with what this rank holds of it, and whether it trains."""
         chunks = _chunks(model)
-        found: list[tuple[TensorMeta, list[tuple[Box, torch.Tensor]]]] = []
+        found: list[tuple[TensorMeta, list[tuple[Box, torch.Tensor]], bool]] = []
         refused: dict[str, str] = {}
         for chunk in chunks:
             reader = _Reader(chunk, self._family, self._vocab_size)
@@ -79,7 +82,9 @@ class MegatronSender:
                 except UnsupportedError as error:
                     refused[name] = error.message
                     continue
-                found += [(meta, parts) for meta, parts in tensors if not self.policy.excludes(meta.name)]
+                found += [
+                    (meta, parts, trains(tensor)) for meta, parts in tensors if not self.policy.excludes(meta.name)
+                ]
         if refused:
             lines = "\n".join(f"  {name}: {reason}" for name, reason in refused.items())
             raise UnsupportedError(
@@ -202,7 +207,7 @@ class _Reader:
 
     def read(self, name: str, tensor: torch.Tensor) -> list[tuple[TensorMeta, list[tuple[Box, torch.Tensor]]]]:
         """The checkpoint tensors in parameter `name`, and this rank's regions of each. Raises `UnsupportedError`."""
-        local = _readable(tensor)
+        local = readable(tensor)
         found: dict[str, tuple[TensorMeta, list[tuple[Box, torch.Tensor]]]] = {}
         for stack in self._stacks(name, local):
             size = list(stack.view.shape)
@@ -215,7 +220,7 @@ class _Reader:
             for span in stack.spans:
                 if span.name is not None:
                     shape = (*size[: stack.dim], span.total, *size[stack.dim + 1 :])
-                    meta = TensorMeta(span.name, shape, _dtype_name(local))
+                    meta = TensorMeta(span.name, shape, dtype_name(local))
                     _, parts = found.setdefault(span.name, (meta, []))
                     if span.length > 0:
                         start = tuple(span.start if dim == stack.dim else 0 for dim in range(len(size)))
@@ -342,25 +347,3 @@ def _replicated(name: str, local: torch.Tensor) -> _Stack:
 
 def _prefixed(prefix: str, span: Span) -> Span:
     return Span(None if span.name is None else prefix + span.name, span.total, span.start, span.length)
-
-
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a parameter. Raises `UnsupportedError` where it has none of its own."""
-    local = tensor.detach()
-    if is_traceable_wrapper_subclass(local):
-        raise UnsupportedError(f"{type(tensor.data).__name__} has no plain memory of its own; expected a plain tensor")
-    _dtype_name(local)
-    if local.is_meta:
-        raise UnsupportedError("it is on the meta device and has no values")
-    if local.numel() > 0 and local.untyped_storage().nbytes() == 0:
-        raise UnsupportedError("its memory has been freed; bring it back before the push")
-    return local
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    name = str(tensor.dtype).removeprefix("torch.")
-    try:
-        itemsize(name)
-    except ConfigError as error:
-        raise UnsupportedError(error.message) from None
-    return name

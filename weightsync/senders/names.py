@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from weightsync.senders.peft import beneath
+
 # FSDP1, torch.compile and activation checkpointing put a module under one of these names in a module of their own.
 # The `module` of DDP and DeepSpeed is not here: it is a name that models use too.
 _WRAPPED_AS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
@@ -15,11 +17,18 @@ _WRAPPED_AS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The model's own module inside any number of wrappers."""
+    return _shells(module)[-1]
+
+
+def _shells(module: nn.Module) -> list[nn.Module]:
+    """The module, what it wraps, what that wraps, and so on; the last one is the model's own."""
+    shells = [module]
     while True:
         names = ("module",) if _holds_a_module(module) else _WRAPPED_AS
-        inner = next((module._modules[name] for name in names if name in module._modules), None)
+        inner = next((module._modules[name] for name in names if name in module._modules), beneath(module))
         if inner is None:
-            return module
+            return shells
+        shells.append(inner)
         module = inner
 
 
@@ -33,8 +42,14 @@ def _holds_a_module(module: nn.Module) -> bool:
 def walk(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Every module of the unwrapped model with the prefix of its tensors' names, in the order of `state_dict`. A
     module that is registered twice comes twice."""
-    module = unwrapped(model)
-    yield prefix, module
-    for name, child in module._modules.items():
+    for at, shells in walk_shells(model, prefix):
+        yield at, shells[-1]
+
+
+def walk_shells(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, list[nn.Module]]]:
+    """As `walk`, but each module with its wrappers around it, the outermost first."""
+    shells = _shells(model)
+    yield prefix, shells
+    for name, child in shells[-1]._modules.items():
         if child is not None:
-            yield from walk(child, f"{prefix}{name}.")
+            yield from walk_shells(child, f"{prefix}{name}.")

@@ -47,6 +47,12 @@ class SavedParts:
     parts: tuple[Saved, ...]
     _cuts: dict[tuple[Box, tuple[int, ...]], list[_Cut]] = field(default_factory=dict)
 
+    def are_the_whole(self) -> bool:
+        """Whether this is the model's tensor as it is, though perhaps under another name."""
+        return all(
+            part.box == Box.full(part.meta.shape) and part.dims == tuple(range(len(part.dims))) for part in self.parts
+        )
+
     def cut(self, held: Iterable[tuple[Box, torch.Tensor]]) -> list[tuple[TensorMeta, Box, torch.Tensor]]:
         """What of them the tensors `held` have, which are regions of the model's tensor: the tensor of the checkpoint,
         a region of it, and this region as a view of the one that is held; in the parts' order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.layout import Box, Manifest, TensorMeta, flat_boxes, itemsize
 from weightsync.senders.base import Model, Piece, TensorPolicy, one_module
+from weightsync.senders.names import walk_shells
+from weightsync.senders.peft import Adapter, adapter_of
 from weightsync.senders.saved import SavedForm, SavedParts
 
 ON_META = "it is on the meta device and has no values; materialise it first (`to_empty`, then load)"
@@ -23,12 +25,15 @@ ON_META = "it is on the meta device and has no values; materialise it first (`to
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One tensor of the model, and the parts of it that this rank holds. Tied tensors have the same `identity`."""
+    """One tensor of the model, and the parts of it that this rank holds. Tied tensors have the same `identity`.
+    `trains` is that of `Piece`; `adapter` has what is to be added to the parts."""
 
     shape: tuple[int, ...]
     dtype: str
     identity: Hashable
     parts: list[tuple[Box, torch.Tensor]]
+    trains: bool
+    adapter: Adapter | None = None
 
 
 Source: TypeAlias = tuple[str, Callable[[], Held]]
@@ -37,57 +42,79 @@ Source: TypeAlias = tuple[str, Callable[[], Held]]
 
 class ModuleSender(ABC):
     """A `Sender` of one module tree: applies the policy, lets tied tensors travel once under their first name, and
-    refuses in one error all that cannot be read."""
+    refuses in one error all that cannot be read. Adapters of PEFT's are added to what `sources` reads."""
 
     def __init__(self, policy: TensorPolicy) -> None:
         self.policy = policy
         self._saved = SavedForm(policy)
+        self._adapters: dict[str, Adapter] = {}  # by name of the tensor: what was found by the last `pieces`
 
     @abstractmethod
     def sources(self, model: nn.Module) -> Iterator[Source]:
         """Every parameter and persistent buffer in the order of `state_dict`, tied ones under each name."""
 
     def manifest(self, model: Model) -> Manifest:
-        return Manifest(tuple(part.meta for _, saved in self._as_saved(model) for part in saved.parts))
+        return Manifest(tuple(part.meta for _, _, saved in self._as_saved(model) for part in saved.parts))
 
     def pieces(self, model: Model) -> list[Piece]:
+        tensors = self._as_saved(model)
+        self._adapters = {name: held.adapter for name, held, _ in tensors if held.adapter is not None}
         return [
-            Piece(meta, region, view)
-            for held, saved in self._as_saved(model)
-            for meta, region, view in saved.cut(held.parts)
+            Piece(meta, box, view, held.trains, partial(self._merged, name, box, view) if held.adapter else None)
+            for name, held, saved in tensors
+            for meta, box, view in saved.cut(held.parts)
         ]
 
-    def _as_saved(self, model: Model) -> list[tuple[Held, SavedParts]]:
-        """What this rank holds of each of the model's tensors, and what these are in the checkpoint."""
+    def gather(self) -> None:
+        for adapter in dict.fromkeys(self._adapters.values()):
+            adapter.gather()
+
+    def _merged(self, name: str, box: Box, values: torch.Tensor) -> torch.Tensor:
+        return self._adapters[name].add_to(values, box)
+
+    def _as_saved(self, model: Model) -> list[tuple[str, Held, SavedParts]]:
+        """Name, what this rank holds of each of the model's tensors, and what these are in the checkpoint."""
         tensors = self._tensors(one_module(model))
         metas = [TensorMeta(name, held.shape, held.dtype) for name, held in tensors]
         saved = self._saved.of(one_module(model), metas)
-        return [(held, parts) for (_, held), parts in zip(tensors, saved, strict=True)]
+        found = [(name, held, parts) for (name, held), parts in zip(tensors, saved, strict=True)]
+        if cut := [name for name, held, parts in found if held.adapter is not None and not parts.are_the_whole()]:
+            raise UnsupportedError(
+                f"{len(cut)} tensors have an adapter and are saved in parts, such as {cut[0]}; leave adapters off them",
+                tensors=dict.fromkeys(cut, "has an adapter, and is saved in parts"),
+            )
+        return found
 
     @torch.no_grad()
     def _tensors(self, model: nn.Module) -> list[tuple[str, Held]]:
         """The tensors that travel, each once, with what this rank holds of them."""
-        found: list[tuple[str, Held]] = []
-        seen: set[Hashable] = set()
+        found: dict[str, Held] = {}
+        first: dict[Hashable, str] = {}
         refused: dict[str, str] = {}
+        adapters = _adapters(model)
+        without_weight = set(adapters)
         for name, read in self.sources(model):
+            without_weight.discard(name.removesuffix("weight"))
             if self.policy.excludes(name):
                 continue
             try:
-                held = read()
+                held = _adapted(name, read(), adapters)
             except UnsupportedError as error:
                 refused[name] = error.message
                 continue
-            if held.identity not in seen:
-                seen.add(held.identity)
-                found.append((name, held))
+            tied = found.setdefault(first.setdefault(held.identity, name), held)
+            if tied.adapter is not held.adapter:
+                refused[name] = f"it is tied to {first[held.identity]}, but an adapter is on one of them; untie them"
+            elif held.trains and not tied.trains:
+                found[first[held.identity]] = replace(tied, trains=True)
+        refused |= {f"{prefix}weight": "it has an adapter, but is no parameter" for prefix in without_weight}
         if refused:
             lines = "\n".join(f"  {name}: {reason}" for name, reason in refused.items())
             raise UnsupportedError(
                 f"{len(refused)} tensors cannot be pushed (what should not travel goes into `exclude`):\n{lines}",
                 tensors=refused,
             )
-        return found
+        return list(found.items())
 
     def buffers(self, prefix: str, module: nn.Module, read: Callable[[torch.Tensor], Held]) -> Iterator[Source]:
         """The module's own persistent buffers, none where the policy says so."""
@@ -96,12 +123,42 @@ class ModuleSender(ABC):
                 yield prefix + name, partial(read, buffer)
 
 
+def _adapters(model: nn.Module) -> dict[str, Adapter]:
+    """The layers that PEFT has wrapped, by the prefix of their tensors' names; one `Adapter` for each layer."""
+    known: dict[nn.Module, Adapter | None] = {}
+    found: dict[str, Adapter] = {}
+    for prefix, shells in walk_shells(model):
+        for shell in shells:
+            if shell not in known:
+                known[shell] = adapter_of(shell)
+            if (adapter := known[shell]) is not None:
+                found[prefix] = adapter
+    return found
+
+
+def _adapted(name: str, held: Held, adapters: dict[str, Adapter]) -> Held:
+    """With the adapter, where `name` is the weight of a layer that has one. Raises `UnsupportedError` for one that
+    cannot be added, and for whatever else is in its layer."""
+    for end in (at + 1 for at, letter in enumerate(name) if letter == "."):
+        if (adapter := adapters.get(name[:end])) is not None:
+            names = adapter.names()
+            if name[end:] == "weight":
+                adapter.check(names, held.shape)
+                return replace(held, trains=True, adapter=adapter if names else None)
+    return held
+
+
 def read_whole(tensor: torch.Tensor) -> Held:
     """A tensor that this rank has all of."""
     values = readable(tensor)
     shape = tuple(values.shape)
     parts = [(Box.full(shape), values)] if values.numel() > 0 else []
-    return Held(shape, dtype_name(values), memory_of(values, shape), parts)
+    return Held(shape, dtype_name(values), memory_of(values, shape), parts, trains(tensor))
+
+
+def trains(tensor: torch.Tensor) -> bool:
+    """Whether training may change it: a parameter that takes a gradient, or any buffer."""
+    return tensor.requires_grad or not isinstance(tensor, nn.Parameter)
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:

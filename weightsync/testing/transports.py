@@ -18,7 +18,7 @@ from weightsync.layout import Box, Manifest, Placement, TensorMeta, coverage
 from weightsync.machine import boot_id, describe_device
 from weightsync.testing.promises import PROMPT_S, region, require, same_bytes
 from weightsync.testing.together import Mail, MailGroup, run_together
-from weightsync.transports.base import Idle, Offer, Shipment, Source, Transport, WorkerInfo, strided
+from weightsync.transports.base import Idle, Offer, Region, Shipment, Source, Transport, WorkerInfo, strided
 from weightsync.wire import pack_placements, unpack_placements
 
 
@@ -34,9 +34,10 @@ def check_transport(
 ) -> None:
     """Check a transport between as many trainer ranks (two at least) and engine workers as there are devices.
 
-    The ranks hold tensors of many dtypes in uneven shards, replicas and strided views. They are delivered twice with
-    other contents, again after their storages have moved, and then three deliveries are broken off: a deadline passes,
-    the trainer aborts, bad news comes. After each the same transport must serve a new session.
+    The ranks hold tensors of many dtypes in uneven shards, replicas and strided views, some of which are computed as
+    they are staged. They are delivered twice with other contents, then twice without those that are frozen, again after
+    their storages have moved, and then three deliveries are broken off: a deadline passes, the trainer aborts, bad news
+    comes. After each the same transport must serve a new session.
 
     `wrong_pairings` are (ranks, workers) that `Transport.check` must refuse. Every end runs in a thread of this
     process, or with `in_processes` in a process of its own, as GPUs need (no process can map its own memory by CUDA
@@ -109,6 +110,9 @@ _MANIFEST = Manifest(tuple(TensorMeta(tensor.name, tensor.shape, tensor.wire) fo
 _SPREAD = _MANIFEST.names[:-1]
 # More buckets than there are slots, of different sizes, the last with nothing of rank 0.
 _BUCKETS = (*(_SPREAD[at : at + 4] for at in range(0, len(_SPREAD), 4)), _MANIFEST.names[-1:])
+_FROZEN = frozenset(_BUCKETS[-1])
+_COMPUTED = ("rows.float16", "columns", "cast", "long")
+"""What is made anew for each delivery: where it seems to lie there are zeros."""
 
 
 # The trainer's end
@@ -146,12 +150,14 @@ class _Rank:
             self.connect()
             self.push(contents=1)
             self.push(contents=2)
+            self.push(contents=3, only_changed=True)
+            self.push(contents=4, only_changed=True)
             self.connect(digests=False)  # its storages have moved
-            self.push(contents=3, digests=False)
+            self.push(contents=5, digests=False)
             for ending in ("deadline", "abort", "news"):
                 self.break_off(ending)
                 self.connect()
-                self.push(contents=4)
+                self.push(contents=6)
             self.tell({"do": "end"})
         finally:
             self.transport.abort()
@@ -168,14 +174,17 @@ class _Rank:
     def connect(self, digests: bool = True) -> None:
         self.held = _hold(self.rank, self.device)
         numbers: dict[int, int] = {}
-        pieces: dict[Placement, torch.Tensor] = {}
+        pieces: dict[Placement, Region] = {}
         for tensor, box, view in self.held:
-            number = numbers.setdefault(view.untyped_storage().data_ptr(), len(numbers) + 1)
-            offset, stride = int(view.storage_offset()), tuple(view.stride())
-            pieces[Placement(tensor.name, box, self.rank, number, offset, stride, tensor.dtype)] = view
+            computed = tensor.name in _COMPUTED
+            region = Region(torch.zeros_like(view), view.clone) if computed else Region(view)
+            lies = region.tensor
+            number = numbers.setdefault(lies.untyped_storage().data_ptr(), len(numbers) + 1)
+            offset, stride = int(lies.storage_offset()), tuple(lies.stride())
+            pieces[Placement(tensor.name, box, self.rank, number, offset, stride, tensor.dtype)] = region
         everyone = self.group.share(self.group.gather(pack_placements(pieces), "plan"), "plan")
         placements = tuple(unpack_placements(row for rows in everyone for row in rows))
-        shipment = Shipment(_MANIFEST, _BUCKETS, placements, digests)
+        shipment = Shipment(_MANIFEST, _BUCKETS, placements, digests, _FROZEN)
         self.offer = self.transport.prepare(shipment, pieces, self.group)
         offered = [name for names in self.offer.buckets for name in names]
         require(sorted(offered) == sorted(_TRIAL), "the buckets of the offer are not every tensor once")
@@ -197,33 +206,37 @@ class _Rank:
         self.group.share(None, "connect")
         self.transport.joined()
 
-    def push(self, contents: int, digests: bool = True) -> None:
+    def push(self, contents: int, digests: bool = True, only_changed: bool = False) -> None:
         for tensor, box, view in self.held:
             view.copy_(tensor.values(contents)[region(box)])
-        for bucket in range(len(self.offer.buckets)):
+        buckets = self.offer.buckets
+        if only_changed:
+            while _FROZEN.issuperset(buckets[-1]):
+                buckets = buckets[:-1]
+        for bucket in range(len(buckets)):
             if bucket >= 2:
                 self.hear()
-            rows = self.send(bucket, contents)
+            rows = self.send(bucket, contents, bucket + 1 if bucket + 1 < len(buckets) else None)
             require(digests or not rows, "stage gives digests that nobody wants: Shipment.digests is False")
-        for _ in self.offer.buckets[-2:]:
+        for _ in buckets[-2:]:
             self.hear()
         if self.rank == 0:
             self.transport.finish(self.mail.idle, Deadline(self.mail.timeout_s))
         self.group.share(None, "commit")  # until now workers may have been reading this rank's memory
 
-    def send(self, bucket: int, contents: int) -> list[Any]:
+    def send(self, bucket: int, contents: int, following: int | None) -> list[Any]:
         """One bucket, up to where the workers load it. Gives the digests of all ranks, on rank 0."""
         self.group.share(None, "gather")
         staged = self.transport.stage(bucket, self.mail.idle, Deadline(self.mail.timeout_s))
         rows = [row for rank_rows in self.group.gather(staged, "gather") for row in rank_rows]
-        self.tell({"do": "load", "bucket": bucket, "digests": rows, "contents": contents})
+        self.tell({"do": "load", "bucket": bucket, "following": following, "digests": rows, "contents": contents})
         if self.rank == 0:
             self.transport.post(bucket)
         return rows
 
     def break_off(self, ending: str) -> None:
         """The first bucket of a push, and then a second that workers wait for and nobody posts."""
-        self.send(0, contents=3 if ending == "deadline" else 4)  # as it was left
+        self.send(0, contents=5 if ending == "deadline" else 6, following=1)  # as it was left
         self.hear()
         self.group.share(None, "load")
         self.tell({"do": "wait", "bucket": 1, "ending": ending})
@@ -300,7 +313,7 @@ class _Worker:
 
     def load(self, order: dict[str, Any]) -> None:
         assert self.source is not None
-        self.source.fetch(order["bucket"], self.mail.idle, Deadline(self.mail.timeout_s))
+        self.source.fetch(order["bucket"], order["following"], self.mail.idle, Deadline(self.mail.timeout_s))
         for rank, storage, first, nbytes, sent in order["digests"]:
             found = digest(self.source.storage(rank, storage)[first : first + nbytes])
             where = f"bytes {first} to {first + nbytes} of storage {storage} of rank {rank}"
@@ -328,7 +341,7 @@ class _Worker:
         fetch = self.source.fetch
         if order["ending"] == "abort":
             self.mail.send(0, "about to wait")
-        _must_end("fetch", order["ending"], self.mail, lambda idle, until: fetch(order["bucket"], idle, until))
+        _must_end("fetch", order["ending"], self.mail, lambda idle, until: fetch(order["bucket"], None, idle, until))
         self.leave()
 
     def leave(self) -> None:

@@ -26,13 +26,28 @@ class Shipment:
     """What is to be moved, the same on every trainer rank.
 
     `manifest` has the dtypes that travel; `buckets` its names, each once; `placements` where every rank's bytes lie;
-    `digests` whether copied bytes get a digest.
+    `digests` whether copied bytes get a digest. The names in `frozen` have the last buckets to themselves, and travel
+    only once as long as an offer keeps it so.
     """
 
     manifest: Manifest
     buckets: tuple[tuple[str, ...], ...]
     placements: tuple[Placement, ...]
     digests: bool = True
+    frozen: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Region:
+    """What this rank has of one placement. `tensor` is where it lies; with `compute` that has the shape, dtype and
+    device alone, and the values are made anew for each push."""
+
+    tensor: torch.Tensor
+    compute: Callable[[], torch.Tensor] | None = None
+
+    def read(self) -> torch.Tensor:
+        """The values of now. To be called in `Transport.stage`, and not kept."""
+        return self.tensor if self.compute is None else self.compute()
 
 
 @dataclass(frozen=True)
@@ -80,7 +95,7 @@ class Transport(Protocol):
     """The trainer's end. Made for one session; `abort` may be called at any time and from any state.
 
     Life: `check` (rank 0), `prepare`, `storages`, `invite` and `join` (rank 0), `joined`; then for each push, `stage`
-    and `post` (rank 0) for each bucket, and `finish` (rank 0).
+    and `post` (rank 0) for each bucket from the first on, though not always to the last, and `finish` (rank 0).
     """
 
     name: str
@@ -88,9 +103,9 @@ class Transport(Protocol):
     def check(self, ranks: Sequence[WorkerInfo], workers: Sequence[WorkerInfo]) -> None:
         """Raise `PlacementError` when these trainer ranks cannot reach these workers this way. Sends nothing."""
 
-    def prepare(self, shipment: Shipment, pieces: Mapping[Placement, torch.Tensor], group: Group) -> Offer:
-        """Collective: every trainer rank calls this. Lay out the storages. `pieces` are this rank's own placements
-        and their tensors; they stay valid, at the same addresses, until the next `prepare`."""
+    def prepare(self, shipment: Shipment, pieces: Mapping[Placement, Region], group: Group) -> Offer:
+        """Collective: every trainer rank calls this. Lay out the storages. `pieces` are this rank's own placements;
+        their tensors stay valid, at the same addresses, until the next `prepare`."""
 
     def storages(self, worker: int) -> list[list[Any]]:
         """This rank's storages for one worker, as [rank, storage, kind, fields] rows of a `Connect` message."""
@@ -130,8 +145,9 @@ class Source(Protocol):
     def storage(self, rank: int, storage: int) -> torch.Tensor:
         """A storage's bytes, a 1-D uint8 tensor; its contents are meaningful after `fetch`."""
 
-    def fetch(self, bucket: int, idle: Idle, deadline: Deadline) -> None:
-        """Return when the bucket's bytes can be read. Wherever it waits it calls `idle(seconds)`, which may raise."""
+    def fetch(self, bucket: int, following: int | None, idle: Idle, deadline: Deadline) -> None:
+        """Return when the bucket's bytes can be read. `following` is the bucket that this push has after it, which may
+        begin to arrive; None when it is the last. Wherever it waits it calls `idle(seconds)`, which may raise."""
 
     def close(self) -> None:
         """Unmap, leave."""

@@ -19,7 +19,7 @@ from weightsync.channel import Deadline
 from weightsync.errors import ConfigError, PlacementError, WeightSyncError
 from weightsync.kernels.digest import digest
 from weightsync.layout import Manifest, Placement, choose_owners, itemsize, row_major
-from weightsync.transports.base import Group, Idle, Offer, Shipment, WorkerInfo, align, strided
+from weightsync.transports.base import Group, Idle, Offer, Region, Shipment, WorkerInfo, align, strided
 from weightsync.transports.communicator import Communicator, Pending, Rendezvous, visit
 
 SLOTS = 2
@@ -55,18 +55,18 @@ class BroadcastTransport:
                 )
             seen[member.gpu_uuid] = member.peer
 
-    def prepare(self, shipment: Shipment, pieces: Mapping[Placement, torch.Tensor], group: Group) -> Offer:
+    def prepare(self, shipment: Shipment, pieces: Mapping[Placement, Region], group: Group) -> Offer:
         self._rank, self._digests = group.rank, shipment.digests
-        kinds = {tensor.device.type for tensor in pieces.values()}
+        kinds = {region.tensor.device.type for region in pieces.values()}
         kinds = set().union(*group.share([sorted(k) for k in group.gather(sorted(kinds), "plan")], "plan"))
         if len(kinds) > 1:
             raise ConfigError(f"a broadcast needs all tensors on one kind of device, found {sorted(kinds)}")
         on_gpu = kinds == {"cuda"}
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        self._device = next((tensor.device for tensor in pieces.values()), device)
+        self._device = next((region.tensor.device for region in pieces.values()), device)
         owned, in_slots, self._parts = slot_layout(shipment.manifest, shipment.buckets, shipment.placements)
         number = {name: i for i, names in enumerate(shipment.buckets) for name in names}
-        self._mine: list[list[tuple[Placement, torch.Tensor]]] = [[] for _ in shipment.buckets]
+        self._mine: list[list[tuple[Placement, Region]]] = [[] for _ in shipment.buckets]
         for old, new in zip(owned, in_slots, strict=True):
             if old.rank == group.rank:
                 self._mine[number[new.name]].append((new, pieces[old]))
@@ -156,9 +156,9 @@ class BroadcastTransport:
 
     def _fill(self, data: torch.Tensor, first: int, bucket: int) -> None:
         """Copy this rank's regions of a bucket into `data`, the bucket's bytes from `first` on."""
-        for placement, tensor in self._mine[bucket]:
+        for placement, region in self._mine[bucket]:
             offset = placement.offset - first // itemsize(placement.dtype)
-            strided(data, placement.dtype, offset, placement.box.size, placement.stride).copy_(tensor)
+            strided(data, placement.dtype, offset, placement.box.size, placement.stride).copy_(region.read())
 
     def post(self, bucket: int) -> None:
         if self._to_engines is not None:
@@ -221,13 +221,13 @@ class BroadcastSource:
     def storage(self, rank: int, storage: int) -> torch.Tensor:
         return self._slots[storage]
 
-    def fetch(self, bucket: int, idle: Idle, deadline: Deadline) -> None:
+    def fetch(self, bucket: int, following: int | None, idle: Idle, deadline: Deadline) -> None:
         if bucket not in self._posted:
             self._post(bucket)
         self._posted.pop(bucket).wait(idle, deadline, "transfer")
-        if bucket + 1 < len(self._bucket_bytes):
+        if following is not None:
             # Its slot held bucket - 1, which has been loaded; so it may arrive while this one is.
-            self._post(bucket + 1)
+            self._post(following)
 
     def _post(self, bucket: int) -> None:
         if self._communicator is None:

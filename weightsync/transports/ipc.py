@@ -2,14 +2,15 @@
 
 GPU tensors are exported where they lie, and workers read them there: a push copies every byte once. CPU tensors are
 copied by their owner into an arena in shared memory, which has room for two buckets: workers read one while the next
-is being filled. No rank gathers anything: each exposes what it holds.
+is being filled. What is computed for each push is staged like this too, in GPU memory where it is made there. No rank
+gathers anything: each exposes what it holds.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from weightsync.errors import PlacementError, ProtocolError
 from weightsync.kernels.digest import digest
 from weightsync.layout import Manifest, Placement, choose_owners, itemsize, row_major
 from weightsync.machine import describe_device
-from weightsync.transports.base import Group, Idle, Offer, Shipment, WorkerInfo, align, strided
+from weightsync.transports.base import Group, Idle, Offer, Region, Shipment, WorkerInfo, align, strided
 
 ARENA = 0
 """The number of a rank's arena among its storages; exported tensors' storages count from 1."""
@@ -36,7 +37,7 @@ class IpcTransport:
         self.name = name
         self._rank = 0
         self._arena: _Arena | None = None
-        self._staged: list[list[tuple[Placement, torch.Tensor]]] = []
+        self._staged: list[list[tuple[Placement, Region]]] = []
         self._exports: dict[int, torch.UntypedStorage] = {}
         self._handles: dict[tuple[int, int], dict[str, Any]] = {}
         self._stream_device: torch.device | None = None
@@ -54,54 +55,50 @@ class IpcTransport:
                 f"the trainer's tensors are on GPUs and {', '.join(cpu)} runs on a CPU: it cannot map them"
             )
 
-    def prepare(self, shipment: Shipment, pieces: Mapping[Placement, torch.Tensor], group: Group) -> Offer:
-        on_gpu = {p.name for p in shipment.placements} - set(
-            group.share(
-                sorted(set().union(*group.gather([p.name for p, t in pieces.items() if not t.is_cuda], "plan"))), "plan"
-            )
-        )
-        if self.name == "cuda_ipc" and (cpu := sorted({p.name for p in shipment.placements} - on_gpu)):
+    def prepare(self, shipment: Shipment, pieces: Mapping[Placement, Region], group: Group) -> Offer:
+        on_cpu = _anywhere([p.name for p, region in pieces.items() if not region.tensor.is_cuda], group)
+        computed = _anywhere([p.name for p, region in pieces.items() if region.compute is not None], group)
+        if self.name == "cuda_ipc" and on_cpu:
             raise PlacementError(
-                f'transport="cuda_ipc" takes GPU tensors only; {len(cpu)} are on a CPU, such as {cpu[0]}'
+                f'transport="cuda_ipc" takes GPU tensors only; {len(on_cpu)} are on a CPU, such as {min(on_cpu)}'
             )
         self._rank, self._digests = group.rank, shipment.digests
-        direct = [p for p in shipment.placements if p.name in on_gpu]
-        staged = choose_owners([p for p in shipment.placements if p.name not in on_gpu])
-        buckets = [tuple(n for n in names if n not in on_gpu) for names in shipment.buckets]
-        buckets = [names for names in buckets if names]
+        in_place = {p.name for p in shipment.placements} - on_cpu - computed
+        direct = [p for p in shipment.placements if p.name in in_place]
+        staged = choose_owners([p for p in shipment.placements if p.name not in in_place])
+        buckets = _regroup(shipment, in_place)
         in_arena, slot_bytes = arena_layout(shipment.manifest, buckets, staged)
-        if direct:
-            # Nothing is copied before the workers read it, so there is nothing to take turns with: one bucket.
-            buckets.append(tuple(n for names in shipment.buckets for n in names if n in on_gpu))
-        self._fill_arena(buckets, staged, in_arena, slot_bytes, pieces)
-        self._exports = {
-            p.storage: t.untyped_storage() for p, t in pieces.items() if p.name in on_gpu and p.rank == group.rank
-        }
+        self._make_arena(buckets, staged, in_arena, slot_bytes, pieces)
+        self._exports = {p.storage: r.tensor.untyped_storage() for p, r in pieces.items() if p.name in in_place}
+        if self._arena is not None and self._arena.data.is_cuda:
+            self._exports[ARENA] = self._arena.data.untyped_storage()
         here = {storage.data_ptr() for storage in self._exports.values()}
         self._handles = {key: row for key, row in self._handles.items() if key[1] in here}
-        self._stream_device = next((t.device for t in pieces.values() if t.is_cuda), None)
+        self._stream_device = next((r.tensor.device for r in pieces.values() if r.tensor.is_cuda), None)
         return Offer((*in_arena, *direct), tuple(buckets), {})
 
-    def _fill_arena(
+    def _make_arena(
         self,
         buckets: list[tuple[str, ...]],
         staged: list[Placement],
         in_arena: list[Placement],
         slot_bytes: dict[int, int],
-        pieces: Mapping[Placement, torch.Tensor],
+        pieces: Mapping[Placement, Region],
     ) -> None:
         self._drop_arena()
         self._staged = [[] for _ in buckets]
         if not (mine := [(old, new) for old, new in zip(staged, in_arena, strict=True) if old.rank == self._rank]):
             return
-        self._arena = _Arena.create(SLOTS * slot_bytes[self._rank])
+        device = next((r.tensor.device for old, _ in mine if not (r := pieces[old]).tensor.is_cuda), None)
+        device = device or pieces[mine[0][0]].tensor.device
+        self._arena = _Arena.create(SLOTS * slot_bytes[self._rank], device)
         number = {name: i for i, names in enumerate(buckets) for name in names}
         for old, new in mine:
             self._staged[number[old.name]].append((new, pieces[old]))
 
     def storages(self, worker: int) -> list[list[Any]]:
         rows: list[list[Any]] = []
-        if self._arena is not None:
+        if self._arena is not None and self._arena.path is not None:
             rows.append([self._rank, ARENA, "shm", {"path": str(self._arena.path), "nbytes": self._arena.data.numel()}])
         for number, storage in self._exports.items():
             # One export per reader: torch counts one release for each, and keeps the memory until it has come.
@@ -130,10 +127,13 @@ class IpcTransport:
             return []
         data = self._arena.data
         ends = []
-        for placement, tensor in self._staged[bucket]:
-            strided(data, placement.dtype, placement.offset, placement.box.size, placement.stride).copy_(tensor)
+        for placement, region in self._staged[bucket]:
+            place = strided(data, placement.dtype, placement.offset, placement.box.size, placement.stride)
+            place.copy_(region.read())
             first = placement.offset * itemsize(placement.dtype)
             ends += [first, first + placement.box.numel * itemsize(placement.dtype)]
+        if data.is_cuda:
+            torch.cuda.current_stream(data.device).synchronize()
         if not self._digests:
             return []
         first, last = min(ends), max(ends)
@@ -179,11 +179,27 @@ class IpcSource:
     def storage(self, rank: int, storage: int) -> torch.Tensor:
         return self._open[rank, storage][1]
 
-    def fetch(self, bucket: int, idle: Idle, deadline: Deadline) -> None:
+    def fetch(self, bucket: int, following: int | None, idle: Idle, deadline: Deadline) -> None:
         return
 
     def close(self) -> None:
         self._open.clear()
+
+
+def _anywhere(names: Sequence[str], group: Group) -> set[str]:
+    """Collective: the names that any rank gives."""
+    return set(group.share(sorted(set().union(*group.gather(sorted(set(names)), "plan"))), "plan"))
+
+
+def _regroup(shipment: Shipment, direct: Set[str]) -> list[tuple[str, ...]]:
+    """The buckets with what is read where it lies taken out: nothing is copied before workers read it, so there is
+    nothing to take turns with, and it makes one bucket. What is frozen is kept apart, at the end."""
+    buckets: list[tuple[str, ...]] = []
+    for frozen in (False, True):
+        part = [names for names in shipment.buckets if shipment.frozen.issuperset(names) is frozen]
+        buckets += [tuple(name for name in names if name not in direct) for names in part]
+        buckets.append(tuple(name for names in part for name in names if name in direct))
+    return [names for names in buckets if names]
 
 
 def arena_layout(
@@ -218,14 +234,16 @@ def arena_layout(
 
 
 class _Arena:
-    """A file in shared memory, private to this user, mapped as one uint8 tensor."""
+    """A file in shared memory, private to this user, mapped as one uint8 tensor; or GPU memory, without a file."""
 
-    def __init__(self, path: Path, data: torch.Tensor) -> None:
+    def __init__(self, path: Path | None, data: torch.Tensor) -> None:
         self.path = path
         self.data = data
 
     @classmethod
-    def create(cls, nbytes: int) -> _Arena:
+    def create(cls, nbytes: int, device: torch.device) -> _Arena:
+        if device.type == "cuda":
+            return cls(None, torch.empty(nbytes, dtype=torch.uint8, device=device))
         path = _SHARED_MEMORY / f"weightsync-{os.getpid()}-{secrets.token_hex(8)}"
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
@@ -255,7 +273,8 @@ class _Arena:
             ) from error
 
     def unlink(self) -> None:
-        self.path.unlink(missing_ok=True)
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
 _EXPORT_FIELDS = (
