@@ -261,15 +261,18 @@ def refused(_: object, folder: Path) -> None:
         sender().pieces(nn.Linear(2, 2))
 
     (chunk,), state = loaded(folder, "qwen3", Mesh(tp=2), padding=5)
-    with pytest.raises(ConfigError, match=r"vocab_size=300, but the model's embedding has 256 rows"):
-        sender(vocab_size=300).manifest(chunk)
+    for size in (257, 0):
+        with pytest.raises(ConfigError, match=f"vocab_size={size}, but the model's embedding has 256 rows"):
+            sender(vocab_size=size).manifest(chunk)
     assert sender().manifest(chunk)["lm_head.weight"].shape[0] == 256
 
-    excluded = sender(TensorPolicy(exclude=("lm_head.*", "decoder.layers.0.mlp.*")), vocab_size=251).manifest(chunk)
+    # Names are those of the checkpoint; Megatron's are not looked at where there are others.
+    policy = TensorPolicy(exclude=("lm_head.*", "model.layers.0.mlp.*", "decoder.*"))
+    excluded = sender(policy, vocab_size=251).manifest(chunk)
     left_out = {"lm_head.weight", *(name for name in state if name.startswith("model.layers.0.mlp."))}
     assert set(excluded.names) == set(state) - left_out
 
-    # All that is unknown or unreadable, at once; a policy may leave it out under Megatron's name.
+    # All that is unknown or unreadable, at once; such a policy may leave it out under Megatron's name.
     chunk.decoder.layers[1].post_norm = nn.LayerNorm(3)
     chunk.decoder.register_buffer("statistics", torch.zeros(2))
     chunk.decoder.layers[2].mlp.linear_fc1.weight.data.untyped_storage().resize_(0)

@@ -46,7 +46,8 @@ _REFUSED_OPTIONS = {
 
 class MegatronSender:
     """Tensors of a `GPTModel`, or of the list of its chunks where pipeline stages are interleaved, inside of any
-    wrappers (`Float16Module`, `DistributedDataParallel`). See `Sender`.
+    wrappers (`Float16Module`, `DistributedDataParallel`). See `Sender`. What is not known can be excluded by Megatron's
+    name for it.
 
     bridge: the family whose checkpoint names are used, as `model_type` of its Hugging Face configuration; None takes
         the names that all families but Mixtral have.
@@ -75,12 +76,11 @@ class MegatronSender:
         for chunk in chunks:
             reader = _Reader(chunk, self._family, self._vocab_size)
             for name, tensor in _sources(chunk, self.policy.buffers):
-                if self.policy.excludes(name):
-                    continue
                 try:
                     tensors = reader.read(name, tensor)
                 except UnsupportedError as error:
-                    refused[name] = error.message
+                    if not self.policy.excludes(name):  # it has no other name
+                        refused[name] = error.message
                     continue
                 found += [
                     (meta, parts, trains(tensor)) for meta, parts in tensors if not self.policy.excludes(meta.name)
@@ -200,13 +200,16 @@ class _Reader:
             _shard(chunk, "ep", "expert_model_parallel_size")
             self._expert_tp = _shard(chunk, "expt_tp", "expert_tensor_parallel_size")
         self._vocab_size = chunk.vocab_size if vocab_size is None else vocab_size
-        if self._vocab_size > chunk.vocab_size:
+        if not 0 < self._vocab_size <= chunk.vocab_size:
             raise ConfigError(
                 f"vocab_size={vocab_size}, but the model's embedding has {chunk.vocab_size} rows with its padding"
             )
 
     def read(self, name: str, tensor: torch.Tensor) -> list[tuple[TensorMeta, list[tuple[Box, torch.Tensor]]]]:
         """The checkpoint tensors in parameter `name`, and this rank's regions of each. Raises `UnsupportedError`."""
+        if type(tensor.detach()) is not torch.Tensor:  # DTensors of Megatron-FSDP, fp8 weights of Transformer Engine
+            kind = type(tensor.detach()).__name__
+            raise UnsupportedError(f"it is a {kind}, expected a plain tensor; keep the parameters in bf16")
         local = readable(tensor)
         found: dict[str, tuple[TensorMeta, list[tuple[Box, torch.Tensor]]]] = {}
         for stack in self._stacks(name, local):
