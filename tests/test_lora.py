@@ -86,7 +86,7 @@ def pieces_of(model: nn.Module, backend: str = "fsdp", **policy: Any) -> list[tu
     before = frozen_copy(model)
     sender = make_sender(backend, TensorPolicy(**policy))
     pieces = sender.pieces(model)
-    sender.gather()
+    sender.gather(sender.manifest(model).names)
     found = [(p.meta.name, p.box, p.compute() if p.compute else p.tensor, p.trains) for p in pieces]
     assert all(p.compute is None or p.compute().data_ptr() != p.tensor.data_ptr() for p in pieces)
     for name, param in model.named_parameters():

@@ -176,7 +176,6 @@ class WeightSync:
             assert agreed is not None
             assert transport is not None
             version = ranks.share(self._next_version(version) if session is not None else None, "plan")
-            self._sender.gather()
         plan_s = time.perf_counter() - started
 
         pause_started = time.perf_counter()
@@ -193,6 +192,7 @@ class WeightSync:
                 self._phase = "gather"
                 ranks.share(None, "gather")
                 staging = time.perf_counter()
+                self._sender.gather(agreed.buckets[bucket])
                 rows = transport.stage(bucket, self._idle, Deadline(self._timeout_s))
                 rows = [row for rank_rows in ranks.gather(rows, "gather") for row in rank_rows]
                 gather_s += time.perf_counter() - staging
@@ -325,7 +325,7 @@ class WeightSync:
         ranks.share(None, "connect")
         transport.joined()
         nbytes = [sum(travelling[name].nbytes for name in names) for names in offer.buckets]
-        return _Agreement(local, nbytes, once, answer["roads"])
+        return _Agreement(local, offer.buckets, nbytes, once, answer["roads"])
 
     def _wire_manifest(self, manifest: Manifest, plans: Sequence[Planned]) -> Manifest:
         """The manifest with the dtypes that travel: what the policy declares, else what the trainer has, or what all
@@ -398,8 +398,16 @@ class _Agreement:
     """What was agreed in a negotiation, and the local facts that it rests on. `once` of the buckets, the last ones, are
     frozen; `settled` says that every engine has committed all buckets since."""
 
-    def __init__(self, local: _Signature, bucket_bytes: list[int], once: int, roads: dict[str, int]) -> None:
+    def __init__(
+        self,
+        local: _Signature,
+        buckets: Sequence[Sequence[str]],
+        bucket_bytes: list[int],
+        once: int,
+        roads: dict[str, int],
+    ) -> None:
         self.local = local
+        self.buckets = buckets
         self.bucket_bytes = bucket_bytes
         self.once = once
         self.roads = roads

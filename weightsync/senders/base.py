@@ -60,9 +60,10 @@ class Sender(Protocol):
         replicas (HSDP, DDP, buffers) each report their own. The views stay valid until the trainer moves its storages.
         Raises as `manifest` does."""
 
-    def gather(self) -> None:
-        """Collective: every trainer rank calls this, at each push, once all have called `pieces`. Fetch from other
-        ranks what the `compute` of the last `pieces` needs; nothing, where there are none."""
+    def gather(self, names: Sequence[str]) -> None:
+        """Collective: every trainer rank calls this, at each push, for one bucket after the other. Fetch from other
+        ranks what the `compute` of these tensors' pieces needs; nothing, where they have none. What an earlier call
+        has fetched may be let go."""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class MegatronSender:
     def pieces(self, model: Model) -> list[Piece]:
         return [Piece(meta, box, view, train) for meta, parts, train in self._tensors(model) for box, view in parts]
 
-    def gather(self) -> None:
+    def gather(self, names: Sequence[str]) -> None:
         return
 
     def _tensors(self, model: Model) -> list[tuple[TensorMeta, list[tuple[Box, torch.Tensor]], bool]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -54,36 +54,38 @@ class ModuleSender(ABC):
         """Every parameter and persistent buffer in the order of `state_dict`, tied ones under each name."""
 
     def manifest(self, model: Model) -> Manifest:
-        return Manifest(tuple(part.meta for _, _, saved in self._as_saved(model) for part in saved.parts))
+        return Manifest(tuple(part.meta for _, saved in self._as_saved(model) for part in saved.parts))
 
     def pieces(self, model: Model) -> list[Piece]:
         tensors = self._as_saved(model)
-        self._adapters = {name: held.adapter for name, held, _ in tensors if held.adapter is not None}
+        self._adapters = {
+            part.meta.name: held.adapter for held, saved in tensors if held.adapter is not None for part in saved.parts
+        }
         return [
-            Piece(meta, box, view, held.trains, partial(self._merged, name, box, view) if held.adapter else None)
-            for name, held, saved in tensors
+            Piece(meta, box, view, held.trains, partial(self._merged, meta.name, box, view) if held.adapter else None)
+            for held, saved in tensors
             for meta, box, view in saved.cut(held.parts)
         ]
 
-    def gather(self) -> None:
-        for adapter in dict.fromkeys(self._adapters.values()):
+    def gather(self, names: Sequence[str]) -> None:
+        for adapter in dict.fromkeys(self._adapters[name] for name in names if name in self._adapters):
             adapter.gather()
 
     def _merged(self, name: str, box: Box, values: torch.Tensor) -> torch.Tensor:
         return self._adapters[name].add_to(values, box)
 
-    def _as_saved(self, model: Model) -> list[tuple[str, Held, SavedParts]]:
-        """Name, what this rank holds of each of the model's tensors, and what these are in the checkpoint."""
+    def _as_saved(self, model: Model) -> list[tuple[Held, SavedParts]]:
+        """What this rank holds of each of the model's tensors, and what these are in the checkpoint."""
         tensors = self._tensors(one_module(model))
         metas = [TensorMeta(name, held.shape, held.dtype) for name, held in tensors]
         saved = self._saved.of(one_module(model), metas)
-        found = [(name, held, parts) for (name, held), parts in zip(tensors, saved, strict=True)]
-        if cut := [name for name, held, parts in found if held.adapter is not None and not parts.are_the_whole()]:
+        found = list(zip(tensors, saved, strict=True))
+        if cut := [name for (name, held), parts in found if held.adapter is not None and not parts.are_the_whole()]:
             raise UnsupportedError(
                 f"{len(cut)} tensors have an adapter and are saved in parts, such as {cut[0]}; leave adapters off them",
                 tensors=dict.fromkeys(cut, "has an adapter, and is saved in parts"),
             )
-        return found
+        return [(held, parts) for (_, held), parts in found]
 
     @torch.no_grad()
     def _tensors(self, model: nn.Module) -> list[tuple[str, Held]]:

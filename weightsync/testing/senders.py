@@ -63,7 +63,7 @@ def _check_own_pieces(
     sender = make_sender(TensorPolicy())
     manifest = sender.manifest(model)
     pieces = sender.pieces(model)
-    sender.gather()
+    sender.gather(manifest.names)
     view.append(pack_manifest(manifest))
     view.append([[piece.meta.name, list(piece.box.start), list(piece.box.size)] for piece in pieces])
 
