@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -11,6 +12,7 @@ import megatron_models
 import pytest
 import tiny_models
 import torch
+import torch.distributed as dist
 from engines import TIMEOUT_S, Engines, Remote, Trainer, Trainers, assert_same
 from megatron_models import Mesh
 from safetensors.torch import load_file
@@ -106,3 +108,114 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(engines: Remote, tr
         assert all(name.startswith("model.layers.1.") for name in error.missing)
 
     assert_same(engines.call(Engines.ask), cold["A"], "after pushes that were refused")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# A family that the sender has no names for
+
+
+class Phi3Bridge:
+    """Exports Phi-3's fused tensors from a model under tensor parallelism, gathering each, as mbridge does."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.alive: list[weakref.ref[torch.Tensor]] = []
+        self.most_alive = 0
+
+    def export_weights(self, models: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+        (chunk,) = models
+        for name, param in chunk.named_parameters():
+            for hf_name, tensor in self.convert(name, self.gather(name, param)):
+                # Its values in memory of its own, so that what is kept can be counted.
+                tensor = tensor.clone()
+                self.alive = [ref for ref in self.alive if ref() is not None] + [weakref.ref(tensor)]
+                self.most_alive = max(self.most_alive, len(self.alive))
+                yield hf_name, tensor
+
+    def gather(self, name: str, param: torch.Tensor) -> torch.Tensor:
+        if not getattr(param, "tensor_model_parallel", False):
+            return param.detach()
+        shards = [torch.empty_like(param) for _ in range(dist.get_world_size())]
+        dist.all_gather(shards, param.detach())
+        if "linear_fc1" in name:
+            halves = [shard.chunk(2) for shard in shards]
+            return torch.cat([half[number] for number in (0, 1) for half in halves])
+        return torch.cat(shards, param.partition_dim)
+
+    def convert(self, name: str, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        outer = {
+            "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+            "decoder.final_layernorm.weight": "model.norm.weight",
+            "output_layer.weight": "lm_head.weight",
+        }
+        if name in outer:
+            yield outer[name], whole[: self.config.vocab_size]
+            return
+        _, _, number, rest = name.split(".", 3)
+        if rest == "self_attention.linear_qkv.weight":
+            heads, groups = self.config.num_attention_heads, self.config.num_key_value_heads
+            by_group = whole.view(groups, heads // groups + 2, -1, whole.shape[1])
+            whole = torch.cat([part.flatten(0, 2) for part in by_group.split([heads // groups, 1, 1], dim=1)])
+        inner = {
+            "self_attention.linear_qkv.weight": "self_attn.qkv_proj.weight",
+            "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+            "mlp.linear_fc1.weight": "mlp.gate_up_proj.weight",
+            "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+            "input_layernorm.weight": "input_layernorm.weight",
+            "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+        }
+        yield f"model.layers.{number}.{inner[rest]}", whole
+
+
+class Phi3AutoBridge(Phi3Bridge):
+    """The same with the face of Megatron-Bridge."""
+
+    def export_hf_weights(self, model: list[nn.Module], cpu: bool, show_progress: bool) -> Iterator[Any]:
+        assert not cpu
+        assert not show_progress
+        return super().export_weights(model)
+
+    export_weights = None  # type: ignore[assignment]
+
+
+def load_phi3(trainer: Trainer, transport: str, kind: type[Phi3Bridge]) -> None:
+    trainer.release()
+    config = tiny_models.CONFIGS["phi3"]()
+    trainer.model = megatron_models.build(config, Mesh(tp=2), torch.bfloat16, PADDING)
+    bridge = kind(config)
+    trainer.sync = WeightSync(
+        "megatron", transport, trainer.engine, timeout_s=TIMEOUT_S, bridge=bridge, max_bytes=1 << 17
+    )
+    trainer.bridge = bridge
+
+
+def push_phi3(trainer: Trainer, checkpoint: Path) -> tuple[PushReport, int]:
+    config = tiny_models.CONFIGS["phi3"]()
+    state = load_file(checkpoint / "model.safetensors")
+    width, kv = config.hidden_size, config.hidden_size // 2
+    for name in list(state):
+        at, _, kind = name.removesuffix(".weight").rpartition(".")
+        if kind == "qkv_proj":
+            for part, tensor in zip("qkv", state[name].split([width, kv, kv]), strict=True):
+                state[f"{at}.{part}_proj.weight"] = tensor
+        elif kind == "gate_up_proj":
+            for part, tensor in zip(("gate", "up"), state[name].chunk(2), strict=True):
+                state[f"{at}.{part}_proj.weight"] = tensor
+    megatron_models.load(trainer.model, config, state)
+    report = trainer.sync.push(trainer.model)
+    return report, trainer.bridge.most_alive
+
+
+@pytest.mark.parametrize(("transport", "kind"), [("ipc", Phi3Bridge), ("broadcast", Phi3AutoBridge)])
+def test_a_bridge_exports_what_the_sender_has_no_names_for(
+    engines: Remote, trainers: Trainers, transport: str, kind: type[Phi3Bridge]
+):
+    cold = engines.call(Engines.serve, "phi3", 1, timeout_s=240)
+    checkpoints = {weights: engines.call(Engines.checkpoint, "phi3", weights) for weights in "AB"}
+    trainers.call(load_phi3, transport, kind)
+    for weights in "BAB":
+        (report, most_alive), (_, alive_elsewhere) = trainers.call(push_phi3, checkpoints[weights])
+        assert report.buckets > 3
+        assert most_alive <= 10  # of 15: a bucket and a little of the next
+        assert alive_elsewhere <= 2
+        assert_same(engines.call(Engines.ask), cold[weights], weights)

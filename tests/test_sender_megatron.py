@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from megatron_models import FAMILIES, Mesh, build, checkpoint, hf_config, load, 
 from ranks import run_ranks
 from torch import nn
 
-from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.errors import ConfigError, ManifestError, UnsupportedError
 from weightsync.senders import make_sender
 from weightsync.senders.base import TensorPolicy
 from weightsync.senders.megatron import MegatronSender
@@ -317,3 +318,53 @@ def test_options_of_the_backend() -> None:
     for option in ({"bridge": "llama"}, {"vocab_size": 5}):
         with pytest.raises(ConfigError, match='are for backend="megatron"'):
             make_sender("fsdp", TensorPolicy(), **option)
+
+
+class Export:
+    """A bridge of one process."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        self.tensors = list(tensors.items())
+
+    def export_weights(self, models: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.tensors
+
+
+def test_an_export_gives_one_bucket_after_the_other() -> None:
+    a, b, c = torch.rand(2), torch.rand(3, 4), torch.rand(2)
+    bridge = Export(a=a, b=b, c=c, left_out=a)
+    model = nn.Module()
+    sender = make_sender("megatron", TensorPolicy(exclude=("left_out",)), bridge=bridge)
+    for _ in range(2):
+        assert sender.manifest(model).names == ("a", "b", "c")
+        pieces = {piece.meta.name: piece for piece in sender.pieces(model)}
+        assert pieces["b"].tensor.shape == (3, 4)
+        assert pieces["b"].tensor.untyped_storage().nbytes() == 4  # a stand-in
+        sender.gather(["a", "c"])
+        assert pieces["c"].compute() is not None
+        assert torch.equal(pieces["a"].compute(), a)
+        sender.gather(["b"])
+        assert torch.equal(pieces["b"].compute(), b)
+        with pytest.raises(KeyError):  # it was let go
+            pieces["c"].compute()
+
+    sender.pieces(model)
+    bridge.tensors = [("a", a), ("b", b)]
+    with pytest.raises(UnsupportedError, match="ended without c"):
+        sender.gather(["a", "c"])
+    sender.pieces(model)
+    bridge.tensors = [("a", a), ("b", b.t())]
+    with pytest.raises(UnsupportedError, match=r"exports b as \(4, 3\)"):
+        sender.gather(["b"])
+    bridge.tensors = [("a", a), ("a", a)]
+    with pytest.raises(ManifestError, match="exports a twice"):
+        make_sender("megatron", TensorPolicy(), bridge=bridge).manifest(model)
+
+
+def test_a_bridge_that_cannot_be_used_is_refused() -> None:
+    with pytest.raises(ConfigError, match="neither the name of a family nor an object with `export_hf_weights`"):
+        make_sender("megatron", TensorPolicy(), bridge=object())
+    with pytest.raises(ConfigError, match="leave vocab_size out"):
+        make_sender("megatron", TensorPolicy(), bridge=Export(), vocab_size=5)
+    with pytest.raises(ConfigError, match="freeze none"):
+        make_sender("megatron", TensorPolicy(only_trained=True), bridge=Export())

@@ -73,7 +73,8 @@ class WeightSync:
     verify: check a digest of every staged or broadcast bucket before it is loaded.
     progress: a progress bar on rank 0 for long pushes; None means only on a terminal.
     bridge: for backend="megatron", the family whose checkpoint names are used ("mixtral"); None where the names follow
-        from the model, as for all families but Mixtral.
+        from the model, as for all families that it knows but Mixtral. For any other family, an object that exports the
+        model as Megatron-Bridge's `AutoBridge` or mbridge's `Bridge` does; it gathers every tensor.
     vocab_size: for backend="megatron", the rows of the embedding that the checkpoint has; None means all of them, with
         those that Megatron has padded it with.
     """
@@ -91,7 +92,7 @@ class WeightSync:
         timeout_s: float = 300.0,
         verify: bool = True,
         progress: bool | None = None,
-        bridge: str | None = None,
+        bridge: Any = None,
         vocab_size: int | None = None,
     ) -> None:
         if pause not in PAUSE_MODES:
