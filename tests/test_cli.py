@@ -26,7 +26,10 @@ def weightsync(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess
     [
         (["--help"], ["weightsync demo", "weightsync plan ", "weightsync doctor", "Exit status"]),
         (["demo", "--help"], ["--transport {ipc,broadcast}", "--steps", "--layers"]),
-        (["plan", "--help"], ["MODEL_DIR", "--tp", "--bucketer", "--max-bytes", "--dtype", "--all"]),
+        (
+            ["plan", "--help"],
+            ["MODEL_DIR", "--tp", "--expert-parallel", "--bucketer", "--max-bytes", "--dtype", "--all"],
+        ),
         (["doctor", "--help"], ["--engine URL", "--model DIR", "--no-engine"]),
         (["--version"], ["weightsync 0."]),
     ],

@@ -89,6 +89,7 @@ def _add_plan(commands: Commands) -> None:
     )
     plan.add_argument("model_dir", metavar="MODEL_DIR", type=Path, help="a folder with a Hugging Face config.json")
     plan.add_argument("--tp", type=int, default=1, help="tensor parallel workers of the engine; default: 1")
+    plan.add_argument("--expert-parallel", action="store_true", help="experts are spread over the workers, whole")
     plan.add_argument("--dtype", default="auto", help="the engine's dtype, as vLLM's --dtype; default: the config's")
     plan.add_argument(
         "--bucketer", choices=("module", "threshold", "parameter"), default="module", help="default: module"
@@ -131,7 +132,9 @@ def _plan(options: argparse.Namespace, console: Console) -> bool:
     if max_bytes is None and options.bucketer != "parameter":
         max_bytes = DEFAULT_MAX_BYTES
     bucketer = make_bucketer(options.bucketer, max_bytes)
-    return plan_report.run(options.model_dir, options.tp, bucketer, options.dtype, options.all, console)
+    return plan_report.run(
+        options.model_dir, options.tp, options.expert_parallel, bucketer, options.dtype, options.all, console
+    )
 
 
 def _doctor(options: argparse.Namespace, console: Console) -> bool:

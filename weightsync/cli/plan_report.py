@@ -21,6 +21,8 @@ from weightsync.bucketing import Bucket, Bucketer
 from weightsync.errors import ConfigError
 from weightsync.layout import Box, Manifest, PlannedCopy, TensorMeta, connected, fuse_groups, row_major, strided_boxes
 from weightsync.report import format_bytes
+from weightsync.senders.base import TensorPolicy
+from weightsync.senders.saved import SavedForm
 
 if TYPE_CHECKING:
     from weightsync.vllm.offline import WorkerPlan
@@ -29,7 +31,15 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _MOST_BUCKETS = 6
 
 
-def run(model_dir: Path, tp: int, bucketer: Bucketer, dtype: str, everything: bool, console: Console) -> bool:
+def run(
+    model_dir: Path,
+    tp: int,
+    expert_parallel: bool,
+    bucketer: Bucketer,
+    dtype: str,
+    everything: bool,
+    console: Console,
+) -> bool:
     """Print the report; gives whether the tensors fill the engine's model. Raises `ConfigError` for what cannot be
     planned. Loads vLLM and transformers."""
     if not (model_dir / "config.json").is_file():
@@ -41,7 +51,7 @@ def run(model_dir: Path, tp: int, bucketer: Bucketer, dtype: str, everything: bo
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}; a plan needs vLLM and transformers: pip install 'weightsync[vllm]'") from error
     architecture, offered = checkpoint_tensors(model_dir)
-    workers = plan_workers(model_dir, offered, tp, dtype)
+    workers = plan_workers(model_dir, offered, tp, dtype, expert_parallel=expert_parallel)
     manifest = _as_held(offered, workers)
     groups = connected(
         (name, (rank, number))
@@ -59,8 +69,8 @@ def run(model_dir: Path, tp: int, bucketer: Bucketer, dtype: str, everything: bo
 
 
 def checkpoint_tensors(model_dir: Path) -> tuple[str, Manifest]:
-    """The class of the Hugging Face model of `model_dir`, and its tensors: names and shapes as a trainer exports them,
-    each tied one once. Nothing is allocated."""
+    """The class of the Hugging Face model of `model_dir`, and the tensors that a trainer of it sends, each tied one
+    once. Nothing is allocated."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model_dir)
@@ -69,7 +79,8 @@ def checkpoint_tensors(model_dir: Path) -> tuple[str, Manifest]:
     tensors: dict[int, TensorMeta] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         tensors.setdefault(id(tensor), TensorMeta(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
-    return type(model).__name__, Manifest(tuple(tensors.values()))
+    saved = SavedForm(TensorPolicy()).of(model, list(tensors.values()))
+    return type(model).__name__, Manifest(tuple(part.meta for parts in saved for part in parts.parts))
 
 
 def _as_held(manifest: Manifest, workers: Sequence[WorkerPlan]) -> Manifest:
