@@ -140,6 +140,46 @@ def test_whatever_a_loader_does_arrives(start: Start, kind: str, post_process: s
     assert torch.equal(host.live.weight, ModuleHost(make, {"weight": b}, process).live.weight)
 
 
+class MakesItsBias(OneParameter):
+    """Its loader makes a parameter anew each time, as vLLM's transformers backend does with the bias of a head."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda param, tensor: param.copy_(tensor))
+        self.register_parameter("bias", None)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "bias":
+                with torch.device("cpu"):
+                    self.bias = nn.Parameter(torch.empty(6))
+                self.bias.data[:4].copy_(tensor)
+                self.bias.data[4:].fill_(0)
+            else:
+                super().load_weights([(name, tensor)])
+
+
+def test_a_parameter_that_the_loader_makes_is_loaded_too(start: Start):
+    a, b = ({"weight": torch.randn(4, 6), "bias": torch.randn(4)} for _ in "ab")
+    host = ModuleHost(MakesItsBias, a)
+    with WeightSync("fsdp", "ipc", start(host), timeout_s=TIMEOUT_S) as sync:
+        for tensors in (b, a, b):
+            sync.push(trainer_model(tensors))
+            expected = ModuleHost(MakesItsBias, tensors).live.state_dict()
+            for name, tensor in host.live.state_dict().items():
+                assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_parameter_that_was_never_made_is_refused(start: Start):
+    weight = torch.randn(4, 6)
+    host = ModuleHost(MakesItsBias, {"weight": weight})
+    with (
+        WeightSync("fsdp", "ipc", start(host), timeout_s=TIMEOUT_S) as sync,
+        pytest.raises(UnsupportedError, match="the running model has no bias"),
+    ):
+        sync.push(trainer_model({"weight": weight + 1, "bias": torch.randn(4)}))
+    assert torch.equal(host.live.weight, weight)
+
+
 class Picky(nn.Module):
     """Says no in all the ways that loaders have."""
 
