@@ -17,6 +17,7 @@ import tiny_models
 from engines import TIMEOUT_S, Engines, Remote, Trainer, Trainers, assert_same, know_class
 
 from weightsync import PushReport, WeightSync
+from weightsync.errors import UnsupportedError
 from weightsync.layout import Manifest, PlannedCopy, coverage
 from weightsync.senders.base import TensorPolicy
 from weightsync.senders.fsdp import FsdpSender
@@ -198,23 +199,17 @@ def test_two_workers_are_complete(planner: Remote, tmp_path: Path, model: str):
     FOUND[model].planned = True
 
 
-def experts_of(worker: WorkersPlan) -> list[int]:
-    """Which experts' `down_proj` the first layer of a worker holds, in the order in which it holds them."""
-    copies = [c for c in worker.copies if c.param.startswith("model.layers.0.") and c.param.endswith("w2_weight")]
-    return [int(copy.name.split(".")[5]) for copy in sorted(copies, key=lambda copy: copy.offset)]
-
-
-def test_experts_that_do_not_divide_evenly_are_spread_as_vllm_does(planner: Remote, tmp_path: Path):
+def test_experts_that_do_not_divide_evenly_are_refused(planner: Remote, tmp_path: Path):
     manifest = offered(tmp_path, "qwen3-moe-of-5")
-    workers = planner.call(Planner.plan, tmp_path, manifest, 2, True)
-    check_complete(manifest, workers)
-    assert [experts_of(worker) for worker in workers] == [[0, 1, 2], [3, 4]]
+    check_complete(manifest, planner.call(Planner.plan, tmp_path, manifest, 2, False))
+    with pytest.raises(UnsupportedError, match="5 experts cannot be divided evenly over 2 expert-parallel workers"):
+        planner.call(Planner.plan, tmp_path, manifest, 2, True)
 
 
 def test_too_many_and_too_few_experts_are_found(planner: Remote, tmp_path: Path):
     four, five = offered(tmp_path / "4", "qwen3-moe"), offered(tmp_path / "5", "qwen3-moe-of-5")
-    few = planner.call(Planner.plan, tmp_path / "5", four, 2, True)
-    assert any("missing: model.layers.0.mlp.experts" in problem for problem in few[1].problems)
+    (few,) = planner.call(Planner.plan, tmp_path / "5", four, 1, True)
+    assert any("missing: model.layers.0.mlp.experts" in problem for problem in few.problems)
     many = planner.call(Planner.plan, tmp_path / "4", five, 2, True)
     read = {copy.name for worker in many for copy in worker.copies}
     assert "model.layers.0.mlp.experts.4.down_proj.weight" not in read

@@ -15,6 +15,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.utils import initialize_model
 
+from weightsync.errors import UnsupportedError
+
 
 def fresh_config(vllm_config: VllmConfig) -> VllmConfig:
     """The same configuration, without the register of layers that a model under construction adds itself to."""
@@ -58,6 +60,19 @@ def build_on_meta(vllm_config: VllmConfig, model_config: Any, device: torch.devi
             return model
     finally:
         torch.set_default_dtype(before)
+
+
+def check_experts(vllm_config: VllmConfig) -> None:
+    """Raise `UnsupportedError` where vLLM would give some expert-parallel workers more experts than others: its
+    loaders do so, but nothing that spreads tokens over the workers says that it is meant to."""
+    parallel = vllm_config.parallel_config
+    workers = parallel.tensor_parallel_size * parallel.data_parallel_size
+    experts = vllm_config.model_config.get_num_experts() if parallel.enable_expert_parallel else 0
+    if experts % workers:
+        raise UnsupportedError(
+            f"{experts} experts cannot be divided evenly over {workers} expert-parallel workers; start the engine with "
+            "a number of workers that divides them, or without enable_expert_parallel"
+        )
 
 
 def quant_method(module: nn.Module) -> QuantizeMethodBase | None:

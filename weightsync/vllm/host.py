@@ -39,6 +39,7 @@ class VllmHost:
 
     def check(self) -> None:
         config = self._config
+        compat.check_experts(config)
         if getattr(config.parallel_config, "enable_eplb", False):
             raise UnsupportedError(
                 "expert load balancing moves experts between slots; start the engine without enable_eplb"

@@ -61,6 +61,7 @@ def plan_workers(
         tensor_parallel_size=tp,
         enable_expert_parallel=expert_parallel,
     ).create_engine_config()
+    compat.check_experts(config)
     with set_current_vllm_config(config), _alone() as become:
         plans = []
         for rank in range(tp):
