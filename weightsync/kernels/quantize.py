@@ -1,0 +1,121 @@
+"""Weights in 8 bits, as vLLM makes them: float8 (e4m3) and int8, with the scales that turn them back.
+
+`values * scale` is the weight again, roughly. All arithmetic is in float32, whatever the weight's dtype (bfloat16,
+float16 or float32); a row or a block does not depend on its neighbours; a weight is taken in strips, so that no copy of
+the whole of it is made. Pure, for CPUs and GPUs alike, with the same results.
+
+Mind the last bit. Whether one divides by a scale or multiplies by its reciprocal decides where a value half-way between
+two others goes, and vLLM does now the one, now the other. On a GPU, torch multiplies by the reciprocal also where a
+tensor is divided by a Python number, so divisors are tensors here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+FP8_MAX = 448.0
+"""The largest number of `torch.float8_e4m3fn`."""
+BLOCK = 128
+"""Rows and columns of a block that has one scale."""
+_STRIP_ELEMENTS = 1 << 24
+"""Bounds the scratch memory: 64 MiB of float32, or one row, or one row of blocks."""
+
+
+@dataclass(frozen=True)
+class PerChannel:
+    """Symmetric, with one scale for each output channel: a row of the weight.
+
+    The scales are float32 of shape (rows, 1), as checkpoints have them (`weight_scale`).
+    """
+
+    dtype: torch.dtype
+    largest: float
+    smallest_scale: float
+
+    def scale(self, maxima: torch.Tensor) -> torch.Tensor:
+        """The scales of rows whose largest magnitudes are `maxima`: float32, of the same shape."""
+        return (maxima / torch.full_like(maxima, self.largest)).clamp_min_(self.smallest_scale)
+
+    def values(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The 8-bit values of a 2-D `weight` with its rows' `scale`. It may be some of the columns alone."""
+        whole = not self.dtype.is_floating_point
+        found = torch.empty(weight.shape, dtype=self.dtype, device=weight.device)
+        for rows in _strips(weight, 1):
+            scaled = weight[rows] / scale[rows]
+            if whole:
+                scaled.round_().nan_to_num_(0.0)  # a row of zeros has scale 0
+            found[rows] = scaled.clamp_(-self.largest, self.largest).to(self.dtype)
+        return found
+
+    def __call__(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The 8-bit values of a whole 2-D weight, and its scales."""
+        scale = self.scale(row_maxima(weight))
+        return self.values(weight, scale), scale
+
+
+fp8_per_channel = PerChannel(torch.float8_e4m3fn, FP8_MAX, 1.0 / (FP8_MAX * 512.0))
+"""As vLLM's `quantization="fp8_per_channel"`, and its `scaled_fp8_quant` with a scale for each token."""
+
+int8_per_channel = PerChannel(torch.int8, 127.0, 0.0)
+"""Rounded to the nearest, to even half-way; -128 is not used. vLLM's own int8 for experts does this in the weight's
+dtype, so that it is the same for float32 alone. Its `scaled_int8_quant`, made for activations, has the same scales, but
+multiplies: by the reciprocal of the scale on CPUs, by 127 over the maximum on GPUs."""
+
+
+def row_maxima(weight: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude in each row of a 2-D weight: float32, of shape (rows, 1)."""
+    low, high = weight.aminmax(dim=1, keepdim=True)
+    return torch.maximum(low.abs(), high.abs()).float()
+
+
+def fp8_per_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The float8 values of a 2-D weight, and the one scale of all of them: float32, of shape (1,).
+
+    As vLLM's `quantization="fp8"`, its `scaled_fp8_quant` with a scale for the tensor, which multiplies by the
+    reciprocal. Like there, a weight of zeros has scale 0 and values 448, since it is the kernel that finds no number.
+    """
+    maximum = row_maxima(weight).amax().reshape(1)
+    scale = maximum / torch.full_like(maximum, FP8_MAX)
+    inverse = scale.reciprocal()
+    found = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    for rows in _strips(weight, 1):
+        scaled = (weight[rows] * inverse).nan_to_num_(FP8_MAX)
+        found[rows] = scaled.clamp_(-FP8_MAX, FP8_MAX).to(found.dtype)
+    return found, scale
+
+
+def fp8_per_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The float8 values of a 2-D weight, and a scale for each block of 128 by 128 from the first element on, those at
+    the end being smaller: float32, of shape (blocks down, blocks across), as checkpoints have them
+    (`weight_scale_inv`).
+
+    As vLLM's `quantization="fp8_per_block"` on a CPU. On a GPU vLLM lets torch's compiler choose how to divide, and the
+    last bit may be another.
+    """
+    rows, columns = weight.shape
+    down, across = -(-rows // BLOCK), -(-columns // BLOCK)
+    found = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scale = torch.empty((down, across), dtype=torch.float32, device=weight.device)
+    for strip in _strips(weight, BLOCK):
+        part = weight[strip]
+        high = -(-part.shape[0] // BLOCK)
+        padded = part.new_zeros((high * BLOCK, across * BLOCK))
+        padded[: part.shape[0], :columns] = part
+        blocks = padded.view(high, BLOCK, across, BLOCK)
+        maxima = blocks.abs().amax(dim=(1, 3), keepdim=True).float().clamp_min_(1e-4)
+        scales = maxima / torch.full_like(maxima, FP8_MAX)
+        scaled = (blocks * scales.reciprocal()).to(found.dtype).view(padded.shape)
+        found[strip] = scaled[: part.shape[0], :columns]
+        scale[strip.start // BLOCK : strip.start // BLOCK + high] = scales.view(high, across)
+    return found, scale
+
+
+def _strips(weight: torch.Tensor, multiple: int) -> Iterator[slice]:
+    """The rows in strips of a bounded size, each but the last one a `multiple` of rows high."""
+    rows, columns = weight.shape
+    high = max(1, _STRIP_ELEMENTS // (max(1, columns) * multiple)) * multiple
+    for start in range(0, rows, high):
+        yield slice(start, min(start + high, rows))
