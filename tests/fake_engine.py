@@ -231,3 +231,18 @@ def cold(
 ) -> nn.Module:
     """The live model of an engine that was started from these tensors."""
     return ModuleHost(functools.partial(EngineModel, **where), tensors, post_process).live
+
+
+class PlainTrainer(nn.Module):
+    """A plain module with these tensors."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            *path, last = name.split(".")
+            module: nn.Module = self
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            module.register_parameter(last, nn.Parameter(tensor, requires_grad=False))

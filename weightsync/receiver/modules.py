@@ -14,9 +14,6 @@ nothing about vLLM; what post-processing is comes in as a function.
 
 from __future__ import annotations
 
-import enum
-import functools
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +23,7 @@ import torch
 from torch import nn
 
 from weightsync.errors import UnsupportedError
+from weightsync.receiver.audit import addresses, held
 from weightsync.receiver.trace import Fill
 
 PostProcess = Callable[[nn.Module], None]
@@ -183,6 +181,23 @@ class _Snapshot:
             self.part.__dict__[key].update(content)
 
 
+def live_addresses(all_units: list[Unit], model: nn.Module, parts: Parts) -> dict[str, int]:
+    """Where every tensor lies that can be reached from the units' live modules, by the path to it.
+
+    An `opaque` unit is left out: its kernel's object is made anew with each reload. `choose_roads` has refused those
+    on a GPU, where an address counts; a CPU has no graphs that have captured it.
+    """
+    outside = {id(module) for module in model.modules()}
+    seen: set[int] = set()
+    found: dict[str, int] = {}
+    for unit in all_units:
+        if not unit.opaque:
+            for name, module in zip(unit.names, unit.live, strict=True):
+                labels = {f"{name}:{n}" if n else name: part for n, part in enumerate(parts(module))}
+                found |= addresses(labels, outside, seen)
+    return found
+
+
 class Reload:
     """One unit on its way through the reload road.
 
@@ -221,8 +236,9 @@ class Reload:
             for part, model, keys in zip(holders, models, unit.changed, strict=True):
                 for key in keys:  # Record1: as if nothing had been loaded yet
                     _put(part, key, model.__dict__.get(key, _ABSENT))
-                for key in part.__dict__.get("_buffers", {}).keys() - model.__dict__.get("_buffers", {}).keys():
-                    del part.__dict__["_buffers"][key]
+                for container in ("_parameters", "_buffers"):
+                    for key in part.__dict__.get(container, {}).keys() - model.__dict__.get(container, {}).keys():
+                        del part.__dict__[container][key]
             for module, model in zip(unit.live, unit.pristine, strict=True):
                 _install(module, model, self._fresh)
             for module in unit.live:
@@ -334,27 +350,10 @@ def _weightless(value: Any, known: set[int], own: set[int], depth: int = 0, seen
     seen = set() if seen is None else seen
     if id(value) in seen or id(value) in own:
         return True
-    if isinstance(value, (bool, int, float, str, bytes, type, type(None), types.ModuleType, types.BuiltinFunctionType)):
-        return True
-    if isinstance(value, (torch.dtype, torch.device, torch.Size, enum.Enum)):
-        return True
     seen.add(id(value))
     if isinstance(value, torch.Tensor):
         return value.numel() == 0 or value.untyped_storage().data_ptr() in known
-    if depth > 12 or len(seen) > 5000:
+    inside = held(value)
+    if inside is None or (inside and (depth > 12 or len(seen) > 5000)):
         return False
-    if isinstance(value, types.FunctionType):
-        held: list[Any] = [cell.cell_contents for cell in value.__closure__ or ()] + list(value.__defaults__ or ())
-    elif isinstance(value, functools.partial):
-        held = [value.func, *value.args, *value.keywords.values()]
-    elif isinstance(value, types.MethodType):
-        held = [value.__func__, value.__self__]
-    elif isinstance(value, dict):
-        held = list(value.values())
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        held = list(value)
-    elif hasattr(value, "__dict__"):
-        held = list(vars(value).values())
-    else:
-        return False
-    return all(_weightless(item, known, own, depth + 1, seen) for item in held)
+    return all(_weightless(item, known, own, depth + 1, seen) for _, item in inside)

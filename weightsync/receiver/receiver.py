@@ -23,8 +23,9 @@ from weightsync.errors import DigestError, ProtocolError, UnsupportedError
 from weightsync.kernels.digest import digest
 from weightsync.layout import Box, CopyStep, Manifest, Placement, copy_steps, coverage, fuse_groups, itemsize
 from weightsync.machine import describe_device
+from weightsync.receiver.audit import moved
 from weightsync.receiver.host import ModelHost
-from weightsync.receiver.modules import Reload, Unit, choose_roads, units
+from weightsync.receiver.modules import Reload, Unit, choose_roads, live_addresses, units
 from weightsync.receiver.trace import Trace, named_tensors, trace_loader, uncovered, writers
 from weightsync.transports import make_source
 from weightsync.transports.base import Idle, Source, strided
@@ -70,6 +71,7 @@ class Receiver:
         self._host = host
         self._units: list[Unit] | None = None
         self._unit_of: dict[str, Unit] = {}
+        self._addresses: dict[str, int] = {}  # where the live tensors lay before the first push
         self._manifest: Manifest | None = None
         self._trace = Trace()
         self._plan: Plan | None = None
@@ -94,6 +96,7 @@ class Receiver:
                 found = units(host.live, model)
                 choose_roads(found, host.post_process, host.parts, host.device)
                 self._units = found
+                self._addresses = live_addresses(found, host.live, host.parts)
                 self._unit_of = {name: unit for unit in found for name in unit.params}
             trace = trace_loader(model, lambda weights: host.load_weights(model, weights), manifest)
             missing, doubled = uncovered(model, trace)
@@ -224,8 +227,11 @@ class Receiver:
         return Timing(nbytes, fetched - started, verified - fetched, loaded - verified)
 
     def commit(self, version: int) -> float:
-        """Declare the model complete at `version`. Raises `ProtocolError`, leaving it `POISONED`, when it is not.
-        Gives the seconds that derived state took."""
+        """Declare the model complete at `version`. Gives the seconds that derived state took.
+
+        Raises, leaving the model `POISONED`: `ProtocolError` when it is not complete, `UnsupportedError` when a tensor
+        that the engine works with is no longer where it was.
+        """
         push = self._push
         if push is None or push.version != version or len(push.done) != push.buckets:
             raise ProtocolError(f"Commit of version {version} before all of its buckets were loaded")
@@ -235,10 +241,21 @@ class Receiver:
         with self._host.scope():
             self._host.refresh()
             _synchronise(self._host.device)
+        self._check_addresses()
         self._push = None
         self._settled = True
         self.version, self.state = version, CLEAN
         return time.perf_counter() - started
+
+    def _check_addresses(self) -> None:
+        assert self._units is not None
+        now = live_addresses(self._units, self._host.live, self._host.parts)
+        if paths := moved(self._addresses, now):
+            raise UnsupportedError(
+                f"{len(paths)} tensors that the engine works with are not where they were before the push, and CUDA "
+                f"graphs have captured their addresses: {', '.join(paths[:5])}. Start the engine anew from a "
+                "checkpoint, and with another quantisation or kernel backend if this comes back"
+            )
 
     def disconnect(self) -> None:
         """Give back what was mapped or joined, and forget a push under way (the state stays what it is)."""

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from weightsync.errors import UnsupportedError
@@ -57,9 +59,30 @@ def build_on_meta(vllm_config: VllmConfig, model_config: Any, device: torch.devi
     try:
         with torch.device("meta"), _IndicesOn(device):
             model: nn.Module = initialize_model(vllm_config=config, model_config=model_config)
-            return model
     finally:
         torch.set_default_dtype(before)
+    _unwrap_loaders(model)
+    _drop_cache_scales(model)
+    return model
+
+
+def _unwrap_loaders(model: nn.Module) -> None:
+    """Layers that are quantised as they are loaded hold back what arrives, and make the layer when all is there. A
+    model on `meta` must do no such thing: take the loaders that these are wrapped around."""
+    tensors: list[Any] = [*model.parameters(), *model.buffers()]
+    for tensor in tensors:
+        loader: Any = getattr(tensor, "weight_loader", None)
+        while getattr(loader, "__name__", "") == "online_process_loader":
+            loader = tensor.weight_loader = loader.__wrapped__
+
+
+def _drop_cache_scales(model: nn.Module) -> None:
+    """Placeholders for the KV cache's scales, which a checkpoint may have; a started engine has none any more. What it
+    has made of them belongs to the cache, not to the weights, and stays."""
+    for module in model.modules():
+        if isinstance(quant_method(module), BaseKVCacheMethod):
+            for name in ("q_scale", "k_scale", "v_scale", "prob_scale"):
+                module._parameters.pop(name, None)
 
 
 def check_experts(vllm_config: VllmConfig) -> None:
@@ -78,6 +101,22 @@ def check_experts(vllm_config: VllmConfig) -> None:
 def quant_method(module: nn.Module) -> QuantizeMethodBase | None:
     method = getattr(module, "quant_method", None)
     return method if isinstance(method, QuantizeMethodBase) else None
+
+
+def kernel_objects(module: nn.Module) -> list[Any]:
+    """The objects beside a linear layer and its method that post-processing leaves something in, outermost first: the
+    scheme of a compressed-tensors layer, and the kernel that was chosen for it."""
+    found: list[Any] = []
+    if isinstance(module, LinearBase):
+        inside = [quant_method(module), getattr(module, "scheme", None)]
+        while inside:
+            holder = inside.pop(0)
+            for value in vars(holder).values() if holder is not None else ():
+                if callable(getattr(value, "process_weights_after_loading", None)) and not isinstance(value, nn.Module):
+                    inside.append(value)
+            if holder is not None and holder is not quant_method(module):
+                found.append(holder)
+    return found
 
 
 def post_processed_attention(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -13,13 +13,13 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 
 from weightsync.errors import UnsupportedError
 from weightsync.receiver.host import WorkerIdentity
-from weightsync.vllm import compat
+from weightsync.vllm import compat, quantized
 
 
 class VllmHost:
     """Implements `weightsync.receiver.host.ModelHost`. Raises `UnsupportedError` for engines that cannot be kept
-    right: adapters, CPU offload, expert load balancing, attention sinks, a quantisation whose post-processing is not
-    known to be repeatable."""
+    right: adapters, CPU offload, expert load balancing, attention sinks, a quantisation that is not in the table of
+    `quantized.py`."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, model: nn.Module) -> None:
         self.live = model
@@ -57,13 +57,7 @@ class VllmHost:
             raise UnsupportedError(
                 f"some attention kernels keep a copy of their sinks ({sinks[0]}) that a push would not reach"
             )
-        quantisation = config.quant_config
-        if quantisation is not None and not getattr(quantisation, "weightsync_reloads", False):
-            raise UnsupportedError(
-                f"this version pushes to unquantised engines only, and this one is quantised "
-                f"({quantisation.get_name()}). A quantisation configuration whose process_weights_after_loading may be "
-                "run again on freshly loaded parameters says so with the class attribute weightsync_reloads = True"
-            )
+        quantized.check(self.live, config.quant_config, self.device)
         if compat.has_model_level_hook(self.live):
             raise UnsupportedError(
                 f"{type(self.live).__name__} derives state from all of its weights in a hook of its own, which cannot "
@@ -82,7 +76,7 @@ class VllmHost:
 
     def parts(self, module: nn.Module) -> list[Any]:
         method = compat.quant_method(module)
-        return [module] if method is None else [module, method]
+        return [module] if method is None else [module, method, *compat.kernel_objects(module)]
 
     def post_process(self, module: nn.Module) -> None:
         method = compat.quant_method(module)

@@ -1,0 +1,65 @@
+"""Which quantised engines are pushed to: a table of what tests have proven, and everything else is refused.
+
+A push reloads a quantised layer: its `process_weights_after_loading` runs again while it is live. Nothing says of
+vLLM's quantisation methods which of them bear that, so each row stands for tests in which a pushed engine answers as a
+cold one, to the bit, on that kind of device. docs/quantized.md has the same table for people.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+from weightsync.errors import UnsupportedError
+from weightsync.vllm import compat
+
+PROVEN: dict[str, tuple[str, ...]] = {
+    # fp8_per_channel: bf16 weights, quantised as they are loaded
+    "Fp8PtpcOnlineLinearMethod": ("cpu",),
+}
+"""What `kind_of` says of a layer, to the types of device that its reload was tested on."""
+
+_UNQUANTISED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+
+
+def check(model: nn.Module, quantisation: Any, device: torch.device) -> None:
+    """Raise `UnsupportedError` unless every quantised layer of the live `model` is one that reloads are proven for, on
+    this type of device. `quantisation` is the engine's configuration, None where it has none."""
+    if quantisation is None or getattr(quantisation, "weightsync_reloads", False):
+        return
+    unproven: dict[str, str] = {}
+    for name, module in model.named_modules():
+        method = compat.quant_method(module)
+        if method is None or type(method).__name__ in _UNQUANTISED or isinstance(method, BaseKVCacheMethod):
+            continue
+        kind = kind_of(module)
+        if device.type not in PROVEN.get(kind, ()):
+            unproven.setdefault(kind, name)
+    if not unproven:
+        return
+    found = ", ".join(
+        f"{kind} (such as {name}; proven on {' and '.join(PROVEN[kind])} only)"
+        if kind in PROVEN
+        else f"{kind} (such as {name})"
+        for kind, name in unproven.items()
+    )
+    raise UnsupportedError(
+        f"this engine is quantised ({quantisation.get_name()}), and reloading these layers on a {device.type} device "
+        f"is not proven: {found}. docs/quantized.md lists what is: start the engine with one of those, or with "
+        'quantization="weightsync_int8", or unquantised. A quantisation configuration of your own whose '
+        "process_weights_after_loading may be run again on freshly loaded parameters says so with the class attribute "
+        "weightsync_reloads = True"
+    )
+
+
+def kind_of(module: nn.Module) -> str:
+    """A key of `PROVEN`: "method", or "method/scheme(granularity of its scales)" for a layer that has a scheme."""
+    kind = type(compat.quant_method(module)).__name__
+    scheme = getattr(module, "scheme", None)
+    if scheme is None:
+        return kind
+    strategy = getattr(scheme, "strategy", "")
+    return f"{kind}/{type(scheme).__name__}({getattr(strategy, 'value', strategy)})"
