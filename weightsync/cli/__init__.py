@@ -116,6 +116,12 @@ def _add_doctor(commands: Commands) -> None:
     doctor.add_argument("--model", metavar="DIR", type=Path, help="the checkpoint that --engine serves")
     doctor.add_argument("--transport", choices=("ipc", "broadcast"), default="ipc", help="default: ipc")
     doctor.add_argument("--no-engine", action="store_true", help="check the machine only")
+    doctor.add_argument(
+        "--quantization",
+        metavar="SCHEME",
+        help="start the engine with vLLM's --quantization SCHEME, compare it with a cold start too, and say how far "
+        "its log-probabilities are from an unquantised engine's",
+    )
     doctor.set_defaults(run=_doctor)
 
 
@@ -140,7 +146,9 @@ def _plan(options: argparse.Namespace, console: Console) -> bool:
 def _doctor(options: argparse.Namespace, console: Console) -> bool:
     from weightsync.cli import doctor
 
-    return doctor.run(options.engine, options.model, options.transport, options.no_engine, console)
+    return doctor.run(
+        options.engine, options.model, options.transport, options.no_engine, options.quantization, console
+    )
 
 
 def _terminated(*_: object) -> NoReturn:

@@ -1,7 +1,9 @@
 """`weightsync doctor`: what a push needs of a machine, checked one by one, and then pushes to a live engine.
 
 Each check gives one line: pass, "FAIL" with what to do, or "skip" with the reason. With an engine the last three are
-pushes: the weights that it has (identity), others (B), and its own again (A), which must come back exactly.
+pushes: the weights that it has (identity), others (B), and its own again (A), which must come back exactly. With a
+quantised one B is also compared with an engine that was started cold from it, and how far rollouts are from what the
+unquantised policy would give them is told, for whoever needs importance ratios.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from weightsync.cli.trial import (
     generate,
     installed,
     listen_for_orders,
+    score,
     tiny_model,
     vllm_version,
 )
@@ -71,20 +74,32 @@ class Finding:
 Check = Callable[[], Iterator[Finding]]
 
 
-def run(url: str | None, model_dir: Path | None, transport: str, no_engine: bool, console: Console) -> bool:
+def run(
+    url: str | None,
+    model_dir: Path | None,
+    transport: str,
+    no_engine: bool,
+    quantization: str | None,
+    console: Console,
+) -> bool:
     """Print every check's outcome; gives whether none failed. Raises `ConfigError` for a call that cannot work. An
     engine that was given serves the weights of `model_dir` at the end."""
     if (url is None) != (model_dir is None):
         raise ConfigError("--engine and --model go together: the doctor pushes the weights of --model to --engine")
     if url is not None and no_engine:
         raise ConfigError("--engine and --no-engine exclude each other")
+    if quantization is not None and (url is not None or no_engine):
+        raise ConfigError(
+            "--quantization starts engines of the doctor's own; to check a quantised one that runs, give --engine and "
+            "--model alone"
+        )
     checks: list[Check] = [_versions, _gpus, _shared_memory, _handles, _settings, _port, _plug_in]
     if url is not None and model_dir is not None:
         checks.append(lambda: _given_engine(url, model_dir, transport))
     elif no_engine:
         checks.append(lambda: iter([Finding("skip", "engine", "--no-engine was given")]))
     else:
-        checks.append(lambda: _own_engine(transport))
+        checks.append(lambda: _own_engine(transport, quantization))
     failed = 0
     for check in checks:
         for finding in check():
@@ -247,7 +262,7 @@ def _plug_in() -> Iterator[Finding]:
         yield Finding("pass", "vLLM plug-in", found[0])
 
 
-def _own_engine(transport: str) -> Iterator[Finding]:
+def _own_engine(transport: str, quantization: str | None) -> Iterator[Finding]:
     if vllm_version() is None or installed("transformers") is None:
         yield Finding("skip", "engine", "vLLM is not installed here; name a running one with --engine URL --model DIR")
         return
@@ -266,16 +281,53 @@ def _own_engine(transport: str) -> Iterator[Finding]:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-doctor-")))
         model: Any = build(str(tiny_model(folder / "config", layers=2)))
         model.to(torch.bfloat16).save_pretrained(folder / "model")
-        started = time.monotonic()
-        engine = Server(folder / "model", "auto", folder / "engine.log", layout.engine_environment)
-        cleanup.callback(engine.stop)
-        try:
+        trainer = model.to(layout.trainers[0])
+
+        def start(weights: str, log: str, scheme: str | None) -> Server:
+            engine = Server(folder / weights, "auto", folder / log, layout.engine_environment, scheme)
+            cleanup.callback(engine.stop)
             engine.wait(_START_TIMEOUT_S)
+            return engine
+
+        try:
+            started = time.monotonic()
+            engine = start("model", "engine.log", quantization)
+            scheme = f" in {quantization}" if quantization else ""
+            seconds = time.monotonic() - started
+            yield Finding("pass", "engine", f"vLLM on {layout.engine}{scheme} answers after {seconds:.0f} s")
+            yield from _pushes(engine.url, trainer, transport)
+            if quantization is None:
+                return
+            _move_rows(trainer, "B")
+            trainer.save_pretrained(folder / "B")
+            with WeightSync("fsdp", transport, engine.url, progress=False) as sync:
+                sync.push(trainer)
+            pushed = generate(engine.url, _PROMPTS)
+            rollouts = [[*prompt, *answer.token_ids] for prompt, answer in zip(_PROMPTS, pushed, strict=True)]
+            quantised = score(engine.url, rollouts)
+            engine.stop()  # two of them may not fit
+            cold = start("B", "cold.log", quantization)
+            yield _same(
+                "cold start",
+                generate(cold.url, _PROMPTS),
+                pushed,
+                "an engine that was started from B answers exactly as the one that B was pushed to",
+                "an engine that was started from B answers otherwise than the one that B was pushed to: report it",
+            )
+            cold.stop()
+            yield _gap(quantised, score(start("B", "plain.log", None).url, rollouts))
         except WeightSyncError as error:
             yield Finding("FAIL", "engine", str(error))
-            return
-        yield Finding("pass", "engine", f"vLLM on {layout.engine} answers after {time.monotonic() - started:.0f} s")
-        yield from _pushes(engine.url, model.to(layout.trainers[0]), transport)
+
+
+def _gap(quantised: list[float], plain: list[float]) -> Finding:
+    gaps = [abs(a - b) for a, b in zip(quantised, plain, strict=True)]
+    return Finding(
+        "pass",
+        "rollout gap",
+        f"log-probabilities of {len(gaps)} tokens differ from an unquantised engine's by {sum(gaps) / len(gaps):.4f} "
+        f"on average and {max(gaps):.4f} at most (random weights; for information: importance ratios correct for it)",
+    )
 
 
 def _given_engine(url: str, model_dir: Path, transport: str) -> Iterator[Finding]:

@@ -239,7 +239,9 @@ def listen_for_orders() -> tuple[TextIO, TextIO]:
 class Server(Child):
     """A vLLM server of our own on this host, with the weightsync backend."""
 
-    def __init__(self, model: Path, load_format: str, log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, model: Path, load_format: str, log: Path, environment: Mapping[str, str], quantization: str | None = None
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -250,6 +252,8 @@ class Server(Child):
             f"--load-format={load_format}",
             '--weight-transfer-config={"backend": "weightsync"}',
         ]
+        if quantization is not None:
+            command.append(f"--quantization={quantization}")
         for name, value in engine_options().items():
             option = f"--{name.replace('_', '-')}"
             command.append(option if value is True else f"{option}={value}")
@@ -299,6 +303,17 @@ def generate(url: str, prompts: Sequence[Sequence[int]]) -> list[Answer]:
         tokens = tuple(int(token.removeprefix("token_id:")) for token in found["tokens"])
         answers.append(Answer(tokens, tuple(found["token_logprobs"])))
     return answers
+
+
+def score(url: str, sequences: Sequence[Sequence[int]]) -> list[float]:
+    """The log-probability that the server at `url` gives each token of `sequences` but the first of each, in order."""
+    model = _request(url, "GET", "/v1/models", None)["data"][0]["id"]
+    found: list[float] = []
+    for tokens in sequences:
+        body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        rows = _request(url, "POST", "/v1/completions", body)["choices"][0]["prompt_logprobs"]
+        found += [row[str(token)]["logprob"] for token, row in zip(tokens[1:], rows[1:], strict=True)]
+    return found
 
 
 def difference(a: Sequence[Answer], b: Sequence[Answer]) -> float:

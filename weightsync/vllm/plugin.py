@@ -15,7 +15,13 @@ BACKEND = "weightsync"
 
 
 def register() -> None:
-    """Make vLLM know the weight transfer backend "weightsync". May be called any number of times."""
+    """Make vLLM know the weight transfer backend "weightsync" and the quantisation "weightsync_int8". May be called any
+    number of times."""
+    _register_engine()
+    _register_int8()
+
+
+def _register_engine() -> None:
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:
@@ -25,3 +31,12 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, "weightsync.vllm.engine", "WeightSyncEngine")
     except ValueError:
         logger.debug("the weight transfer backend %r is registered already", BACKEND)
+
+
+def _register_int8() -> None:
+    try:
+        from weightsync.vllm import int8
+
+        int8.register()
+    except Exception:
+        logger.debug("this vLLM does not know how to register a quantisation", exc_info=True)
