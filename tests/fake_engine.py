@@ -31,6 +31,7 @@ class ModuleHost:
     ) -> None:
         self.identity = WorkerIdentity(rank, world, f"tp={rank}")
         self.device = torch.device("cpu")
+        self.dtype = torch.float32
         self.post_process = post_process
         self.refreshed = 0
         with torch.device("meta"):

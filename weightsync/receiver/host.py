@@ -21,10 +21,12 @@ class WorkerIdentity:
 
 
 class ModelHost(Protocol):
-    """One engine worker's model, and the engine's own functions around it."""
+    """One engine worker's model, and the engine's own functions around it. `dtype` is that of its weights and
+    activations, where they are not quantised."""
 
     identity: WorkerIdentity
     device: torch.device
+    dtype: torch.dtype
     live: nn.Module
 
     def pristine(self) -> nn.Module:

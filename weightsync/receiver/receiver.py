@@ -24,6 +24,7 @@ from weightsync.kernels.digest import digest
 from weightsync.layout import Box, CopyStep, Manifest, Placement, copy_steps, coverage, fuse_groups, itemsize
 from weightsync.machine import describe_device
 from weightsync.receiver.audit import moved
+from weightsync.receiver.eight_bit import Pair, collapse, expand, find_pairs, quantised, rename
 from weightsync.receiver.host import ModelHost
 from weightsync.receiver.modules import Reload, Unit, choose_roads, live_addresses, units
 from weightsync.receiver.trace import Trace, named_tensors, trace_loader, uncovered, writers
@@ -74,6 +75,7 @@ class Receiver:
         self._addresses: dict[str, int] = {}  # where the live tensors lay before the first push
         self._manifest: Manifest | None = None
         self._trace = Trace()
+        self._pairs: dict[str, Pair] = {}
         self._plan: Plan | None = None
         self._source: Source | None = None
         self._source_name = ""
@@ -98,8 +100,16 @@ class Receiver:
                 self._units = found
                 self._addresses = live_addresses(found, host.live, host.parts)
                 self._unit_of = {name: unit for unit in found for name in unit.params}
-            trace = trace_loader(model, lambda weights: host.load_weights(model, weights), manifest)
-            missing, doubled = uncovered(model, trace)
+
+            def load(weights: Any) -> Any:
+                return host.load_weights(model, weights)
+
+            seen = trace_loader(model, load, manifest)
+            pairs, unfit = find_pairs(model, manifest, seen)
+            if pairs:
+                seen = trace_loader(model, load, expand(manifest, pairs))
+            missing, doubled = uncovered(model, seen)
+            trace = collapse(seen, pairs)
             held = named_tensors(model)
         if buffers := [name for name in trace.computed if name not in self._unit_of]:
             raise UnsupportedError(
@@ -113,9 +123,9 @@ class Receiver:
                 f"the running model has no {absent[0]}, which the engine's loader makes when it loads one; start the "
                 "engine from a checkpoint that has it"
             )
-        refused = dict(trace.refused)
+        refused = trace.refused | unfit
         for param, boxes in doubled.items():
-            names = writers(model, trace, param, boxes)
+            names = rename(writers(model, seen, param, boxes), pairs)
             for name in names:
                 refused[name] = f"{_region(param, boxes, held)} is written twice, by {', '.join(names)}"
         used: dict[str, str] = {}
@@ -124,19 +134,21 @@ class Receiver:
             used[copy.name] = max(used.get(copy.name, dtype), dtype, key=itemsize)
         for names in trace.computed.values():
             used.update({name: manifest[name].dtype for name in names})  # arithmetic wants all that the trainer has
+        used.update(dict.fromkeys(pairs.keys() & used.keys(), str(host.dtype).removeprefix("torch.")))
+        scales = {pair.scale.name for pair in pairs.values()}
         roads = {"in place": 0, "reload": 0, "loader": 0}
         computed_units = {id(self._unit_of[param]) for param in trace.computed if param in self._unit_of}
         for unit in self._units:
             roads["loader" if id(unit) in computed_units else "in place" if unit.in_place else "reload"] += 1
-        self._manifest, self._trace = manifest, trace
+        self._manifest, self._trace, self._pairs = manifest, trace, pairs
         self._plan = Plan(
             used=used,
             partial=_partial(manifest, trace),
             refused=refused,
-            groups=fuse_groups(trace.copies),
+            groups=fuse_groups([copy for copy in seen.copies if copy.name not in scales]),
             reloads=self._reloads(trace),
             missing=[_region(param, boxes, held) for param, boxes in missing.items()],
-            hints=_hints(trace, missing),
+            hints=rename(_hints(seen, missing), pairs),
             roads=roads,
         )
         self._steps.clear()
@@ -196,7 +208,7 @@ class Receiver:
                     f"version {version} is not newer than {self.version}, which this engine serves: versions only grow"
                 )
             count = len(self._buckets) - (self._once if self._settled else 0)
-            self._push = _Push(version, self._buckets[:count], self._host, self._trace, self._unit_of)
+            self._push = _Push(version, self._buckets[:count], self._host, self._trace, self._pairs, self._unit_of)
             self._settled = False
         if not 0 <= bucket < self._push.buckets:
             raise ProtocolError(f"bucket {bucket} of version {version} was announced, which has {self._push.buckets}")
@@ -323,6 +335,7 @@ class _Push:
         buckets: Sequence[Sequence[str]],
         host: ModelHost,
         trace: Trace,
+        pairs: dict[str, Pair],
         unit_of: dict[str, Unit],
     ) -> None:
         self.version = version
@@ -330,6 +343,7 @@ class _Push:
         self.done: set[int] = set()
         self._host = host
         self._trace = trace
+        self._pairs = pairs
         self._unit_of = unit_of
         self._live = named_tensors(host.live)
         # A unit gets all of its tensors in this push or none: `connect` has seen to it.
@@ -405,8 +419,9 @@ class _Push:
     def _load_by_loader(self, unit: Unit, names: set[str]) -> None:
         """The engine's own loader, over the real tensors, into this unit's fresh parameters; the rest is on `meta`."""
         reload = self._reload(unit)
+        weights = ((name, self._whole[name]) for name in sorted(names))
         with reload.installed():
-            self._host.load_weights(self._host.pristine(), [(name, self._whole[name]) for name in sorted(names)])
+            self._host.load_weights(self._host.pristine(), quantised(weights, self._pairs, self._host.dtype))
 
 
 def _sources(trace: Trace, unit_of: dict[str, Unit]) -> dict[int, dict[str, None]]:

@@ -81,8 +81,9 @@ def _drop_cache_scales(model: nn.Module) -> None:
     has made of them belongs to the cache, not to the weights, and stays."""
     for module in model.modules():
         if isinstance(quant_method(module), BaseKVCacheMethod):
-            for name in ("q_scale", "k_scale", "v_scale", "prob_scale"):
-                module._parameters.pop(name, None)
+            for name in list(module._parameters):
+                if name.endswith(("_scale", "_zero_point")):
+                    del module._parameters[name]
 
 
 def check_experts(vllm_config: VllmConfig) -> None:

@@ -26,6 +26,7 @@ class VllmHost:
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
+        self.dtype = vllm_config.model_config.dtype
         self._config = vllm_config
         self._pristine: nn.Module | None = None
         parallel = vllm_config.parallel_config

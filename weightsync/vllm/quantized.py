@@ -19,6 +19,9 @@ from weightsync.vllm import compat
 PROVEN: dict[str, tuple[str, ...]] = {
     # fp8_per_channel: bf16 weights, quantised as they are loaded
     "Fp8PtpcOnlineLinearMethod": ("cpu",),
+    # checkpoints that llm-compressor calls FP8-dynamic and W8A8-int8
+    "CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8(channel)": ("cpu",),
+    "CompressedTensorsLinearMethod/CompressedTensorsW8A8Int8(channel)": ("cpu",),
 }
 """What `kind_of` says of a layer, to the types of device that its reload was tested on."""
 
