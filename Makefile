@@ -3,6 +3,9 @@
 # VENV is built from a lock file when it is missing, and again when the lock file or setup.py changed. To run in an
 # interpreter that has everything already, name it and nothing is built, e.g. `make test PY=python3`; weightsync has to
 # be installed there once: `python3 -m pip install --no-deps --no-build-isolation -e .`
+#
+# Tests run in WORKERS processes, each with a live engine and trainers of its own; on a GPU they would be in each other's
+# way, so there it is one.
 
 VENV := .venv
 PY ?= $(VENV)/bin/python
@@ -12,9 +15,11 @@ ARGS ?=
 ifneq ($(shell nvidia-smi >/dev/null 2>&1 && echo found),)
 LOCK := requirements-gpu.lock
 PYTHON_VERSION := 3.12
+WORKERS ?= 0
 else
 LOCK := requirements-cpu.lock
 PYTHON_VERSION := 3.11
+WORKERS ?= 2
 endif
 PYTHON ?= $(shell command -v python$(PYTHON_VERSION) || echo python3)
 
@@ -32,7 +37,7 @@ help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 test: $(CHECKS) $(INSTALLED) ## Lint, then run the tests: `make test ARGS="-k name"`. Needs no GPU, and uses one if there is one.
-	$(PY) -m pytest -q $(ARGS)
+	$(PY) -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
 demo: $(INSTALLED) ## Train two ranks, push to a live vLLM, prove it equal to a cold start: `make demo TRANSPORT=ipc|broadcast`.
 	$(PY) -m weightsync.cli demo --transport $(TRANSPORT) $(ARGS)

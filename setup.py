@@ -18,6 +18,7 @@ extras = {
         "peft>=0.17",
         "pytest>=9.0",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
         "ruff>=0.9",
         "setuptools>=77",
     ],
