@@ -22,7 +22,7 @@ Quantise = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """A whole 2-D weight to its 8-bit values and its scales."""
 
 _PER_CHANNEL: dict[torch.dtype, Quantise] = {torch.float8_e4m3fn: fp8_per_channel, torch.int8: int8_per_channel}
-_WIDE = ("bfloat16", "float16", "float32")
+_WIDE = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,15 @@ def find_pairs(model: nn.Module, manifest: Manifest, trace: Trace) -> tuple[dict
     pairs: dict[str, Pair] = {}
     refused: dict[str, str] = {}
     for name, param in {(copy.name, copy.param) for copy in trace.copies if copy.param in params}:
-        wide = manifest[name].dtype in _WIDE
-        kept_wide = params[param].is_floating_point() and params[param].element_size() > 1
-        kept = str(params[param].dtype).removeprefix("torch.")
-        if wide and not kept_wide:
+        comes, kept = manifest[name].dtype, str(params[param].dtype).removeprefix("torch.")
+        if comes in _WIDE and _in_8_bits(kept):
             found = _pair(model, manifest, name, param)
             if isinstance(found, Pair):
                 pairs[name] = found
             else:
                 refused[name] = f"the engine holds it in {kept}, and {found}"
-        elif not wide and manifest[name].dtype != kept:
-            refused[name] = (
-                f"it comes in {manifest[name].dtype}, and the engine holds it in {kept}; send it in {kept}, or in "
-                "bfloat16"
-            )
+        elif comes != kept and (_in_8_bits(comes) or _in_8_bits(kept)):
+            refused[name] = f"it comes in {comes}, and the engine holds it in {kept}; send it in {kept}, or in bfloat16"
     return pairs, refused
 
 
@@ -105,6 +100,11 @@ def rename(names: Iterable[str], pairs: dict[str, Pair]) -> list[str]:
     """Names of the expanded manifest as the trainer has them, each once."""
     source = {pair.scale.name: name for name, pair in pairs.items()}
     return list(dict.fromkeys(source.get(name, name) for name in names))
+
+
+def _in_8_bits(dtype: str) -> bool:
+    """Whether numbers of this dtype mean nothing without a scale."""
+    return dtype == "int8" or dtype.startswith("float8")
 
 
 def _pair(model: nn.Module, manifest: Manifest, name: str, param: str) -> Pair | str:
