@@ -1,0 +1,237 @@
+"""Quantised engines: pushed equals cold, to the bit, over and over, and nothing that they work with moves.
+
+Of the four failures of vLLM's own path, two are here, on quantised engines: an update that dies half-way (the engine
+lives, and is healed), and int8 checkpoints, whose kernels keep pointers to freed scales. A module that gets its shards
+twice or not at all: `test_failures.test_tensors_that_do_not_fit`. Unquantised experts:
+`test_push_equals_cold.test_an_engine_may_start_with_dummy_weights` and its neighbours, with "qwen3-moe".
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import quantised_checkpoints
+import tiny_models
+from engines import TIMEOUT_S, Answer, Engines, Remote, assert_same
+
+from weightsync import ManifestError, UnsupportedError, WeightSync, WeightSyncError
+from weightsync.bucketing import Bucket
+from weightsync.layout import Manifest
+
+pytest_plugins = ["engine_fixtures"]
+pytestmark = pytest.mark.engine
+
+FP8, INT8 = "fp8_per_channel", "weightsync_int8"
+CHECKPOINTS = {f"qwen2-{scheme}": scheme for scheme in quantised_checkpoints.SCHEMES}
+
+# ---------------------------------------------------------------------------------------------------------------
+# These functions run in the engines' process, most beside the engine that they push to.
+
+
+class SplitAttention:
+    """A `Bucketer` of two buckets, with q and k of every layer in the first and v in the second."""
+
+    def bucket(self, manifest: Manifest, groups: Any) -> list[Bucket]:
+        last = [meta for meta in manifest if ".v_proj." in meta.name]
+        first = [meta for meta in manifest if meta not in last]
+        return [Bucket(tuple(m.name for m in part), sum(m.nbytes for m in part)) for part in (first, last)]
+
+
+BUCKETS: dict[str, dict[str, Any]] = {
+    "a bucket for each module": {"bucketer": "module", "max_bytes": 1},
+    "buckets of many modules": {"bucketer": "threshold", "max_bytes": 200_000},
+    "v after q and k": {"bucketer": SplitAttention()},
+    "a bucket for each parameter": {"bucketer": "parameter"},
+}
+
+
+def serve(engines: Engines, model: str, quantization: str | None = None, tp: int = 1) -> dict[str, Answer]:
+    if model in CHECKPOINTS:
+        for weights in "AB":
+            if not (folder := engines._folder / f"{model}-{weights}").exists():
+                quantised_checkpoints.save(tiny_models.build("qwen2", weights), CHECKPOINTS[model], folder)
+    return engines.serve(model, tp, **({"quantization": quantization} if quantization else {}))
+
+
+def connect(engines: Engines, model: str, buckets: str = "a bucket for each module", transport: str = "ipc") -> None:
+    engines.release()
+    engines.model = tiny_models.build("qwen2" if model in CHECKPOINTS else model, "A")
+    engines.sync = WeightSync("fsdp", transport, engines.llm, timeout_s=TIMEOUT_S, **BUCKETS[buckets])
+
+
+def push(engines: Engines, weights: str) -> dict[str, int]:
+    tiny_models.fill(engines.model, weights)
+    return engines.sync.push(engines.model).roads
+
+
+def push_and_fail(engines: Engines, weights: str) -> WeightSyncError:
+    with pytest.raises(WeightSyncError) as raised:
+        push(engines, weights)
+    return raised.value
+
+
+def version(engines: Engines) -> str:
+    return engines.llm.get_weight_version()
+
+
+def tensors(engines: Engines) -> dict[str, tuple[int, str]]:
+    """Where each parameter and buffer of the live model lies, and its dtype."""
+    model = engines.live_model()
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: (tensor.data_ptr(), str(tensor.dtype)) for name, tensor in named.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Pushed equals cold
+
+SERVED = [
+    ("qwen3", FP8, 1),
+    ("qwen2", FP8, 2),  # row parallel layers have one scale over both workers
+    ("qwen2.5", INT8, 1),  # tied embeddings, and biases
+    ("glm4-moe", INT8, 1),  # a router in float32, and experts that stay as they are
+    ("qwen2-FP8-dynamic", None, 1),
+    ("qwen2-W8A8-int8", None, 1),
+]
+
+
+@pytest.mark.parametrize(("model", "quantization", "tp"), SERVED, ids=[f"{m}-{q}-tp{tp}" for m, q, tp in SERVED])
+def test_pushed_equals_cold(engines: Remote, model: str, quantization: str | None, tp: int):
+    cold = engines.call(serve, model, quantization, tp, timeout_s=240)
+    assert cold["A"] != cold["B"]
+    before = engines.call(tensors) if tp == 1 else None
+    for buckets, pushes in zip(BUCKETS, ("ABBA", "BA", "B", "A"), strict=True):
+        engines.call(connect, model, buckets, "ipc" if "module" in buckets else "broadcast")
+        for number, weights in enumerate(pushes):
+            roads = engines.call(push, weights)
+            assert roads["loader" if model in CHECKPOINTS else "reload"] >= 8, roads
+            assert_same(engines.call(Engines.ask), cold[weights], f"push {number} ({weights}) in {buckets}")
+    if before is not None and "int8" not in model:  # oneDNN's int8 kernels keep the weights to themselves
+        assert engines.call(tensors) == before
+
+
+def test_ten_pushes_in_a_row(engines: Remote):
+    cold = engines.call(serve, "qwen3", FP8, timeout_s=240)
+    before = engines.call(tensors)
+    engines.call(connect, "qwen3")
+    for number in range(10):
+        weights = "BA"[number % 2]
+        engines.call(push, weights)
+        assert_same(engines.call(Engines.ask), cold[weights], f"push {number}")
+    assert engines.call(tensors) == before
+    assert {dtype for name, (_, dtype) in before.items() if "norm" in name or "lm_head" in name} == {"torch.bfloat16"}
+    assert {dtype for name, (_, dtype) in before.items() if name.endswith("_proj.weight")} == {"torch.float8_e4m3fn"}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Pushes that die in the middle of a layer
+
+
+@contextmanager
+def failing_after(owner: Any, method: str, calls: int) -> Any:
+    """Meanwhile call number `calls` of a class's method does its work and then raises."""
+    original, count = getattr(owner, method), 0
+
+    def call(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        result = original(*args)
+        if count == calls:
+            raise MemoryError("no memory left for this layer")
+        return result
+
+    setattr(owner, method, call)
+    try:
+        yield
+    finally:
+        setattr(owner, method, original)
+
+
+def die_in_post_processing(engines: Engines, calls: int) -> WeightSyncError:
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
+
+    with failing_after(Fp8PtpcOnlineLinearMethod, "process_weights_after_loading", calls):
+        return push_and_fail(engines, "B")
+
+
+def die_between_tensors(engines: Engines, calls: int) -> WeightSyncError:
+    from weightsync.receiver.receiver import Receiver
+
+    with failing_after(Receiver, "_load_tensor", calls):
+        return push_and_fail(engines, "B")
+
+
+@pytest.mark.parametrize(
+    ("die", "calls"), [(die_in_post_processing, 1), (die_in_post_processing, 6), (die_between_tensors, 9)]
+)
+def test_a_push_that_dies_in_the_middle_of_a_layer(engines: Remote, die: Any, calls: int):
+    cold = engines.call(serve, "qwen3", FP8, timeout_s=240)
+    engines.call(connect, "qwen3")
+    engines.call(push, "A")
+    before = engines.call(tensors)
+    error = engines.call(die, calls)
+    assert "no memory left for this layer" in str(error)
+    assert engines.call(version).startswith("POISONED")
+    assert engines.call(tensors) == before
+    assert engines.call(Engines.ask) != cold["B"]  # it lives, and it is a mixture
+    engines.call(push, "B")
+    assert_same(engines.call(Engines.ask), cold["B"], "the next push")
+    assert not engines.call(version).startswith("POISONED")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What does not fit
+
+
+def push_as_saved(engines: Engines, checkpoint: str, leave_out: str = "") -> dict[str, int] | WeightSyncError:
+    """Push the tensors of a checkpoint as they are, all but those whose names end with `leave_out`."""
+    engines.release()
+    engines.model = tiny_models.as_saved(engines._folder / checkpoint)
+    for name, _ in list(engines.model.named_parameters()):
+        if leave_out and name.endswith(leave_out):
+            path, _, last = name.rpartition(".")
+            delattr(engines.model.get_submodule(path), last)
+    engines.sync = WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S)
+    try:
+        return engines.sync.push(engines.model).roads
+    except WeightSyncError as error:
+        return error
+
+
+def test_a_trainer_that_sends_8_bits_and_scales_is_taken_at_its_word(engines: Remote):
+    cold = engines.call(serve, "qwen2-FP8-dynamic", timeout_s=240)
+    before = engines.call(tensors)
+    for weights in "BA":
+        roads = engines.call(push_as_saved, f"qwen2-FP8-dynamic-{weights}")
+        assert roads["loader"] == 0
+        assert_same(engines.call(Engines.ask), cold[weights], f"push of {weights} in 8 bits")
+    error = engines.call(push_as_saved, "qwen2-FP8-dynamic-B", "0.self_attn.k_proj.weight_scale")
+    assert isinstance(error, ManifestError)
+    assert "self_attn.k_proj.weight_scale" in str(error)
+    assert_same(engines.call(Engines.ask), cold["A"], "after the refusal")
+    assert engines.call(tensors) == before
+
+
+def check_where_nothing_is_proven(engines: Engines) -> str:
+    from weightsync.vllm import quantized
+
+    proven = dict(quantized.PROVEN)
+    config = engines.llm.llm_engine.vllm_config.quant_config
+    device = next(engines.live_model().parameters()).device
+    quantized.check(engines.live_model(), config, device)
+    quantized.PROVEN.clear()
+    try:
+        with pytest.raises(UnsupportedError) as raised:
+            quantized.check(engines.live_model(), config, device)
+    finally:
+        quantized.PROVEN.update(proven)
+    return str(raised.value)
+
+
+def test_what_is_not_proven_is_refused(engines: Remote):
+    # That a refusal comes before anything is written: test_reload_road.py.
+    engines.call(serve, "qwen2-FP8-dynamic", timeout_s=240)
+    message = engines.call(check_where_nothing_is_proven)
+    for words in ("CompressedTensorsW8A8Fp8(channel)", "qkv_proj", "a cpu device", "weightsync_int8"):
+        assert words in message
