@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -30,7 +31,7 @@ def weightsync(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess
             ["plan", "--help"],
             ["MODEL_DIR", "--tp", "--expert-parallel", "--bucketer", "--max-bytes", "--dtype", "--all"],
         ),
-        (["doctor", "--help"], ["--engine URL", "--model DIR", "--no-engine"]),
+        (["doctor", "--help"], ["--engine URL", "--model DIR", "--no-engine", "--quantization SCHEME"]),
         (["--version"], ["weightsync 0."]),
     ],
 )
@@ -50,6 +51,7 @@ def test_help(arguments, words, capsys):
         (["demo", "--steps", "0"], "--steps 0"),
         (["doctor", "--engine", "http://127.0.0.1:1"], "--engine and --model go together"),
         (["doctor", "--engine", "http://127.0.0.1:1", "--model", "/nonexistent", "--no-engine"], "exclude each other"),
+        (["doctor", "--no-engine", "--quantization", "fp8"], "engines of the doctor's own"),
     ],
 )
 def test_a_call_that_cannot_work_is_one_message_and_status_2(arguments, message, capsys):
@@ -109,6 +111,16 @@ def test_doctor_pushes_to_an_engine_of_its_own():
     assert "the answers are unchanged" in run.stdout
     assert "other weights, other answers" in run.stdout
     assert "exactly their answers" in run.stdout
+
+
+@pytest.mark.engine
+def test_doctor_compares_a_quantised_engine_with_a_cold_one_and_an_unquantised_one():
+    run = weightsync("doctor", "--quantization", "weightsync_int8", timeout_s=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "in weightsync_int8 answers" in run.stdout
+    assert "answers exactly as the one that B was pushed to" in run.stdout
+    (gap,) = re.findall(r"by ([0-9.]+) on average and ([0-9.]+) at most", run.stdout)
+    assert 0 < float(gap[0]) <= float(gap[1]) < 0.5
 
 
 @pytest.mark.engine
