@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
@@ -347,7 +348,7 @@ def connected(post_process: Callable[[nn.Module], None], monkeypatch: pytest.Mon
         if receiver is None:
             receiver = Receiver(ModuleHost(EngineModel, checkpoint(1), post_process))
             receiver.plan(Manifest(tuple(TensorMeta(n, tuple(t.shape), "float32") for n, t in tensors.items())))
-        receiver.connect("test", [], arena.placements, buckets, once, {}, Deadline(1.0))
+        receiver.connect("test", [], arena.placements, buckets, once, {}, time.sleep, Deadline(1.0))
         return receiver
 
     return connect

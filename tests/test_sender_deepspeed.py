@@ -389,7 +389,7 @@ def run_cases(rank: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", CASES)
 def test_pieces_of_all_ranks_are_the_model(kind: str) -> None:
-    run_ranks(run_cases, 2, kind)
+    run_ranks(run_cases, 2, kind, timeout_s=240)
 
 
 # --- No process group needed

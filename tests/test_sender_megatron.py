@@ -122,7 +122,7 @@ def test_two_ranks_hold_the_checkpoint_bit_by_bit(trainers: Trainers, tmp_path: 
 
 
 def test_four_ranks_hold_the_checkpoint_bit_by_bit(tmp_path: Path) -> None:
-    run_ranks(check_cases, 4, tmp_path, FOUR_RANKS)
+    run_ranks(check_cases, 4, tmp_path, FOUR_RANKS, timeout_s=240)
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.data())
