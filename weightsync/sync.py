@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -23,6 +23,7 @@ from weightsync.ranks import RankGroup
 from weightsync.report import PushReport, WorkerReport
 from weightsync.senders import make_sender
 from weightsync.senders.base import Model, Piece, Sender, TensorPolicy
+from weightsync.senders.quantize import QuantizingSender, pairs
 from weightsync.session import EngineSession
 from weightsync.transports import make_transport
 from weightsync.transports.base import Region, Shipment, Transport, WorkerInfo
@@ -71,6 +72,10 @@ class WeightSync:
         weights, "wait" lets them finish first, "abort" ends them.
     timeout_s: the longest that any single wait may last.
     verify: check a digest of every staged or broadcast bucket before it is loaded.
+    quantize: "fp8" or "int8": the weights of linears travel in 8 bits, each with one scale for each output channel
+        (`...weight_scale`), to an engine that was started from a compressed-tensors checkpoint of that kind
+        (FP8-dynamic, W8A8-int8); see `TensorPolicy.unquantized`. None: all travel as the trainer has them, and an
+        engine that quantises does so itself.
     progress: a progress bar on rank 0 for long pushes; None means only on a terminal.
     bridge: for backend="megatron", the family whose checkpoint names are used ("mixtral"); None where the names follow
         from the model, as for all families that it knows but Mixtral. For any other family, an object that exports the
@@ -91,6 +96,7 @@ class WeightSync:
         pause: str = "keep",
         timeout_s: float = 300.0,
         verify: bool = True,
+        quantize: str | None = None,
         progress: bool | None = None,
         bridge: Any = None,
         vocab_size: int | None = None,
@@ -101,6 +107,9 @@ class WeightSync:
             raise ConfigError(f"timeout_s={timeout_s!r}; it must be positive seconds")
         self._policy = policy or TensorPolicy()
         self._sender: Sender = make_sender(backend, self._policy, bridge=bridge, vocab_size=vocab_size)
+        if quantize is not None:
+            self._sender = QuantizingSender(self._sender, quantize, self._policy, idle=self._idle, timeout_s=timeout_s)
+        self._quantize = quantize
         self._padded = backend == "megatron" and vocab_size is None
         self._transport = transport
         self._open_transport: Transport | None = None
@@ -260,6 +269,12 @@ class WeightSync:
         answer: dict[str, Any] | None = None
         if self._hub is not None:
             manifest = merge_manifests([unpack_manifest(row["manifest"]) for row in everyone])
+            together = pairs(manifest) if self._quantize is not None else []
+            if self._quantize is not None and not together:
+                raise ConfigError(
+                    f"quantize={self._quantize!r}, but none of the {len(manifest)} tensors is a matrix `....weight` "
+                    "that is not named in TensorPolicy.unquantized"
+                )
             if self._session is None:
                 engines = connect(self._engine, self._timeout_s)
                 self._session = EngineSession(engines, self._hub, self._pause, self._timeout_s)
@@ -273,16 +288,23 @@ class WeightSync:
                 self._open_transport = self._new_transport()
             self._open_transport.check(rank_infos, [worker.info for worker in workers])
             plans = self._session.plan(pack_manifest(manifest))
+            _check_quantized(manifest, together, plans)
             _check_plans(manifest, plans, self._padded)
-            travelling = self._wire_manifest(manifest, plans)
+            travelling = self._wire_manifest(manifest, plans, {name for pair in together for name in pair})
             groups = connected(
                 (name, (n, g)) for n, plan in enumerate(plans) for g, names in enumerate(plan.groups) for name in names
             )
+            groups += together
             reloads = [names for plan in plans for names in plan.reloads]
             last = lasting(travelling, _frozen(everyone), [*groups, *reloads])
             if len(last) == len(travelling):
                 raise ConfigError(f"all {len(last)} tensors are frozen: there is nothing for a second push to change")
             buckets = split(self._bucketer, travelling, groups, last)
+            if apart := [w for w, scale in together if not any({w, scale} <= {*b.names} for b in buckets)]:
+                raise ConfigError(
+                    f"the bucketer tears {len(apart)} quantised weights from their scales, such as {apart[0]}; use "
+                    'bucketer="module" or "threshold"'
+                )
             answer = {
                 "manifest": pack_manifest(travelling),
                 "buckets": [list(bucket.names) for bucket in buckets],
@@ -328,16 +350,17 @@ class WeightSync:
         nbytes = [sum(travelling[name].nbytes for name in names) for names in offer.buckets]
         return _Agreement(local, offer.buckets, nbytes, once, answer["roads"])
 
-    def _wire_manifest(self, manifest: Manifest, plans: Sequence[Planned]) -> Manifest:
+    def _wire_manifest(self, manifest: Manifest, plans: Sequence[Planned], as_it_is: Set[str]) -> Manifest:
         """The manifest with the dtypes that travel: what the policy declares, else what the trainer has, or what all
-        engines hold where that is narrower (a cast to a wider dtype is exact, and cheaper on the engine's side)."""
+        engines hold where that is narrower (a cast to a wider dtype is exact, and cheaper on the engine's side).
+        What is named in `as_it_is` keeps the manifest's."""
         held: dict[str, str] = {}  # the widest, so that no engine gets less than it holds
         for plan in plans:
             for name, kind in plan.used.items():
                 held[name] = max(held.get(name, kind), kind, key=itemsize)
         tensors, wrong = [], {}
         for meta in manifest:
-            dtype = self._policy.wire_dtype(meta.name)
+            dtype = meta.dtype if meta.name in as_it_is else self._policy.wire_dtype(meta.name)
             if dtype is None:
                 alike = all(plan.used.get(meta.name, held[meta.name]) == held[meta.name] for plan in plans)
                 dtype = held[meta.name] if alike and itemsize(held[meta.name]) < itemsize(meta.dtype) else meta.dtype
@@ -472,6 +495,24 @@ def _frozen(everyone: Sequence[dict[str, Any]]) -> set[str]:
 def _frozen_buckets(buckets: Sequence[Sequence[str]], frozen: frozenset[str]) -> int:
     """How many of the buckets, counted from the end, hold nothing but what is frozen."""
     return next((n for n, names in enumerate(reversed(buckets)) if not frozen.issuperset(names)), len(buckets))
+
+
+def _check_quantized(manifest: Manifest, together: Sequence[tuple[str, str]], plans: Sequence[Planned]) -> None:
+    """Raise one `ManifestError` for all weights, each with the name of its scales, that come quantised to an engine
+    which has no place for them so."""
+    used = {name for plan in plans for name in plan.used}
+    wrong = {}
+    for weight, scale in together:
+        kinds = {plan.used[weight] for plan in plans if weight in plan.used}
+        if weight in used and (scale not in used or kinds != {manifest[weight].dtype}):
+            wrong[weight] = f"quantised to {manifest[weight].dtype}, the engine loads {' or '.join(sorted(kinds))}"
+    if wrong:
+        raise ManifestError(
+            f"{len(wrong)} weights come quantised, and the engine does not load them so: {_first(wrong)}. Start the "
+            "engine from a compressed-tensors checkpoint that has a scale for each output channel, name in "
+            "TensorPolicy.unquantized what that leaves as it is, or push without `quantize`. Nothing was written",
+            mismatched=wrong,
+        )
 
 
 def _check_plans(manifest: Manifest, plans: Sequence[Planned], padded: bool) -> None:

@@ -66,6 +66,18 @@ class Sender(Protocol):
         has fetched may be let go."""
 
 
+UNQUANTIZED = (
+    "*embed*",
+    "*.wte.weight",
+    "*.wpe.weight",
+    "*lm_head.weight",
+    "*.gate.weight",
+    "*_gate.weight",
+    "*router*",
+)
+"""Two-dimensional weights that quantised checkpoints leave as they are: embeddings, output layers and routers."""
+
+
 @dataclass(frozen=True)
 class TensorPolicy:
     """Which tensors travel, and as what. Patterns are shell patterns on checkpoint names (`*.mlp.gate.weight`), case
@@ -74,6 +86,9 @@ class TensorPolicy:
     `exclude`: never pushed. `buffers`: whether persistent buffers travel; the others never do. `dtypes`: pattern to
     torch's dtype name on the wire, in place of the dtype that the engine holds; the first pattern that matches counts.
     Raises `ConfigError` for a dtype that does not exist.
+
+    `unquantized`: with `WeightSync(quantize=...)`, what travels as it is of the two-dimensional tensors that are called
+    `....weight`; all others of these are quantised. It must be what the engine's checkpoint has left as it is.
 
     `frozen`: sent by the first push and not again, as long as this `WeightSync` goes on and no push fails; with
     `only_trained` parameters that need no gradient (`requires_grad` is False, and no adapter is on them) are frozen as
@@ -87,6 +102,7 @@ class TensorPolicy:
     frozen: tuple[str, ...] = ()
     only_trained: bool = False
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    unquantized: tuple[str, ...] = UNQUANTIZED
 
     def __post_init__(self) -> None:
         for pattern, dtype in self.dtypes.items():
@@ -104,3 +120,7 @@ class TensorPolicy:
     def wire_dtype(self, name: str) -> str | None:
         """The dtype that `name` is declared to travel in; None means the one that the engine holds it in."""
         return next((dtype for pattern, dtype in self.dtypes.items() if fnmatchcase(name, pattern)), None)
+
+    def quantizes(self, name: str) -> bool:
+        """Whether `name`, if it has two dimensions, is a weight to be quantised where weights are."""
+        return name.endswith(".weight") and not any(fnmatchcase(name, pattern) for pattern in self.unquantized)

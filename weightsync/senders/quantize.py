@@ -1,0 +1,205 @@
+"""Weights that travel in 8 bits: a sender around any other, which quantises as its buckets are staged.
+
+A linear's weight becomes two tensors, as checkpoints of compressed-tensors have them: `....weight` in float8 or int8,
+and `....weight_scale`, one float32 number for each row. A row's scale needs the largest magnitude in the whole of it.
+Where no rank cuts rows (FSDP2, and Megatron's column-parallel layers, which are cut by rows) everything is local; where
+some rank does (ZeRO-3, FSDP1, Megatron's row-parallel layers), the ranks find the maxima together, bucket by bucket.
+What is sent is what `weightsync.kernels.quantize` makes of the whole weight, to the bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
+
+import torch
+from torch import distributed as dist
+
+from weightsync.errors import ConfigError, SyncTimeoutError, UnsupportedError
+from weightsync.kernels.quantize import PerChannel, fp8_per_channel, int8_per_channel, row_maxima
+from weightsync.layout import Box, Manifest, TensorMeta
+from weightsync.senders.base import Model, Piece, Sender, TensorPolicy
+
+FORMS = {"fp8": fp8_per_channel, "int8": int8_per_channel}
+_POLL_S = 0.0005
+_FROM = ("bfloat16", "float16", "float32")
+
+
+class QuantizingSender:
+    """What `sender` sends, with the weights that `policy` says in 8 bits. See `Sender`.
+
+    form: "fp8" or "int8", both with one scale for each output channel.
+
+    Where `policy.dtypes` names a dtype for a weight, it is cast to that first, as an engine would that holds it so and
+    quantises on its own; otherwise it is quantised as the trainer has it. Memory: the 8-bit values of one piece at a
+    time, and a strip of float32. Maxima are exchanged over the default process group; while a rank waits there for the
+    others it calls `idle(seconds)`, which sleeps and may raise, for at most `timeout_s`. Raises `ConfigError` for an
+    unknown form.
+    """
+
+    def __init__(
+        self, sender: Sender, form: str, policy: TensorPolicy, *, idle: Callable[[float], None], timeout_s: float
+    ) -> None:
+        if form not in FORMS:
+            raise ConfigError(
+                f'quantize={form!r}; choose "fp8" or "int8", with a scale for each output channel. For scales of '
+                "tensors or of blocks let the engine quantise, and push without `quantize`"
+            )
+        self._sender = sender
+        self._policy = policy
+        self._idle = idle
+        self._timeout_s = timeout_s
+        self._form: PerChannel = FORMS[form]
+        self._made: set[str] = set()  # the names that the sender itself does not know
+        self._held: dict[str, dict[Box, Piece]] = {}  # by name of the weight: what is quantised, of the last `pieces`
+        self._scales: dict[tuple[str, Box], torch.Tensor] = {}  # of the rows of those pieces, of the last `gather`
+        self._stand_ins: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def manifest(self, model: Model) -> Manifest:
+        found: list[TensorMeta] = []
+        refused: dict[str, str] = {}
+        for meta in self._sender.manifest(model):
+            if not self._takes(meta):
+                found.append(meta)
+                continue
+            declared = self._policy.wire_dtype(meta.name) or meta.dtype
+            if meta.dtype not in _FROM or declared not in _FROM:
+                refused[meta.name] = f"{meta.dtype}, to be quantised from {declared}"
+            weight, scale = self._metas(meta)
+            self._made.add(scale.name)
+            found += [weight] if self._policy.excludes(scale.name) else [weight, scale]
+        if refused:
+            lines = "\n".join(f"  {name}: {reason}" for name, reason in refused.items())
+            raise UnsupportedError(
+                f"{len(refused)} weights cannot be quantised, which takes {', '.join(_FROM)} (name what should travel "
+                f"as it is in TensorPolicy.unquantized):\n{lines}",
+                tensors=refused,
+            )
+        return Manifest(tuple(found))
+
+    def pieces(self, model: Model) -> list[Piece]:
+        self._held, self._scales = {}, {}
+        found: list[Piece] = []
+        for meta, held in groupby(self._sender.pieces(model), key=lambda piece: piece.meta):
+            if not self._takes(meta):
+                found += held
+                continue
+            weight, scale = self._metas(meta)
+            self._held[meta.name] = own = {piece.box: piece for piece in held}
+            for box, piece in own.items():
+                compute = partial(self._values_of, meta.name, box)
+                found.append(Piece(weight, box, self._stand_in(weight, box, piece), piece.trains, compute))
+            for box, piece in own.items():
+                # Whoever has a row's first element gives its scale, so that no two ranks give it in different boxes.
+                if box.start[1] == 0 and not self._policy.excludes(scale.name):
+                    rows = Box((box.start[0], 0), (box.size[0], 1))
+                    compute = partial(self._scale_of, meta.name, box)
+                    found.append(Piece(scale, rows, self._stand_in(scale, rows, piece), piece.trains, compute))
+        return found
+
+    def gather(self, names: Sequence[str]) -> None:
+        self._sender.gather([name for name in names if name not in self._made])
+        device = _meeting_place()
+        rows = torch.tensor([self._cut_rows(name) for name in names], device=device)
+        self._largest_of_all_ranks(rows)
+        cut = {name: count for name, count in zip(names, rows.tolist(), strict=True) if count > 0}
+        if not cut:
+            self._scales = {}
+            return
+        maxima = torch.zeros((sum(cut.values()), 1), device=device)
+        of = dict(zip(cut, maxima.split(list(cut.values())), strict=True))
+        mine = [
+            (name, box, piece, of[name][box.start[0] : box.start[0] + box.size[0]])
+            for name in cut
+            for box, piece in self._held.get(name, {}).items()
+        ]
+        failed: Exception | None = None
+        for _, _, piece, at in mine:
+            try:
+                at.copy_(torch.maximum(at, row_maxima(self._read(piece)).to(device)))
+            except Exception as error:
+                failed = error
+        self._largest_of_all_ranks(maxima)  # also after a failure: the job's collectives must stay in step
+        if failed is not None:
+            raise failed
+        self._scales = {(name, box): self._form.scale(at.to(piece.tensor.device)) for name, box, piece, at in mine}
+
+    def _largest_of_all_ranks(self, values: torch.Tensor) -> None:
+        """Collective where a default process group exists: make each of `values` the largest that any rank gives."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        work = dist.all_reduce(values, op=dist.ReduceOp.MAX, async_op=True)
+        assert work is not None
+        give_up_at = time.monotonic() + self._timeout_s
+        while not work.is_completed():
+            if time.monotonic() > give_up_at:
+                raise SyncTimeoutError(
+                    f"the ranks' largest magnitudes did not come together within {self._timeout_s:g} s",
+                    waiting_for=["the other trainer ranks"],
+                )
+            self._idle(_POLL_S)
+        work.wait()
+
+    def _takes(self, meta: TensorMeta) -> bool:
+        return len(meta.shape) == 2 and self._policy.quantizes(meta.name)
+
+    def _metas(self, meta: TensorMeta) -> tuple[TensorMeta, TensorMeta]:
+        """What travels in the place of a weight."""
+        return (
+            TensorMeta(meta.name, meta.shape, _name(self._form)),
+            TensorMeta(f"{meta.name}_scale", (meta.shape[0], 1), "float32"),
+        )
+
+    def _stand_in(self, meta: TensorMeta, box: Box, piece: Piece) -> torch.Tensor:
+        """Shape, dtype and device of what is computed; it stays where it is, wherever the trainer's tensor goes."""
+        key = getattr(torch, meta.dtype), piece.tensor.device
+        if key not in self._stand_ins:
+            self._stand_ins[key] = torch.empty((), dtype=key[0], device=key[1])
+        return self._stand_ins[key].expand(box.size)
+
+    def _cut_rows(self, name: str) -> int:
+        """The rows of a weight of which this rank holds some in part; 0 when it holds none so."""
+        held = self._held.get(name, {})
+        return max((piece.meta.shape[0] for box, piece in held.items() if box.size[1] < piece.meta.shape[1]), default=0)
+
+    def _read(self, piece: Piece) -> torch.Tensor:
+        values = piece.tensor if piece.compute is None else piece.compute()
+        declared = self._policy.wire_dtype(piece.meta.name)
+        return values if declared is None else values.to(getattr(torch, declared))
+
+    def _values_of(self, name: str, box: Box) -> torch.Tensor:
+        weight = self._read(self._held[name][box])
+        return self._form.values(weight, self._scale(name, box, weight))
+
+    def _scale_of(self, name: str, box: Box) -> torch.Tensor:
+        known = self._scales.get((name, box))
+        return self._scale(name, box, self._read(self._held[name][box])) if known is None else known
+
+    def _scale(self, name: str, box: Box, weight: torch.Tensor) -> torch.Tensor:
+        if (name, box) not in self._scales:  # of whole rows; those of cut ones were found by `gather`
+            self._scales[name, box] = self._form.scale(row_maxima(weight))
+        return self._scales[name, box]
+
+
+def pairs(manifest: Manifest) -> list[tuple[str, str]]:
+    """The names of each weight that is quantised, and of its scales."""
+    kinds = {_name(form) for form in FORMS.values()}
+    return [
+        (meta.name, f"{meta.name}_scale")
+        for meta in manifest
+        if meta.dtype in kinds and f"{meta.name}_scale" in manifest
+    ]
+
+
+def _name(form: PerChannel) -> str:
+    """Torch's name of the dtype of its values."""
+    return str(form.dtype).removeprefix("torch.")
+
+
+def _meeting_place() -> torch.device:
+    """Where the default process group takes tensors."""
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
