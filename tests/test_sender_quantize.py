@@ -70,12 +70,12 @@ def net(dtype: torch.dtype = torch.bfloat16) -> Net:
 
 
 def quantized(state: State, form: str, policy: TensorPolicy | None = None) -> State:
-    """What travels of a model with these tensors."""
+    """What travels of a model with these tensors. Those in float32 are quantised as an engine in bfloat16 would."""
     found: State = {}
     for name, tensor in state.items():
         found[name] = tensor
         if tensor.dim() == 2 and (policy or TensorPolicy()).quantizes(name):
-            found[name], found[f"{name}_scale"] = FORMS[form](tensor)
+            found[name], found[f"{name}_scale"] = FORMS[form](tensor.bfloat16())
     return found
 
 
@@ -190,12 +190,14 @@ def test_what_the_policy_names_travels_as_it_is(form: str) -> None:
     check_values(sender, net(), expected)
 
 
-def test_with_a_declared_dtype_the_rounded_weight_is_quantised() -> None:
-    """As an engine does that holds bfloat16 and quantises on its own."""
-    policy = TensorPolicy(dtypes={"*_proj.weight": "bfloat16"})
+def test_float32_can_be_quantised_as_it_is() -> None:
     model = net(torch.float32)
-    rounded = {name: t.bfloat16() if name in QUANTIZED else t for name, t in state_of(model).items()}
-    check_values(make("fsdp", "fp8", policy), model, quantized(rounded, "fp8"))
+    expected = quantized(state_of(model), "fp8")
+    rounded = expected["layers.0.q_proj.weight_scale"]
+    for name in QUANTIZED:
+        expected[name], expected[f"{name}_scale"] = FORMS["fp8"](state_of(model)[name])
+    assert not same_bytes(expected["layers.0.q_proj.weight_scale"], rounded)
+    check_values(make("fsdp", "fp8", TensorPolicy(dtypes={"*_proj.weight": "float32"})), model, expected)
 
 
 def test_a_weight_that_is_no_floating_point_number_is_refused() -> None:

@@ -74,8 +74,8 @@ class WeightSync:
     verify: check a digest of every staged or broadcast bucket before it is loaded.
     quantize: "fp8" or "int8": the weights of linears travel in 8 bits, each with one scale for each output channel
         (`...weight_scale`), to an engine that was started from a compressed-tensors checkpoint of that kind
-        (FP8-dynamic, W8A8-int8); see `TensorPolicy.unquantized`. None: all travel as the trainer has them, and an
-        engine that quantises does so itself.
+        (FP8-dynamic, W8A8-int8); see `TensorPolicy.unquantized`. None: weights travel unquantised, and an engine that
+        quantises does so itself, with the same outcome.
     progress: a progress bar on rank 0 for long pushes; None means only on a terminal.
     bridge: for backend="megatron", the family whose checkpoint names are used ("mixtral"); None where the names follow
         from the model, as for all families that it knows but Mixtral. For any other family, an object that exports the

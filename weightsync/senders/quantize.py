@@ -32,11 +32,12 @@ class QuantizingSender:
 
     form: "fp8" or "int8", both with one scale for each output channel.
 
-    Where `policy.dtypes` names a dtype for a weight, it is cast to that first, as an engine would that holds it so and
-    quantises on its own; otherwise it is quantised as the trainer has it. Memory: the 8-bit values of one piece at a
-    time, and a strip of float32. Maxima are exchanged over the default process group; while a rank waits there for the
-    others it calls `idle(seconds)`, which sleeps and may raise, for at most `timeout_s`. Raises `ConfigError` for an
-    unknown form.
+    A float32 weight is rounded to bfloat16 first, as it is on its way to an engine that quantises on its own, so that
+    both give the same bits; `policy.dtypes` may name another dtype for a weight, float32 too.
+
+    Memory: the 8-bit values of one piece at a time, and a strip of float32. Maxima are exchanged over the default
+    process group; while a rank waits there for the others it calls `idle(seconds)`, which sleeps and may raise, for at
+    most `timeout_s`. Raises `ConfigError` for an unknown form.
     """
 
     def __init__(
@@ -64,9 +65,9 @@ class QuantizingSender:
             if not self._takes(meta):
                 found.append(meta)
                 continue
-            declared = self._policy.wire_dtype(meta.name) or meta.dtype
-            if meta.dtype not in _FROM or declared not in _FROM:
-                refused[meta.name] = f"{meta.dtype}, to be quantised from {declared}"
+            source = self._source_dtype(meta)
+            if meta.dtype not in _FROM or source not in _FROM:
+                refused[meta.name] = f"{meta.dtype}, to be quantised from {source}"
             weight, scale = self._metas(meta)
             self._made.add(scale.name)
             found += [weight] if self._policy.excludes(scale.name) else [weight, scale]
@@ -164,10 +165,13 @@ class QuantizingSender:
         held = self._held.get(name, {})
         return max((piece.meta.shape[0] for box, piece in held.items() if box.size[1] < piece.meta.shape[1]), default=0)
 
+    def _source_dtype(self, meta: TensorMeta) -> str:
+        """What a weight is rounded to before it is quantised."""
+        return self._policy.wire_dtype(meta.name) or ("bfloat16" if meta.dtype == "float32" else meta.dtype)
+
     def _read(self, piece: Piece) -> torch.Tensor:
         values = piece.tensor if piece.compute is None else piece.compute()
-        declared = self._policy.wire_dtype(piece.meta.name)
-        return values if declared is None else values.to(getattr(torch, declared))
+        return values.to(getattr(torch, self._source_dtype(piece.meta)))
 
     def _values_of(self, name: str, box: Box) -> torch.Tensor:
         weight = self._read(self._held[name][box])
