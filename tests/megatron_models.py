@@ -94,10 +94,15 @@ class Mesh:
     etp: int = 1
 
     def initialize(self) -> None:
-        """Collective: every trainer rank calls this."""
+        """Collective: every trainer rank calls this. The groups of the mesh before are gone afterwards: a mesh has
+        dozens, each with threads of its own, and Megatron only forgets them."""
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()
+        known = dist.distributed_c10d._world.pg_map
+        for group in [group for group in _groups if group in known]:  # some it does end
+            dist.destroy_process_group(group)
+        others = set(known)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
@@ -105,6 +110,11 @@ class Mesh:
             expert_model_parallel_size=self.ep,
             expert_tensor_parallel_size=self.etp,
         )
+        _groups[:] = [group for group in known if group not in others]
+
+
+_groups: list[dist.ProcessGroup] = []
+"""Those of the mesh that was initialised last."""
 
 
 def transformer_config(hf: Any, mesh: Mesh, dtype: torch.dtype, **more: Any) -> Any:
