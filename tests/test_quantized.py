@@ -55,10 +55,12 @@ def serve(engines: Engines, model: str, quantization: str | None = None, tp: int
     return engines.serve(model, tp, **({"quantization": quantization} if quantization else {}))
 
 
-def connect(engines: Engines, model: str, buckets: str = "a bucket for each module", transport: str = "ipc") -> None:
+def connect(
+    engines: Engines, model: str, buckets: str = "a bucket for each module", transport: str = "ipc", **options: Any
+) -> None:
     engines.release()
     engines.model = tiny_models.build("qwen2" if model in CHECKPOINTS else model, "A")
-    engines.sync = WeightSync("fsdp", transport, engines.llm, timeout_s=TIMEOUT_S, **BUCKETS[buckets])
+    engines.sync = WeightSync("fsdp", transport, engines.llm, timeout_s=TIMEOUT_S, **BUCKETS[buckets], **options)
 
 
 def push(engines: Engines, weights: str) -> dict[str, int]:
@@ -211,6 +213,26 @@ def test_a_trainer_that_sends_8_bits_and_scales_is_taken_at_its_word(engines: Re
     assert "self_attn.k_proj.weight_scale" in str(error)
     assert_same(engines.call(Engines.ask), cold["A"], "after the refusal")
     assert engines.call(tensors) == before
+
+
+def connect_quantising(engines: Engines, model: str, form: str, transport: str = "ipc") -> None:
+    connect(engines, model, transport=transport, quantize=form)
+
+
+@pytest.mark.parametrize(("model", "form"), [("qwen2-FP8-dynamic", "fp8"), ("qwen2-W8A8-int8", "int8")])
+def test_the_sender_quantises(engines: Remote, model: str, form: str):
+    cold = engines.call(serve, model, timeout_s=240)
+    for transport in ("ipc", "broadcast"):
+        engines.call(connect_quantising, model, form, transport)
+        for weights in "BAB":
+            roads = engines.call(push, weights)
+            assert roads["loader"] == 0
+            assert_same(engines.call(Engines.ask), cold[weights], f"push of {weights} over {transport}")
+    engines.call(connect_quantising, model, "int8" if form == "fp8" else "fp8")
+    error = engines.call(push_and_fail, "A")
+    assert isinstance(error, ManifestError)
+    assert "14 weights come quantised, and the engine does not load them so" in str(error)
+    assert_same(engines.call(Engines.ask), cold["B"], "after the refusal")
 
 
 def check_where_nothing_is_proven(engines: Engines) -> str:
