@@ -125,7 +125,7 @@ def test_doctor_compares_a_quantised_engine_with_a_cold_one_and_an_unquantised_o
 
 @pytest.mark.engine
 def test_demo_proves_pushed_equal_to_cold():
-    run = weightsync("demo", "--steps", "1", "--layers", "2", timeout_s=240)
+    run = weightsync("demo", "--steps", "1", "--layers", "2", timeout_s=400)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "PASS identical: 32 tokens of 4 prompts" in run.stdout
 

@@ -709,7 +709,7 @@ def ray():
 def test_ray_actors_are_called_like_what_they_hold(ray):
     actor = ray.remote(num_cpus=0)(LlmActor).remote("weightsync")
     async_actor = ray.remote(num_cpus=0)(AsyncActor).remote()
-    engine, async_engine = connect([actor, async_actor], 30.0)
+    engine, async_engine = connect([actor, async_actor], 120.0)
     assert isinstance(engine, RayEngine)
     assert engine.name.startswith("engine 0 (Actor(LlmActor")
     assert engine.host == async_engine.host == "127.0.0.1"
@@ -750,7 +750,7 @@ def test_ray_actors_are_called_like_what_they_hold(ray):
     with pytest.raises(SyncTimeoutError, match=r"no answer to finish_weight_update within 0\.5 s"):
         engine.finish(None)
     assert engine.is_alive()
-    engine.timeout_s = 30.0
+    engine.timeout_s = 120.0
     ray.kill(actor)
     with pytest.raises(EngineUnreachableError, match="the actor is gone"):
         engine.start()
@@ -762,13 +762,13 @@ def test_ray_actors_are_called_like_what_they_hold(ray):
 def test_ray_actors_that_cannot_serve_are_refused(ray):
     bare = ray.remote(num_cpus=0)(PlugInEngine).remote()
     with pytest.raises(ConfigError, match="lacks collective_rpc, reset_prefix_cache"):
-        connect(bare, 30.0)
+        connect(bare, 120.0)
     unpausable = ray.remote(num_cpus=0)(UnpausableActor).remote()
-    (engine,) = connect(unpausable, 30.0)
+    (engine,) = connect(unpausable, 120.0)
     with pytest.raises(ConfigError, match="lacks pause_generation, resume_generation"):
         engine.pause("keep")
     without_plug_in = ray.remote(num_cpus=0)(LlmActor).remote("nccl")
-    (engine,) = connect(without_plug_in, 30.0)
+    (engine,) = connect(without_plug_in, 120.0)
     with pytest.raises(EngineError, match=r"no weightsync plug-in .*'nccl'"):
         engine.init({})
     assert ray.get(without_plug_in.calls.remote()) == []
