@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise, product
 from math import prod
 
 import pytest
@@ -29,6 +30,8 @@ from weightsync.layout import (
     fuse_groups,
     itemsize,
     merge_manifests,
+    one_view,
+    part_of,
     row_major,
     strided_boxes,
 )
@@ -555,6 +558,73 @@ def test_ten_thousand_tensors_take_no_time() -> None:
     assert len(choose_owners(placements)) == 20_000
     assert len(fuse_groups(plan)) == 10_000
     assert time.process_time() - begin < 5
+
+
+# One view
+
+
+@st.composite
+def views(draw: st.DrawFn) -> torch.Tensor:
+    """A strided view of a larger tensor of counted elements, with its dimensions in any order."""
+    view = draw(somewhere(draw(shapes)))
+    storage = storage_of(view)
+    storage.copy_(torch.arange(storage.numel()))
+    return view
+
+
+@st.composite
+def grids(draw: st.DrawFn, shape: Sequence[int]) -> list[Box]:
+    """The tensor, cut along each of its dimensions into some parts."""
+    cuts = [sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
+    cells = product(*(pairwise(at) for at in cuts))
+    return [Box(tuple(low for low, _ in cell), tuple(high - low for low, high in cell)) for cell in cells]
+
+
+def steps_into(view: torch.Tensor, boxes: Sequence[Box], first: int) -> list[CopyStep]:
+    """What fills a contiguous tensor, which begins at element `first`, with the elements of `view`."""
+    rows = row_major(view.shape)
+    return [
+        CopyStep(
+            "w",
+            box.size,
+            0,
+            0,
+            view.storage_offset() + sum(a * s for a, s in zip(box.start, view.stride(), strict=True)),
+            view.stride(),
+            "int64",
+            "p",
+            first + sum(a * s for a, s in zip(box.start, rows, strict=True)),
+            rows,
+        )
+        for box in boxes
+    ]
+
+
+@quick
+@given(st.data(), views(), st.integers(0, 9))
+def test_pieces_of_a_view_are_found_to_be_one(data: st.DataObject, view: torch.Tensor, first: int) -> None:
+    steps = steps_into(view, data.draw(grids(view.shape)), first)
+    found = one_view(tuple(view.shape), first, data.draw(st.permutations(steps)))
+    assert found is not None
+    offset, size, stride = found
+    assert torch.equal(torch.as_strided(view, size, stride, offset), view)
+    if len(steps) > 2:  # one that lies elsewhere
+        moved = replace(steps[-1], src_offset=steps[-1].src_offset + 1000)
+        assert one_view(tuple(view.shape), first, [*steps[:-1], moved]) is None
+    assert one_view(tuple(view.shape), first, [*steps, replace(steps[0], storage=1)]) is None
+
+
+@quick
+@given(st.data(), views())
+def test_the_part_of_a_placement_is_where_the_box_lies(data: st.DataObject, view: torch.Tensor) -> None:
+    held = Placement("w", Box.full(view.shape), 0, 0, view.storage_offset(), view.stride(), "int64")
+    box = data.draw(boxes_in(view.shape))
+    part = part_of(held, box)
+    if box.numel == 0:
+        assert part is None
+    else:
+        assert part is not None
+        assert torch.equal(torch.as_strided(view, part.box.size, part.stride, part.offset), cut(view, box))
 
 
 # Groups
