@@ -6,6 +6,7 @@ After each test the trainers let go of the engine, so that a test that failed ha
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
@@ -23,7 +24,10 @@ def engine_calls() -> tuple[Connection, Connection]:
 def engine_process(
     tmp_path_factory: pytest.TempPathFactory, engine_calls: tuple[Connection, Connection]
 ) -> Iterator[Remote]:
-    remote = Remote(Engines, tmp_path_factory.mktemp("checkpoints"), engine_calls[1])
+    base = tmp_path_factory.getbasetemp()
+    known = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "known"
+    known.mkdir(exist_ok=True)
+    remote = Remote(Engines, tmp_path_factory.mktemp("checkpoints"), known, engine_calls[1])
     yield remote
     remote.close()
 

@@ -11,11 +11,13 @@ first argument.
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import threading
 import time
 import traceback
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -60,7 +62,7 @@ class Remote:
         """Let the process run `fn(its object, *args)`; `result` gives what it returned."""
         self._connection.send((fn, args))
 
-    def result(self, timeout_s: float = 120.0) -> Any:
+    def result(self, timeout_s: float = 300.0) -> Any:
         if not self._connection.poll(timeout_s):
             self.close()
             raise AssertionError(f"no answer from process {self._process.pid} within {timeout_s:g} s; it was ended")
@@ -74,7 +76,7 @@ class Remote:
         error.add_note(f"In process {self._process.pid}:\n{value}")
         raise error
 
-    def call(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> Any:
+    def call(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> Any:
         self.begin(fn, *args)
         return self.result(timeout_s)
 
@@ -117,9 +119,10 @@ def _outcome(subject: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> tup
 
 
 class Engines:
-    """Lives in the engines' process: one engine at a time, and what engines that were started cold have answered."""
+    """Lives in the engines' process: one engine at a time. What engines that were started cold have answered is kept in
+    the folder `known`, which all processes of a run share."""
 
-    def __init__(self, folder: Path, calls: Connection) -> None:
+    def __init__(self, folder: Path, known: Path, calls: Connection) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an `LLM` with one worker lives in this process
         os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # below, it warns of everything that these models lack
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, which take longer to clear than all else to start
@@ -132,21 +135,22 @@ class Engines:
         self._vllm = vllm
         self._folder = folder
         self._running: tuple[Any, ...] = ()
-        self._cold: dict[tuple[Any, ...], Answer] = {}
+        self._known = known
 
     def serve(self, model: str, tp: int = 1, **options: Any) -> dict[str, Answer]:
         """Have an engine running that was started from the weights "A" of `model`, and that may have been pushed to
         since. Gives what engines that were started cold from the weights "A" and "B" answer."""
         key = (model, tp, repr(options))
+        files = {w: self._known / f"{zlib.crc32(repr((key, w)).encode()):08x}.json" for w in ("B", "A")}
         if self._running != key:
             # Both before an engine starts: where vLLM runs transformers' own classes, it changes them in its process.
-            folders = {weights: self.checkpoint(model, weights) for weights in ("B", "A")}
-            for weights, folder in folders.items():
-                if weights == "A" or (key, weights) not in self._cold:
-                    self.start(folder, tensor_parallel_size=tp, **options)
-                    self._cold[key, weights] = self.ask()
+            folders = {weights: self.checkpoint(model, weights) for weights in files}
+            for weights, file in files.items():
+                if weights == "A" or not file.exists():
+                    self.start(folders[weights], tensor_parallel_size=tp, **options)
+                    note(self.ask(), file)
             self._running = key
-        return {weights: self._cold[key, weights] for weights in ("A", "B")}
+        return {weights: noted(file) for weights, file in files.items()}
 
     def checkpoint(self, model: str, weights: str) -> Path:
         folder = self._folder / f"{model}-{weights}"
@@ -205,6 +209,18 @@ class Engines:
         if self.sync is not None:
             self.sync.close()
         self.sync = self.model = None
+
+
+def note(answer: Answer, file: Path) -> None:
+    """Keep an answer; floats in JSON are exact."""
+    draft = file.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(answer))
+    draft.rename(file)  # another process may write the same
+
+
+def noted(file: Path) -> Answer:
+    rows = json.loads(file.read_text())
+    return [(tokens, [{int(t): p for t, p in at.items()} for at in logprobs]) for tokens, logprobs in rows]
 
 
 def know_class(checkpoint: Path) -> None:
@@ -327,7 +343,7 @@ class Trainers:
         store = folder / f"store-{time.monotonic_ns()}"
         self._ranks = [Remote(Trainer, rank, size, store, calls if rank == 0 else None) for rank in range(size)]
 
-    def call(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    def call(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
         """Every rank's result, in rank order."""
         for rank in self._ranks:
             rank.begin(fn, *args)

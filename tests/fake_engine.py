@@ -32,6 +32,7 @@ class ModuleHost:
         self.identity = WorkerIdentity(rank, world, f"tp={rank}")
         self.device = torch.device("cpu")
         self.dtype = torch.float32
+        self.share = None
         self.post_process = post_process
         self.refreshed = 0
         with torch.device("meta"):
@@ -114,6 +115,21 @@ class FakeEngine:
             thread.start()
         for thread in threads:
             thread.join()
+
+
+def fail_once_at(receiver: Any, at: int) -> None:
+    """Let a receiver raise once, when it is about to load tensor number `at`."""
+    load, count = receiver._load_tensor, 0
+
+    def load_or_fail(*args: Any) -> int:
+        nonlocal count
+        count += 1
+        if count > at:
+            del receiver._load_tensor
+            raise MemoryError("no memory left for this tensor")
+        return load(*args)
+
+    receiver._load_tensor = load_or_fail
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -216,15 +232,20 @@ def checkpoint(seed: int) -> dict[str, torch.Tensor]:
 def trainer_model(tensors: dict[str, torch.Tensor]) -> nn.Module:
     """A module whose parameters have these names."""
     model = nn.Module()
-    for name, tensor in tensors.items():
+    give(model, {name: nn.Parameter(tensor.clone()) for name, tensor in tensors.items()})
+    return model
+
+
+def give(model: nn.Module, params: dict[str, nn.Parameter]) -> None:
+    """Let a module have these parameters, in modules that their names say."""
+    for name, param in params.items():
         *path, last = name.split(".")
         module = model
         for part in path:
             if part not in module._modules:
                 module.add_module(part, nn.Module())
-            module = module._modules[part]  # type: ignore[assignment]
-        module.register_parameter(last, nn.Parameter(tensor.clone()))
-    return model
+            module = module.get_submodule(part)
+        module.register_parameter(last, param)
 
 
 def cold(
@@ -239,11 +260,4 @@ class PlainTrainer(nn.Module):
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        for name, tensor in tensors.items():
-            *path, last = name.split(".")
-            module: nn.Module = self
-            for part in path:
-                if part not in module._modules:
-                    module.add_module(part, nn.Module())
-                module = module.get_submodule(part)
-            module.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
+        give(self, {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()})

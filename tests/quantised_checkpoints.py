@@ -1,4 +1,5 @@
-"""Checkpoints in 8 bits, as llm-compressor writes them, made from a model by the quantiser that a push uses too."""
+"""Checkpoints in 8 bits, as llm-compressor and DeepSeek write them, made from a model by the quantiser that a push uses
+too."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from weightsync.kernels.quantize import fp8_per_channel, int8_per_channel
+from weightsync.kernels.quantize import BLOCK, fp8_per_block, fp8_per_channel, int8_per_channel
 
 SCHEMES: dict[str, tuple[str, str, Any]] = {
     "FP8-dynamic": ("float-quantized", "float", fp8_per_channel),
@@ -16,23 +18,31 @@ SCHEMES: dict[str, tuple[str, str, Any]] = {
 }
 
 
-def save(model: nn.Module, scheme: str, folder: Path) -> Path:
-    """Every linear layer but `lm_head` in the `scheme`, with a scale for each output channel."""
+def save(model: nn.Module, scheme: str, folder: Path, cache_scale: float | None = None) -> Path:
+    """Every linear layer but `lm_head` in the `scheme`: with a scale for each output channel, or, for "FP8-block", for
+    each block of 128 by 128. With `cache_scale`, an fp8 KV cache has that scale in every layer."""
     from safetensors.torch import save_file
 
-    layout, kind, quantise = SCHEMES[scheme]
+    in_blocks = scheme == "FP8-block"
+    layout, kind, quantise = ("", "", fp8_per_block) if in_blocks else SCHEMES[scheme]
     tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
             weight = f"{name}.weight"
-            tensors[weight], tensors[f"{weight}_scale"] = quantise(tensors[weight])
+            tensors[weight], tensors[weight + ("_scale_inv" if in_blocks else "_scale")] = quantise(tensors[weight])
     bits = {"num_bits": 8, "type": kind, "symmetric": True}
+    if cache_scale is not None:
+        for layer in range(model.config.num_hidden_layers):  # type: ignore[union-attr, arg-type]
+            for kind in ("k_scale", "v_scale"):
+                tensors[f"model.layers.{layer}.self_attn.{kind}"] = torch.tensor(cache_scale)
+    cache = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
     config = model.config.to_dict() | {  # type: ignore[union-attr, operator]
         "quantization_config": {
             "quant_method": "compressed-tensors",
             "quantization_status": "compressed",
             "format": layout,
             "ignore": ["lm_head"],
+            "kv_cache_scheme": cache if cache_scale is not None else None,
             "config_groups": {
                 "group_0": {
                     "targets": ["Linear"],
@@ -42,8 +52,11 @@ def save(model: nn.Module, scheme: str, folder: Path) -> Path:
             },
         }
     }
+    if in_blocks:
+        scales = {"weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
+        config["quantization_config"] = {"quant_method": "fp8", "ignored_layers": ["lm_head"], **scales}
     config["architectures"] = [type(model).__name__]
-    folder.mkdir()
+    folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, default=str))
     return folder

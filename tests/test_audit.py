@@ -13,7 +13,7 @@ from torch import nn
 
 from weightsync import UnsupportedError, WeightSync
 from weightsync.receiver import modules
-from weightsync.receiver.audit import addresses, moved
+from weightsync.receiver.audit import Counterparts, addresses, counterparts, moved
 from weightsync.receiver.receiver import POISONED
 
 TIMEOUT_S = 10.0
@@ -127,3 +127,83 @@ def test_every_place_that_can_hold_a_tensor_is_looked_into():
     assert moved(paths, paths | {"layer.mask": 1}) == ["layer.mask"]
     del module.kernel.attribute
     assert moved(paths, addresses({"layer": module}, set(), set())) == ["layer.kernel.attribute"]
+
+
+class Rebuilt:
+    """A kernel's object, which is made anew for new weights. With `number` it keeps a number that depends on them."""
+
+    def __init__(self, weight: torch.Tensor, number: bool) -> None:
+        self.packed = {"weight": weight.t().contiguous()}
+        self.strides = torch.tensor(weight.t().stride())
+        packed = self.packed["weight"]
+        self.run = lambda x: x @ packed
+        self.largest = weight.abs().max().item() if number else 1.0
+
+
+def rebuild(module: nn.Module, number: bool) -> None:
+    if isinstance(module, nn.Linear):
+        module.kernel = Rebuilt(module.weight.data, number)
+        module.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+
+def rebuilt_host(number: bool) -> ModuleHost:
+    return ModuleHost(Repacked, Repacked().state_dict(), functools.partial(rebuild, number=number))
+
+
+def test_an_object_that_is_made_anew_keeps_its_tensors_and_gets_their_contents():
+    made = rebuilt_host(number=False)
+    kernels = [layer.kernel for layer in made.live.layers]
+    before = addresses({"model": made.live}, set(), set())
+    assert "model.layers.0.kernel.run.packed" in before or "model.layers.0.kernel.packed.weight" in before
+    engine = FakeEngine(made)
+    new = Repacked().state_dict()
+    with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        for _ in range(2):
+            sync.push(PlainTrainer(dict(new)))
+    engine.close()
+    assert addresses({"model": made.live}, set(), set()) == before
+    for number, (layer, kernel) in enumerate(zip(made.live.layers, kernels, strict=True)):
+        assert layer.kernel is kernel
+        assert torch.equal(kernel.packed["weight"], new[f"layers.{number}.weight"].t())
+        assert torch.equal(kernel.run(torch.eye(COLUMNS)), kernel.packed["weight"])
+
+
+def test_what_cannot_be_filled_again_is_made_anew_on_a_cpu():
+    """On a GPU it is refused: a CUDA graph has captured the number."""
+    made = rebuilt_host(number=True)
+    engine = FakeEngine(made)
+    new = Repacked().state_dict()
+    with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        sync.push(PlainTrainer(dict(new)))
+    engine.close()
+    for number, layer in enumerate(made.live.layers):
+        assert layer.kernel.largest == new[f"layers.{number}.weight"].abs().max().item()
+    units = modules.units(made.live, made.pristine())
+    modules.choose_roads(units, made.post_process, made.parts, made.device)
+    assert all(unit.opaque for unit in units)
+
+
+class Handle:
+    """A tensor of it holds the address of something that is freed with it."""
+
+    def __init__(self) -> None:
+        self.pointer = torch.zeros(1, dtype=torch.int64)
+
+    def __del__(self) -> None:
+        pass
+
+
+def test_counterparts_say_what_differs():
+    found = counterparts(Handle(), Handle(), "handle", set())
+    assert found == Counterparts([], [], ["handle, a Handle, frees something when it goes"])
+    old, new = Rebuilt(torch.randn(3, 4), True), Rebuilt(torch.randn(4, 3), True)
+    found = counterparts(old, new, "kernel", set())
+    assert [path for path, *_ in found.tensors] == ["kernel.strides"]
+    assert any(text.startswith("kernel.largest is now") for text in found.differ)
+    assert any("packed" in text and "is now (3, 4)" in text for text in found.differ)
+    assert counterparts({"a": old}, {"a": old}, "same", set()) == Counterparts()
+    assert counterparts(old, new, "kernel", {id(old)}) == Counterparts()
+    spread = torch.zeros(1).expand(3)
+    assert counterparts(spread, torch.ones(1).expand(3), "x", set()).closed == [
+        "x has elements that share their memory"
+    ]

@@ -20,7 +20,7 @@ from fake_engine import EngineModel, FakeEngine, ModuleHost, checkpoint
 from ranks import run_ranks
 from torch import nn
 
-from weightsync import TensorPolicy
+from weightsync import CheckpointTransport, TensorPolicy
 from weightsync.engines import connect
 from weightsync.layout import Box, Manifest, TensorMeta
 from weightsync.senders.base import Piece
@@ -191,6 +191,31 @@ def ends_of(name: str) -> tuple[Any, Any]:
 def test_transports(name: str):
     check_transport(*ends_of(name), wrong_pairings=WRONG_PAIRINGS[name], timeout_s=20.0)
     assert not list(Path("/dev/shm").glob(f"weightsync-{os.getpid()}-*")), "shared memory was left behind"
+
+
+def new_checkpoints(folder: str) -> CheckpointTransport:
+    return CheckpointTransport(folder, keep_last=2, max_shard_bytes=1000)
+
+
+def test_checkpoints_as_a_transport(tmp_path: Path):
+    make = functools.partial(new_checkpoints, str(tmp_path))
+    check_transport(make, functools.partial(make_source, "checkpoint"), timeout_s=20.0)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [".lock", "version-00000007", "version-00000008"], "what is under way was left behind"
+
+
+@pytest.mark.gpu
+def test_checkpoints_as_a_transport_on_a_gpu(tmp_path: Path):
+    make = functools.partial(new_checkpoints, str(tmp_path))
+    devices = ("cuda:0", "cuda:0")
+    check_transport(
+        make,
+        functools.partial(make_source, "checkpoint"),
+        rank_devices=devices,
+        worker_devices=devices,
+        in_processes=True,
+        timeout_s=60.0,
+    )
 
 
 def test_a_transport_between_processes():

@@ -96,7 +96,7 @@ def test_the_engine_quantises_as_the_checkpoint_was(scheme: str, travels_as: tor
     _, suffix, _, quantise = SCHEMES[scheme]
     made, new = host(scheme), weights(1)
     report = push(made, {name: tensor.to(travels_as) for name, tensor in new.items()}, bucketer="parameter")
-    assert report.roads == {"in place": 1, "reload": 0, "loader": 3}
+    assert report.roads == {"in place": 1, "straight": 0, "reload": 0, "loader": 3}
     expected = Model(*SCHEMES[scheme][:3])
     expected.load_weights(in_8_bits(new, suffix, quantise).items())
     for name, tensor in expected.state_dict().items():

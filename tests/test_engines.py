@@ -13,13 +13,17 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_models
 
-from weightsync.engines import AsyncEngine, HttpEngine, LlmEngine, RayEngine, connect
+from weightsync.engines import AdapterEngine, AsyncEngine, HttpEngine, LlmEngine, LoraAdapter, RayEngine, connect
 from weightsync.errors import (
     ConfigError,
     EngineError,
@@ -255,6 +259,64 @@ def test_a_cache_that_was_not_reset_is_an_error(server):
     http_engine(server.url).reset_caches()
 
 
+ADAPTER = LoraAdapter("policy-1-ab", 7, "/run/policy-1-ab")
+
+
+def listed(*rows: tuple[str, str]) -> tuple[int, str]:
+    """What /v1/models answers."""
+    return 200, json.dumps({"data": [{"id": name, "root": path} for name, path in (("base", "/base"), *rows)]})
+
+
+def test_http_changes_adapters(server):
+    engine = http_engine(server.url)
+    assert isinstance(engine, AdapterEngine)
+    assert engine.max_lora_rank() is None
+    server.replies = {"/v1/load_lora_adapter": (200, "Success: added."), "/v1/models": listed((ADAPTER[0], ADAPTER[2]))}
+    engine.load_adapter(ADAPTER)
+    assert engine.has_adapter(ADAPTER)
+    engine.unload_adapter(ADAPTER)
+    server.replies["/v1/models"] = listed()
+    assert not engine.has_adapter(ADAPTER)
+    engine.unload_adapter(ADAPTER)  # which it does not have
+    assert [row for row in server.requests if row[0] == "POST"] == [
+        ("POST", "/v1/load_lora_adapter", {"lora_name": "policy-1-ab", "lora_path": "/run/policy-1-ab"}),
+        ("POST", "/v1/unload_lora_adapter", {"lora_name": "policy-1-ab"}),
+    ]
+    with pytest.raises(EngineError, match="does not list it in /v1/models"):
+        engine.load_adapter(ADAPTER)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error", "words"),
+    [
+        (404, {"detail": "Not Found"}, UnsupportedError, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
+        (404, {"error": {"message": "Not Found", "type": "NotFoundError"}}, UnsupportedError, "started with"),
+        (404, {"error": {"message": "No adapter found for /run"}}, EngineError, r"404\): No adapter found for /run"),
+        (400, {"error": {"message": "LoRA rank 16 is greater than"}}, EngineError, "LoRA rank 16 is greater"),
+    ],
+)
+def test_http_adapters_that_are_refused(server, status, body, error, words):
+    server.replies = {"/v1/load_lora_adapter": (status, json.dumps(body))}
+    with pytest.raises(error, match=words):
+        http_engine(server.url).load_adapter(ADAPTER)
+
+
+def test_http_adapters_in_use_are_those_of_the_newest_sample(server):
+    engine = http_engine(server.url)
+    family = "# HELP vllm:lora_requests_info Running stats on lora requests.\n# TYPE vllm:lora_requests_info gauge\n"
+    sample = 'vllm:lora_requests_info{max_lora="1",running_lora_adapters="%s",waiting_lora_adapters="%s"} %s\n'
+    for samples, expected in [
+        ([], set()),
+        ([("a", "", "1.7638e+09"), ("b,c", "d", "1.76380002e+09"), ("", "", "1.76380001e+09")], {"b", "c", "d"}),
+        ([("a", "", "1.7638e+09"), ("", "", "1.76380001e+09")], set()),
+    ]:
+        server.replies["/metrics"] = (200, family + "".join(sample % row for row in samples))
+        assert engine.adapters_in_use() == expected
+    server.replies["/metrics"] = (200, "python_info 1.0\n")
+    with pytest.raises(EngineError, match=r"--enable-lora, and without --disable-log-stats"):
+        engine.adapters_in_use()
+
+
 def test_a_server_that_does_not_answer_runs_into_the_deadline(server):
     release = threading.Event()
     server.instead_of_answering = lambda: release.wait(10)
@@ -294,9 +356,42 @@ def test_nobody_at_the_address():
 
 def config(backend: str | None = "weightsync", extension: str = "") -> SimpleNamespace:
     return SimpleNamespace(
+        lora_config=SimpleNamespace(max_lora_rank=8),
         weight_transfer_config=SimpleNamespace(backend=backend) if backend else None,
         parallel_config=SimpleNamespace(worker_extension_cls=extension),
     )
+
+
+class Adapters:
+    """What the engine inside of an `LLM` does with adapters. One of its two requests is for policy-1-ab."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[int, Any] = {}
+        self.takes = True
+        asked = [SimpleNamespace(lora_name=name) for name in ("policy-1-ab", None)]
+        self.output_processor = SimpleNamespace(request_states=dict(enumerate(asked)))
+
+    def add_lora(self, request):
+        self.loaded[request.lora_int_id] = (request.lora_name, request.lora_path)
+        return self.takes
+
+    def remove_lora(self, number):
+        return self.loaded.pop(number, None) is not None
+
+    def list_loras(self):
+        return set(self.loaded)
+
+
+def change_adapters(engine: Any) -> None:
+    assert isinstance(engine, AdapterEngine)
+    assert engine.max_lora_rank() == 8
+    assert not engine.has_adapter(ADAPTER)
+    engine.load_adapter(ADAPTER)
+    assert engine.has_adapter(ADAPTER)
+    assert engine.adapters_in_use() == {"policy-1-ab"}
+    engine.unload_adapter(ADAPTER)
+    engine.unload_adapter(ADAPTER)
+    assert not engine.has_adapter(ADAPTER)
 
 
 class LLM:
@@ -309,7 +404,10 @@ class LLM:
         self.threads: set[threading.Thread] = set()
         self.on_rpc: Any = lambda method, args: None
         self.reset_answer = True
+        self.adapters = Adapters()
         self.llm_engine = SimpleNamespace(
+            **{name: getattr(self.adapters, name) for name in ("add_lora", "remove_lora", "list_loras")},
+            output_processor=self.adapters.output_processor,
             vllm_config=vllm_config,
             engine_core=SimpleNamespace(resources=SimpleNamespace(engine_dead=False)),
             reset_encoder_cache=lambda: self.calls.append(("reset_encoder_cache",)),
@@ -382,6 +480,20 @@ def test_llm_calls_its_workers_in_a_thread_of_its_own(vllm_config, methods):
     assert threading.current_thread() not in llm.threads
     engine.set_version("6")
     assert engine.version() == "6"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_llm_changes_adapters():
+    llm = fake_llm()
+    (engine,) = connect(llm, 60.0)  # the first call imports vLLM
+    change_adapters(engine)
+    llm.adapters.takes = False
+    with pytest.raises(EngineError, match="have not loaded the adapter policy-1-ab"):
+        engine.load_adapter(ADAPTER)
+    without = config()
+    without.lora_config = None
+    with pytest.raises(EngineError, match="no adapters; start it with enable_lora=True"):
+        connect(fake_llm(without), 5.0)[0].max_lora_rank()
 
 
 def test_llm_older_than_versions_has_none():
@@ -492,6 +604,8 @@ class AsyncLLM:
         self.errored = False
         self.hang = False
         self.output_handler: Any = None
+        self.adapters = Adapters()
+        self.output_processor = self.adapters.output_processor
         self.vllm_config = config()
 
     async def record(self, *call):
@@ -518,6 +632,15 @@ class AsyncLLM:
 
     async def update_weight_version(self, new_version):
         await self.record("update_weight_version", new_version)
+
+    async def add_lora(self, lora_request):
+        return self.adapters.add_lora(lora_request)
+
+    async def remove_lora(self, lora_id):
+        return self.adapters.remove_lora(lora_id)
+
+    async def list_loras(self):
+        return self.adapters.list_loras()
 
 
 @contextlib.contextmanager
@@ -570,6 +693,14 @@ def test_async_calls_run_in_the_loop_of_the_engine():
         ("resume",),
     ]
     assert engine.version() is None  # this one cannot tell
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_async_engine_changes_adapters():
+    llm = AsyncLLM()
+    with loop_in_a_thread() as loop:
+        serve(llm, loop)
+        change_adapters(connect(llm, 60.0)[0])
 
 
 def test_async_engine_must_not_be_called_from_its_own_loop():
@@ -679,6 +810,15 @@ class AsyncActor:
     async def reset_encoder_cache(self):
         await self.engine.reset_encoder_cache()
 
+    async def add_lora(self, lora_request):
+        return await self.engine.add_lora(lora_request)
+
+    async def remove_lora(self, lora_id):
+        return await self.engine.remove_lora(lora_id)
+
+    async def list_loras(self):
+        return await self.engine.list_loras()
+
     async def calls(self):
         return self.engine.calls
 
@@ -736,6 +876,8 @@ def test_ray_actors_are_called_like_what_they_hold(ray):
         "resume",
     ]
     assert engine.version() is None
+    change_adapters(engine)
+    change_adapters(async_engine)
 
     # Failures keep their words; ours keep their class.
     with pytest.raises(EngineError, match="update_weights: worker 0 fell over"):
@@ -767,6 +909,8 @@ def test_ray_actors_that_cannot_serve_are_refused(ray):
     (engine,) = connect(unpausable, 120.0)
     with pytest.raises(ConfigError, match="lacks pause_generation, resume_generation"):
         engine.pause("keep")
+    with pytest.raises(ConfigError, match="lacks add_lora, remove_lora, list_loras"):
+        engine.load_adapter(ADAPTER)
     without_plug_in = ray.remote(num_cpus=0)(LlmActor).remote("nccl")
     (engine,) = connect(without_plug_in, 120.0)
     with pytest.raises(EngineError, match=r"no weightsync plug-in .*'nccl'"):
@@ -808,7 +952,7 @@ def model_dir(tmp_path, monkeypatch):
     model = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "hidden_size": 64,
+        "hidden_size": 128,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -832,6 +976,31 @@ def model_dir(tmp_path, monkeypatch):
     }.items():
         monkeypatch.setenv(name, value)
     return str(tmp_path)
+
+
+def save_adapter(folder: Path, name: str, number: int) -> LoraAdapter:
+    """An adapter of the model in `model_dir`, in PEFT's files."""
+    import torch
+    from safetensors.torch import save_file
+
+    path = folder / name
+    path.mkdir()
+    draw = torch.Generator().manual_seed(number)
+    prefix = "base_model.model.model.layers.0.self_attn.o_proj"
+    shapes = {f"{prefix}.lora_A.weight": (2, 128), f"{prefix}.lora_B.weight": (128, 2)}
+    save_file(
+        {key: torch.randn(shape, generator=draw) for key, shape in shapes.items()}, path / "adapter_model.safetensors"
+    )
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["o_proj"], "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    return LoraAdapter(name, number, str(path))
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 ENGINE_ARGUMENTS: dict[str, Any] = {
@@ -876,23 +1045,24 @@ def test_a_real_llm_in_this_process(model_dir, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 def test_a_real_async_llm_with_a_request_in_flight(model_dir):
     import vllm
+    from vllm.lora.request import LoRARequest
 
     seen: dict[str, list[int]] = {}
     ended: dict[str, str | None] = {}
 
     async def make() -> Any:
         return vllm.AsyncLLMEngine.from_engine_args(
-            vllm.AsyncEngineArgs(model=model_dir, disable_log_stats=True, **ENGINE_ARGUMENTS)
+            vllm.AsyncEngineArgs(model=model_dir, disable_log_stats=True, enable_lora=True, **ENGINE_ARGUMENTS)
         )
 
-    async def generate(name: str) -> None:
+    async def generate(name: str, lora_request: Any) -> None:
         sampling = vllm.SamplingParams(max_tokens=240, ignore_eos=True, detokenize=False)
-        async for output in llm.generate({"prompt_token_ids": [5, 6, 7]}, sampling, name):
+        async for output in llm.generate({"prompt_token_ids": [5, 6, 7]}, sampling, name, lora_request=lora_request):
             seen[name] = output.outputs[0].token_ids
             ended[name] = output.outputs[0].finish_reason
 
-    def in_flight(name: str) -> Any:
-        request = asyncio.run_coroutine_threadsafe(generate(name), loop)
+    def in_flight(name: str, lora_request: Any = None) -> Any:
+        request = asyncio.run_coroutine_threadsafe(generate(name, lora_request), loop)
         deadline = time.monotonic() + 30
         while not seen.get(name):
             assert time.monotonic() < deadline
@@ -943,6 +1113,19 @@ def test_a_real_async_llm_with_a_request_in_flight(model_dir):
             assert (len(seen["waited"]), ended["waited"]) == (240, "length")
             engine.resume()
 
+            # An adapter that is in use stays in use when another takes its place: there is room for one.
+            one, other = (save_adapter(Path(model_dir), name, n) for n, name in enumerate(("one", "other"), start=1))
+            engine.load_adapter(one)
+            request = in_flight("with an adapter", LoRARequest(*one))
+            assert engine.adapters_in_use() == {"one"}
+            engine.load_adapter(other)
+            engine.unload_adapter(one)
+            request.result(60)
+            assert len(seen["with an adapter"]) == 240
+            assert engine.adapters_in_use() == set()
+            engine.unload_adapter(one)
+            assert not engine.has_adapter(one)
+
             with pytest.raises(EngineError, match="one tensor is missing"):
                 engine.update({"refuse": True})
             with pytest.raises(EngineError, match="pause"):
@@ -964,20 +1147,57 @@ def test_a_real_async_llm_with_a_request_in_flight(model_dir):
             loop.call_soon_threadsafe(llm.shutdown)
 
 
+def complete(url: str, model: str, max_tokens: int) -> list[float]:
+    """The log-probabilities of the tokens that `model` generates."""
+    body = {"model": model, "prompt": [5, 6, 7], "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"logprobs": 1, "return_tokens_as_token_ids": True}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
+        found: list[float] = json.load(answer)["choices"][0]["logprobs"]["token_logprobs"]
+        return found
+
+
+def change_adapters_of_a_server(engine: HttpEngine, url: str, folder: Path) -> None:
+    one, other = (save_adapter(folder, name, n) for n, name in enumerate(("one", "other"), start=1))
+    (base,) = engine._adapters()
+    assert engine.adapters_in_use() == set()
+    engine.load_adapter(one)
+    assert complete(url, "one", 8) != complete(url, base, 8)
+    # Its last request is over when it is no longer in use, and another in its place does not change that request.
+    expected = complete(url, "one", 240)
+    with ThreadPoolExecutor(1) as pool:
+        request = pool.submit(complete, url, "one", 240)
+        wait_until(lambda: engine.adapters_in_use() == {"one"})
+        engine.load_adapter(other)
+        engine.unload_adapter(one)
+        assert engine.adapters_in_use() == {"one"} or request.done()
+        assert request.result(60) == expected
+    wait_until(lambda: engine.adapters_in_use() == set())
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        complete(url, "one", 1)
+    with pytest.raises(EngineError, match="nowhere"):
+        engine.load_adapter(LoraAdapter("nowhere", 3, str(folder / "nowhere")))
+    assert complete(url, "other", 8)
+    assert engine.has_adapter(other)
+
+
 @pytest.mark.engine
 def test_a_real_server_without_the_plug_in(model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host=127.0.0.1", f"--port={port}"]
-    command += [f"--model={model_dir}", "--load-format=dummy", "--skip-tokenizer-init", "--enforce-eager"]
-    command += ["--max-model-len=256"]
+    checkpoint = tiny_models.save(tiny_models.build("qwen3", "A"), tmp_path / "A")  # dummy weights answer nothing
+    command += [f"--model={checkpoint}", "--skip-tokenizer-init", "--enforce-eager"]
+    command += ["--max-model-len=256", "--enable-lora", "--max-lora-rank=8"]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
         engine = http_engine(f"http://localhost:{port}", timeout_s=30.0)
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 400
         while not engine.is_alive():
             text = (tmp_path / "log").read_text()
             assert process.poll() is None, text
@@ -994,6 +1214,7 @@ def test_a_real_server_without_the_plug_in(model_dir, tmp_path, monkeypatch):
         assert engine.version() == "6"
         with pytest.raises(EngineError, match=r"no weightsync plug-in.*Weight transfer not configured"):
             engine.init({"a": 1})
+        change_adapters_of_a_server(engine, f"http://localhost:{port}", tmp_path)
         assert engine.is_alive()
     finally:
         process.terminate()

@@ -23,6 +23,7 @@ import pytest
 import tiny_models
 import torch
 from engines import PROMPTS, Answer, Engines, Remote, Trainer, Trainers, assert_same
+from fake_engine import fail_once_at
 from ranks import run_ranks
 from torch import nn
 
@@ -154,27 +155,16 @@ def raise_in_sender(side: Side, rank: int) -> None:
     sender = side.sync._sender
     if isinstance(side, Trainer) and side.rank == rank:
 
-        def manifest(model: nn.Module) -> None:
-            del sender.manifest
+        def pieces(model: nn.Module) -> None:
+            del sender.pieces
             raise ZeroDivisionError("no such luck")
 
-        sender.manifest = manifest
+        sender.pieces = pieces
 
 
 def raise_in_worker(engines: Engines, at: int) -> None:
     """Once, when it is about to load tensor number `at`."""
-    receiver = worker_of(engines).weight_transfer_engine.conversation.receiver
-    load, count = receiver._load_tensor, 0
-
-    def load_or_fail(*args: Any) -> int:
-        nonlocal count
-        count += 1
-        if count > at:
-            del receiver._load_tensor
-            raise MemoryError("no memory left for this tensor")
-        return load(*args)
-
-    receiver._load_tensor = load_or_fail
+    fail_once_at(worker_of(engines).weight_transfer_engine.conversation.receiver, at)
 
 
 def worker_of(engines: Engines) -> Any:

@@ -161,6 +161,15 @@ def lora_in(model: nn.Module) -> nn.Module:
     return model
 
 
+def test_a_sender_notices_that_adapters_are_unmerged():
+    model = wrapped("whole modules")
+    sender = make_sender("fsdp", TensorPolicy())
+    model.merge_adapter()
+    assert not any(piece.compute for piece in sender.pieces(model))
+    model.unmerge_adapter()  # only a flag tells
+    assert any(piece.compute for piece in sender.pieces(model))
+
+
 def test_adapters_without_a_peft_model():
     model = lora_in(tiny_models.build("qwen3", "A"))
     check(model, dict(peft.LoraModel.merge_and_unload(_Unloading(model)).state_dict()))

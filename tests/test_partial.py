@@ -12,7 +12,16 @@ import pytest
 import tiny_models
 import torch
 from engines import TIMEOUT_S, Engines, Remote, Trainer, Trainers, assert_same
-from fake_engine import Attention, EngineModel, FakeEngine, ModuleHost, checkpoint, cold, trainer_model
+from fake_engine import (
+    Attention,
+    EngineModel,
+    FakeEngine,
+    ModuleHost,
+    checkpoint,
+    cold,
+    fail_once_at,
+    trainer_model,
+)
 from torch import nn
 
 from weightsync import ConfigError, PushReport, TensorPolicy, WeightSync, WeightSyncError
@@ -199,17 +208,7 @@ def test_after_a_failed_push_everything_is_sent(host: ModuleHost, engine: FakeEn
     trainer.push()
     trainer.change(3, "layers.0.attn")
     receiver = engine.conversations[0].receiver
-    load, count = receiver._load_tensor, 0
-
-    def load_or_fail(*args: Any) -> int:
-        nonlocal count
-        count += 1
-        if count > at:
-            del receiver._load_tensor
-            raise MemoryError("no memory left for this tensor")
-        return load(*args)
-
-    receiver._load_tensor = load_or_fail
+    fail_once_at(receiver, at)
     with pytest.raises(WeightSyncError, match="no memory left"):
         trainer.push()
     assert receiver.state == "POISONED"

@@ -26,7 +26,7 @@ BUCKETS: dict[str, dict[str, Any]] = {
     "a bucket for each parameter": {"bucketer": "parameter"},
 }
 # Other families of models: test_models.py.
-SERVED = [("qwen3", 1), ("gemma2", 1), ("qwen3-moe", 1), ("qwen3", 2), ("qwen3-moe", 2)]
+SERVED = [("qwen3", 1), ("qwen3-moe", 1), ("qwen3", 2), ("qwen3-moe", 2)]
 
 # ---------------------------------------------------------------------------------------------------------------
 # What runs in the other processes. A trainer is either two ranks with FSDP2, or a plain module beside the engine.

@@ -8,12 +8,15 @@ twice or not at all: `test_failures.test_tensors_that_do_not_fit`. Unquantised e
 
 from __future__ import annotations
 
+import ast
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import quantised_checkpoints
 import tiny_models
+import torch
 from engines import TIMEOUT_S, Answer, Engines, Remote, assert_same
 
 from weightsync import ManifestError, UnsupportedError, WeightSync, WeightSyncError
@@ -23,6 +26,7 @@ from weightsync.layout import Manifest
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine
 
+ROOT = Path(__file__).resolve().parents[1]
 FP8, INT8 = "fp8_per_channel", "weightsync_int8"
 CHECKPOINTS = {f"qwen2-{scheme}": scheme for scheme in quantised_checkpoints.SCHEMES}
 
@@ -107,7 +111,7 @@ def test_pushed_equals_cold(engines: Remote, model: str, quantization: str | Non
         engines.call(connect, model, buckets, "ipc" if "module" in buckets else "broadcast")
         for number, weights in enumerate(pushes):
             roads = engines.call(push, weights)
-            assert roads["loader" if model in CHECKPOINTS else "reload"] >= 8, roads
+            assert roads["loader" if model in CHECKPOINTS else "straight"] >= 8, roads
             assert_same(engines.call(Engines.ask), cold[weights], f"push {number} ({weights}) in {buckets}")
     if before is not None and "int8" not in model:  # oneDNN's int8 kernels keep the weights to themselves
         assert engines.call(tensors) == before
@@ -124,6 +128,40 @@ def test_ten_pushes_in_a_row(engines: Remote):
     assert engines.call(tensors) == before
     assert {dtype for name, (_, dtype) in before.items() if "norm" in name or "lm_head" in name} == {"torch.bfloat16"}
     assert {dtype for name, (_, dtype) in before.items() if name.endswith("_proj.weight")} == {"torch.float8_e4m3fn"}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What has a dtype of its own
+
+CACHE_SCALE = 0.25
+
+
+def serve_with_cache_scales(engines: Engines) -> dict[str, Answer]:
+    for weights in "AB":
+        if not (folder := engines._folder / f"cache-scales-{weights}").exists():
+            quantised_checkpoints.save(tiny_models.build("qwen2", weights), "FP8-dynamic", folder, CACHE_SCALE)
+    return engines.serve("cache-scales", kv_cache_dtype="fp8")
+
+
+def cache_scales(engines: Engines) -> list[float]:
+    modules = [module for module in engines.live_model().modules() if hasattr(module, "_k_scale_float")]
+    return [
+        number
+        for module in modules
+        for number in (module._k_scale_float, module._v_scale_float, float(module._k_scale), float(module._v_scale))
+    ]
+
+
+@pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="vLLM's fp8 cache on CPUs needs it")
+def test_the_scales_of_an_fp8_cache_stay_what_the_checkpoint_says(engines: Remote):
+    cold = engines.call(serve_with_cache_scales, timeout_s=240)
+    before = engines.call(cache_scales)
+    assert before == [CACHE_SCALE] * len(before) != []
+    engines.call(connect, "qwen2")
+    for number, weights in enumerate("BAB"):
+        engines.call(push, weights)
+        assert_same(engines.call(Engines.ask), cold[weights], f"push {number} ({weights})")
+        assert engines.call(cache_scales) == before
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -150,10 +188,11 @@ def failing_after(owner: Any, method: str, calls: int) -> Any:
         setattr(owner, method, original)
 
 
-def die_in_post_processing(engines: Engines, calls: int) -> WeightSyncError:
-    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
+def die_in_quantising(engines: Engines, calls: int) -> WeightSyncError:
+    """q, k and v are quantised one after the other."""
+    from weightsync.kernels.quantize import PerChannel
 
-    with failing_after(Fp8PtpcOnlineLinearMethod, "process_weights_after_loading", calls):
+    with failing_after(PerChannel, "values", calls):
         return push_and_fail(engines, "B")
 
 
@@ -164,9 +203,7 @@ def die_between_tensors(engines: Engines, calls: int) -> WeightSyncError:
         return push_and_fail(engines, "B")
 
 
-@pytest.mark.parametrize(
-    ("die", "calls"), [(die_in_post_processing, 1), (die_in_post_processing, 6), (die_between_tensors, 9)]
-)
+@pytest.mark.parametrize(("die", "calls"), [(die_in_quantising, 2), (die_in_quantising, 9), (die_between_tensors, 9)])
 def test_a_push_that_dies_in_the_middle_of_a_layer(engines: Remote, die: Any, calls: int):
     cold = engines.call(serve, "qwen3", FP8, timeout_s=240)
     engines.call(connect, "qwen3")
@@ -233,6 +270,37 @@ def test_the_sender_quantises(engines: Remote, model: str, form: str):
     assert isinstance(error, ManifestError)
     assert "14 weights come quantised, and the engine does not load them so" in str(error)
     assert_same(engines.call(Engines.ask), cold["B"], "after the refusal")
+
+
+ROWS = {
+    '`quantization="fp8_per_channel"`': ("Fp8PtpcOnlineLinearMethod", "Fp8PtpcOnlineMoEMethod"),
+    '`quantization="fp8"`, `"fp8_per_tensor"`': ("Fp8PerTensorOnlineLinearMethod", ""),
+    '`quantization="fp8_per_block"`': ("Fp8PerBlockOnlineLinearMethod(block)", "Fp8PerBlockOnlineMoEMethod(block)"),
+    "a checkpoint with fp8 blocks of 128 by 128 (`weight_scale_inv`)": ("Fp8LinearMethod(block)", ""),
+    "a compressed-tensors checkpoint FP8-dynamic, scales per channel": (
+        "CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8(channel)",
+        "",
+    ),
+    "a compressed-tensors checkpoint W8A8-int8, scales per channel": (
+        "CompressedTensorsLinearMethod/CompressedTensorsW8A8Int8(channel)",
+        "",
+    ),
+}
+"""By the first column of the table in docs/quantized.md: the keys of `PROVEN` for linear layers and for experts."""
+
+
+def test_the_documents_say_what_is_proven():
+    source = ast.parse((ROOT / "weightsync" / "vllm" / "quantized.py").read_text())
+    (value,) = [node.value for node in source.body if isinstance(node, ast.AnnAssign) and node.target.id == "PROVEN"]
+    proven = ast.literal_eval(value)
+    assert proven.keys() == {key for keys in ROWS.values() for key in keys if key}
+    lines = (ROOT / "docs" / "quantized.md").read_text().splitlines()
+    table = {cells[1].strip(): cells[3:5] for line in lines if len(cells := line.split("|")) == 6}
+    for row, (linear, experts) in ROWS.items():
+        for device, cell in zip(("cpu", "cuda"), table[row], strict=True):
+            assert cell.strip().startswith("tested") == (device in proven[linear]), (row, cell)
+            said = cell.partition(";")[0]
+            assert ("experts too" in said) == (device in proven.get(experts, ())), (row, cell)
 
 
 def check_where_nothing_is_proven(engines: Engines) -> str:

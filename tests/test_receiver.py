@@ -383,7 +383,7 @@ def test_the_road_through_the_loader_computes_what_a_cold_start_does_for_tied_an
     host = ModuleHost(Scaled, a, transpose)
     with WeightSync("fsdp", "ipc", start(host), timeout_s=TIMEOUT_S, bucketer="parameter") as sync:
         report = sync.push(trainer_model(b))
-    assert report.roads == {"in place": 0, "reload": 0, "loader": 7}
+    assert report.roads == {"in place": 0, "straight": 0, "reload": 0, "loader": 7}
     expected = ModuleHost(Scaled, b, transpose).live
     for name, tensor in host.live.state_dict().items():
         assert torch.equal(tensor, expected.state_dict()[name]), name

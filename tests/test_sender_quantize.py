@@ -14,7 +14,7 @@ import tiny_models
 import torch
 import zero
 from engines import TIMEOUT_S, Trainer, Trainers
-from fake_engine import FakeEngine, ModuleHost
+from fake_engine import FakeEngine, ModuleHost, give
 from megatron_models import Mesh, build, checkpoint, hf_config, load
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -224,15 +224,8 @@ class QuantizedNet(nn.Module):
 
     def __init__(self, shapes: State) -> None:
         super().__init__()
-        for name, like in shapes.items():
-            *path, last = name.split(".")
-            module: nn.Module = self
-            for part in path:
-                if part not in module._modules:
-                    module.add_module(part, nn.Module())
-                module = module._modules[part]  # type: ignore[assignment]
-            value = torch.empty(like.shape, dtype=like.dtype)
-            module.register_parameter(last, nn.Parameter(value, requires_grad=False))
+        empty = {name: torch.empty(like.shape, dtype=like.dtype) for name, like in shapes.items()}
+        give(self, {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in empty.items()})
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         params = dict(self.named_parameters())

@@ -32,6 +32,8 @@ from weightsync.wire import (
     Plan,
     Planned,
     Release,
+    Share,
+    Shared,
     Value,
     decode,
     encode,
@@ -111,6 +113,21 @@ GOLDEN: list[tuple[Message, str]] = [
     (
         Connected(),
         "0d00000081a174a9436f6e6e6563746564",
+    ),
+    (
+        Share(),
+        "0900000081a174a55368617265",
+    ),
+    (
+        Shared(
+            epoch="e",
+            storages=[[0, "fd", {"path": "/proc/1/fd/3", "nbytes": 12}]],
+            placements=[["w", [0, 0], [2, 3], 0, 0, 0, [3, 1], "bfloat16"]],
+        ),
+        (
+            "6000000084a174a6536861726564a565706f6368a165a873746f7261676573919300a2666482a470617468ac2f70726f632f"
+            "312f66642f33a66e62797465730caa706c6163656d656e74739198a177920000920203000000920301a862666c6f61743136"
+        ),
     ),
     (
         Load(7, 0, [[0, 0, 0, 12, (1 << 64) - 1]]),

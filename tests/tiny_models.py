@@ -35,10 +35,27 @@ def _config(kind: str, **more: Any) -> Callable[[], Any]:
     return make
 
 
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 512,  # the kernels for CPUs take 512 + 64 only
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": _config("LlamaConfig"),
     "llama-tied": _config("LlamaConfig", tie_word_embeddings=True),
     "llama2": _config("LlamaConfig", num_key_value_heads=4),
+    # What two workers share evenly, but for the KV head, of which each holds a copy.
+    "llama-even": _config("LlamaConfig", vocab_size=256, num_key_value_heads=1),
     "llama3": _config(
         "LlamaConfig",
         rope_parameters={
@@ -100,39 +117,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         sliding_window=64,
         layer_types=["sliding_attention", "full_attention"],
     ),
-    "deepseek-v2": _config(
-        "DeepseekV2Config",
-        num_key_value_heads=4,
-        q_lora_rank=32,
-        kv_lora_rank=512,  # the kernels for CPUs take 512 + 64 only
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=64,
-        v_head_dim=32,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        moe_intermediate_size=32,
-        first_k_dense_replace=1,
-    ),
-    "deepseek-v3": _config(
-        "DeepseekV3Config",
-        num_key_value_heads=4,
-        q_lora_rank=32,
-        kv_lora_rank=512,  # the kernels for CPUs take 512 + 64 only
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=64,
-        v_head_dim=32,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        topk_method="noaux_tc",
-        moe_intermediate_size=32,
-        first_k_dense_replace=1,
-    ),
+    "deepseek-v2": _config("DeepseekV2Config", **_DEEPSEEK, n_group=1),
+    "deepseek-v3": _config("DeepseekV3Config", **_DEEPSEEK, n_group=2, topk_method="noaux_tc"),
     "glm4-moe": _config(
         "Glm4MoeConfig",
         head_dim=32,

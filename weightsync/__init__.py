@@ -1,6 +1,8 @@
 """Move updated policy weights from an RL trainer into a running vLLM."""
 
 from weightsync.bucketing import ModuleBucketer, ParameterBucketer, ThresholdBucketer
+from weightsync.checkpoint.save import save
+from weightsync.engines import LoraAdapter
 from weightsync.errors import (
     ConfigError,
     DigestError,
@@ -18,15 +20,21 @@ from weightsync.errors import (
 from weightsync.report import PushReport, WorkerReport
 from weightsync.senders.base import TensorPolicy
 from weightsync.sync import WeightSync
+from weightsync.transports.checkpoint import CheckpointTransport
+from weightsync.transports.lora import LoraTransport
+from weightsync.transports.single_copy import SingleCopyTransport
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointTransport",
     "ConfigError",
     "DigestError",
     "EngineBusyError",
     "EngineError",
     "EngineUnreachableError",
+    "LoraAdapter",
+    "LoraTransport",
     "ManifestError",
     "ModuleBucketer",
     "ParameterBucketer",
@@ -34,6 +42,7 @@ __all__ = [
     "PlacementError",
     "ProtocolError",
     "PushReport",
+    "SingleCopyTransport",
     "SyncTimeoutError",
     "TensorPolicy",
     "ThresholdBucketer",
@@ -41,4 +50,5 @@ __all__ = [
     "WeightSync",
     "WeightSyncError",
     "WorkerReport",
+    "save",
 ]

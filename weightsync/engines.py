@@ -5,8 +5,8 @@ for at most `timeout_s` (`init` and `update` for longer: see `_SERVING_S`), and 
 call is ever repeated: none of vLLM's weight calls may run twice, so a connection that breaks in the middle is an
 error, not a retry.
 
-vLLM is not imported here, and Ray only when an engine is a Ray actor. This module knows nothing about weights,
-transports or sessions.
+vLLM is not imported here, but for the class that an `LLM` or `AsyncLLM` wants adapters in, and Ray only when an engine
+is a Ray actor. This module knows nothing about weights, transports or sessions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 from urllib.parse import quote, urlsplit
 
 from weightsync.channel import Deadline
@@ -63,6 +63,9 @@ _EXTENSION_METHODS = {
 _NO_PLUG_IN = re.compile(
     r"Weight transfer not configured|Invalid init_info for (?!WeightSync)\w+|Method 'weightsync_\w+' is not implemented"
 )
+_LORA_METRIC = "vllm:lora_requests_info"
+_LORA_SAMPLE = re.compile(rf"^{_LORA_METRIC}\{{(.*)\}} (\S+)", re.MULTILINE)
+_LORA_LABEL = re.compile(r'(?:running|waiting)_lora_adapters="([^"]*)"')
 _ENGINE_DEAD = "EngineCore encountered an issue"  # the text of vLLM's EngineDeadError
 
 
@@ -112,11 +115,54 @@ class Engine(Protocol):
         """Whether the engine can still answer. Never raises."""
 
 
+class LoraAdapter(NamedTuple):
+    """An adapter that engines have been given. In a process that has vLLM, `LoRARequest(*adapter)` asks for it; a
+    server is asked for the model `name`."""
+
+    name: str
+    id: int
+    path: str
+
+
+@runtime_checkable
+class AdapterEngine(Protocol):
+    """What an engine needs besides, to be pushed adapters to."""
+
+    @property
+    def name(self) -> str:
+        """As `Engine.name`."""
+
+    @property
+    def host(self) -> str:
+        """As `Engine.host`."""
+
+    def max_lora_rank(self) -> int | None:
+        """The largest rank that it was started for; None when it does not say. Raises `EngineError` when it was
+        started without adapters."""
+
+    def load_adapter(self, adapter: LoraAdapter) -> None:
+        """Load it into every worker from `adapter.path`, and make sure that the engine says so. It must not have one of
+        this name or id."""
+
+    def unload_adapter(self, adapter: LoraAdapter) -> None:
+        """Forget it; nothing, where it is not known. Requests that use it go on, and may load it again."""
+
+    def has_adapter(self, adapter: LoraAdapter) -> bool:
+        """Whether it can be asked for this adapter, by its name or else its id."""
+
+    def adapters_in_use(self) -> set[str]:
+        """The names of the adapters that requests, running or waiting, have asked for."""
+
+    def is_alive(self) -> bool:
+        """As `Engine.is_alive`."""
+
+
 def connect(engines: object, timeout_s: float) -> list[Engine]:
     """The engines that `engines` names, in order; nothing is contacted yet.
 
-    Accepts an `LLM`, an `AsyncLLM`, a Ray actor handle of either, a server's URL, an `Engine`, a list or tuple of
-    these, or None: then the comma-separated URLs in $WEIGHTSYNC_ENGINE, or else http://localhost:8000.
+    Accepts an `LLM`, an `AsyncLLM`, a Ray actor handle of either, a server's URL, what has one as its `url`
+    (`weightsync.server.VllmServer`), an `Engine`, a list or tuple of these, or None: then the comma-separated URLs in
+    $WEIGHTSYNC_ENGINE, or else http://localhost:8000.
     Raises `ConfigError` for anything else.
     """
     if engines is None:
@@ -132,8 +178,9 @@ def connect(engines: object, timeout_s: float) -> list[Engine]:
 
 
 def _connect_one(engine: object, label: str, timeout_s: float) -> Engine:
-    if isinstance(engine, str):
-        return HttpEngine(engine, name=f"{label} ({engine})", timeout_s=timeout_s)
+    url = engine if isinstance(engine, str) else getattr(engine, "url", None)
+    if isinstance(url, str):  # or a `VllmServer`
+        return HttpEngine(url, name=f"{label} ({url})", timeout_s=timeout_s)
     kind = _vllm_class(engine)
     if kind == "AsyncLLM":
         return AsyncEngine(engine, name=f"{label} (AsyncLLM in this process)", timeout_s=timeout_s)
@@ -228,6 +275,28 @@ class _VllmEngine(ABC):
             return None
         return str(self._call("get_weight_version"))
 
+    @abstractmethod
+    def _call_lora(self, method: str, argument: LoraAdapter | int | None = None) -> Any:
+        """Call `method` of the `AsyncLLM`, or of the engine inside of the `LLM`; it gets an adapter as a
+        `LoRARequest`."""
+
+    def max_lora_rank(self) -> int | None:
+        rank = self._setup()["max_lora_rank"]
+        if not rank:
+            raise EngineError("the engine has no adapters; start it with enable_lora=True", who=self.name)
+        return int(rank)
+
+    def load_adapter(self, adapter: LoraAdapter) -> None:
+        # That its workers list it afterwards cannot be asked for: other requests may have taken its place by then.
+        if not self._call_lora("add_lora", adapter):
+            raise EngineError(f"vLLM says that its workers have not loaded the adapter {adapter.name}", who=self.name)
+
+    def unload_adapter(self, adapter: LoraAdapter) -> None:
+        self._call_lora("remove_lora", adapter.id)
+
+    def has_adapter(self, adapter: LoraAdapter) -> bool:
+        return adapter.id in self._call_lora("list_loras")
+
 
 class LlmEngine(_VllmEngine):
     """A `vllm.LLM` in this process.
@@ -264,6 +333,12 @@ class LlmEngine(_VllmEngine):
 
     def _reset_encoder_cache(self) -> None:
         self._run("reset_encoder_cache", self._llm.llm_engine.reset_encoder_cache)
+
+    def _call_lora(self, method: str, argument: LoraAdapter | int | None = None) -> Any:
+        return self._run(method, lambda: _call_lora_of(self._llm, method, argument))
+
+    def adapters_in_use(self) -> set[str]:
+        return _adapters_in_use(self._llm)
 
     def _run(self, doing: str, call: Callable[[], Any]) -> Any:
         deadline = Deadline(_limit_s(doing, self.timeout_s))
@@ -321,6 +396,12 @@ class AsyncEngine(_VllmEngine):
             return _wait(answer, doing or method, deadline, self.name, lambda: _died(self._engine))
         finally:
             answer.cancel()
+
+    def _call_lora(self, method: str, argument: LoraAdapter | int | None = None) -> Any:
+        return self._call(method, *_lora_arguments(argument))
+
+    def adapters_in_use(self) -> set[str]:
+        return _adapters_in_use(self._engine)
 
     def _loop(self) -> asyncio.AbstractEventLoop:
         # The task that handles the engine's output says which loop is the engine's. It starts with the engine, or
@@ -424,6 +505,29 @@ class RayEngine(_VllmEngine):
         else:
             self._get(self._handle.__ray_call__, _reset_encoder_cache_inside, doing="reset_encoder_cache")
 
+    def max_lora_rank(self) -> int | None:
+        if not self._description["kind"]:
+            raise UnsupportedError(
+                "the actor holds no LLM or AsyncLLM that can be seen from here, which adapters need; keep it in an "
+                "attribute of the actor",
+                who=self.name,
+            )
+        return super().max_lora_rank()
+
+    def _call_lora(self, method: str, argument: LoraAdapter | int | None = None) -> Any:
+        if self._description["kind"] == "LLM":
+            return self._get(self._handle.__ray_call__, _call_lora_inside, method, argument, doing=method)
+        self._require("add_lora", "remove_lora", "list_loras")
+        arguments = [] if argument is None else [argument]
+        if isinstance(argument, LoraAdapter):
+            # Made there, and handed from one call to the other there: this process may be without vLLM.
+            arguments = [self._handle.__ray_call__.remote(_lora_request_inside, argument)]
+        return self._get(getattr(self._handle, method), *arguments, doing=method)
+
+    def adapters_in_use(self) -> set[str]:
+        found: set[str] = self._get(self._handle.__ray_call__, _adapters_in_use_inside, doing="adapters_in_use")
+        return found
+
     def _get(self, method: Any, *args: Any, doing: str, timeout_s: float | None = None, **kwargs: Any) -> Any:
         import ray
 
@@ -508,6 +612,57 @@ class HttpEngine:
             return False
         return status == 200
 
+    def max_lora_rank(self) -> int | None:
+        return None  # a server tells nobody, and refuses what is too much
+
+    def load_adapter(self, adapter: LoraAdapter) -> None:
+        self._change_adapters("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.path})
+        if self._adapters().get(adapter.name) != adapter.path:
+            raise EngineError(
+                f"the server says that it has loaded the adapter {adapter.name}, but does not list it in /v1/models; "
+                "are there several API servers behind this address? Give each one's own",
+                who=self.name,
+            )
+
+    def unload_adapter(self, adapter: LoraAdapter) -> None:
+        if self.has_adapter(adapter):
+            self._change_adapters("/v1/unload_lora_adapter", {"lora_name": adapter.name})
+
+    def _change_adapters(self, path: str, body: dict[str, Any]) -> None:
+        status, text = self._request("POST", path, body, self.timeout_s)
+        if status == 404 and _message_of(text) == "Not Found":  # an adapter that is not found is named
+            raise UnsupportedError(
+                f"the server has no route {path} (status 404); vLLM has it only when started with "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment",
+                who=self.name,
+            )
+        if status != 200:
+            raise _engine_error(_message_of(text), f"{path} (status {status})", self.name)
+
+    def has_adapter(self, adapter: LoraAdapter) -> bool:
+        return adapter.name in self._adapters()
+
+    def _adapters(self) -> dict[str, str]:
+        """The paths of all adapters that can be asked for, by name, and what stands there for the base."""
+        path = "/v1/models"
+        answer = self._answer(path, *self._request("GET", path, None, self.timeout_s))
+        return {row["id"]: row.get("root") for row in answer.get("data", [])}
+
+    def adapters_in_use(self) -> set[str]:
+        path = "/metrics"
+        status, text = self._request("GET", path, None, self.timeout_s)
+        if status != 200 or _LORA_METRIC not in text:
+            raise EngineError(
+                f"the server does not say which adapters are in use ({path} has no {_LORA_METRIC}); start it with "
+                "--enable-lora, and without --disable-log-stats",
+                who=self.name,
+            )
+        # One sample for each set of adapters that there has been; its value is the time when that was seen last.
+        samples = [(float(value), labels) for labels, value in _LORA_SAMPLE.findall(text)]
+        newest = [labels for when, labels in samples if when == max(samples)[0]]
+        found = {name for labels in newest for names in _LORA_LABEL.findall(labels) for name in names.split(",")}
+        return found - {""}
+
     def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         return self._answer(path, *self._request("POST", path, body, _limit_s(path.lstrip("/"), self.timeout_s)))
 
@@ -528,7 +683,7 @@ class HttpEngine:
             if not isinstance(answer, dict):
                 raise EngineError(f"{route}: the answer is not vLLM's: {text[:200]!r}", who=self.name)
             return answer
-        message = _server_message(answer) or text[:2000] or "no message"
+        message = _message_of(text)
         if status in (502, 503, 504):
             raise EngineUnreachableError(f"{route}: status {status}: {message}", who=self.name)
         raise _engine_error(message, f"{route} (status {status})", self.name)
@@ -578,7 +733,29 @@ def _setup_of(engine: Any) -> dict[str, str]:
     return {
         "backend": getattr(config.weight_transfer_config, "backend", None) or "",
         "extension": config.parallel_config.worker_extension_cls or "",
+        "max_lora_rank": str(getattr(getattr(config, "lora_config", None), "max_lora_rank", "")),
     }
+
+
+def _call_lora_of(llm: Any, method: str, argument: LoraAdapter | int | None) -> Any:
+    return getattr(llm.llm_engine, method)(*_lora_arguments(argument))
+
+
+def _lora_arguments(argument: LoraAdapter | int | None) -> list[Any]:
+    """What vLLM takes in place of `argument`, in a process that has vLLM."""
+    if isinstance(argument, LoraAdapter):
+        from weightsync.vllm.lora import request
+
+        return [request(*argument)]
+    return [] if argument is None else [argument]
+
+
+def _adapters_in_use(engine: Any) -> set[str]:
+    """The adapters of all requests that an `LLM` or `AsyncLLM` has taken and not answered to their end."""
+    front = engine.llm_engine if _vllm_class(engine) == "LLM" else engine
+    # In one step, since an event loop in another thread may change it.
+    requests = list(front.output_processor.request_states.values())
+    return {request.lora_name for request in requests if request.lora_name is not None}
 
 
 def _died(engine: Any) -> bool:
@@ -591,7 +768,7 @@ def _died(engine: Any) -> bool:
 
 
 def _inside(actor: Any) -> Any:
-    """The `LLM` or `AsyncLLM` that an actor is or holds, else None. This and the next three run in the actor."""
+    """The `LLM` or `AsyncLLM` that an actor is or holds, else None. This and the next six run in the actor."""
     candidates: Iterable[Any] = (actor, *getattr(actor, "__dict__", {}).values())
     return next((candidate for candidate in candidates if _vllm_class(candidate)), None)
 
@@ -601,7 +778,7 @@ def _describe(actor: Any) -> dict[str, str]:
 
     engine = _inside(actor)
     # An engine that cannot be seen from its actor is taken to have the plug-in; its workers will say if not.
-    setup = {"backend": BACKEND, "extension": ""} if engine is None else _setup_of(engine)
+    setup = {"backend": BACKEND, "extension": "", "max_lora_rank": ""} if engine is None else _setup_of(engine)
     address: str = ray.util.get_node_ip_address()
     return {"address": address, "kind": _vllm_class(engine) or "", **setup}
 
@@ -615,6 +792,18 @@ def _reset_encoder_cache_inside(actor: Any) -> None:
     engine = _inside(actor)
     if engine is not None:
         engine.llm_engine.reset_encoder_cache()
+
+
+def _call_lora_inside(actor: Any, method: str, argument: LoraAdapter | int | None) -> Any:
+    return _call_lora_of(_inside(actor), method, argument)
+
+
+def _lora_request_inside(actor: Any, adapter: LoraAdapter) -> Any:
+    return _lora_arguments(adapter)[0]
+
+
+def _adapters_in_use_inside(actor: Any) -> set[str]:
+    return _adapters_in_use(_inside(actor))
 
 
 def _wait(
@@ -674,6 +863,15 @@ def _limit_s(doing: str, timeout_s: float) -> float:
 
 def _too_late(doing: str, timeout_s: float, who: str) -> SyncTimeoutError:
     return SyncTimeoutError(f"no answer to {doing} within {timeout_s:g} s", who=who, waiting_for=[who])
+
+
+def _message_of(text: str) -> str:
+    """What an answer that is an error says."""
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        answer = None
+    return _server_message(answer) or text[:2000] or "no message"
 
 
 def _server_message(answer: Any) -> str:

@@ -97,7 +97,8 @@ class UnsupportedError(WeightSyncError, NotImplementedError):
 
 
 class PlacementError(WeightSyncError, ValueError):
-    """Trainer ranks and engine workers cannot be paired: another host, another GPU, memory that cannot be mapped."""
+    """Trainer ranks and engine workers cannot be paired: another host, another GPU, memory that cannot be mapped, a
+    folder that cannot be written or read."""
 
 
 class EngineError(WeightSyncError, RuntimeError):

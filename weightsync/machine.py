@@ -25,3 +25,14 @@ def describe_device(device: torch.device) -> tuple[str, str]:
     if device.type == "cuda":
         return "cuda", str(torch.cuda.get_device_properties(device).uuid)
     return "cpu", ""
+
+
+def started_ticks(pid: int) -> int | None:
+    """When a process of this host was started, in clock ticks since boot; None when there is none of this number, or it
+    has ended. Two processes that have the same number after each other differ in it."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])

@@ -25,7 +25,9 @@ class PushReport:
     `plan_s` agreeing on what travels and how (near zero when nothing changed), `gather_s` making the bytes readable,
     `pause_s` from the pause of generation to its resumption, `total_s` the whole call. `transfer_s`, `verify_s` and
     `load_s` are those of the slowest worker; they overlap with `gather_s`, so the parts do not add up to the total.
-    `roads` counts how the engines' modules were loaded: "in place", by "reload", by the engine's own "loader".
+    `roads` counts how the engines' modules were loaded: "in place", "straight", by "reload", by the engine's own
+    "loader". Of an adapter alone, for which nothing is paused, there are `plan_s`, `gather_s`, `load_s` and `total_s`,
+    and a row for each engine in `workers`.
     """
 
     version: int

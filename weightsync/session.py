@@ -35,6 +35,8 @@ from weightsync.wire import (
     Plan,
     Planned,
     Release,
+    Share,
+    Shared,
 )
 
 M = TypeVar("M", bound=Message)
@@ -116,6 +118,12 @@ class EngineSession:
         self._send(Plan(tensors), deadline, "plan")
         return self._collect(Planned, deadline, "plan")
 
+    def share(self) -> list[Shared]:
+        """Where each worker's parameters lie."""
+        deadline = Deadline(self._timeout_s)
+        self._send(Share(), deadline, "connect")
+        return self._collect(Shared, deadline, "connect")
+
     def connect(self, messages: Sequence[Connect], join: Callable[[Deadline], None]) -> None:
         """Let every worker map or join the storages; `join` runs while they do."""
         deadline = Deadline(self._timeout_s)
@@ -136,6 +144,8 @@ class EngineSession:
 
     def begin(self, version: int) -> None:
         """Pause generation and open the update: afterwards the workers wait for `load`."""
+        for worker in self.workers:  # another engine may have been started at the same address; leave it alone
+            worker.channel.check("pause")
         self._version = version
         self._paused = True
         self._all("pause", self._engines, lambda engine: engine.pause(self._pause))

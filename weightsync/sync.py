@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weightsync.bucketing import Bucketer, lasting, make_bucketer, split
 from weightsync.channel import Deadline, Hub
-from weightsync.engines import connect
-from weightsync.errors import ConfigError, ManifestError, WeightSyncError, foreign
+from weightsync.checkpoint.restart import push_and_restart
+from weightsync.checkpoint.save import save
+from weightsync.engines import ENGINE_VARIABLE, LoraAdapter, connect
+from weightsync.errors import ConfigError, EngineError, ManifestError, WeightSyncError, foreign
 from weightsync.layout import Box, Manifest, Placement, TensorMeta, connected, coverage, itemsize, merge_manifests
+from weightsync.lora import LoraPush
 from weightsync.machine import boot_id, describe_device
+from weightsync.placing import place
 from weightsync.progress import Progress
 from weightsync.ranks import RankGroup
 from weightsync.report import PushReport, WorkerReport
 from weightsync.senders import make_sender
 from weightsync.senders.base import Model, Piece, Sender, TensorPolicy
 from weightsync.senders.quantize import QuantizingSender, pairs
-from weightsync.session import EngineSession
+from weightsync.session import EngineSession, Worker
 from weightsync.transports import make_transport
 from weightsync.transports.base import Region, Shipment, Transport, WorkerInfo
+from weightsync.transports.checkpoint import CheckpointTransport
+from weightsync.transports.lora import LoraTransport
+from weightsync.transports.single_copy import SingleCopyTransport
 from weightsync.wire import (
     Connect,
     Loaded,
@@ -36,6 +45,9 @@ from weightsync.wire import (
     unpack_manifest,
     unpack_placements,
 )
+
+if TYPE_CHECKING:
+    from weightsync.single_copy import AttachedModel, Export
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +72,15 @@ class WeightSync:
     backend: how the trainer holds its weights: "fsdp" (FSDP2, FSDP1, DDP, a plain module), "deepspeed" (ZeRO 0 to 3)
         or "megatron" (a Megatron-core `GPTModel`, or the list of its chunks).
     transport: "ipc" (engines on this host) or "broadcast" (any host); "cuda_ipc" and "nccl" are the same and refuse
-        CPU tensors. Or an object with the face of `weightsync.transports.base.Transport`.
+        CPU tensors. `CheckpointTransport(folder)` leaves a checkpoint of each version behind. "lora", or
+        `LoraTransport(...)`, pushes a LoRA adapter alone, under a new name each time. "single_copy", or
+        `SingleCopyTransport(...)`, makes the model's parameters the engine's own memory: see `attach` and `writing`. Or
+        any other object with the face of `weightsync.transports.base.Transport`.
     engine: an `LLM`, an `AsyncLLM`, a Ray actor handle of either, an "http://..." address, or a list of these; only
-        rank 0's is used. None means $WEIGHTSYNC_ENGINE, or else http://localhost:8000.
+        rank 0's is used. None means $WEIGHTSYNC_ENGINE, or else http://localhost:8000; with single_copy, the engine
+        whose `vllm_bridge_config.json` is found (see `weightsync.bridge.find`).
     bucketer: "module", "threshold" or "parameter", or an object with a `bucket` method; None means modules for ipc,
-        full buckets for broadcast and for backend="megatron".
+        full buckets for all else and for backend="megatron".
     max_bytes: the size of a bucket, 256 MiB when None. What fuses into one engine parameter may be larger.
     policy: which tensors travel, how often, and in which dtype; None means all of them, at every push, in the dtype
         that the engine holds.
@@ -87,7 +103,7 @@ class WeightSync:
     def __init__(
         self,
         backend: str,
-        transport: str | Transport = "ipc",
+        transport: str | Transport | LoraTransport | SingleCopyTransport = "ipc",
         engine: Any = None,
         *,
         bucketer: str | Bucketer | None = None,
@@ -109,8 +125,25 @@ class WeightSync:
         self._sender: Sender = make_sender(backend, self._policy, bridge=bridge, vocab_size=vocab_size)
         if quantize is not None:
             self._sender = QuantizingSender(self._sender, quantize, self._policy, idle=self._idle, timeout_s=timeout_s)
+        if quantize is not None and isinstance(transport, CheckpointTransport) and transport.restart:
+            raise ConfigError("restart=True saves the trainer's own tensors; leave quantize out")
+        self._saving = {"backend": backend, "policy": self._policy, "bridge": bridge, "vocab_size": vocab_size}
         self._quantize = quantize
         self._padded = backend == "megatron" and vocab_size is None
+        if transport == "single_copy":
+            transport = SingleCopyTransport()
+        if isinstance(transport, SingleCopyTransport) and (backend != "fsdp" or quantize is not None):
+            raise ConfigError(
+                'single_copy works on a plain model, or one that `parallelize_module` has sharded: backend="fsdp", and '
+                f"quantize=None. Got backend={backend!r}, quantize={quantize!r}"
+            )
+        self._lora: LoraPush | None = None
+        if transport == "lora":
+            transport = LoraTransport()
+        if isinstance(transport, LoraTransport):
+            if backend == "megatron" or quantize is not None:
+                raise ConfigError('adapters are those of PEFT: backend="fsdp" or "deepspeed", without quantize')
+            self._lora = LoraPush(transport, self._sender, engine, timeout_s)
         self._transport = transport
         self._open_transport: Transport | None = None
         if isinstance(transport, str):
@@ -131,8 +164,12 @@ class WeightSync:
         self._ranks: RankGroup | None = None
         self._session: EngineSession | None = None
         self._agreed: _Agreement | None = None
+        self._attached: AttachedModel | None = None
+        self._shareable: Manifest | None = None
         self._last_version = 0
         self._phase = "connect"
+        self.last_report: PushReport | None = None
+        """What the last `push` or `writing` that succeeded came to, on every rank."""
 
     def push(self, model: Model, version: int | None = None) -> PushReport:
         """Collective: every trainer rank calls this. Make every engine serve `model`'s weights of this moment.
@@ -140,9 +177,152 @@ class WeightSync:
         `version` must be greater than any that an engine has been given; None takes the next. Returns the same report
         on every rank. Raises `WeightSyncError`s (see `weightsync.errors`), the same one on every rank.
         """
-        started = time.perf_counter()
+        if isinstance(self._transport, SingleCopyTransport):
+            if self._attached is None or self._attached.model is not model:
+                raise ConfigError("single_copy pushes the model that was given to `attach`, and this is another")
+            with self.writing(version):
+                pass
+            assert self.last_report is not None
+            return self.last_report
+        with self._as_one():
+            if isinstance(self._transport, CheckpointTransport) and self._transport.restart:
+                ranks = self._meet()
+                save_to = partial(save, model, timeout_s=self._timeout_s, **self._saving)
+                self.last_report = push_and_restart(
+                    self._transport, self._engine, ranks, save_to, version, self._timeout_s
+                )
+                logger.info("saved and restarted %s", self.last_report)
+            else:
+                self.last_report = self._push(model, version, time.perf_counter())
+        return self.last_report
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Collective: every trainer rank calls this, once, with transport="single_copy". Make the parameters of
+        `model`, which is on the meta device, views of the engine's: rank i's of worker i's. They have the engine's
+        values, and what is written to them is written to the engine; do that inside of `writing()`. Buffers get the
+        values that `from_pretrained` gives them, and requires_grad stays what it is.
+
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            sync.attach(model)
+
+        For an engine with tensor parallelism, `parallelize_module` the model first. Raises `WeightSyncError`s, the same
+        one on every rank; the engine is as it was.
+        """
+        if not isinstance(self._transport, SingleCopyTransport):
+            raise ConfigError('attach is for WeightSync(backend, transport="single_copy")')
+        if self._attached is not None:
+            raise ConfigError("a model is attached already; close this WeightSync first")
+        from weightsync.senders.fsdp import FsdpSender  # as `lay_over`, it costs more to import than all the rest
+        from weightsync.single_copy import lay_over
+
+        assert isinstance(self._sender, FsdpSender)
+        with self._as_one():
+            ranks = self._meet()
+            with self._in_phase("plan"):
+                pieces = self._sender.sketch(model)
+                self._shareable = Manifest(tuple(dict.fromkeys(piece.meta for piece in pieces)))
+                self._attached = lay_over(model, pieces, self._share(ranks), ranks)
+
+    @contextmanager
+    def writing(self, version: int | None = None) -> Iterator[None]:
+        """Collective: every trainer rank enters and leaves this, with transport="single_copy". Inside, generation is
+        paused and the attached model may be written:
+
+            with sync.writing():
+                optimizer.step()
+
+        When it is left the engine serves what was written, as the next version. The body must take less than
+        `timeout_s`. What it raises is raised on every rank, and leaves the engine paused and `POISONED` until the next
+        `writing()` succeeds. `last_report` tells how long it took: `pause_s` with the body, `total_s` without.
+        """
+        attached = self._attached
+        if attached is None:
+            raise ConfigError("there is no model to write: call `attach` first")
+        with self._as_one():
+            started = time.perf_counter()
+            ranks = self._meet()
+            with self._in_phase("plan"):
+                attached.check()
+                if ranks.share(self._hub is not None and self._session is None, "plan"):
+                    self._share(ranks)
+                session = self._session
+                version = ranks.share(self._next_version(version) if session is not None else None, "plan")
+            plan_s = time.perf_counter() - started
+            with self._in_phase("pause"):
+                if session is not None:
+                    session.begin(version)
+                    session.load(0, [])  # from here on the weights are a mixture
+                    session.loaded()
+                ranks.share(None, "pause")
+            paused = time.perf_counter()
+            with self._in_phase("write"), attached.open():
+                yield
+            written = time.perf_counter()
+            attached.fence(ranks)
+            report: PushReport | None = None
+            if session is not None:
+                with self._in_phase("commit"):
+                    committed = session.commit()
+                now = time.perf_counter()
+                workers = _worker_reports(session, [], [answer.load_s for answer in committed])
+                report = PushReport(
+                    version=version,
+                    nbytes=0,
+                    buckets=0,
+                    plan_s=plan_s,
+                    gather_s=0.0,
+                    transfer_s=0.0,
+                    verify_s=0.0,
+                    load_s=max(w.load_s for w in workers),
+                    pause_s=now - started - plan_s,
+                    total_s=now - started - (written - paused),
+                    roads={},
+                    workers=workers,
+                )
+                logger.info("wrote %s", report)
+            self._phase = "commit"
+            report = PushReport.from_dict(ranks.share(asdict(report) if report is not None else None, "commit"))
+            self._last_version, self.last_report = report.version, report
+
+    def _share(self, ranks: RankGroup) -> list[Export]:
+        """Collective. What the workers of the engine tell of their parameters; the same engine as before, if there was
+        one."""
+        from weightsync.single_copy import Export
+
+        assert self._shareable is not None
+        assert isinstance(self._transport, SingleCopyTransport)
+        rows: list[list[Any]] | None = None
+        everyone = ranks.gather([pack_manifest(self._shareable), boot_id()], "plan")
+        if self._hub is not None:
+            manifest = merge_manifests([unpack_manifest(row) for row, _ in everyone])
+            session, workers = self._call_in()
+            hosts = [WorkerInfo(f"trainer rank {rank}", "", "", host) for rank, (_, host) in enumerate(everyone)]
+            self._transport.check(hosts, [worker.info for worker in workers])
+            _check_plans(manifest, session.plan(pack_manifest(manifest)), False)
+            shared = session.share()
+            self._transport.check_epochs([answer.epoch for answer in shared])
+            told = zip(workers, shared, strict=True)
+            rows = [[s.epoch, w.hello.device, w.hello.gpu_uuid, s.storages, s.placements] for w, s in told]
+            session.release("init")
+        rows = ranks.share(rows, "connect")
+        assert rows is not None
+        exports = [
+            Export(epoch, device, gpu_uuid, storages, unpack_placements(placements))
+            for epoch, device, gpu_uuid, storages, placements in rows
+        ]
+        if self._attached is not None and self._attached.epochs != [export.epoch for export in exports]:
+            raise EngineError(
+                "the engine was started anew since `attach`, and the model's parameters are the old one's memory: "
+                "close this WeightSync, build the model anew on the meta device, and attach that"
+            )
+        return exports
+
+    @contextmanager
+    def _as_one(self) -> Iterator[None]:
+        """Collective. What fails inside on any rank is raised on all, and everything is taken down."""
         try:
-            return self._push(model, version, started)
+            yield
         except Exception as error:
             rank = self._ranks.rank if self._ranks is not None else 0
             problem = foreign(error, who=f"trainer rank {rank}", phase=self._phase)
@@ -154,9 +334,22 @@ class WeightSync:
             self._give_up(WeightSyncError("the trainer was interrupted", phase=self._phase))
             raise
 
+    @property
+    def adapter(self) -> LoraAdapter | None:
+        """The adapter that was pushed last, with a `LoraTransport`; the same on every rank."""
+        return None if self._lora is None else self._lora.adapter
+
     def close(self) -> None:
         """Let go of the engines. Not collective. Another trainer may push afterwards. An engine's workers give back
         the memory that they have mapped at their next call from a trainer, since only then they look."""
+        if self._attached is not None:
+            self._attached.release()
+            self._attached = None
+        self._disconnect()
+        if self._lora is not None:
+            self._lora.close()
+
+    def _disconnect(self) -> None:
         if self._session is not None:
             self._session.close()
         if self._open_transport is not None:
@@ -166,6 +359,7 @@ class WeightSync:
         if self._hub is not None:
             self._hub.close()
         self._session = self._open_transport = self._ranks = self._hub = self._agreed = None
+        self._sender.close()
 
     def __enter__(self) -> WeightSync:
         return self
@@ -175,13 +369,22 @@ class WeightSync:
 
     def _push(self, model: Model, version: int | None, started: float) -> PushReport:
         ranks = self._meet()
+        if self._lora is not None:
+            pushed = self._lora.push(ranks, model, lambda newest: self._next_version(version, newest), self._in_phase)
+            self._last_version = pushed.version
+            return pushed
         with self._in_phase("plan"):
-            manifest, pieces = self._sender.manifest(model), self._sender.pieces(model)
-            local = _signature(manifest, pieces, self._policy)
+            pieces = self._sender.pieces(model)
+            if self._agreed is not None and self._agreed.pieces is pieces:
+                local = self._agreed.local
+            else:
+                local = _signature(pieces, self._policy)
             unchanged = self._agreed is not None and self._agreed.local == local
+            if unchanged and self._agreed is not None:
+                self._agreed.pieces = pieces
             if ranks.share(not all(ranks.gather(unchanged, "plan")), "plan"):
                 self._agreed = None
-                self._agreed = self._negotiate(ranks, manifest, pieces, local)
+                self._agreed = self._negotiate(ranks, self._sender.manifest(model), pieces, local)
             agreed, transport, session = self._agreed, self._open_transport, self._session
             assert agreed is not None
             assert transport is not None
@@ -216,7 +419,7 @@ class WeightSync:
             with self._in_phase("load"):
                 while len(loads) < len(bucket_bytes) * len(session.workers):
                     loads += self._collect(session)
-                transport.finish(self._idle, Deadline(self._timeout_s))
+                transport.finish(version, self._idle, Deadline(self._timeout_s))
             with self._in_phase("commit"):
                 committed = session.commit()
             now = time.perf_counter()
@@ -251,11 +454,25 @@ class WeightSync:
             self._ranks = RankGroup(self._hub, self._timeout_s)
         return self._ranks
 
+    def _call_in(self) -> tuple[EngineSession, list[Worker]]:
+        """Rank 0: the engines' workers, who wait for messages until the session releases them."""
+        if self._session is None:
+            assert self._hub is not None
+            engine = self._engine
+            named = engine is not None or ENGINE_VARIABLE in os.environ
+            if not named and isinstance(self._transport, SingleCopyTransport):
+                engine = self._transport.engine_url()
+            engines = connect(engine, self._timeout_s)
+            self._session = EngineSession(engines, self._hub, self._pause, self._timeout_s)
+        workers = self._session.meet()
+        self._last_version = max(self._last_version, self._session.last_version())
+        return self._session, workers
+
     def _negotiate(
         self, ranks: RankGroup, manifest: Manifest, pieces: Sequence[Piece], local: _Signature
     ) -> _Agreement:
         """Collective. Agree with every engine worker on what travels, in which dtype, in which buckets, from where."""
-        mine = _place(pieces, ranks.rank)
+        mine = place(pieces, ranks.rank)
         kind, gpu_uuid = describe_device(_device(mine))
         own = {
             "manifest": pack_manifest(manifest),
@@ -275,11 +492,7 @@ class WeightSync:
                     f"quantize={self._quantize!r}, but none of the {len(manifest)} tensors is a matrix `....weight` "
                     "that is not named in TensorPolicy.unquantized"
                 )
-            if self._session is None:
-                engines = connect(self._engine, self._timeout_s)
-                self._session = EngineSession(engines, self._hub, self._pause, self._timeout_s)
-            workers = self._session.meet()
-            self._last_version = max(self._last_version, self._session.last_version())
+            session, workers = self._call_in()
             rank_infos = [
                 WorkerInfo(f"trainer rank {n}", row["device"], row["gpu_uuid"], row["boot_id"])
                 for n, row in enumerate(everyone)
@@ -287,7 +500,7 @@ class WeightSync:
             if self._open_transport is None:
                 self._open_transport = self._new_transport()
             self._open_transport.check(rank_infos, [worker.info for worker in workers])
-            plans = self._session.plan(pack_manifest(manifest))
+            plans = session.plan(pack_manifest(manifest))
             _check_quantized(manifest, together, plans)
             _check_plans(manifest, plans, self._padded)
             travelling = self._wire_manifest(manifest, plans, {name for pair in together for name in pair})
@@ -328,6 +541,7 @@ class WeightSync:
         )
         self._phase = "connect"
         offer = transport.prepare(shipment, mine, ranks)
+        self._last_version = max(self._last_version, offer.newest)
         once = _frozen_buckets(offer.buckets, shipment.frozen)
         storages = ranks.gather([transport.storages(worker) for worker in range(answer["workers"])], "connect")
         if self._session is not None:
@@ -348,7 +562,7 @@ class WeightSync:
         ranks.share(None, "connect")
         transport.joined()
         nbytes = [sum(travelling[name].nbytes for name in names) for names in offer.buckets]
-        return _Agreement(local, offer.buckets, nbytes, once, answer["roads"])
+        return _Agreement(pieces, local, offer.buckets, nbytes, once, answer["roads"])
 
     def _wire_manifest(self, manifest: Manifest, plans: Sequence[Planned], as_it_is: Set[str]) -> Manifest:
         """The manifest with the dtypes that travel: what the policy declares, else what the trainer has, or what all
@@ -374,7 +588,8 @@ class WeightSync:
             )
         return Manifest(tuple(tensors))
 
-    def _next_version(self, version: int | None) -> int:
+    def _next_version(self, version: int | None, newest: int = 0) -> int:
+        self._last_version = max(self._last_version, newest)
         if version is None:
             return self._last_version + 1
         if version <= self._last_version:
@@ -384,6 +599,7 @@ class WeightSync:
     def _new_transport(self) -> Transport:
         if isinstance(self._transport, str):
             return make_transport(self._transport, timeout_s=self._timeout_s)
+        assert not isinstance(self._transport, (LoraTransport, SingleCopyTransport))
         return self._transport
 
     def _collect(self, session: EngineSession) -> list[Loaded]:
@@ -406,7 +622,7 @@ class WeightSync:
             if self._session is not None:
                 self._session.fail(error)
         finally:
-            self.close()
+            self._disconnect()
         return error
 
     @contextmanager
@@ -415,7 +631,7 @@ class WeightSync:
         yield
 
 
-_Signature = tuple[Any, ...]
+_Signature = list[tuple[Any, ...]]
 
 
 class _Agreement:
@@ -424,12 +640,14 @@ class _Agreement:
 
     def __init__(
         self,
+        pieces: Sequence[Piece],
         local: _Signature,
         buckets: Sequence[Sequence[str]],
         bucket_bytes: list[int],
         once: int,
         roads: dict[str, int],
     ) -> None:
+        self.pieces = pieces
         self.local = local
         self.buckets = buckets
         self.bucket_bytes = bucket_bytes
@@ -442,26 +660,6 @@ class _Agreement:
         return self.bucket_bytes[: len(self.bucket_bytes) - (self.once if self.settled else 0)]
 
 
-def _place(pieces: Sequence[Piece], rank: int) -> dict[Placement, Region]:
-    """This rank's placements and what is behind them; its storages are numbered from 1."""
-    numbers: dict[int, int] = {}
-    placed: dict[Placement, Region] = {}
-    for piece in pieces:
-        tensor = piece.tensor
-        number = numbers.setdefault(tensor.untyped_storage().data_ptr(), len(numbers) + 1)
-        placement = Placement(
-            piece.meta.name,
-            piece.box,
-            rank,
-            number,
-            int(tensor.storage_offset()),
-            tuple(tensor.stride()),
-            piece.meta.dtype,
-        )
-        placed[placement] = Region(tensor, piece.compute)
-    return placed
-
-
 def _device(placed: Mapping[Placement, Region]) -> torch.device:
     """Where this rank's tensors are; for one that holds none, where its process group works."""
     if placed:
@@ -470,11 +668,12 @@ def _device(placed: Mapping[Placement, Region]) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def _signature(manifest: Manifest, pieces: Sequence[Piece], policy: TensorPolicy) -> _Signature:
-    """Compares equal as long as the set of tensors, the place of each in this rank's memory, which are computed, and
-    which are frozen, stay what they are."""
-    return manifest, [
+def _signature(pieces: Sequence[Piece], policy: TensorPolicy) -> _Signature:
+    """Compares equal as long as the tensors that this rank holds, the place of each in its memory, which are computed,
+    and which are frozen, stay what they are. All ranks' together tell of every tensor of the model."""
+    return [
         (
+            p.meta,
             p.box,
             p.tensor.data_ptr(),
             p.tensor.stride(),

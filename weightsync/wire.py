@@ -80,7 +80,7 @@ class Planned(Message):
     reloads: list[list[str]]  # names that one module, or several tied ones, need all of whenever any of them changes
     missing: list[str]  # parts of the engine's parameters that no tensor fills
     hints: list[str]  # the tensor names that would fill them, where other layers tell
-    roads: dict[str, int]  # how many modules are loaded "in place", by "reload", by "loader"
+    roads: dict[str, int]  # how many modules are loaded "in place", "straight", by "reload", by "loader"
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,21 @@ class Connect(Message):
 @dataclass(frozen=True)
 class Connected(Message):
     """From a worker: every storage is mapped, every communicator joined."""
+
+
+@dataclass(frozen=True)
+class Share(Message):
+    """To a worker, in place of `Connect`: let the trainer write into the parameters themselves. It answers `Shared`."""
+
+
+@dataclass(frozen=True)
+class Shared(Message):
+    """From a worker: where the tensors of `Plan` lie in its parameters. Nothing has been written, and the one bucket
+    has all of them."""
+
+    epoch: str  # another one for each start of an engine
+    storages: list[list[Any]]  # [storage, kind, fields]
+    placements: list[list[Any]]
 
 
 @dataclass(frozen=True)

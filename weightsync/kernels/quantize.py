@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -34,6 +35,9 @@ class PerChannel:
     dtype: torch.dtype
     largest: float
     smallest_scale: float
+    per_row: ClassVar[bool] = True
+    multiplies: ClassVar[bool] = False
+    """Whether a value is multiplied by the reciprocal of its scale, instead of divided by the scale."""
 
     def scale(self, maxima: torch.Tensor) -> torch.Tensor:
         """The scales of rows whose largest magnitudes are `maxima`: float32, of the same shape."""
@@ -71,20 +75,40 @@ def row_maxima(weight: torch.Tensor) -> torch.Tensor:
     return torch.maximum(low.abs(), high.abs()).float()
 
 
-def fp8_per_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The float8 values of a 2-D weight, and the one scale of all of them: float32, of shape (1,).
+@dataclass(frozen=True)
+class PerTensor:
+    """Float8 with one scale for all of a weight: float32, of shape (1,)."""
 
-    As vLLM's `quantization="fp8"`, its `scaled_fp8_quant` with a scale for the tensor, which multiplies by the
-    reciprocal. Like there, a weight of zeros has scale 0 and values 448, since it is the kernel that finds no number.
-    """
-    maximum = row_maxima(weight).amax().reshape(1)
-    scale = maximum / torch.full_like(maximum, FP8_MAX)
-    inverse = scale.reciprocal()
-    found = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    for rows in _strips(weight, 1):
-        scaled = (weight[rows] * inverse).nan_to_num_(FP8_MAX)
-        found[rows] = scaled.clamp_(-FP8_MAX, FP8_MAX).to(found.dtype)
-    return found, scale
+    dtype: torch.dtype = torch.float8_e4m3fn
+    largest: float = FP8_MAX
+    smallest_scale: float = 0.0
+    per_row: ClassVar[bool] = False
+    multiplies: ClassVar[bool] = True
+
+    def scale(self, maxima: torch.Tensor) -> torch.Tensor:
+        """The scales of weights whose largest magnitudes are `maxima`: float32, of the same shape."""
+        return maxima / torch.full_like(maxima, self.largest)
+
+    def values(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The 8-bit values of a 2-D `weight` with its scale. It may be a part of the weight."""
+        inverse = scale.reciprocal()
+        found = torch.empty(weight.shape, dtype=self.dtype, device=weight.device)
+        for rows in _strips(weight, 1):
+            scaled = (weight[rows] * inverse).nan_to_num_(self.largest)
+            found[rows] = scaled.clamp_(-self.largest, self.largest).to(self.dtype)
+        return found
+
+    def __call__(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The 8-bit values of a whole 2-D weight, and its scale."""
+        scale = self.scale(row_maxima(weight).amax().reshape(1))
+        return self.values(weight, scale), scale
+
+
+fp8_per_tensor = PerTensor()
+"""As vLLM's `quantization="fp8"`, its `scaled_fp8_quant` with a scale for the tensor, which multiplies by the
+reciprocal. Like there, a weight of zeros has scale 0 and values 448, since it is the kernel that finds no number."""
+
+Form = PerChannel | PerTensor
 
 
 def fp8_per_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,5 @@
-"""Where the tensors lie that a module works with, wherever it keeps them, so that a push can prove that none moved.
+"""Which tensors a module works with, wherever it keeps them: to fill those that it had with what new ones have, and to
+prove after a push that none moved.
 
 CUDA graphs have captured these addresses. A quantised layer keeps tensors not only as parameters: as attributes, in a
 kernel's object, in the closure of a function, as a workspace. All that can be reached is looked at.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import types
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,14 +35,16 @@ def held(value: Any) -> list[tuple[str, Any]] | None:
     if isinstance(value, types.MethodType):
         return [("function", value.__func__), ("self", value.__self__)]
     if isinstance(value, dict):
-        return [(str(key), item) for key, item in value.items()]
+        return [(key if isinstance(key, str) else f"[{key!r}]", item) for key, item in value.items()]
     if isinstance(value, (list, tuple, set, frozenset)):
         return [(str(n), item) for n, item in enumerate(value)]
     if isinstance(value, nn.Module):
         slots = [item for key in ("_parameters", "_buffers", "_modules") for item in value.__dict__[key].items()]
         return slots + [(key, item) for key, item in value.__dict__.items() if not _is_container(key, item)]
-    if hasattr(value, "__dict__"):
-        return list(vars(value).items())
+    kind: Any = type(value)
+    slots = [name for name in _slots(kind) if hasattr(value, name)]
+    if hasattr(value, "__dict__") or slots:
+        return [*getattr(value, "__dict__", {}).items(), *((name, getattr(value, name)) for name in slots)]
     return None
 
 
@@ -69,9 +73,72 @@ def addresses(parts: dict[str, Any], outside: set[int], seen: set[int]) -> dict[
     return found
 
 
+@dataclass(frozen=True)
+class Counterparts:
+    """What corresponds to each other in two objects that were made in the same way, from other weights: `tensors`, as
+    (path, old, new). And what does not: values, types and layouts that `differ`, and objects that are `closed`: they
+    cannot be looked into, or free something when they go."""
+
+    tensors: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    differ: list[str] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+
+
+def counterparts(old: Any, new: Any, path: str, outside: set[int]) -> Counterparts:
+    """Put two objects side by side. What both share, or has its id in `outside`, was not made, and is passed over; so
+    is what only the old one has, since that came with its use."""
+    found = Counterparts()
+    seen: set[tuple[int, int]] = set()
+    stack = [(path, old, new)]
+    while stack:
+        at, a, b = stack.pop()
+        if a is b or b is None or (id(a), id(b)) in seen or id(a) in outside:
+            continue
+        seen.add((id(a), id(b)))
+        if type(a) is not type(b):
+            found.differ.append(f"{at} is now a {type(b).__name__}, and was a {type(a).__name__}")
+        elif isinstance(a, torch.Tensor):
+            if any(step == 0 and size > 1 for step, size in zip(a.stride(), a.shape, strict=True)):
+                found.closed.append(f"{at} has elements that share their memory")
+            elif same_layout(a, b):
+                found.tensors.append((at, a, b))
+            else:
+                found.differ.append(f"{at} is now {tuple(b.shape)} {b.dtype}, and was {tuple(a.shape)} {a.dtype}")
+        elif isinstance(a, _LEAVES):
+            if a != b:
+                found.differ.append(f"{at} is now {b!r}, and was {a!r}")
+        elif (inside := held(a)) is None or (others := held(b)) is None:
+            found.closed.append(f"{at}, a {type(a).__name__}, cannot be looked into")
+        elif hasattr(a, "__del__"):
+            found.closed.append(f"{at}, a {type(a).__name__}, frees something when it goes")
+        else:
+            mine, theirs = dict(inside), dict(others)
+            if _code(a) is not _code(b):
+                found.differ.append(f"{at} is now another function")
+            found.differ.extend(f"{at}.{name} was not there" for name in theirs.keys() - mine.keys())
+            stack += [(f"{at}.{name}", mine[name], item) for name, item in theirs.items() if name in mine]
+    return found
+
+
+def same_layout(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether one can stand for the other after its contents were copied into it."""
+    return (
+        a is not None
+        and b is not None
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+        and a.storage_offset() == b.storage_offset()
+    )
+
+
 def moved(before: dict[str, int], after: dict[str, int]) -> list[str]:
     """The paths of tensors that lie elsewhere than before, or nowhere. What is new may lie where it likes."""
     return [path for path, address in before.items() if after.get(path) != address]
+
+
+def _code(value: Any) -> types.CodeType | None:
+    return value.__code__ if isinstance(value, types.FunctionType) else None
 
 
 def _is_filled(cell: types.CellType) -> bool:
@@ -79,6 +146,14 @@ def _is_filled(cell: types.CellType) -> bool:
         return cell.cell_contents is not cell
     except ValueError:
         return False
+
+
+@functools.cache
+def _slots(kind: type) -> list[str]:
+    """The names of a class's slots, those of its bases too."""
+    declared = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
+    names = [name for names in declared for name in ([names] if isinstance(names, str) else names)]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def _is_container(key: str, item: Any) -> bool:

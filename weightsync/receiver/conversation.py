@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from dataclasses import asdict
 from typing import Any
 
@@ -35,6 +36,9 @@ from weightsync.wire import (
     Plan,
     Planned,
     Release,
+    Share,
+    Shared,
+    pack_placements,
     unpack_manifest,
     unpack_placements,
 )
@@ -50,6 +54,8 @@ class Conversation:
 
     def __init__(self, host: ModelHost) -> None:
         self.receiver = Receiver(host)
+        self.epoch = secrets.token_hex(8)
+        """Another one for each start of the engine."""
         self._host = host
         self._channel: Channel | None = None
         self._session = ""
@@ -184,6 +190,9 @@ class Conversation:
                     deadline,
                 )
                 return Connected()
+            case Share():
+                exported, placements = self.receiver.share()
+                return Shared(self.epoch, exported, pack_placements(placements))
             case Load():
                 timing = self.receiver.load(message.version, message.bucket, message.digests, idle, deadline)
                 return Loaded(bucket=message.bucket, **asdict(timing))

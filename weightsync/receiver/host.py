@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from weightsync.kernels.rows import Share
+
 
 @dataclass(frozen=True)
 class WorkerIdentity:
@@ -28,6 +30,8 @@ class ModelHost(Protocol):
     device: torch.device
     dtype: torch.dtype
     live: nn.Module
+    share: Share | None
+    """Among the workers that have parts of the same modules; None where there is only this one."""
 
     def pristine(self) -> nn.Module:
         """A copy of the model as it is before any weight is loaded, on the `meta` device; made once."""

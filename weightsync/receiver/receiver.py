@@ -12,24 +12,29 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from weightsync.channel import Deadline
 from weightsync.errors import DigestError, ProtocolError, UnsupportedError
 from weightsync.kernels.digest import digest
+from weightsync.kernels.quantize import Form
+from weightsync.kernels.rows import Job, RowQuantiser
 from weightsync.layout import Box, CopyStep, Manifest, Placement, copy_steps, coverage, fuse_groups, itemsize
 from weightsync.machine import describe_device
+from weightsync.memory import export
 from weightsync.receiver.audit import moved
 from weightsync.receiver.eight_bit import Pair, collapse, expand, find_pairs, quantised, rename
 from weightsync.receiver.host import ModelHost
-from weightsync.receiver.modules import Reload, Unit, choose_roads, live_addresses, units
-from weightsync.receiver.trace import Trace, named_tensors, trace_loader, uncovered, writers
+from weightsync.receiver.modules import Reload, Unit, choose_roads, live_addresses, parameter_addresses, units
+from weightsync.receiver.straight import pieces_of
+from weightsync.receiver.trace import Trace, named_tensors, paddings, trace_loader, uncovered, writers
 from weightsync.transports import make_source
-from weightsync.transports.base import Idle, Source, strided
+from weightsync.transports.base import Idle, Nothing, Source, strided
 
 CLEAN, POISONED = "CLEAN", "POISONED"
 
@@ -63,6 +68,16 @@ class Timing:
     load_s: float
 
 
+@dataclass
+class _Route:
+    """What becomes of one tensor in every push over a connection: views to copy, as (target, source), steps that lead
+    into fresh parameters, and the bytes that both of them and quantisers read. What a loader takes whole is extra."""
+
+    in_place: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    fresh: list[CopyStep] = field(default_factory=list)
+    nbytes: int = 0
+
+
 class Receiver:
     """One worker's. Not safe for use by two threads. `version` is the last committed one; `state` CLEAN or POISONED."""
 
@@ -73,6 +88,8 @@ class Receiver:
         self._units: list[Unit] | None = None
         self._unit_of: dict[str, Unit] = {}
         self._addresses: dict[str, int] = {}  # where the live tensors lay before the first push
+        self._parameters: dict[str, int] = {}  # parameters alone
+        self._others: dict[str, int] = {}  # what else is loaded (buffers), when the connection was made
         self._manifest: Manifest | None = None
         self._trace = Trace()
         self._pairs: dict[str, Pair] = {}
@@ -83,7 +100,9 @@ class Receiver:
         self._once = 0
         self._settled = False  # a push of all buckets was committed since `connect`, and nothing was begun after it
         self._placements: dict[str, list[Placement]] = {}
-        self._steps: dict[str, list[CopyStep]] = {}
+        self._routes: dict[str, _Route] = {}
+        self._quantisers: list[list[RowQuantiser]] = []  # of each bucket
+        self._constants: list[tuple[torch.Tensor, float]] = []  # in parameters that are loaded in place
         self._push: _Push | None = None
 
     def plan(self, manifest: Manifest) -> Plan:
@@ -96,9 +115,10 @@ class Receiver:
             model = host.pristine()
             if self._units is None:
                 found = units(host.live, model)
-                choose_roads(found, host.post_process, host.parts, host.device)
+                choose_roads(found, host.post_process, host.parts, host.device, host.share, host.identity.rank)
                 self._units = found
                 self._addresses = live_addresses(found, host.live, host.parts)
+                self._parameters = parameter_addresses(found)
                 self._unit_of = {name: unit for unit in found for name in unit.params}
 
             def load(weights: Any) -> Any:
@@ -136,10 +156,11 @@ class Receiver:
             used.update({name: manifest[name].dtype for name in names})  # arithmetic wants all that the trainer has
         used.update(dict.fromkeys(pairs.keys() & used.keys(), str(host.dtype).removeprefix("torch.")))
         scales = {pair.scale.name for pair in pairs.values()}
-        roads = {"in place": 0, "reload": 0, "loader": 0}
-        computed_units = {id(self._unit_of[param]) for param in trace.computed if param in self._unit_of}
+        roads = {"in place": 0, "straight": 0, "reload": 0, "loader": 0}
+        computed = _computed_units(trace, self._unit_of)
         for unit in self._units:
-            roads["loader" if id(unit) in computed_units else "in place" if unit.in_place else "reload"] += 1
+            road = "in place" if unit.in_place else "reload" if unit.recipe is None else "straight"
+            roads["loader" if id(unit) in computed else road] += 1
         self._manifest, self._trace, self._pairs = manifest, trace, pairs
         self._plan = Plan(
             used=used,
@@ -151,7 +172,7 @@ class Receiver:
             hints=rename(_hints(seen, missing), pairs),
             roads=roads,
         )
-        self._steps.clear()
+        self._routes = {}
         return self._plan
 
     def connect(
@@ -192,11 +213,47 @@ class Receiver:
         self._placements = defaultdict(list)
         for placement in placements:
             self._placements[placement.name].append(placement)
-        near = self._nearest(storages)
-        self._steps = defaultdict(list)
-        for step in copy_steps(self._trace.copies, placements, near):
-            self._steps[step.name].append(step)
         self._buckets, self._once, self._settled = [list(names) for names in buckets], once, False
+        with self._host.scope():
+            self._find_routes(copy_steps(self._trace.copies, placements, self._nearest(storages)))
+
+    def share(self) -> tuple[list[list[Any]], list[Placement]]:
+        """Let a trainer write into the live parameters: gives [storage, kind, fields] of each storage, and which tensor
+        of the manifest lies where in them. In place of `connect`: a push has one bucket, which says that the trainer
+        begins to write. Parameters on a CPU move to shared memory; nothing else changes. Raises `UnsupportedError` for
+        a model with modules whose parameters are not what the loader writes, and `PlacementError` for memory that
+        cannot be shared."""
+        if self._plan is None or self._manifest is None or self._units is None:
+            raise ProtocolError("Share came before Plan")
+        others = [unit.names[0] for unit in self._units if not unit.in_place]
+        others += list(self._trace.computed)
+        if others:
+            raise UnsupportedError(
+                f"{len(others)} modules keep their weights in a format of their kernel, such as {others[0]}: a trainer "
+                'cannot work on these; use transport="ipc"'
+            )
+        self.disconnect()
+        self._source, self._source_name = Nothing(), ""
+        with self._host.scope():
+            live = named_tensors(self._host.live)
+            numbers: dict[int, int] = {}  # by identity of a storage
+            storages: list[list[Any]] = []
+            placements: list[Placement] = []
+            for copy in self._trace.copies:
+                tensor = live[copy.param]
+                storage = tensor.untyped_storage()
+                if storage._cdata not in numbers:
+                    numbers[storage._cdata] = len(storages)
+                    storages.append([len(storages), *export(storage)])
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                rank, number = self._host.identity.rank, numbers[storage._cdata]
+                placements.append(Placement(copy.name, copy.box, rank, number, copy.offset, copy.stride, dtype))
+            # Memory that is shared for the first time lies elsewhere than before; no graph has captured a CPU's.
+            self._addresses = live_addresses(self._units, self._host.live, self._host.parts)
+            self._parameters = parameter_addresses(self._units)
+            self._buckets, self._once, self._settled = [list(self._manifest.names)], 0, False
+            self._find_routes([])
+        return storages, placements
 
     def load(self, version: int, bucket: int, digests: list[list[Any]], idle: Idle, deadline: Deadline) -> Timing:
         """Load one bucket. Marks the model `POISONED` before the first byte is written."""
@@ -208,7 +265,8 @@ class Receiver:
                     f"version {version} is not newer than {self.version}, which this engine serves: versions only grow"
                 )
             count = len(self._buckets) - (self._once if self._settled else 0)
-            self._push = _Push(version, self._buckets[:count], self._host, self._trace, self._pairs, self._unit_of)
+            routes = {name: self._routes[name] for names in self._buckets[:count] for name in names}
+            self._push = _Push(version, count, routes, self._host, self._trace, self._pairs, self._unit_of)
             self._settled = False
         if not 0 <= bucket < self._push.buckets:
             raise ProtocolError(f"bucket {bucket} of version {version} was announced, which has {self._push.buckets}")
@@ -228,11 +286,13 @@ class Receiver:
             verified = time.perf_counter()
             self.state = POISONED
             if not self._push.done and self._push.buckets == len(self._buckets):
-                self._push.fill_in_place()  # later pushes leave these constants, and what was copied over them, alone
+                for constant, value in self._constants:
+                    constant.fill_(value)  # later pushes leave these alone
             nbytes = 0
             for name in self._buckets[bucket]:
                 nbytes += self._load_tensor(name, self._push)
-                self._push.close_finished()
+            for quantiser in self._quantisers[bucket]:
+                quantiser.run()
             _synchronise(self._host.device)
             self._push.done.add(bucket)
         loaded = time.perf_counter()
@@ -253,16 +313,21 @@ class Receiver:
         with self._host.scope():
             self._host.refresh()
             _synchronise(self._host.device)
-        self._check_addresses()
+        self._check_addresses(push.reloaded)
         self._push = None
         self._settled = True
         self.version, self.state = version, CLEAN
         return time.perf_counter() - started
 
-    def _check_addresses(self) -> None:
+    def _check_addresses(self, reloaded: bool) -> None:
+        """Everything is looked at that the engine can reach where its own code has run, and else the parameters."""
         assert self._units is not None
-        now = live_addresses(self._units, self._host.live, self._host.parts)
-        if paths := moved(self._addresses, now):
+        if reloaded:
+            paths = moved(self._addresses, live_addresses(self._units, self._host.live, self._host.parts))
+        else:
+            paths = moved(self._parameters, parameter_addresses(self._units))
+            paths += [name for name, at in self._others.items() if _tensor(self._host.live, name).data_ptr() != at]
+        if paths:
             raise UnsupportedError(
                 f"{len(paths)} tensors that the engine works with are not where they were before the push, and CUDA "
                 f"graphs have captured their addresses: {', '.join(paths[:5])}. Start the engine anew from a "
@@ -273,24 +338,99 @@ class Receiver:
         """Give back what was mapped or joined, and forget a push under way (the state stays what it is)."""
         self._push = None
         self._settled = False
-        self._steps = {}
+        self._routes, self._quantisers, self._constants = {}, [], []
         if self._source is not None:
             self._source.close()
             self._source = None
 
     def _load_tensor(self, name: str, push: _Push) -> int:
-        nbytes = 0
-        for step in self._steps.get(name, ()):
-            target = push.target(step.param)
-            if target is None:
-                continue  # its loader computes: see below
-            source = self._view(step)
-            torch.as_strided(target, step.size, step.dst_stride, step.dst_offset).copy_(source)
-            nbytes += source.numel() * source.element_size()
+        route = self._routes[name]
+        for target, source in route.in_place:
+            target.copy_(source)
+        for step in route.fresh:
+            target = push.fresh(step.param)
+            torch.as_strided(target, step.size, step.dst_stride, step.dst_offset).copy_(self._view(step))
             push.arrived(step)
+        nbytes = route.nbytes
         if push.wanted_whole(name):
             nbytes += push.take_whole(name, self._whole(name))
+        push.close_finished()
         return nbytes
+
+    def _find_routes(self, steps: Sequence[CopyStep]) -> None:
+        """Sort out what becomes of each tensor in every push over this connection, and make what can be made once."""
+        live = named_tensors(self._host.live)
+        computed = _computed_units(self._trace, self._unit_of)
+        of_param: dict[str, list[CopyStep]] = defaultdict(list)
+        views: dict[str, list[torch.Tensor]] = defaultdict(list)
+        for step in steps:
+            of_param[step.param].append(step)
+            views[step.param].append(self._view(step))
+        routes = {name: _Route() for names in self._buckets for name in names}
+        bucket_of = {name: number for number, names in enumerate(self._buckets) for name in names}
+        direct = self._direct(of_param, views, bucket_of, computed)
+        jobs: list[dict[tuple[Form, bool], list[Job]]] = [defaultdict(list) for _ in self._buckets]
+        for param, steps in of_param.items():
+            unit = self._unit_of.get(param)
+            if unit is not None and id(unit) in computed:
+                continue
+            for step, view in zip(steps, views[param], strict=True):
+                routes[step.name].nbytes += view.numel() * view.element_size()
+            if unit is None or unit.takes_in_place(param):
+                for step, view in zip(steps, views[param], strict=True):
+                    target = torch.as_strided(live[param].data, step.size, step.dst_stride, step.dst_offset)
+                    routes[step.name].in_place.append((target, view))
+                continue
+            if unit.recipe is None or param not in direct:
+                for step in steps:
+                    routes[step.name].fresh.append(step)
+            else:
+                job = unit.recipe.job(dict(unit.live[0].named_parameters(recurse=False)), direct[param])
+                jobs[bucket_of[steps[0].name]][unit.recipe.form, unit.recipe.shared].append(job)
+        self._others = {param: live[param].data_ptr() for param in of_param if param not in self._unit_of}
+        self._routes = routes
+        self._constants = []  # the parameters may never have been loaded
+        for fill in paddings(self._host.pristine(), self._trace):
+            unit = self._unit_of.get(fill.param)
+            if unit is None or (unit.takes_in_place(fill.param) and id(unit) not in computed):
+                place = torch.as_strided(live[fill.param].data, fill.size, fill.stride, fill.offset)
+                self._constants.append((place, fill.value))
+        self._quantisers = [
+            [
+                RowQuantiser(form, those, self._host.share if shared else None)
+                for (form, shared), those in of_bucket.items()
+            ]
+            for of_bucket in jobs
+        ]
+
+    def _direct(
+        self,
+        of_param: Mapping[str, list[CopyStep]],
+        views: Mapping[str, list[torch.Tensor]],
+        bucket_of: Mapping[str, int],
+        computed: set[int],
+    ) -> dict[str, list[tuple[int, torch.Tensor]]]:
+        """By parameter: the pieces of each weight that can be quantised out of the memory where it arrives. Collective
+        among workers that share scales: how rows are cut differs between them, but their exchanges must not."""
+        loaded = named_tensors(self._host.pristine())
+        assert self._units is not None
+        units = [unit for unit in self._units if unit.recipe is not None]
+        weights = [unit.weight for unit in units if id(unit) not in computed]
+        found: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        for weight in weights:
+            steps = of_param.get(weight, [])
+            if len({bucket_of[step.name] for step in steps}) == 1:
+                pieces = pieces_of(steps, views[weight], loaded[weight], self._host.device)
+                if pieces is not None:
+                    found[weight] = pieces
+        together = [unit.weight for unit in units if unit.recipe is not None and unit.recipe.shared]
+        if together and self._host.share is not None:
+            doubts = torch.tensor([float(weight not in found) for weight in together], device=self._host.device)
+            self._host.share(doubts)
+            for weight, doubt in zip(together, doubts.tolist(), strict=True):
+                if doubt:
+                    found.pop(weight, None)
+        return found
 
     def _view(self, step: CopyStep) -> torch.Tensor:
         assert self._source is not None
@@ -312,7 +452,7 @@ class Receiver:
 
     def _reloads(self, trace: Trace) -> list[tuple[str, ...]]:
         """The names that each unit which is not loaded in place is loaded from."""
-        computed = {id(self._unit_of[param]) for param in trace.computed}
+        computed = _computed_units(trace, self._unit_of)
         units = {id(unit): unit for unit in self._unit_of.values()}
         return [
             tuple(names)
@@ -332,59 +472,46 @@ class _Push:
     def __init__(
         self,
         version: int,
-        buckets: Sequence[Sequence[str]],
+        buckets: int,
+        routes: Mapping[str, _Route],
         host: ModelHost,
         trace: Trace,
         pairs: dict[str, Pair],
         unit_of: dict[str, Unit],
     ) -> None:
         self.version = version
-        self.buckets = len(buckets)
+        self.buckets = buckets
         self.done: set[int] = set()
+        self.reloaded = False  # a module's post-processing has run
         self._host = host
         self._trace = trace
         self._pairs = pairs
         self._unit_of = unit_of
-        self._live = named_tensors(host.live)
         # A unit gets all of its tensors in this push or none: `connect` has seen to it.
-        coming = {name for names in buckets for name in names}
-        sources = {key: set(names) for key, names in _sources(trace, unit_of).items() if coming.issuperset(names)}
-        by_loader = {id(unit_of[param]) for param in trace.computed}
-        self._computed = {key: sources[key] for key in by_loader & sources.keys()}  # needed whole
+        self._computed: dict[int, set[str]] = {}  # needed whole
+        if trace.computed:
+            by_loader = _computed_units(trace, unit_of)
+            sources = {key: set(names) for key, names in _sources(trace, unit_of).items() if key in by_loader}
+            self._computed = {key: names for key, names in sources.items() if routes.keys() >= names}
         self._whole: dict[str, torch.Tensor] = {}
         self._open: dict[int, Reload] = {}
         self._complete: list[int] = []  # units that have all they need
-        self._waiting: dict[int, int] = defaultdict(int)  # unit -> elements still to come
-        for copy in trace.copies:
-            unit = unit_of.get(copy.param) if copy.name in coming else None
-            if unit is not None and not unit.in_place and id(unit) not in self._computed:
-                self._waiting[id(unit)] += copy.box.numel
         self._units = {id(unit): unit for unit in unit_of.values()}
+        self._waiting: dict[int, int] = defaultdict(int)  # unit -> elements still to come
+        for route in routes.values():
+            for step in route.fresh:
+                self._waiting[id(unit_of[step.param])] += math.prod(step.size)
 
-    def target(self, param: str) -> torch.Tensor | None:
-        """The storage-wide tensor that a planned copy into `param` writes to; None where the loader will do it."""
-        unit = self._unit_of.get(param)
-        if unit is not None and id(unit) in self._computed:
-            return None
-        if unit is None or unit.in_place:
-            return self._live[param].data
-        return self._reload(unit).fresh[param].data
-
-    def fill_in_place(self) -> None:
-        """What the loader sets to a constant, for parameters that are loaded in place: they may never have been."""
-        for fill in self._trace.fills:
-            unit = self._unit_of.get(fill.param)
-            if unit is None or (unit.in_place and id(unit) not in self._computed):
-                live = self._live[fill.param].data
-                torch.as_strided(live, fill.size, fill.stride, fill.offset).fill_(fill.value)
+    def fresh(self, param: str) -> torch.Tensor:
+        """The storage-wide tensor that a step into the fresh parameter `param` writes to."""
+        return self._reload(self._unit_of[param]).fresh[param].data
 
     def arrived(self, step: CopyStep) -> None:
-        unit = self._unit_of.get(step.param)
-        if unit is not None and id(unit) in self._waiting:
-            self._waiting[id(unit)] -= math.prod(step.size)
-            if self._waiting[id(unit)] == 0:
-                del self._waiting[id(unit)]
-                self._complete.append(id(unit))
+        key = id(self._unit_of[step.param])
+        self._waiting[key] -= math.prod(step.size)
+        if self._waiting[key] == 0:
+            del self._waiting[key]
+            self._complete.append(key)
 
     def wanted_whole(self, name: str) -> bool:
         return any(name in names for names in self._computed.values())
@@ -400,7 +527,7 @@ class _Push:
         for key in [key for key, names in self._computed.items() if names <= self._whole.keys()]:
             names = self._computed.pop(key)
             self._load_by_loader(self._units[key], names)
-            self._close(key)
+            self._reload_unit(key)
             for name in [n for n in names if not self.wanted_whole(n)]:
                 del self._whole[name]
 
@@ -413,7 +540,14 @@ class _Push:
         return self._open[id(unit)]
 
     def _close(self, key: int) -> None:
+        if self._units[key].recipe is None:
+            self._reload_unit(key)
+        else:
+            self._open.pop(key).quantise(self._host.share)
+
+    def _reload_unit(self, key: int) -> None:
         self._reload(self._units[key]).close(self._host.post_process, self._host.parts)
+        self.reloaded = True
         del self._open[key]
 
     def _load_by_loader(self, unit: Unit, names: set[str]) -> None:
@@ -433,6 +567,17 @@ def _sources(trace: Trace, unit_of: dict[str, Unit]) -> dict[int, dict[str, None
     for param, computed_from in trace.computed.items():
         names[id(unit_of[param])].update(dict.fromkeys(computed_from))
     return names
+
+
+def _computed_units(trace: Trace, unit_of: dict[str, Unit]) -> set[int]:
+    """The ids of the units that the engine's loader must load itself."""
+    return {id(unit_of[param]) for param in trace.computed}
+
+
+def _tensor(model: nn.Module, name: str) -> torch.Tensor:
+    path, _, key = name.rpartition(".")
+    tensor: torch.Tensor = getattr(model.get_submodule(path), key)
+    return tensor
 
 
 def _synchronise(device: torch.device) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightsync.layout import Box, Manifest, PlannedCopy, TensorMeta, affine_boxes, coverage, strided_boxes
+from weightsync.layout import Box, Manifest, PlannedCopy, TensorMeta, affine_boxes, coverage, row_major, strided_boxes
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
@@ -106,6 +106,23 @@ def uncovered(model: nn.Module, trace: Trace) -> tuple[dict[str, list[Box]], dic
         if twice:
             doubled[name] = twice
     return missing, doubled
+
+
+def paddings(model: nn.Module, trace: Trace) -> list[Fill]:
+    """What the constants of `trace` are in the end: the regions of them that nothing is copied to."""
+    found: list[Fill] = []
+    tensors = named_tensors(model)
+    for name in dict.fromkeys(fill.param for fill in trace.fills):
+        shape, start = _rows_first(tensors[name])
+        copied = [box for copy in trace.copies if copy.param == name for box in _param_boxes(tensors[name], copy)]
+        holes = coverage(shape, copied)[0]
+        steps = row_major(shape)
+        for fill in trace.fills:
+            boxes = _fill_boxes(tensors[name], fill) if fill.param == name else []
+            for part in [part for box in boxes for hole in holes if (part := hole.intersect(box)) is not None]:
+                offset = start + sum(at * step for at, step in zip(part.start, steps, strict=True))
+                found.append(Fill(name, offset, part.size, steps, fill.value))
+    return found
 
 
 def writers(model: nn.Module, trace: Trace, param: str, boxes: list[Box]) -> list[str]:

@@ -1,6 +1,7 @@
 """What every trainer backend answers: which tensors there are, under their checkpoint names, and where their bytes lie.
 
-A sender moves no bytes and talks to no other process.
+`manifest` and `pieces` move no bytes and talk to no other process. Only what must be computed from the tensors of
+several ranks (adapters, scales, a bridge's export) is fetched, bucket by bucket, in `gather`.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ class Sender(Protocol):
         """Collective: every trainer rank calls this, at each push, for one bucket after the other. Fetch from other
         ranks what the `compute` of these tensors' pieces needs; nothing, where they have none. What an earlier call
         has fetched may be let go."""
+
+    def close(self) -> None:
+        """Let go of the model. May be used again afterwards."""
 
 
 UNQUANTIZED = (

@@ -35,7 +35,7 @@ from weightsync.senders.megatron_names import (
     side_by_side,
     whole,
 )
-from weightsync.senders.tensors import dtype_name, readable, trains
+from weightsync.senders.tensors import dtype_name, readable, refusal, trains
 
 _REFUSED_OPTIONS = {
     "layernorm_zero_centered_gamma": "the checkpoint has 1 + gamma, which lies nowhere in memory",
@@ -68,6 +68,9 @@ class MegatronSender:
     def gather(self, names: Sequence[str]) -> None:
         return
 
+    def close(self) -> None:
+        return
+
     def _tensors(self, model: Model) -> list[tuple[TensorMeta, list[tuple[Box, torch.Tensor]], bool]]:
         """The tensors that this rank knows, each with what this rank holds of it, and whether it trains."""
         chunks = _chunks(model)
@@ -86,11 +89,7 @@ class MegatronSender:
                     (meta, parts, trains(tensor)) for meta, parts in tensors if not self.policy.excludes(meta.name)
                 ]
         if refused:
-            lines = "\n".join(f"  {name}: {reason}" for name, reason in refused.items())
-            raise UnsupportedError(
-                f"{len(refused)} tensors cannot be pushed (what should not travel goes into `exclude`):\n{lines}",
-                tensors=refused,
-            )
+            raise refusal(refused)
         return found
 
 

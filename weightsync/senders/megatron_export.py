@@ -70,6 +70,10 @@ class ExportSender:
         self._arrived.clear()
         return list(self._known.values()) if _rank() == 0 else []
 
+    def close(self) -> None:
+        self._chunks, self._known, self._export = [], {}, None
+        self._arrived.clear()
+
     def gather(self, names: Sequence[str]) -> None:
         if self._export is None:
             self._export = self._run()

@@ -39,6 +39,15 @@ def _holds_a_module(module: nn.Module) -> bool:
     return isinstance(module, (DistributedDataParallel, DataParallel, engine))
 
 
+def modules(model: nn.Module) -> Iterator[nn.Module]:
+    """As `model.modules()`, in another order and a third of the time; a module that is registered twice comes twice."""
+    left = [model]
+    while left:
+        module = left.pop()
+        yield module
+        left += [child for child in module._modules.values() if child is not None]
+
+
 def walk(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Every module of the unwrapped model with the prefix of its tensors' names, in the order of `state_dict`. A
     module that is registered twice comes twice."""

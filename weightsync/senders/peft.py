@@ -137,6 +137,17 @@ class Adapter:
             merged += delta.to(merged.dtype) if isinstance(self._layer, Embedding) else delta
         return merged
 
+    def factors(self, name: str) -> dict[str, nn.Module]:
+        """The modules that hold the factors of adapter `name`, by their names in PEFT's files."""
+        layer = self._layer
+        if name in layer.lora_A:
+            return {"lora_A": layer.lora_A[name], "lora_B": layer.lora_B[name]}
+        return {"lora_embedding_A": layer.lora_embedding_A, "lora_embedding_B": layer.lora_embedding_B}
+
+    def scaling(self, name: str) -> tuple[int, float]:
+        """The rank of adapter `name`, and what the product of its factors is multiplied by."""
+        return int(self._layer.r[name]), float(self._layer.scaling[name])
+
     def _product(self, name: str) -> torch.Tensor:
         """What PEFT would add to the whole weight, from the gathered factors: its own code, on a stand-in."""
         a, b = self._gathered.get(name) or [factor.detach() for factor in self._factors()[name]]

@@ -100,6 +100,10 @@ class QuantizingSender:
                     found.append(Piece(scale, rows, self._stand_in(scale, rows, piece), piece.trains, compute))
         return found
 
+    def close(self) -> None:
+        self._held, self._scales = {}, {}
+        self._sender.close()
+
     def gather(self, names: Sequence[str]) -> None:
         self._sender.gather([name for name in names if name not in self._made])
         device = _meeting_place()

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.layout import Box, Manifest, TensorMeta, flat_boxes, itemsize
 from weightsync.senders.base import Model, Piece, TensorPolicy, one_module
-from weightsync.senders.names import walk_shells
+from weightsync.senders.names import modules, walk_shells
 from weightsync.senders.peft import Adapter, adapter_of
 from weightsync.senders.saved import SavedForm, SavedParts
 
@@ -48,15 +48,51 @@ class ModuleSender(ABC):
         self.policy = policy
         self._saved = SavedForm(policy)
         self._adapters: dict[str, Adapter] = {}  # by name of the tensor: what was found by the last `pieces`
+        self._wrapped = False  # PEFT has wrapped layers, whose state is not only in their tensors
+        self._last: tuple[list[Any], list[Piece]] | None = None
 
     @abstractmethod
     def sources(self, model: nn.Module) -> Iterator[Source]:
         """Every parameter and persistent buffer in the order of `state_dict`, tied ones under each name."""
 
+    def settle(self, model: nn.Module) -> None:  # noqa: B027  (most have nothing to do)
+        """Bring the model's tensors to where `sources` reads them."""
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What of a parameter or buffer this rank has in memory; None where that alone does not tell what is read."""
+        return None
+
     def manifest(self, model: Model) -> Manifest:
+        self.settle(one_module(model))
         return Manifest(tuple(part.meta for _, saved in self._as_saved(model) for part in saved.parts))
 
     def pieces(self, model: Model) -> list[Piece]:
+        """The same list as the last time, as long as nothing has moved."""
+        self.settle(one_module(model))
+        marks = self._marks(one_module(model))
+        if self._last is not None and marks is not None and self._last[0] == marks:
+            return self._last[1]
+        found = self._pieces(model)
+        self._last = (marks, found) if marks is not None and not self._wrapped else None
+        return found
+
+    def _marks(self, model: nn.Module) -> list[Any] | None:
+        """What tells whether a model is as it was: its modules, and for each tensor what it is, where it lies, and
+        whether it trains. None where more would have to be looked at."""
+        marks: list[Any] = [self.policy]
+        for module in modules(model):
+            marks.append(module)
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        if (local := self.local(tensor)) is None:
+                            return None
+                        at = local.data_ptr(), local.shape, local.stride(), local.dtype
+                        marks.append((name, id(tensor), *at, tensor.requires_grad))
+            marks += module._modules
+        return marks
+
+    def _pieces(self, model: Model) -> list[Piece]:
         tensors = self._as_saved(model)
         self._adapters = {
             part.meta.name: held.adapter for held, saved in tensors if held.adapter is not None for part in saved.parts
@@ -67,6 +103,18 @@ class ModuleSender(ABC):
             for meta, box, view in saved.cut(held.parts)
         ]
 
+    def sketch(self, model: Model) -> list[Piece]:
+        """As `pieces`, of a model on the `meta` device: what this rank will hold, without values."""
+        return [
+            Piece(meta, box, view, held.trains)
+            for held, saved in self._as_saved(model, on_meta=True)
+            for meta, box, view in saved.cut(held.parts)
+        ]
+
+    def close(self) -> None:
+        self._last = None
+        self._adapters = {}
+
     def gather(self, names: Sequence[str]) -> None:
         for adapter in dict.fromkeys(self._adapters[name] for name in names if name in self._adapters):
             adapter.gather()
@@ -74,9 +122,9 @@ class ModuleSender(ABC):
     def _merged(self, name: str, box: Box, values: torch.Tensor) -> torch.Tensor:
         return self._adapters[name].add_to(values, box)
 
-    def _as_saved(self, model: Model) -> list[tuple[Held, SavedParts]]:
+    def _as_saved(self, model: Model, on_meta: bool = False) -> list[tuple[Held, SavedParts]]:
         """What this rank holds of each of the model's tensors, and what these are in the checkpoint."""
-        tensors = self._tensors(one_module(model))
+        tensors = self._tensors(one_module(model), on_meta)
         metas = [TensorMeta(name, held.shape, held.dtype) for name, held in tensors]
         saved = self._saved.of(one_module(model), metas)
         found = list(zip(tensors, saved, strict=True))
@@ -88,12 +136,13 @@ class ModuleSender(ABC):
         return [(held, parts) for (_, held), parts in found]
 
     @torch.no_grad()
-    def _tensors(self, model: nn.Module) -> list[tuple[str, Held]]:
+    def _tensors(self, model: nn.Module, on_meta: bool) -> list[tuple[str, Held]]:
         """The tensors that travel, each once, with what this rank holds of them."""
         found: dict[str, Held] = {}
         first: dict[Hashable, str] = {}
         refused: dict[str, str] = {}
-        adapters = _adapters(model)
+        adapters = adapters_of(model)
+        self._wrapped = bool(adapters)
         without_weight = set(adapters)
         for name, read in self.sources(model):
             without_weight.discard(name.removesuffix("weight"))
@@ -104,6 +153,9 @@ class ModuleSender(ABC):
             except UnsupportedError as error:
                 refused[name] = error.message
                 continue
+            if any(part.is_meta for _, part in held.parts) and not on_meta:
+                refused[name] = ON_META
+                continue
             tied = found.setdefault(first.setdefault(held.identity, name), held)
             if tied.adapter is not held.adapter:
                 refused[name] = f"it is tied to {first[held.identity]}, but an adapter is on one of them; untie them"
@@ -111,11 +163,7 @@ class ModuleSender(ABC):
                 found[first[held.identity]] = replace(tied, trains=True)
         refused |= {f"{prefix}weight": "it has an adapter, but is no parameter" for prefix in without_weight}
         if refused:
-            lines = "\n".join(f"  {name}: {reason}" for name, reason in refused.items())
-            raise UnsupportedError(
-                f"{len(refused)} tensors cannot be pushed (what should not travel goes into `exclude`):\n{lines}",
-                tensors=refused,
-            )
+            raise refusal(refused)
         return list(found.items())
 
     def buffers(self, prefix: str, module: nn.Module, read: Callable[[torch.Tensor], Held]) -> Iterator[Source]:
@@ -125,7 +173,7 @@ class ModuleSender(ABC):
                 yield prefix + name, partial(read, buffer)
 
 
-def _adapters(model: nn.Module) -> dict[str, Adapter]:
+def adapters_of(model: nn.Module) -> dict[str, Adapter]:
     """The layers that PEFT has wrapped, by the prefix of their tensors' names; one `Adapter` for each layer."""
     known: dict[nn.Module, Adapter | None] = {}
     found: dict[str, Adapter] = {}
@@ -148,6 +196,15 @@ def _adapted(name: str, held: Held, adapters: dict[str, Adapter]) -> Held:
                 adapter.check(names, held.shape)
                 return replace(held, trains=True, adapter=adapter if names else None)
     return held
+
+
+def refusal(refused: dict[str, str]) -> UnsupportedError:
+    """One error for all tensors that cannot be read, with what is wrong with each."""
+    lines = "\n".join(f"  {name}: {reason}" for name, reason in refused.items())
+    return UnsupportedError(
+        f"{len(refused)} tensors cannot be pushed (what should not travel goes into `exclude`):\n{lines}",
+        tensors=refused,
+    )
 
 
 def read_whole(tensor: torch.Tensor) -> Held:
@@ -173,8 +230,6 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
     if values.layout != torch.strided:
         raise UnsupportedError(f"its layout is {values.layout}, expected torch.strided")
     dtype_name(values)
-    if values.is_meta:
-        raise UnsupportedError(ON_META)
     if values.numel() > 0 and values.untyped_storage().nbytes() == 0:
         raise UnsupportedError("its memory has been freed; is it sharded by something else than this backend?")
     return values

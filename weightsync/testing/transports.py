@@ -140,6 +140,7 @@ class _Rank:
         self.group = MailGroup(rank, mail)
         self.held: list[tuple[_Tensor, Box, torch.Tensor]] = []
         self.offer = Offer((), (), {})
+        self.version = 0
 
     def run(self) -> None:
         infos = self.group.gather(_introduction(f"trainer rank {self.rank}", self.device), "plan")
@@ -186,6 +187,7 @@ class _Rank:
         placements = tuple(unpack_placements(row for rows in everyone for row in rows))
         shipment = Shipment(_MANIFEST, _BUCKETS, placements, digests, _FROZEN)
         self.offer = self.transport.prepare(shipment, pieces, self.group)
+        self.version = max(self.version, self.offer.newest)
         offered = [name for names in self.offer.buckets for name in names]
         require(sorted(offered) == sorted(_TRIAL), "the buckets of the offer are not every tensor once")
         workers = range(self.mail.workers)
@@ -209,6 +211,7 @@ class _Rank:
     def push(self, contents: int, digests: bool = True, only_changed: bool = False) -> None:
         for tensor, box, view in self.held:
             view.copy_(tensor.values(contents)[region(box)])
+        self.version += 1
         buckets = self.offer.buckets
         if only_changed:
             while _FROZEN.issuperset(buckets[-1]):
@@ -221,7 +224,7 @@ class _Rank:
         for _ in buckets[-2:]:
             self.hear()
         if self.rank == 0:
-            self.transport.finish(self.mail.idle, Deadline(self.mail.timeout_s))
+            self.transport.finish(self.version, self.mail.idle, Deadline(self.mail.timeout_s))
         self.group.share(None, "commit")  # until now workers may have been reading this rank's memory
 
     def send(self, bucket: int, contents: int, following: int | None) -> list[Any]:

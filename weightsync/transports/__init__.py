@@ -1,4 +1,4 @@
-"""How bytes reach an engine: shared memory of one host (`ipc`), or a collective (`broadcast`)."""
+"""How bytes reach an engine: shared memory of one host (`ipc`), a collective (`broadcast`), or files (`checkpoint`)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from weightsync.errors import ConfigError, ProtocolError
 from weightsync.transports.base import Source, Transport
 from weightsync.transports.broadcast import BroadcastSource, BroadcastTransport
+from weightsync.transports.checkpoint import CheckpointSource
 from weightsync.transports.ipc import IpcSource, IpcTransport
 
 
@@ -17,9 +18,13 @@ def make_transport(name: str, *, timeout_s: float) -> Transport:
             return IpcTransport(name)
         case "broadcast" | "nccl":
             return BroadcastTransport(name, timeout_s)
-        case "single_copy" | "lora" | "checkpoint":
-            raise ConfigError(f'transport="{name}" is not in this version; use "ipc" or "broadcast"')
-    raise ConfigError(f'unknown transport {name!r}; choose "ipc", "broadcast", "cuda_ipc" or "nccl"')
+        case "checkpoint":
+            raise ConfigError(
+                'transport="checkpoint" needs a folder: pass transport=CheckpointTransport(folder), from weightsync'
+            )
+    raise ConfigError(
+        f'unknown transport {name!r}; choose "ipc", "broadcast", "cuda_ipc", "nccl", "lora" or "single_copy"'
+    )
 
 
 def make_source(name: str, device: torch.device) -> Source:
@@ -29,4 +34,6 @@ def make_source(name: str, device: torch.device) -> Source:
             return IpcSource(device)
         case "broadcast" | "nccl":
             return BroadcastSource(device)
+        case "checkpoint":
+            return CheckpointSource(device)
     raise ProtocolError(f"the trainer asks for transport {name!r}, which this side does not know")

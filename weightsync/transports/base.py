@@ -62,11 +62,13 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class Offer:
-    """What workers are told: placements over storages, and in which buckets to read them."""
+    """What workers are told: placements over storages, and in which buckets to read them. `newest` is the newest
+    version that the transport has kept of earlier sessions, 0 without any; a push must be newer."""
 
     placements: tuple[Placement, ...]
     buckets: tuple[tuple[str, ...], ...]
     fields: dict[str, Any]
+    newest: int = 0
 
 
 Idle = Callable[[float], None]
@@ -128,8 +130,9 @@ class Transport(Protocol):
     def post(self, bucket: int) -> None:
         """Rank 0, once the workers have been told to load the bucket: set it going, without waiting."""
 
-    def finish(self, idle: Idle, deadline: Deadline) -> None:
-        """Rank 0, once every worker has loaded every bucket: nothing of this push is under way any more."""
+    def finish(self, version: int, idle: Idle, deadline: Deadline) -> None:
+        """Rank 0, once every worker has loaded every bucket of this version: nothing of this push is under way any
+        more."""
 
     def abort(self) -> None:
         """Give everything back, and break whoever waits."""
@@ -151,6 +154,22 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Unmap, leave."""
+
+
+class Nothing:
+    """The worker's end where nothing is moved: the trainer writes into the engine's own memory."""
+
+    def connect(self, storages: list[list[Any]], fields: dict[str, Any], idle: Idle, deadline: Deadline) -> None:
+        return
+
+    def storage(self, rank: int, storage: int) -> torch.Tensor:
+        raise ProtocolError(f"storage {storage} of trainer rank {rank} is read, but nothing is moved")
+
+    def fetch(self, bucket: int, following: int | None, idle: Idle, deadline: Deadline) -> None:
+        return
+
+    def close(self) -> None:
+        return
 
 
 def align(nbytes: int) -> int:

@@ -164,7 +164,7 @@ class BroadcastTransport:
         if self._to_engines is not None:
             self._posted[bucket] = self._to_engines.broadcast(self._data(bucket))
 
-    def finish(self, idle: Idle, deadline: Deadline) -> None:
+    def finish(self, version: int, idle: Idle, deadline: Deadline) -> None:
         for bucket in sorted(self._posted):
             self._posted.pop(bucket).wait(idle, deadline, "transfer")
 

@@ -21,13 +21,12 @@ from weightsync.channel import Deadline
 from weightsync.errors import PlacementError, ProtocolError
 from weightsync.kernels.digest import digest
 from weightsync.layout import Manifest, Placement, choose_owners, itemsize, row_major
-from weightsync.machine import describe_device
+from weightsync.memory import SHARED_MEMORY, export, open_exported
 from weightsync.transports.base import Group, Idle, Offer, Region, Shipment, WorkerInfo, align, strided
 
 ARENA = 0
 """The number of a rank's arena among its storages; exported tensors' storages count from 1."""
 SLOTS = 2
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 class IpcTransport:
@@ -39,7 +38,7 @@ class IpcTransport:
         self._arena: _Arena | None = None
         self._staged: list[list[tuple[Placement, Region]]] = []
         self._exports: dict[int, torch.UntypedStorage] = {}
-        self._handles: dict[tuple[int, int], dict[str, Any]] = {}
+        self._handles: dict[tuple[int, int], list[Any]] = {}
         self._stream_device: torch.device | None = None
 
     def check(self, ranks: Sequence[WorkerInfo], workers: Sequence[WorkerInfo]) -> None:
@@ -103,9 +102,9 @@ class IpcTransport:
         for number, storage in self._exports.items():
             # One export per reader: torch counts one release for each, and keeps the memory until it has come.
             key = (worker, storage.data_ptr())
-            if key not in self._handles or self._handles[key]["nbytes"] != storage.nbytes():
-                self._handles[key] = _export(storage)
-            rows.append([self._rank, number, "cuda", self._handles[key]])
+            if key not in self._handles or self._handles[key][1]["nbytes"] != storage.nbytes():
+                self._handles[key] = export(storage)
+            rows.append([self._rank, number, *self._handles[key]])
         return rows
 
     def invite(self, worker: int, workers: int, host: str) -> dict[str, Any]:
@@ -142,7 +141,7 @@ class IpcTransport:
     def post(self, bucket: int) -> None:
         return
 
-    def finish(self, idle: Idle, deadline: Deadline) -> None:
+    def finish(self, version: int, idle: Idle, deadline: Deadline) -> None:
         return
 
     def abort(self) -> None:
@@ -171,10 +170,8 @@ class IpcSource:
                 self._open[rank, number] = known
             elif kind == "shm":
                 self._open[rank, number] = (row, _Arena.attach(row["path"], row["nbytes"]))
-            elif kind == "cuda":
-                self._open[rank, number] = (row, _import(row, self._device, rank))
             else:
-                raise ProtocolError(f"storage {number} of trainer rank {rank} is of unknown kind {kind!r}")
+                self._open[rank, number] = (row, open_exported(kind, row, self._device, f"trainer rank {rank}"))
 
     def storage(self, rank: int, storage: int) -> torch.Tensor:
         return self._open[rank, storage][1]
@@ -244,14 +241,14 @@ class _Arena:
     def create(cls, nbytes: int, device: torch.device) -> _Arena:
         if device.type == "cuda":
             return cls(None, torch.empty(nbytes, dtype=torch.uint8, device=device))
-        path = _SHARED_MEMORY / f"weightsync-{os.getpid()}-{secrets.token_hex(8)}"
+        path = Path(SHARED_MEMORY) / f"weightsync-{os.getpid()}-{secrets.token_hex(8)}"
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
             os.posix_fallocate(fd, 0, nbytes)  # a full /dev/shm is an error here, not a crash at the first write
         except OSError as error:
             path.unlink()
             raise PlacementError(
-                f"no room for a staging area of {nbytes} bytes in {_SHARED_MEMORY}: {error}; use smaller buckets "
+                f"no room for a staging area of {nbytes} bytes in {SHARED_MEMORY}: {error}; use smaller buckets "
                 "(max_bytes) or give the container more shared memory"
             ) from error
         finally:
@@ -260,7 +257,7 @@ class _Arena:
 
     @staticmethod
     def attach(path: str, nbytes: int) -> torch.Tensor:
-        if Path(path).parent != _SHARED_MEMORY:
+        if Path(path).parent != Path(SHARED_MEMORY):
             raise ProtocolError(f"{path!r} is no shared memory of this host")
         try:
             if (found := os.stat(path).st_size) != nbytes:
@@ -269,42 +266,9 @@ class _Arena:
         except (OSError, RuntimeError) as error:
             raise PlacementError(
                 f"cannot map the trainer's shared memory {path}: {error}. Trainer and engine must see the same "
-                f'{_SHARED_MEMORY} (same container, or --ipc=host) and be the same user; else use transport="broadcast"'
+                f'{SHARED_MEMORY} (same container, or --ipc=host) and be the same user; else use transport="broadcast"'
             ) from error
 
     def unlink(self) -> None:
         if self.path is not None:
             self.path.unlink(missing_ok=True)
-
-
-_EXPORT_FIELDS = (
-    "device", "handle", "nbytes", "offset_bytes", "counter_handle", "counter_offset", "event_handle", "event_sync",
-)  # fmt: skip
-
-
-def _export(storage: torch.UntypedStorage) -> dict[str, Any]:
-    """A CUDA IPC handle as plain bytes and integers: what torch itself sends between processes, without pickling."""
-    try:
-        fields = dict(zip(_EXPORT_FIELDS, storage._share_cuda_(), strict=True))
-    except RuntimeError as error:
-        raise PlacementError(
-            f"{storage.nbytes()} bytes on {storage.device} cannot be exported by CUDA IPC: {error}. If "
-            "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, turn it off for the trainer"
-        ) from error
-    return {**fields, "gpu_uuid": describe_device(storage.device)[1]}
-
-
-def _import(row: dict[str, Any], device: torch.device, rank: int) -> torch.Tensor:
-    # Opened under the reader's own index, also for another GPU's memory: so it maps over NVLink and this GPU's
-    # kernels read it; under the owner's index the copies would run on the owner's GPU.
-    fields = [row[name] for name in _EXPORT_FIELDS]
-    fields[0] = device.index
-    torch.cuda.init()  # or a process that has not used its GPU yet crashes in the next call
-    try:
-        storage = torch.UntypedStorage._new_shared_cuda(*fields)
-    except RuntimeError as error:
-        raise PlacementError(
-            f"cannot map GPU memory of trainer rank {rank} on {device}: {error}. Both sides must run on GPUs of one "
-            "host with peer access, as the same user, in containers that share --ipc=host and --pid=host"
-        ) from error
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -12,9 +12,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from weightsync.errors import UnsupportedError
@@ -86,6 +89,39 @@ def _drop_cache_scales(model: nn.Module) -> None:
                     del module._parameters[name]
 
 
+def without_lora(model: nn.Module) -> nn.Module:
+    """The running model's tree without the layers that vLLM has put around others for adapters: the tensors and the
+    modules that own them are the model's own, under the names that a fresh copy has for them. Not to be called. Raises
+    `UnsupportedError` for layers that do more than to add to what the one inside of them gives."""
+    known: dict[nn.Module, nn.Module] = {}
+
+    def unwrapped(name: str, module: nn.Module) -> nn.Module:
+        if module not in known:
+            known[module] = found = module
+            if isinstance(module, BaseLayerWithLoRA):
+                known[module] = found = module.base_layer
+                if not isinstance(found, (LinearBase, VocabParallelEmbedding, LogitsProcessor)):
+                    raise _cannot_unwrap(name, found)
+            children = {
+                key: unwrapped(f"{name}.{key}", child) for key, child in module._modules.items() if child is not None
+            }
+            if found is module and any(child is not module._modules[key] for key, child in children.items()):
+                if quant_method(module) is not None or post_processed_attention(module):
+                    raise _cannot_unwrap(name, module)
+                known[module] = nn.Module()
+                vars(known[module]).update(_parameters=module._parameters, _buffers=module._buffers, _modules=children)
+        return known[module]
+
+    return unwrapped("model", model)
+
+
+def _cannot_unwrap(name: str, module: nn.Module) -> UnsupportedError:
+    return UnsupportedError(
+        f"weights cannot be pushed into {name}, a {type(module).__name__} that takes adapters; start the engine "
+        "without enable_lora, or push adapters alone"
+    )
+
+
 def check_experts(vllm_config: VllmConfig) -> None:
     """Raise `UnsupportedError` where vLLM would give some expert-parallel workers more experts than others: its
     loaders do so, but nothing that spreads tokens over the workers says that it is meant to."""
@@ -120,11 +156,11 @@ def kernel_objects(module: nn.Module) -> list[Any]:
     return found
 
 
-def post_processed_attention(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def post_processed_attention(model: nn.Module) -> list[nn.Module]:
     """Attention modules that derive tensors from another module's weights once that is loaded (MLA's `W_UV`)."""
     return [
-        (name, module)
-        for name, module in model.named_modules()
+        module
+        for module in model.modules()
         if hasattr(module, "kv_b_proj") and hasattr(module, "process_weights_after_loading")
     ]
 
@@ -140,8 +176,10 @@ def call_attention_hook(module: nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def vllm_scope(vllm_config: VllmConfig, device: torch.device) -> Iterator[None]:
-    """What vLLM 0.21-0.26 does not set up around the calls of a weight transfer engine, and later versions do."""
-    with set_current_vllm_config(vllm_config), torch.device(device), torch.no_grad():
+    """What vLLM 0.21-0.26 does not set up around the calls of a weight transfer engine, and later versions do. No
+    default device is set, as none is when an engine starts: in its scope torch's compiler cannot look through vLLM's
+    parameters, and each call of torch takes longer."""
+    with set_current_vllm_config(vllm_config), torch.no_grad():
         if device.type == "cuda":
             with torch.cuda.device(device):
                 yield

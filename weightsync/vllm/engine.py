@@ -8,6 +8,7 @@ from typing import Any
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from weightsync.receiver.conversation import Conversation
+from weightsync.vllm.bridge_export import export_bridge
 from weightsync.vllm.host import VllmHost
 
 
@@ -39,7 +40,9 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.conversation = Conversation(VllmHost(vllm_config, device, model))
+        host = VllmHost(vllm_config, device, model)
+        self.conversation = Conversation(host)
+        self._bridge = export_bridge(vllm_config, model, host.device, host.identity.rank, self.conversation.epoch)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.conversation.init(vars(init_info))
@@ -59,6 +62,8 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         self.conversation.close()
+        if self._bridge is not None:
+            self._bridge.unlink(missing_ok=True)
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:

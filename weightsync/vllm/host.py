@@ -12,14 +12,15 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
 
 from weightsync.errors import UnsupportedError
+from weightsync.kernels.rows import Share
 from weightsync.receiver.host import WorkerIdentity
 from weightsync.vllm import compat, quantized
 
 
 class VllmHost:
     """Implements `weightsync.receiver.host.ModelHost`. Raises `UnsupportedError` for engines that cannot be kept
-    right: adapters, CPU offload, expert load balancing, attention sinks, a quantisation that is not in the table of
-    `quantized.py`."""
+    right: adapters on experts, CPU offload, expert load balancing, attention sinks, a quantisation that is not in the
+    table of `quantized.py`."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, model: nn.Module) -> None:
         self.live = model
@@ -27,8 +28,11 @@ class VllmHost:
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = vllm_config.model_config.dtype
+        self.share: Share | None = _largest_of_all if get_tp_group().world_size > 1 else None
         self._config = vllm_config
+        self._model = model
         self._pristine: nn.Module | None = None
+        self._attention: list[nn.Module] | None = None
         parallel = vllm_config.parallel_config
         replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
         within = get_pp_group().rank_in_group * get_tp_group().world_size + get_tensor_model_parallel_rank()
@@ -40,6 +44,8 @@ class VllmHost:
 
     def check(self) -> None:
         config = self._config
+        if config.lora_config is not None:
+            self.live = compat.without_lora(self._model)
         compat.check_experts(config)
         if getattr(config.parallel_config, "enable_eplb", False):
             raise UnsupportedError(
@@ -49,20 +55,15 @@ class VllmHost:
             getattr(getattr(config, "offload_config", None), "uva", None), "cpu_offload_gb", 0
         ):
             raise UnsupportedError("offloaded weights cannot be pushed to; start the engine without cpu_offload_gb")
-        if config.lora_config is not None:
-            raise UnsupportedError(
-                "an engine with adapters wraps its layers, which this version cannot load into; start it without "
-                "enable_lora"
-            )
         if sinks := [name for name, _ in self.live.named_parameters() if name.endswith(".sinks")]:
             raise UnsupportedError(
                 f"some attention kernels keep a copy of their sinks ({sinks[0]}) that a push would not reach"
             )
         quantized.check(self.live, config.quant_config, self.device)
-        if compat.has_model_level_hook(self.live):
+        if compat.has_model_level_hook(self._model):
             raise UnsupportedError(
-                f"{type(self.live).__name__} derives state from all of its weights in a hook of its own, which cannot "
-                "be run again on a live engine; start the engine anew from a checkpoint"
+                f"{type(self._model).__name__} derives state from all of its weights in a hook of its own, which "
+                "cannot be run again on a live engine; start the engine anew from a checkpoint"
             )
 
     def pristine(self) -> nn.Module:
@@ -87,7 +88,9 @@ class VllmHost:
                 update()  # what post-processing has put in place of a parameter knows only the global rank
 
     def refresh(self) -> None:
-        for _, module in compat.post_processed_attention(self.live):
+        if self._attention is None:
+            self._attention = compat.post_processed_attention(self.live)
+        for module in self._attention:
             before = {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
             compat.call_attention_hook(module, self._config.model_config.dtype)
             for key, old in before.items():
@@ -98,3 +101,7 @@ class VllmHost:
 
     def scope(self) -> AbstractContextManager[Any]:
         return compat.vllm_scope(self._config, self.device)
+
+
+def _largest_of_all(numbers: torch.Tensor) -> None:
+    torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX, group=get_tp_group().device_group)

@@ -18,10 +18,18 @@ from weightsync.vllm import compat
 
 PROVEN: dict[str, tuple[str, ...]] = {
     # fp8_per_channel: bf16 weights, quantised as they are loaded
-    "Fp8PtpcOnlineLinearMethod": ("cpu",),
+    "Fp8PtpcOnlineLinearMethod": ("cpu", "cuda"),
+    "Fp8PtpcOnlineMoEMethod": ("cuda",),
+    # fp8 and fp8_per_tensor, with Marlin's kernels too
+    "Fp8PerTensorOnlineLinearMethod": ("cuda",),
+    # fp8_per_block
+    "Fp8PerBlockOnlineLinearMethod(block)": ("cuda",),
+    "Fp8PerBlockOnlineMoEMethod(block)": ("cuda",),
+    # checkpoints with `weight_scale_inv`, DeepSeek's layout
+    "Fp8LinearMethod(block)": ("cuda",),
     # checkpoints that llm-compressor calls FP8-dynamic and W8A8-int8
-    "CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8(channel)": ("cpu",),
-    "CompressedTensorsLinearMethod/CompressedTensorsW8A8Int8(channel)": ("cpu",),
+    "CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8(channel)": ("cpu", "cuda"),
+    "CompressedTensorsLinearMethod/CompressedTensorsW8A8Int8(channel)": ("cpu", "cuda"),
 }
 """What `kind_of` says of a layer, to the types of device that its reload was tested on."""
 
@@ -59,10 +67,12 @@ def check(model: nn.Module, quantisation: Any, device: torch.device) -> None:
 
 
 def kind_of(module: nn.Module) -> str:
-    """A key of `PROVEN`: "method", or "method/scheme(granularity of its scales)" for a layer that has a scheme."""
-    kind = type(compat.quant_method(module)).__name__
+    """A key of `PROVEN`: "method", "method(block)" where blocks have scales, or "method/scheme(granularity of its
+    scales)" for a layer that has a scheme."""
+    method = compat.quant_method(module)
+    kind = type(method).__name__
     scheme = getattr(module, "scheme", None)
     if scheme is None:
-        return kind
+        return f"{kind}(block)" if getattr(method, "weight_block_size", None) else kind
     strategy = getattr(scheme, "strategy", "")
     return f"{kind}/{type(scheme).__name__}({getattr(strategy, 'value', strategy)})"

