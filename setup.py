@@ -11,9 +11,11 @@ extras = {
     "deepspeed": ["deepspeed>=0.17"],
     "megatron": ["megatron-core>=0.16"],
     "ray": ["ray>=2.9"],
+    "bench": ["matplotlib>=3.8"],  # the plots of `weightsync bench`
     "dev": [
         "build>=1.2",
         "hypothesis>=6.100",
+        "matplotlib>=3.8",
         "mypy>=1.13",
         "peft>=0.17",
         "pytest>=9.0",

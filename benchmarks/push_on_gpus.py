@@ -3,13 +3,21 @@
     python benchmarks/push_on_gpus.py ipc            # 1 GPU: plain module -> engine on the same GPU
     python benchmarks/push_on_gpus.py fsdp           # 2 GPUs: FSDP2 x2 -> TP=2 on the same GPUs
     python benchmarks/push_on_gpus.py broadcast      # 2 GPUs: plain module on GPU 0 -> engine on GPU 1
+    python benchmarks/push_on_gpus.py zero3          # 2 GPUs: DeepSpeed ZeRO-3 x2 -> TP=2 on the same GPUs
+    python benchmarks/push_on_gpus.py megatron       # 2 GPUs: Megatron-core TP=2 -> TP=2 on the same GPUs
+    python benchmarks/push_on_gpus.py megatron-broadcast    # 3 GPUs: Megatron-core TP=2 -> engine on another GPU;
+                                                            # with 2 GPUs, the engine shares that of trainer rank 1
     python benchmarks/push_on_gpus.py ipc --shape tiny      # a small model, also without a GPU
+    python benchmarks/push_on_gpus.py ipc --quantization fp8_per_channel    # the engine quantises
 
 Each case starts an engine cold from a checkpoint of weights A (CUDA graphs on) and notes its token ids and
 log-probabilities. Then it pushes A (timed), B and A again from the trainer: the answers must be those of the cold
 start after A, and others after B. `--second-engine` also compares with a second engine, started cold in a process of
 its own. At last the same weights go through vLLM's own transfer engine. Weights are random, made from each tensor's
 name, so that every process makes the same ones.
+
+Memory is what torch's allocator in an engine worker peaks at during the timed pushes after the first, above what it
+held before them.
 """
 
 from __future__ import annotations
@@ -31,12 +39,15 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the workers are asked for their memory
 
 import torch
 import torch.distributed as dist
 
 PROMPTS = [[5, 6, 7, 8], [9, 9, 3], list(range(20, 60)), [100, 101, 7, 3, 55, 2]]
 NATIVE_BACKEND = {"ipc": "ipc", "fsdp": "ipc", "broadcast": "nccl"}
+BACKEND = {"zero3": "deepspeed", "megatron": "megatron", "megatron-broadcast": "megatron"}
+ON_ENGINES_GPUS = ("fsdp", "zero3", "megatron")
 SHAPES: dict[str, dict[str, Any]] = {
     "8B": {
         "vocab_size": 151936,
@@ -57,7 +68,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 32,
     },
 }
-SHAPES["tiny-moe"] = SHAPES["tiny"] | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+SHAPES["small"] = SHAPES["tiny"] | {"hidden_size": 512, "intermediate_size": 512, "head_dim": 128}
+SHAPES["tiny-moe"] = SHAPES["tiny"] | {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
 
 def config(shape: str) -> Any:
@@ -84,22 +96,118 @@ def values(name: str, shape: torch.Size, seed: int, device: torch.device) -> tor
     return (1 + 0.1 * noise if len(shape) == 1 else 0.04 * noise).to(torch.bfloat16)
 
 
-@torch.no_grad()
-def fill(model: torch.nn.Module, seed: int, device: torch.device) -> None:
-    from torch.distributed.tensor import DTensor, distribute_tensor
+class Trainer:
+    """What holds the weights: `pushed` is what `push` is given, `fill(seed)` overwrites them."""
 
-    for name, param in model.named_parameters():
-        full = values(name, param.shape, seed, device)
-        if isinstance(param, DTensor):
-            param.to_local().copy_(
-                distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None).to_local()
-            )
-        else:
-            param.copy_(full)
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self.model = self.pushed = model
+        self.device = device
+
+    @torch.no_grad()
+    def fill(self, seed: int) -> None:
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        for name, param in self.model.named_parameters():
+            full = values(name, param.shape, seed, self.device)
+            if isinstance(param, DTensor):
+                param.to_local().copy_(
+                    distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None).to_local()
+                )
+            else:
+                param.copy_(full)
 
 
-def materialise(model: torch.nn.Module, device: torch.device) -> None:
+def plain(shape: str, device: torch.device) -> Trainer:
+    model = empty_model(shape)
     model.to_empty(device=device)
+    return Trainer(model, device)
+
+
+def fsdp(shape: str, device: torch.device) -> Trainer:
+    from torch.distributed.fsdp import fully_shard
+
+    model = empty_model(shape)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    model.to_empty(device=device)
+    return Trainer(model, device)
+
+
+class Zero3(Trainer):
+    def __init__(self, shape: str, device: torch.device) -> None:
+        import deepspeed
+        from transformers import AutoModelForCausalLM
+
+        settings = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 3},
+            "zero_allow_untested_optimizer": True,
+        }
+        with deepspeed.zero.Init(config_dict_or_path=settings, dtype=torch.bfloat16):
+            model = AutoModelForCausalLM.from_config(config(shape), dtype=torch.bfloat16)
+        # Plain SGD, because its states take no memory and DeepSpeed's own optimizers need a compiler.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.pushed, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+        self.model, self.device = model, device
+
+    @torch.no_grad()
+    def fill(self, seed: int) -> None:
+        import deepspeed
+
+        for name, param in self.model.named_parameters():
+            with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+                param.copy_(values(name, param.shape, seed, self.device))
+
+
+class Megatron(Trainer):
+    def __init__(self, shape: str, device: torch.device, tp: int) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+        hf = config(shape)
+        settings = TransformerConfig(
+            num_layers=hf.num_hidden_layers, hidden_size=hf.hidden_size, ffn_hidden_size=hf.intermediate_size,
+            num_attention_heads=hf.num_attention_heads, num_query_groups=hf.num_key_value_heads,
+            kv_channels=hf.head_dim, qk_layernorm=True, normalization="RMSNorm", gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu, add_bias_linear=False, layernorm_epsilon=hf.rms_norm_eps,
+            tensor_model_parallel_size=tp, params_dtype=torch.bfloat16, bf16=True, perform_initialization=False,
+            use_cpu_initialization=device.type == "cpu",
+        )  # fmt: skip
+        spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+        model = GPTModel(
+            settings, spec, hf.vocab_size, hf.max_position_embeddings, position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+        )  # fmt: skip
+        super().__init__(model.to(device), device)
+
+    @torch.no_grad()
+    def fill(self, seed: int) -> None:
+        from weightsync.senders.base import TensorPolicy
+        from weightsync.senders.megatron import MegatronSender
+
+        name, full = "", torch.empty(0)
+        for piece in MegatronSender(TensorPolicy()).pieces(self.model):
+            if piece.meta.name != name:
+                name, full = piece.meta.name, values(piece.meta.name, torch.Size(piece.meta.shape), seed, self.device)
+            region = zip(piece.box.start, piece.box.size, strict=True)
+            piece.tensor.copy_(full[tuple(slice(start, start + size) for start, size in region)])
+
+
+def make_trainer(case: str, shape: str, device: torch.device, size: int) -> Trainer:
+    if case == "zero3":
+        return Zero3(shape, device)
+    if case.startswith("megatron"):
+        return Megatron(shape, device, size)
+    return fsdp(shape, device) if case == "fsdp" else plain(shape, device)
+
+
+def trainer_ranks(case: str) -> int:
+    return 2 if case in (*ON_ENGINES_GPUS, "megatron-broadcast") else 1
 
 
 def save_checkpoint(shape: str, seed: int, folder: Path, device: torch.device) -> None:
@@ -132,7 +240,9 @@ def start_engine(folder: Path, tp: int, backend: str | None, args: argparse.Name
         skip_tokenizer_init=True,
         dtype="bfloat16",
         max_model_len=512,
-        gpu_memory_utilization=0.35,
+        gpu_memory_utilization=0.1,  # what must be free at the start
+        kv_cache_memory_bytes=1 << 30,
+        quantization=args.quantization,
         enforce_eager=args.eager,
         tensor_parallel_size=tp,
         disable_log_stats=True,
@@ -148,7 +258,7 @@ def answers(llm: Any) -> list[Any]:
     bits of a result, would otherwise depend on when the engine's process looks into its queue."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(max_tokens=16, temperature=0, detokenize=False, logprobs=2)
+    sampling = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, detokenize=False, logprobs=2)
     found = []
     llm.reset_prefix_cache()
     for prompt in PROMPTS:
@@ -175,9 +285,10 @@ def compare(pushed: list[Any], cold: list[Any]) -> dict[str, Any]:
 
 def second_engine(folder: Path, tp: int, args: argparse.Namespace) -> tuple[subprocess.Popen[str], Path]:
     """Start a cold engine in a process of its own, on other GPUs where there are enough."""
-    out = folder.parent / f"cold-tp{tp}.json"
+    out = folder.parent / f"cold-tp{tp}-{args.quantization}.json"
     command = [sys.executable, __file__, "cold", "--folder", str(folder), "--tp", str(tp), "--out", str(out)]
     command += ["--eager"] * args.eager + ["--no-compile"] * args.no_compile
+    command += ["--quantization", args.quantization] if args.quantization else []
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "0,1" if tp == 2 else "1"}
     return subprocess.Popen(command, env=env, text=True), out
 
@@ -194,8 +305,18 @@ def timed(label: str, repeats: int, function: Any) -> dict[str, Any]:
         "median_s": statistics.median(seconds[1:] or seconds),
         "all_s": seconds,
     }
-    say(f"{label}: first {seconds[0] * 1e3:.1f} ms, then median {row['median_s'] * 1e3:.1f} ms of {len(seconds) - 1}")
+    then = f", then median {row['median_s'] * 1e3:.1f} ms of {len(seconds) - 1}" if seconds[1:] else ""
+    say(f"{label}: first {seconds[0] * 1e3:.1f} ms{then}")
     return row
+
+
+def reset_peak(worker: Any) -> int:
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def peak(worker: Any) -> int:
+    return torch.cuda.max_memory_allocated()
 
 
 def device_copy(nbytes: int, device: torch.device) -> float:
@@ -257,28 +378,31 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
 
     cuda = torch.cuda.is_available()
     shape = args.shape
-    # The engine takes GPUs from 0 on; a broadcast needs the trainer on another one.
-    device = torch.device("cuda", 1 if args.case == "broadcast" else rank) if cuda else torch.device("cpu")
+    # The engine takes GPUs from 0 on; a broadcast needs the trainer on others.
+    apart = args.case.endswith("broadcast")
+    number = (rank + apart) % max(1, torch.cuda.device_count())
+    device = torch.device("cuda", number) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if size > 1:
+    if size > 1 or args.case in BACKEND:  # these two want a process group also for one rank
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(args.port), RANK=str(rank), WORLD_SIZE=str(size))
+        os.environ["LOCAL_RANK"] = str(number)  # DeepSpeed's device
         dist.init_process_group("nccl" if cuda else "gloo")
-    model = empty_model(shape)
-    if args.case == "fsdp":
-        from torch.distributed.fsdp import fully_shard
-
-        for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-    materialise(model, device)
-    fill(model, 1, device)
-    nbytes = sum(p.numel() * 2 for p in model.parameters())
-    root, tp = rank == 0, 2 if args.case == "fsdp" else 1
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    trainer = make_trainer(args.case, shape, device, size)
+    trainer.fill(1)
+    nbytes = sum(p.numel() * 2 for p in empty_model(shape).parameters())
+    root, tp = rank == 0, 2 if args.case in ON_ENGINES_GPUS else 1
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)  # the engine has a group of its own
-    found: dict[str, Any] = {"case": args.case, "shape": shape, "nbytes": nbytes, "rows": []}
-    transport = "broadcast" if args.case == "broadcast" else "ipc"
+    found: dict[str, Any] = {
+        "case": args.case,
+        "shape": shape,
+        "quantization": args.quantization,
+        "nbytes": nbytes,
+        "trainer_ranks": size,
+        "rows": [],
+    }
+    transport = "broadcast" if apart else "ipc"
 
     llm = second = None
     if root:
@@ -291,23 +415,30 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
                 second[0].wait()  # two engines that start at once on one GPU count each other's memory as their own
         llm = start_engine(folder, tp, "weightsync", args)
         found["cold"] = cold = answers(llm)
-    with WeightSync("fsdp", transport, llm, timeout_s=120) as sync:
+    with WeightSync(BACKEND.get(args.case, "fsdp"), transport, llm, timeout_s=120) as sync:
         reports: list[Any] = []
         if size > 1:
             host_barrier(rank, size)
-        row = timed("weightsync push", args.num_iters, lambda: reports.append(sync.push(model)))
+        first = timed("weightsync push, the first", 1, lambda: reports.append(sync.push(trainer.pushed)))
+        held = llm.collective_rpc(reset_peak) if root and cuda else []
+        row = timed("weightsync push", args.num_iters, lambda: reports.append(sync.push(trainer.pushed)))
+        peaks = llm.collective_rpc(peak) if root and cuda else []
+        row |= {"first_s": first["first_s"], "extra_bytes": [b - a for a, b in zip(held, peaks, strict=True)]}
+        if peaks:
+            say(f"extra memory in the workers: {', '.join(f'{n / 2**20:.0f} MiB' for n in row['extra_bytes'])}")
         same = answers(llm) if root else None
-        fill(model, 2, device)
-        sync.push(model)
+        trainer.fill(2)
+        sync.push(trainer.pushed)
         changed = answers(llm) if root else None
-        fill(model, 1, device)
-        reports.append(sync.push(model))
+        trainer.fill(1)
+        reports.append(sync.push(trainer.pushed))
         if root:
             pushed = answers(llm)
             row["reports"] = [json.loads(r.to_json()) for r in reports]
             found["rows"].append(row)
             for report in reports[:2] + reports[-1:]:
                 say(str(report))
+            say(f"roads: {reports[-1].roads}")
             found["after A"], found["after A, B"], found["after A, B, A"] = (
                 compare(found_answers, cold) for found_answers in (same, changed, pushed)
             )
@@ -322,8 +453,7 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
         say(f"against a second engine, started cold: {found['second engine']}")
         results.write_text(json.dumps(found))
     stop(llm)
-    if args.native and cuda:
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    if args.native and cuda and args.case in NATIVE_BACKEND:
         llm = start_engine(folder, tp, NATIVE_BACKEND[args.case], args) if root else None
         if size > 1:
             host_barrier(rank, size)
@@ -340,7 +470,9 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
         for packed in (False, True):
             label = f"vLLM native {NATIVE_BACKEND[args.case]}, {'packed' if packed else 'one tensor at a time'}"
             try:
-                row = timed(label, args.num_iters, lambda p=packed: native_push(llm, model, args.case, p, group))
+                row = timed(
+                    label, args.num_iters, lambda p=packed: native_push(llm, trainer.model, args.case, p, group)
+                )
                 found["rows"].append(row)
             except Exception as error:
                 say(f"{label}: {type(error).__name__}: {str(error)[:300]}")
@@ -378,9 +510,10 @@ def stop(llm: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=["ipc", "fsdp", "broadcast", "cold"])
+    parser.add_argument("case", choices=["ipc", "broadcast", *ON_ENGINES_GPUS, "megatron-broadcast", "cold"])
     parser.add_argument("--shape", choices=SHAPES, default="8B")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--quantization", help="as vLLM's")
     parser.add_argument("--num-iters", type=int, default=6)
     parser.add_argument("--no-native", dest="native", action="store_false", help="leave vLLM's own engine out")
     parser.add_argument("--no-compile", action="store_true", help="CUDA graphs, but no torch.compile: starts sooner")
@@ -404,8 +537,8 @@ def main() -> None:
         started = time.time()
         save_checkpoint(shape, 1, folder, device)
         say(f"checkpoint written in {time.time() - started:.0f} s")
-    results = folder.parent / f"results-{args.case}.json"
-    size = 2 if args.case == "fsdp" else 1
+    results = folder.parent / f"results-{args.case}-{args.quantization}.json"
+    size = trainer_ranks(args.case)
     if size == 1:
         run_trainer(0, 1, args, folder, results)
     else:

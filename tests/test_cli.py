@@ -25,11 +25,15 @@ def weightsync(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--help"], ["weightsync demo", "weightsync plan ", "weightsync doctor", "Exit status"]),
+        (["--help"], ["weightsync demo", "weightsync plan ", "weightsync bench", "weightsync doctor", "Exit status"]),
         (["demo", "--help"], ["--transport {ipc,broadcast}", "--steps", "--layers"]),
         (
             ["plan", "--help"],
-            ["MODEL_DIR", "--tp", "--expert-parallel", "--bucketer", "--max-bytes", "--dtype", "--all"],
+            ["MODEL_DIR", "--tp", "--expert-parallel", "--bucketer", "--max-bytes", "--dtype", "--all", "--simulate"],
+        ),
+        (
+            ["bench", "--help"],
+            ["--num-iters", "--num-iters-warmup", "--dry-run", "--output-json FILE", "--report DIR", "Exit status 1"],
         ),
         (["doctor", "--help"], ["--engine URL", "--model DIR", "--no-engine", "--quantization SCHEME"]),
         (["--version"], ["weightsync 0."]),
@@ -48,7 +52,11 @@ def test_help(arguments, words, capsys):
     [
         (["plan", "/nonexistent"], "/nonexistent has no config.json"),
         (["plan", "/nonexistent", "--bucketer", "parameter", "--max-bytes", "1"], "has no meaning"),
+        (["plan", "/nonexistent", "--simulate", "hosts=2"], "no size of a model such as 70B"),
+        (["plan", "70B", "--simulate", "gpus=2"], "a topology has no 'gpus'"),
         (["demo", "--steps", "0"], "--steps 0"),
+        (["bench", "--num-iters", "0"], "--num-iters 0"),
+        (["bench", "--ranks", "2", "0"], "--ranks 0"),
         (["doctor", "--engine", "http://127.0.0.1:1"], "--engine and --model go together"),
         (["doctor", "--engine", "http://127.0.0.1:1", "--model", "/nonexistent", "--no-engine"], "exclude each other"),
         (["doctor", "--no-engine", "--quantization", "fp8"], "engines of the doctor's own"),
@@ -83,6 +91,20 @@ def test_plan_of_everything_shows_every_layer_and_worker(tmp_path):
     assert "load plan of worker tp=1" in run.stdout
     assert "<- model.layers.1.self_attn.v_proj.weight[32:64, 0:128]" in run.stdout
     assert "*" not in run.stdout
+
+
+def test_plan_predicts_a_push_on_other_machines(capsys):
+    arguments = ["plan", "70B", "--simulate", "", "--simulate", "hosts=8,ranks=32,engines=4"]
+    assert cli.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "70B, 140.00 GB in bfloat16: predicted, not measured"
+    assert [line for line in lines if line.startswith("| 8 | 1 | 8 | 1 x TP=8 | 256 MiB | ipc | 0.12 s | peer copy")]
+    assert [
+        line
+        for line in lines
+        if line.startswith("| 64 | 8 | 32 | 4 x TP=8 | 256 MiB | ipc |  | reads memory of one host")
+    ]
+    assert len(lines) == 2 + 2 + 2 * 3
 
 
 def test_doctor_checks_the_machine():

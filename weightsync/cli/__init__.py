@@ -6,11 +6,13 @@ import argparse
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from rich.console import Console
 
 from weightsync import __version__
+from weightsync.bench.cases import BACKENDS, BUCKETERS, DTYPES, TRANSPORTS
+from weightsync.bench.shapes import SHAPES
 from weightsync.bucketing import make_bucketer
 from weightsync.errors import WeightSyncError
 from weightsync.sync import DEFAULT_MAX_BYTES
@@ -33,10 +35,36 @@ does, and help where it does not:
         What vLLM would do with a model's tensors, from its config.json alone: which region goes
         where, what fuses, which buckets travel.
 
+    weightsync bench --shape 0.5B --transport ipc broadcast
+        How long a push takes, by phase, beside vLLM's own ways and the limits of this machine.
+
     weightsync doctor
         Check this machine, then push to a live engine and back. With --engine URL --model DIR: yours.
 
+    weightsync bridge
+        Where the engine that `python -m weightsync.vllm.serve` runs has its parameters.
+
 Exit status: 0 when all is well, 1 when something failed, 2 when the call itself cannot work.
+"""
+
+
+_BENCH = """\
+Starts vLLM servers and trainers of models without data, and times whole pushes, on the trainer's
+clock. The first push of a case, which also connects, is reported apart, and so are warm-up pushes
+left out. After the timing each engine is pushed the weights that it was started from, and must
+answer as it did then: same token ids, same log-probabilities.
+
+    weightsync bench --shape tiny --transport ipc broadcast checkpoint
+        Without a GPU too: a few minutes. Peers on the same work are measured beside.
+
+    weightsync bench --shape 0.5B 8B 70B --tp 1 2 4 --gpus 8 --dry-run
+        What would be measured, what a push takes at least, and what memory it needs.
+
+    weightsync bench --shape 0.5B 1.5B 4B --output-json times.json --report report
+        Time against bytes, as JSON, Markdown and plots.
+
+bucketer=parameter over broadcast is one tensor at a time, as trainers did by hand. Exit status 1
+when a push failed or left other answers than a cold start.
 """
 
 
@@ -49,7 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_plan(commands)
+    _add_bench(commands)
     _add_doctor(commands)
+    _add_bridge(commands)
     options = parser.parse_args(arguments)
     console = Console()
     signal.signal(signal.SIGTERM, _terminated)  # so that children are ended, as after a Ctrl-C
@@ -85,7 +115,8 @@ def _add_plan(commands: Commands) -> None:
         help="print the load plan, the fuse groups and the buckets of a model",
         description="Builds the Hugging Face model and vLLM's model without memory, runs vLLM's own loader over them "
         "and prints what it would copy where. Needs no weights, no GPU and no running engine. "
-        "Example: weightsync plan ~/models/Qwen3-8B --tp 2",
+        "Example: weightsync plan ~/models/Qwen3-8B --tp 2. With --simulate, predicts how long a push would take on "
+        "other machines. Example: weightsync plan 70B --simulate hosts=8,ranks=32,engines=4,tp=8",
     )
     plan.add_argument("model_dir", metavar="MODEL_DIR", type=Path, help="a folder with a Hugging Face config.json")
     plan.add_argument("--tp", type=int, default=1, help="tensor parallel workers of the engine; default: 1")
@@ -96,7 +127,55 @@ def _add_plan(commands: Commands) -> None:
     )
     plan.add_argument("--max-bytes", type=int, help="size of a bucket; default: 256 MiB")
     plan.add_argument("--all", action="store_true", help="every layer, every worker, every bucket")
+    plan.add_argument(
+        "--simulate",
+        metavar="TOPOLOGY",
+        action="append",
+        help="predict the seconds of a push over each transport instead, also for a MODEL_DIR that is only a size such "
+        "as 70B or 1T. hosts=1,gpus_per_host=8,ranks=8,engines=1,tp=8 is the default, and may be given in part; so may "
+        "the speeds, see docs/scaling.md. Once for each row",
+    )
     plan.set_defaults(run=_plan)
+
+
+def _add_bench(commands: Commands) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="measure pushes beside vLLM's own ways and the machine's limits",
+        description=_BENCH,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    matrix = bench.add_argument_group("what is measured: every combination of these, each may have several values")
+
+    def axis(name: str, default: Any, text: str, **more: Any) -> None:
+        default = default if isinstance(default, list) else [default]
+        shown = " ".join(map(str, default))
+        matrix.add_argument(name, nargs="+", default=default, help=f"{text}; default: {shown}", **more)
+
+    axis("--shape", "tiny", "the model's, without weights", choices=tuple(SHAPES))
+    axis("--backend", "fsdp", "how the trainer holds it", choices=BACKENDS)
+    axis("--ranks", 1, "trainer processes", type=int, metavar="N")
+    axis("--dtype", "bfloat16", "the trainer's; engines hold bfloat16", choices=DTYPES)
+    axis("--transport", "ipc", "how bytes reach the engines", choices=TRANSPORTS)
+    axis("--bucketer", "module", "what travels together", choices=BUCKETERS)
+    axis("--engines", 1, "that a push goes to", type=int, metavar="N")
+    axis("--tp", 1, "tensor parallel workers of each engine", type=int, metavar="N")
+    axis("--quantization", "none", "what engines make of it, as vLLM's --quantization", metavar="SCHEME")
+    matrix.add_argument(
+        "--no-peers", dest="peers", action="store_false", help="leave out what is not weightsync: files, vLLM's engines"
+    )
+    bench.add_argument("--num-iters", type=int, default=5, help="pushes that are timed, for each case; default: 5")
+    bench.add_argument("--num-iters-warmup", type=int, default=1, help="pushes before them; default: 1")
+    bench.add_argument(
+        "--gpus",
+        metavar="N",
+        type=int,
+        help="how many to use, 0 for CPUs; default: all. A dry run may assume any number",
+    )
+    bench.add_argument("--dry-run", action="store_true", help="print the plan, floors and memory; start nothing")
+    bench.add_argument("--output-json", metavar="FILE", type=Path, help="one object for each case, every repeat in it")
+    bench.add_argument("--report", metavar="DIR", type=Path, help="write report.md and plots (PNG) into this folder")
+    bench.set_defaults(run=_bench)
 
 
 def _add_doctor(commands: Commands) -> None:
@@ -125,6 +204,18 @@ def _add_doctor(commands: Commands) -> None:
     doctor.set_defaults(run=_doctor)
 
 
+def _add_bridge(commands: Commands) -> None:
+    bridge = commands.add_parser(
+        "bridge",
+        help="show an engine's vllm_bridge_config.json, and check it",
+        description="Prints which engine has written the file, where each of its workers has its parameters, and "
+        "whether these processes still run. Without FILE it looks in $LOGDIR, the working directory, and the user's "
+        "runtime directory. Example: weightsync bridge ./vllm_bridge_config.json",
+    )
+    bridge.add_argument("file", metavar="FILE", type=Path, nargs="?", help="default: the first that is found")
+    bridge.set_defaults(run=_bridge)
+
+
 def _demo(options: argparse.Namespace, console: Console) -> bool:
     from weightsync.cli import demo
 
@@ -134,6 +225,8 @@ def _demo(options: argparse.Namespace, console: Console) -> bool:
 def _plan(options: argparse.Namespace, console: Console) -> bool:
     from weightsync.cli import plan_report
 
+    if options.simulate:
+        return plan_report.simulate(options.model_dir, options.simulate, console)
     max_bytes = options.max_bytes
     if max_bytes is None and options.bucketer != "parameter":
         max_bytes = DEFAULT_MAX_BYTES
@@ -143,12 +236,24 @@ def _plan(options: argparse.Namespace, console: Console) -> bool:
     )
 
 
+def _bench(options: argparse.Namespace, console: Console) -> bool:
+    from weightsync.cli import bench
+
+    return bench.run(options, console)
+
+
 def _doctor(options: argparse.Namespace, console: Console) -> bool:
     from weightsync.cli import doctor
 
     return doctor.run(
         options.engine, options.model, options.transport, options.no_engine, options.quantization, console
     )
+
+
+def _bridge(options: argparse.Namespace, console: Console) -> bool:
+    from weightsync.cli import bridge_report
+
+    return bridge_report.run(options.file, console)
 
 
 def _terminated(*_: object) -> NoReturn:

@@ -10,8 +10,6 @@ Who takes part:
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 import tempfile
 import time
@@ -35,8 +33,10 @@ from weightsync.cli.trial import (
     difference,
     engine_environment,
     engine_options,
+    free_port,
     receive,
     tiny_model,
+    visible_gpus,
     vllm_version,
 )
 from weightsync.errors import ConfigError
@@ -76,10 +76,8 @@ def lay_out(gpus: int, transport: str) -> Layout:
             'transport="broadcast" needs a GPU for the trainer and another for the engine, and this machine has one: '
             "use --transport ipc, or hide the GPU with CUDA_VISIBLE_DEVICES= if the installed vLLM runs on CPUs"
         )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if os.environ.get("CUDA_VISIBLE_DEVICES") else None
-    last = visible[gpus - 1] if visible else str(gpus - 1)
     trainers = tuple(f"cuda:{i}" for i in range(min(gpus - 1, 2)))
-    return Layout(trainers, f"cuda:{gpus - 1}", {"CUDA_VISIBLE_DEVICES": last})
+    return Layout(trainers, f"cuda:{gpus - 1}", visible_gpus([gpus - 1]))
 
 
 def run(transport: str, steps: int, layers: int, console: Console) -> bool:
@@ -146,9 +144,7 @@ def _train_and_push(
 def _start_trainers(
     model_dir: Path, url: str, transport: str, layout: Layout, folder: Path, cleanup: ExitStack
 ) -> list[Responder]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     trainers = []
     for rank, device in enumerate(layout.trainers):
         command = [sys.executable, "-m", demo_trainer.__name__, f"--model={model_dir}", f"--engine={url}"]

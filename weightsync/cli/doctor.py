@@ -284,7 +284,8 @@ def _own_engine(transport: str, quantization: str | None) -> Iterator[Finding]:
         trainer = model.to(layout.trainers[0])
 
         def start(weights: str, log: str, scheme: str | None) -> Server:
-            engine = Server(folder / weights, "auto", folder / log, layout.engine_environment, scheme)
+            options = {} if scheme is None else {"quantization": scheme}
+            engine = Server(folder / weights, "auto", folder / log, layout.engine_environment, options)
             cleanup.callback(engine.stop)
             engine.wait(_START_TIMEOUT_S)
             return engine

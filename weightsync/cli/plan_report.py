@@ -1,4 +1,5 @@
-"""`weightsync plan`: what an engine would do with a trainer's tensors, from a config.json alone.
+"""`weightsync plan`: what an engine would do with a trainer's tensors, from a config.json alone, or what a push
+would take on other machines.
 
 The tensors are those of the Hugging Face model, the load plan is traced from vLLM's loader, and the buckets are those
 of a push. Layers that are alike are shown once.
@@ -17,12 +18,14 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
+from weightsync.bench.results import markdown_table
 from weightsync.bucketing import Bucket, Bucketer
 from weightsync.errors import ConfigError
 from weightsync.layout import Box, Manifest, PlannedCopy, TensorMeta, connected, fuse_groups, row_major, strided_boxes
 from weightsync.report import format_bytes
 from weightsync.senders.base import TensorPolicy
 from weightsync.senders.saved import SavedForm
+from weightsync.simulate import Topology, bfloat16_bytes, simulation_table
 
 if TYPE_CHECKING:
     from weightsync.vllm.offline import WorkerPlan
@@ -66,6 +69,22 @@ def run(
     _show_groups(console, groups, everything)
     _show_buckets(console, bucketer.bucket(manifest, groups), everything)
     return _show_problems(console, workers)
+
+
+def simulate(model: Path, topologies: Sequence[str], console: Console) -> bool:
+    """Print what a push of `model`, a folder or a size such as "70B", would take in bfloat16 on each of these
+    topologies, as a table in Markdown; gives whether all is well. Raises `ConfigError`."""
+    if (model / "config.json").is_file():
+        nbytes = 2 * sum(prod(tensor.shape) for tensor in checkpoint_tensors(model)[1])
+    else:
+        nbytes = bfloat16_bytes(str(model))
+    rows = simulation_table(nbytes, [Topology.parse(text) for text in topologies])
+    _line(console, f"{model}, {format_bytes(nbytes)} in bfloat16: predicted, not measured")
+    _line(console, "")
+    columns = ("GPUs", "hosts", "ranks", "engines", "bucket", "transport", "a push", "most of it")
+    for line in markdown_table(columns, rows):
+        _line(console, _safe(line))
+    return True
 
 
 def checkpoint_tensors(model_dir: Path) -> tuple[str, Manifest]:

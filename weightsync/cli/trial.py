@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, TextIO
 from urllib.parse import urlsplit
 
@@ -102,6 +103,23 @@ def engine_options() -> dict[str, Any]:
         "gpu_memory_utilization": 0.15,
         "seed": 0,
     }
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def visible_gpus(numbers: Sequence[int]) -> dict[str, str]:
+    """The environment of a process that is to see only these of the GPUs that this one sees; empty for none."""
+    if not numbers:
+        return {}
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else None
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[n] if names else str(n) for n in numbers)}
 
 
 class Child:
@@ -237,29 +255,33 @@ def listen_for_orders() -> tuple[TextIO, TextIO]:
 
 
 class Server(Child):
-    """A vLLM server of our own on this host, with the weightsync backend."""
+    """A vLLM server of our own on this host, with the weightsync backend.
+
+    `options` are more of vLLM's, or others, than `engine_options` has: {"tensor_parallel_size": 2}."""
 
     def __init__(
-        self, model: Path, load_format: str, log: Path, environment: Mapping[str, str], quantization: str | None = None
+        self,
+        model: Path,
+        load_format: str,
+        log: Path,
+        environment: Mapping[str, str],
+        options: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        backend: str = "weightsync",
+        name: str = "the vLLM server",
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host=127.0.0.1", f"--port={port}"]
         command += [
             f"--model={model}",
             f"--load-format={load_format}",
-            '--weight-transfer-config={"backend": "weightsync"}',
+            f'--weight-transfer-config={{"backend": "{backend}"}}',
         ]
-        if quantization is not None:
-            command.append(f"--quantization={quantization}")
-        for name, value in engine_options().items():
-            option = f"--{name.replace('_', '-')}"
+        for key, value in {**engine_options(), **options}.items():
+            option = f"--{key.replace('_', '-')}"
             command.append(option if value is True else f"{option}={value}")
-        super().__init__(
-            "the vLLM server", command, engine_environment() | {"VLLM_SERVER_DEV_MODE": "1", **environment}, log
-        )
+        super().__init__(name, command, engine_environment() | {"VLLM_SERVER_DEV_MODE": "1", **environment}, log)
 
     def wait(self, timeout_s: float) -> None:
         """Return once it answers. Raises `ChildError` when it ends or is not ready in time."""
@@ -287,7 +309,7 @@ def engine_environment() -> dict[str, str]:
 def generate(url: str, prompts: Sequence[Sequence[int]]) -> list[Answer]:
     """Greedy answers of `MAX_TOKENS` tokens from the server at `url`, one request after the other, so that they do not
     depend on how requests are batched."""
-    model = _request(url, "GET", "/v1/models", None)["data"][0]["id"]
+    model = request(url, "GET", "/v1/models", None)["data"][0]["id"]
     answers = []
     for prompt in prompts:
         body = {
@@ -299,7 +321,7 @@ def generate(url: str, prompts: Sequence[Sequence[int]]) -> list[Answer]:
             "logprobs": 1,
             "return_tokens_as_token_ids": True,
         }
-        found = _request(url, "POST", "/v1/completions", body)["choices"][0]["logprobs"]
+        found = request(url, "POST", "/v1/completions", body)["choices"][0]["logprobs"]
         tokens = tuple(int(token.removeprefix("token_id:")) for token in found["tokens"])
         answers.append(Answer(tokens, tuple(found["token_logprobs"])))
     return answers
@@ -307,11 +329,11 @@ def generate(url: str, prompts: Sequence[Sequence[int]]) -> list[Answer]:
 
 def score(url: str, sequences: Sequence[Sequence[int]]) -> list[float]:
     """The log-probability that the server at `url` gives each token of `sequences` but the first of each, in order."""
-    model = _request(url, "GET", "/v1/models", None)["data"][0]["id"]
+    model = request(url, "GET", "/v1/models", None)["data"][0]["id"]
     found: list[float] = []
     for tokens in sequences:
         body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-        rows = _request(url, "POST", "/v1/completions", body)["choices"][0]["prompt_logprobs"]
+        rows = request(url, "POST", "/v1/completions", body)["choices"][0]["prompt_logprobs"]
         found += [row[str(token)]["logprob"] for token, row in zip(tokens[1:], rows[1:], strict=True)]
     return found
 
@@ -332,20 +354,19 @@ def _is_healthy(url: str) -> bool:
     return status == 200
 
 
-def _request(url: str, method: str, path: str, body: dict[str, Any] | None) -> Any:
+def request(url: str, method: str, path: str, body: dict[str, Any] | None, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
+    """The JSON that the server at `url` answers, None for an empty answer. Raises `EngineError`s."""
     try:
-        status, text = _ask(url, method, path, body, _ANSWER_TIMEOUT_S)
+        status, text = _ask(url, method, path, body, timeout_s)
     except TimeoutError as error:
-        raise SyncTimeoutError(
-            f"no answer to {path} within {_ANSWER_TIMEOUT_S:g} s", who=url, waiting_for=[url]
-        ) from error
+        raise SyncTimeoutError(f"no answer to {path} within {timeout_s:g} s", who=url, waiting_for=[url]) from error
     except (OSError, http.client.HTTPException) as error:
         raise EngineUnreachableError(
             f"{path}: {error}; is the server running, and is this its address?", who=url
         ) from error
     if status != 200:
         raise EngineError(f"{path}: status {status}: {text[:500]}", who=url)
-    return json.loads(text)
+    return json.loads(text or "null")
 
 
 def _ask(url: str, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> tuple[int, str]:

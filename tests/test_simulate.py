@@ -1,0 +1,96 @@
+"""Predictions of how long a push takes: by hand, and against what was measured on one host."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weightsync.errors import ConfigError
+from weightsync.simulate import Topology, bfloat16_bytes, predict
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+
+ONE_GPU = "gpus_per_host=1,ranks=1,tp=1"
+TWO_GPUS = "gpus_per_host=2,ranks=2,tp=2"
+ONE_TO_ANOTHER = "gpus_per_host=2,ranks=1,tp=1"
+# Three of these have set the constants (ipc-first, fsdp, broadcast); the others test them.
+MEASURED = [
+    ("2026-11-21-h200-ipc-first", "ipc", ONE_GPU),
+    ("2026-11-21-h200-ipc-owners", "ipc", ONE_GPU),
+    ("2026-11-21-h200-ipc", "ipc", ONE_GPU),
+    ("2026-11-21-h200-fsdp", "ipc", TWO_GPUS),
+    ("2026-11-21-h200-fsdp-native", "ipc", TWO_GPUS),
+    ("2026-11-21-h200-fsdp-owners", "ipc", TWO_GPUS),
+    ("2026-11-22-h200-zero3", "ipc", TWO_GPUS),
+    ("2026-11-22-h200-megatron", "ipc", TWO_GPUS),
+    ("2026-11-21-h200-broadcast", "broadcast", ONE_TO_ANOTHER),
+    ("2026-11-21-h200-broadcast-owners", "broadcast", ONE_TO_ANOTHER),
+    ("2026-11-22-h200-megatron-broadcast", "broadcast", ONE_TO_ANOTHER),
+]
+
+
+def prediction(nbytes: int, transport: str, topology: str):
+    return next(p for p in predict(nbytes, Topology.parse(topology)) if p.transport == transport)
+
+
+@pytest.mark.parametrize(("name", "transport", "topology"), MEASURED)
+def test_predictions_lie_within_45_percent_of_what_was_measured(name, transport, topology):
+    found = json.loads((RESULTS / f"{name}.json").read_text())
+    measured_s = next(row["median_s"] for row in found["rows"] if row["label"] == "weightsync push")
+    predicted_s = prediction(found["nbytes"], transport, topology).seconds
+    assert abs(predicted_s / measured_s - 1) < 0.45
+
+
+def test_ipc_reads_its_own_gpus_part_fast_and_the_rest_over_the_link():
+    speeds = "device_copy=1000,peer_copy=100,fixed_ranks_s=0.5,message_s=0.001"
+    parts = prediction(8 * 10**9, "ipc", f"ranks=4,tp=4,{speeds}").parts
+    # 2 GB a worker, of which a quarter is near; copies reach half of the speed.
+    assert parts == pytest.approx(
+        {"device copy": 0.001, "peer copy": 0.03, "messages": 2 * 7 * 0.001, "calls into vLLM and plan": 0.5}
+    )
+
+
+def test_a_broadcast_between_hosts_goes_through_one_network_card():
+    text = "hosts=2,ranks=8,engines=1,tp=8,network=50,staging=100,loading=100,message_s=1e-9"
+    parts = prediction(10**10, "broadcast", text).parts
+    assert parts == pytest.approx(
+        {"gathering to rank 0": 0.175, "staging": 0.1, "broadcast": 0.2, "loading": 0.1, "messages": 38 * 2 * 15e-9}
+    )
+
+
+def test_time_grows_with_bytes_and_rank_0_s_messages_with_buckets_and_peers():
+    at_256 = prediction(bfloat16_bytes("70B"), "broadcast", "hosts=32,ranks=128,engines=16").parts["messages"]
+    assert at_256 == pytest.approx(522 * 2 * (127 + 128) * 80e-6)  # 522 buckets of 256 MiB
+    larger = prediction(bfloat16_bytes("70B"), "broadcast", "hosts=32,ranks=128,engines=16,bucket_mib=4096")
+    assert larger.parts["messages"] < at_256 / 15
+    assert larger.limit == "broadcast"
+
+
+@pytest.mark.parametrize(
+    ("transport", "size", "topology", "why"),
+    [
+        ("ipc", "70B", "hosts=2", "memory of one host"),
+        ("broadcast", "70B", "", "8 ranks and 8 workers do not find a place on 8 GPUs"),
+        ("ipc", "1T", "", "500 GB of weights on a GPU of 141 GB"),
+        ("broadcast", "1T", "hosts=2", "250 GB of weights"),
+    ],
+)
+def test_what_cannot_be_says_why(transport, size, topology, why):
+    found = prediction(bfloat16_bytes(size), transport, topology)
+    assert why in found.impossible
+    assert not found.parts
+
+
+@pytest.mark.parametrize("text", ["hosts", "hosts=many", "hosts=0", "network=-1", "gpu=8"])
+def test_a_topology_that_makes_no_sense_is_refused(text):
+    with pytest.raises(ConfigError):
+        Topology.parse(text)
+
+
+def test_sizes_of_models():
+    assert (bfloat16_bytes("70B"), bfloat16_bytes("0.5b"), bfloat16_bytes("1T")) == (140 * 10**9, 10**9, 2 * 10**12)
+    for text in ("", "70", "B", "a lot"):
+        with pytest.raises(ConfigError):
+            bfloat16_bytes(text)

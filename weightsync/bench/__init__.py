@@ -1,0 +1,1 @@
+"""`weightsync bench`: how long a push takes, beside what others do and what the machine could do at best."""

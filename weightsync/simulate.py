@@ -1,0 +1,208 @@
+"""How long a push would take on machines that are not at hand: a few formulas, with the constants that were measured.
+
+Nothing is run. `S` is the bytes that travel, `R` the trainer's ranks, `W` the engines' workers, `B` the buckets.
+
+    ipc          S / tp / copying * (here / device_copy + (1 - here) / peer_copy) + fixed + messages of 1 bucket
+                 `here` is the part of a worker's share that lies on its own GPU, 1 / R of it; nothing, when there are
+                 more workers than ranks
+    broadcast    S (R - 1) / R / link + S / staging + S / broadcast + S / loading + messages of B buckets
+                 what other ranks hold comes to rank 0 first; between hosts link and broadcast are one network card's
+    checkpoint   max(S / file_write, H S / file_read) + fixed + messages of B buckets
+                 every worker reads every bucket, those of one host once together; H is the engines' hosts
+    messages     2 (R - 1 + W) message_s for each bucket: rank 0 tells every other rank and worker, and is answered
+
+The parts of a broadcast are added because in what was measured they add up; what little overlaps is about what the
+fixed part would cost, which is left out for that reason. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from weightsync.errors import ConfigError
+
+_COPYING = 0.5
+"""Of the device's and the links' speed, what the copies of a push reached: 15 ms for what the device copies in 7.6."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Hosts, what connects them, and who has which part. Speeds are GB/s of payload.
+
+    `ranks` of the trainer hold equal shards; `engines` times `tp` workers hold the model's copies. Between hosts a ring
+    goes through one network card a host.
+
+    Measured on H200s: `device_copy`, `peer_copy` and `broadcast` alone (NVLink, NVLS off); `staging` and `loading` in
+    pushes by broadcast (copying into a bucket with its digest; digest and copies out of it); `fixed_s`, what a push by
+    ipc takes beside its copies. Measured on a CPU: `message_s`, of rank 0 for one message to or from a rank or worker.
+    From data sheets: `network`, 400 Gbit/s, and `gpu_memory_gb`. Assumed, so put in your own: `file_write` and
+    `file_read`, of the file system as a whole.
+    """
+
+    hosts: int = 1
+    gpus_per_host: int = 8
+    ranks: int = 8
+    engines: int = 1
+    tp: int = 8
+    bucket_mib: int = 256
+    gpu_memory_gb: float = 141
+    device_copy: float = 2140
+    peer_copy: float = 397
+    broadcast: float = 369
+    network: float = 50
+    staging: float = 290
+    loading: float = 244
+    file_write: float = 20
+    file_read: float = 40
+    fixed_s: float = 0.021
+    fixed_ranks_s: float = 0.042
+    message_s: float = 80e-6
+
+    @classmethod
+    def parse(cls, text: str) -> Topology:
+        """From "hosts=16,ranks=64,engines=8,tp=8"; what is not said keeps its default. Raises `ConfigError`."""
+        kinds = {field.name: int if field.type == "int" else float for field in fields(cls)}
+        found: dict[str, Any] = {}
+        for part in filter(None, text.split(",")):
+            name, _, value = part.partition("=")
+            if name not in kinds:
+                raise ConfigError(f"a topology has no {name!r}; it has {', '.join(kinds)}")
+            try:
+                found[name] = kinds[name](value)
+            except ValueError:
+                raise ConfigError(f"{part!r}: expected {name}=NUMBER") from None
+        topology = cls(**found)
+        if wrong := [name for name in kinds if not getattr(topology, name) > 0]:
+            raise ConfigError(f"{wrong[0]}={getattr(topology, wrong[0])}: expected a number above 0")
+        return topology
+
+    @property
+    def gpus(self) -> int:
+        return self.hosts * self.gpus_per_host
+
+    @property
+    def workers(self) -> int:
+        return self.engines * self.tp
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One push. `parts` are the seconds of each part; what is not possible has none, and `impossible` says why."""
+
+    transport: str
+    parts: dict[str, float]
+    impossible: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def limit(self) -> str:
+        """The part that takes longest."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+
+def predict(nbytes: int, topology: Topology) -> list[Prediction]:
+    """One push of `nbytes` over each transport."""
+    return [
+        _checked("ipc", nbytes, topology, topology.gpus),
+        _checked("broadcast", nbytes, topology, topology.gpus - topology.ranks),
+        _checked("checkpoint", nbytes, topology, topology.gpus),
+    ]
+
+
+def _checked(transport: str, nbytes: int, topology: Topology, for_engines: int) -> Prediction:
+    """`for_engines` is the number of GPUs that engines may be on."""
+    t = topology
+    shard_gb, share_gb = nbytes / t.ranks / 1e9, nbytes / t.tp / 1e9
+    shared = transport != "broadcast" and t.ranks + t.workers > t.gpus
+    needed_gb = shard_gb + share_gb if shared else max(shard_gb, share_gb)
+    if transport == "ipc" and t.hosts > 1:
+        return Prediction(transport, {}, "reads memory of one host")
+    if t.ranks > t.gpus or t.workers > for_engines:
+        return Prediction(
+            transport, {}, f"{t.ranks} ranks and {t.workers} workers do not find a place on {t.gpus} GPUs"
+        )
+    if needed_gb > t.gpu_memory_gb:
+        return Prediction(transport, {}, f"{needed_gb:.0f} GB of weights on a GPU of {t.gpu_memory_gb:g} GB")
+    return Prediction(
+        transport, {"ipc": _ipc, "broadcast": _broadcast, "checkpoint": _checkpoint}[transport](nbytes, t)
+    )
+
+
+def _ipc(nbytes: int, t: Topology) -> dict[str, float]:
+    share = nbytes / t.tp
+    own = share / t.ranks if t.workers <= t.ranks else 0.0  # of the slowest worker
+    return {
+        "device copy": own / (t.device_copy * 1e9 * _COPYING),
+        "peer copy": (share - own) / (t.peer_copy * 1e9 * _COPYING),
+        "messages": _messages(1, t),
+        "calls into vLLM and plan": _fixed(t),
+    }
+
+
+def _broadcast(nbytes: int, t: Topology) -> dict[str, float]:
+    ring, link = (t.broadcast, t.peer_copy) if t.hosts == 1 else (t.network, t.network)
+    return {
+        "gathering to rank 0": nbytes * (t.ranks - 1) / t.ranks / (link * 1e9),
+        "staging": nbytes / (t.staging * 1e9),
+        "broadcast": nbytes / (ring * 1e9),
+        "loading": nbytes / (t.loading * 1e9),
+        "messages": _messages(_buckets(nbytes, t), t),
+    }
+
+
+def _checkpoint(nbytes: int, t: Topology) -> dict[str, float]:
+    hosts = min(t.hosts, math.ceil(t.workers / t.gpus_per_host))
+    writing, reading = nbytes / (t.file_write * 1e9), nbytes * hosts / (t.file_read * 1e9)
+    name = "writing files" if writing >= reading else "reading files"
+    return {
+        name: max(writing, reading),
+        "messages": _messages(_buckets(nbytes, t), t),
+        "calls into vLLM and plan": _fixed(t),
+    }
+
+
+def _buckets(nbytes: int, t: Topology) -> int:
+    return math.ceil(nbytes / (t.bucket_mib * 2**20))
+
+
+def _messages(buckets: int, t: Topology) -> float:
+    """For each bucket every other rank and every worker is told, and answers."""
+    return buckets * 2 * (t.ranks - 1 + t.workers) * t.message_s
+
+
+def _fixed(t: Topology) -> float:
+    return t.fixed_s if t.ranks == 1 else t.fixed_ranks_s
+
+
+def bfloat16_bytes(text: str) -> int:
+    """The size of a model of so many parameters, given as "70B" or "1T". Raises `ConfigError`."""
+    scale = {"M": 10**6, "B": 10**9, "T": 10**12}
+    try:
+        return int(float(text[:-1]) * scale[text[-1:].upper()]) * 2
+    except (ValueError, KeyError):
+        raise ConfigError(f"{text} has no config.json, and is no size of a model such as 70B or 1T") from None
+
+
+def simulation_table(nbytes: int, topologies: Sequence[Topology]) -> list[tuple[str, ...]]:
+    """For each topology and transport: GPUs, hosts, ranks, engines, bucket, transport, seconds, and what takes most of
+    them."""
+    return [
+        (
+            str(t.gpus),
+            str(t.hosts),
+            str(t.ranks),
+            f"{t.engines} x TP={t.tp}",
+            f"{t.bucket_mib} MiB",
+            found.transport,
+            "" if found.impossible else f"{found.seconds:.2f} s" if found.seconds < 10 else f"{found.seconds:.0f} s",
+            found.impossible or f"{found.limit}, {found.parts[found.limit] / found.seconds:.0%}",
+        )
+        for t in topologies
+        for found in predict(nbytes, t)
+    ]
