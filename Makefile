@@ -39,8 +39,9 @@ help: ## List the targets.
 test: $(CHECKS) $(INSTALLED) ## Lint, then run the tests: `make test ARGS="-k name"`. Needs no GPU, and uses one if there is one.
 	$(PY) -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
-demo: $(INSTALLED) ## Train two ranks, push to a live vLLM, prove it equal to a cold start: `make demo TRANSPORT=ipc|broadcast`.
+demo: $(INSTALLED) ## Push to a live vLLM, prove it equal to a cold start, then learn from reward: `make demo TRANSPORT=ipc|broadcast`.
 	$(PY) -m weightsync.cli demo --transport $(TRANSPORT) $(ARGS)
+	$(PY) examples/grpo.py --transport $(TRANSPORT) --output-dir grpo-output
 
 lint: $(INSTALLED) ## ruff and mypy.
 	$(PY) -m ruff check .
