@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import os
+import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
+from typing import Any
 
 import pytest
 import torch
 from fake_engine import ROWS, EngineModel, FakeEngine, ModuleHost, checkpoint, cold, trainer_model
 from torch import nn
 
-from weightsync import WeightSync
+from weightsync import PlacementError, WeightSync
 from weightsync.layout import Manifest, TensorMeta
 from weightsync.receiver.receiver import Receiver
 
@@ -50,6 +54,56 @@ def test_each_engine_gets_all_that_its_dtype_holds(dtypes: tuple[torch.dtype, ..
         sync.push(trainer_model({"weight": new}))
     for host, dtype in zip(hosts, dtypes, strict=True):
         assert torch.equal(host.live.weight, new.to(dtype))
+
+
+def test_a_report_sets_the_engines_calls_apart_from_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(then: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (time.sleep(0.2), then(*args))[1]
+
+    model, host = trainer_model(checkpoint(2)), ModuleHost(EngineModel, checkpoint(1))
+    with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "resume", slowly(engine.resume))
+            called = sync.push(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(Receiver, "load", slowly(Receiver.load))
+            loaded = sync.push(model)
+    assert 0.2 < called.control_s < called.total_s - called.gather_s
+    assert loaded.control_s < 0.2 < loaded.total_s
+
+
+def test_shared_memory_of_the_trainer_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("nothing may be staged")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    model, host = trainer_model(checkpoint(2)), ModuleHost(EngineModel, checkpoint(1))
+    with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        with pytest.raises(PlacementError, match="nothing may be staged"):
+            sync.push(model)
+        with monkeypatch.context() as patch:  # memory of which other processes know the name must stay where it is
+            patch.setattr(torch.multiprocessing, "get_sharing_strategy", lambda: "file_system")
+            with pytest.raises(PlacementError, match="nothing may be staged"):
+                sync.push(model.share_memory())
+        for factor in (1, 3):
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(factor)
+            sync.push(model)
+            expected = cold({name: tensor * factor for name, tensor in checkpoint(2).items()})
+            for name, param in host.live.named_parameters():
+                assert torch.equal(param, expected.get_parameter(name)), name
+
+
+def test_memory_that_is_shared_in_part_is_staged_in_part() -> None:
+    model, host = trainer_model(checkpoint(2)), ModuleHost(EngineModel, checkpoint(1))
+    next(model.parameters()).share_memory_()
+    with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        report = sync.push(model)
+    assert report.buckets > 1
+    for name, param in host.live.named_parameters():
+        assert torch.equal(param, cold(checkpoint(2)).get_parameter(name)), name
 
 
 def test_planning_leaves_the_engines_random_numbers_alone() -> None:

@@ -1,9 +1,10 @@
 """Memory that both sides map: CUDA IPC for GPU tensors, POSIX shared memory for CPU tensors.
 
-GPU tensors are exported where they lie, and workers read them there: a push copies every byte once. CPU tensors are
-copied by their owner into an arena in shared memory, which has room for two buckets: workers read one while the next
-is being filled. What is computed for each push is staged like this too, in GPU memory where it is made there. No rank
-gathers anything: each exposes what it holds.
+GPU tensors, and CPU tensors that the trainer has moved to shared memory (`model.share_memory()`), are exported where
+they lie, and workers read them there: a push copies every byte once. Other CPU tensors are copied by their owner into
+an arena in shared memory, which has room for two buckets: workers read one while the next is being filled. What is
+computed for each push is staged like this too, in GPU memory where it is made there. No rank gathers anything: each
+exposes what it holds.
 """
 
 from __future__ import annotations
@@ -55,14 +56,15 @@ class IpcTransport:
             )
 
     def prepare(self, shipment: Shipment, pieces: Mapping[Placement, Region], group: Group) -> Offer:
-        on_cpu = _anywhere([p.name for p, region in pieces.items() if not region.tensor.is_cuda], group)
-        computed = _anywhere([p.name for p, region in pieces.items() if region.compute is not None], group)
-        if self.name == "cuda_ipc" and on_cpu:
-            raise PlacementError(
-                f'transport="cuda_ipc" takes GPU tensors only; {len(on_cpu)} are on a CPU, such as {min(on_cpu)}'
-            )
+        if self.name == "cuda_ipc":
+            on_cpu = _anywhere([p.name for p, region in pieces.items() if not region.tensor.is_cuda], group)
+            if on_cpu:
+                raise PlacementError(
+                    f'transport="cuda_ipc" takes GPU tensors only; {len(on_cpu)} are on a CPU, such as {min(on_cpu)}'
+                )
+        to_stage = _anywhere([p.name for p, region in pieces.items() if not _can_be_mapped(region)], group)
         self._rank, self._digests = group.rank, shipment.digests
-        in_place = {p.name for p in shipment.placements} - on_cpu - computed
+        in_place = {p.name for p in shipment.placements} - to_stage
         direct = [p for p in shipment.placements if p.name in in_place]
         staged = choose_owners([p for p in shipment.placements if p.name not in in_place])
         buckets = _regroup(shipment, in_place)
@@ -181,6 +183,17 @@ class IpcSource:
 
     def close(self) -> None:
         self._open.clear()
+
+
+def _can_be_mapped(region: Region) -> bool:
+    if region.compute is not None:
+        return False
+    if region.tensor.is_cuda:
+        return True
+    storage = region.tensor.untyped_storage()
+    # Memory that is shared by a file's name has no descriptor to hand on, and torch would move it to get one.
+    named = storage.filename is not None or torch.multiprocessing.get_sharing_strategy() != "file_descriptor"
+    return storage.is_shared() and not named
 
 
 def _anywhere(names: Sequence[str], group: Group) -> set[str]:
