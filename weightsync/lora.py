@@ -93,6 +93,7 @@ class LoraPush:
                     nbytes=shards.manifest.nbytes,
                     buckets=len(shards.buckets),
                     plan_s=planned - started,
+                    control_s=planned - started,
                     gather_s=gathered - planned,
                     transfer_s=0.0,
                     verify_s=0.0,

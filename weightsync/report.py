@@ -22,8 +22,9 @@ class PushReport:
     """One push, the same on every trainer rank.
 
     `nbytes` is the size of the weights in the dtypes that travel, counted once. The seconds are the trainer's clock:
-    `plan_s` agreeing on what travels and how (near zero when nothing changed), `gather_s` making the bytes readable,
-    `pause_s` from the pause of generation to its resumption, `total_s` the whole call. `transfer_s`, `verify_s` and
+    `plan_s` agreeing on what travels and how (near zero when nothing changed), `control_s` that and the engine's own
+    calls: all before the first bucket and after the last; `gather_s` making the bytes readable, `pause_s` from the
+    pause of generation to its resumption, `total_s` the whole call. `transfer_s`, `verify_s` and
     `load_s` are those of the slowest worker; they overlap with `gather_s`, so the parts do not add up to the total.
     `roads` counts how the engines' modules were loaded: "in place", "straight", by "reload", by the engine's own
     "loader". Of an adapter alone, for which nothing is paused, there are `plan_s`, `gather_s`, `load_s` and `total_s`,
@@ -34,6 +35,7 @@ class PushReport:
     nbytes: int
     buckets: int
     plan_s: float
+    control_s: float
     gather_s: float
     transfer_s: float
     verify_s: float
@@ -46,7 +48,7 @@ class PushReport:
     def __str__(self) -> str:
         return (
             f"version {self.version}: {format_bytes(self.nbytes)} in {self.total_s:.3f} s "
-            f"(plan {self.plan_s:.3f}, gather {self.gather_s:.3f}, transfer {self.transfer_s:.3f}, "
+            f"(control {self.control_s:.3f}, gather {self.gather_s:.3f}, transfer {self.transfer_s:.3f}, "
             f"verify {self.verify_s:.3f}, load {self.load_s:.3f}, paused {self.pause_s:.3f}), "
             f"{self.buckets} buckets to {len(self.workers)} workers"
         )

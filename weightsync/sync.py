@@ -265,18 +265,20 @@ class WeightSync:
                 with self._in_phase("commit"):
                     committed = session.commit()
                 now = time.perf_counter()
+                total_s = now - started - (written - paused)
                 workers = _worker_reports(session, [], [answer.load_s for answer in committed])
                 report = PushReport(
                     version=version,
                     nbytes=0,
                     buckets=0,
                     plan_s=plan_s,
+                    control_s=total_s,
                     gather_s=0.0,
                     transfer_s=0.0,
                     verify_s=0.0,
                     load_s=max(w.load_s for w in workers),
                     pause_s=now - started - plan_s,
-                    total_s=now - started - (written - paused),
+                    total_s=total_s,
                     roads={},
                     workers=workers,
                 )
@@ -395,6 +397,7 @@ class WeightSync:
         if session is not None:
             with self._in_phase("pause"):
                 session.begin(version)
+        began = time.perf_counter()
         loads: list[Loaded] = []
         gather_s = 0.0
         bucket_bytes = agreed.due()
@@ -420,6 +423,7 @@ class WeightSync:
                 while len(loads) < len(bucket_bytes) * len(session.workers):
                     loads += self._collect(session)
                 transport.finish(version, self._idle, Deadline(self._timeout_s))
+            delivered = time.perf_counter()
             with self._in_phase("commit"):
                 committed = session.commit()
             now = time.perf_counter()
@@ -429,6 +433,7 @@ class WeightSync:
                 nbytes=sum(bucket_bytes),
                 buckets=len(bucket_bytes),
                 plan_s=plan_s,
+                control_s=now - started - (delivered - began),
                 gather_s=gather_s,
                 transfer_s=max(w.transfer_s for w in workers),
                 verify_s=max(w.verify_s for w in workers),

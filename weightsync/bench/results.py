@@ -12,9 +12,8 @@ from weightsync.bench.cases import WEIGHTSYNC, Case
 from weightsync.report import format_bytes
 
 SCHEMA = 1
-PHASES = ("plan_s", "gather_s", "save_s", "transfer_s", "verify_s", "load_s")
-"""The parts of a push, in their order; those of weightsync are explained at `PushReport`, `save_s` is that of files.
-What is left of the whole are the calls of the engines."""
+PHASES = ("control_s", "gather_s", "save_s", "transfer_s", "verify_s", "load_s")
+"""The parts of a push, in their order; those of weightsync are explained at `PushReport`, `save_s` is that of files."""
 
 
 @dataclass(frozen=True)
