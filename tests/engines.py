@@ -344,10 +344,18 @@ class Trainers:
         self._ranks = [Remote(Trainer, rank, size, store, calls if rank == 0 else None) for rank in range(size)]
 
     def call(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
-        """Every rank's result, in rank order."""
+        """Every rank's result, in rank order. Raises what the first of them raised, once all are done."""
         for rank in self._ranks:
             rank.begin(fn, *args)
-        return [rank.result(timeout_s) for rank in self._ranks]
+        outcomes: list[Any] = []
+        for rank in self._ranks:
+            try:
+                outcomes.append(rank.result(timeout_s))
+            except Exception as error:
+                outcomes.append(error)
+        if failed := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
+            raise failed[0]
+        return outcomes
 
     def close(self) -> None:
         for rank in self._ranks:

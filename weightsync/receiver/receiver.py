@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,8 @@ class Receiver:
         self.version = 0
         self.state = CLEAN
         self._host = host
+        self._constructed: Set[str] | None = None  # names of the model's tensors before its loader ran
+        self._held: Set[str] = frozenset()  # and after
         self._units: list[Unit] | None = None
         self._unit_of: dict[str, Unit] = {}
         self._addresses: dict[str, int] = {}  # where the live tensors lay before the first push
@@ -113,13 +115,8 @@ class Receiver:
         host = self._host
         with host.scope():
             model = host.pristine()
-            if self._units is None:
-                found = units(host.live, model)
-                choose_roads(found, host.post_process, host.parts, host.device, host.share, host.identity.rank)
-                self._units = found
-                self._addresses = live_addresses(found, host.live, host.parts)
-                self._parameters = parameter_addresses(found)
-                self._unit_of = {name: unit for unit in found for name in unit.params}
+            if self._constructed is None:
+                self._constructed = named_tensors(model).keys()
 
             def load(weights: Any) -> Any:
                 return host.load_weights(model, weights)
@@ -131,17 +128,23 @@ class Receiver:
             missing, doubled = uncovered(model, seen)
             trace = collapse(seen, pairs)
             held = named_tensors(model)
+            made = {copy.param for copy in trace.copies} - self._constructed
+            if absent := sorted(made - named_tensors(host.live).keys()):
+                raise UnsupportedError(
+                    f"the running model has no {absent[0]}, which the engine's loader makes when it loads one; start "
+                    "the engine from a checkpoint that has it"
+                )
+            if self._units is None or self._held != held.keys():  # after the trace, which may have made parameters
+                found = units(host.live, model)
+                choose_roads(found, host.post_process, host.parts, host.device, host.share, host.identity.rank)
+                self._units, self._held = found, held.keys()
+                self._addresses = live_addresses(found, host.live, host.parts)
+                self._parameters = parameter_addresses(found)
+                self._unit_of = {name: unit for unit in found for name in unit.params}
         if buffers := [name for name in trace.computed if name not in self._unit_of]:
             raise UnsupportedError(
                 f"the engine's loader computes {len(buffers)} buffers, which this version can only copy into: "
                 f"{', '.join(buffers[:5])}"
-            )
-        if absent := sorted(
-            {copy.param for copy in trace.copies} - self._unit_of.keys() - named_tensors(host.live).keys()
-        ):
-            raise UnsupportedError(
-                f"the running model has no {absent[0]}, which the engine's loader makes when it loads one; start the "
-                "engine from a checkpoint that has it"
             )
         refused = trace.refused | unfit
         for param, boxes in doubled.items():
