@@ -183,6 +183,32 @@ def test_what_cannot_be_filled_again_is_made_anew_on_a_cpu():
     assert all(unit.opaque for unit in units)
 
 
+class Pointing:
+    """Knows where the scale lies, and does not hold it: as an object of a library in C++ does."""
+
+    def __init__(self, scale: torch.Tensor) -> None:
+        self.scale = weakref.ref(scale)
+
+
+def point(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.scale = nn.Parameter(module.weight.data.abs().amax(1), requires_grad=False)
+        module.kernel = Pointing(module.scale)
+
+
+def test_what_a_new_object_points_to_stays():
+    made = ModuleHost(Repacked, Repacked().state_dict(), point)
+    engine = FakeEngine(made)
+    new = Repacked().state_dict()
+    with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        for _ in range(2):
+            sync.push(PlainTrainer(dict(new)))
+    engine.close()
+    for number, layer in enumerate(made.live.layers):
+        for scale in (layer.kernel.scale(), layer.scale):
+            assert torch.equal(scale, new[f"layers.{number}.weight"].abs().amax(1))
+
+
 class Handle:
     """A tensor of it holds the address of something that is freed with it."""
 

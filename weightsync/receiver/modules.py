@@ -56,7 +56,7 @@ class Unit:
     recipe: Recipe | None = None
     changed: list[list[str]] = field(default_factory=list)
     opaque: bool = False
-    keep_alive: list[torch.Tensor] = field(default_factory=list)
+    keep_alive: Any = None
 
     @property
     def weight(self) -> str:
@@ -348,8 +348,9 @@ class Reload:
                 snapshot.restore()
             raise
         if unit.opaque:
-            # What a kernel's object keeps is new. It may point into the fresh tensors without holding them.
-            unit.keep_alive = list(self.fresh.values())
+            # What a kernel's object keeps is new. It may point into what it was made from without holding that: a scale
+            # that post-processing has made, as oneDNN does, or a fresh parameter.
+            unit.keep_alive = [self.fresh, after]
             olds = {id(new): old for _, old, new in found.tensors}
             for part, keys in zip(holders, unit.changed, strict=True):
                 parameters = part.__dict__.get("_parameters", {})
