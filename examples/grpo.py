@@ -80,6 +80,8 @@ class OwnEngine:
 
         on_gpu = torch.cuda.is_available()
         more: dict[str, Any] = {"gpu_memory_utilization": 0.4} if on_gpu else {"kv_cache_memory_bytes": 1 << 28}
+        if options.transport == "single_copy" and not on_gpu:
+            more["quantization"] = "weightsync_plain"  # or vLLM may pack the weights, and nobody could share them
         if options.transport == "lora":
             more |= {"enable_lora": True, "max_lora_rank": max(options.lora_r, 8)}
         self.address: Any = LLM(

@@ -189,7 +189,13 @@ def test_the_server_listens_on_this_host_alone_and_keeps_vllms_options(monkeypat
         command_line(["m", "--weight-transfer-config", "{}"])
 
 
-OPTIONS = ("--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "64", "--dtype", "bfloat16")
+OPTIONS = (
+    "--skip-tokenizer-init",
+    "--enforce-eager",
+    "--max-model-len=64",
+    "--dtype=bfloat16",
+    "--quantization=weightsync_plain",
+)
 
 
 def first_norm() -> torch.Tensor:

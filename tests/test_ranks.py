@@ -94,6 +94,7 @@ def _values(rank: int) -> None:
             shared = group.share(gathered, "plan")
             assert shared[rank] == value
         group.idle(0.01)
+        group.gather(None, "plan")  # so that rank 0 does not leave while others are idle
         assert group.share("zero" if rank == 0 else "ignored", "plan") == "zero"
         # Rank 0 may be away for longer than the others would wait for an engine: its own waits have deadlines.
     with group_of(rank, 2.0) as group:

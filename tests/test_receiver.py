@@ -316,6 +316,13 @@ def test_what_post_processing_leaves_alone_is_loaded_in_place(process: Callable[
     assert road_of_attention(process)
 
 
+def test_what_post_processing_changes_cannot_be_shared():
+    receiver = Receiver(ModuleHost(EngineModel, checkpoint(1), transpose))
+    receiver.plan(Manifest(tuple(TensorMeta(n, tuple(t.shape), "float32") for n, t in checkpoint(1).items())))
+    with pytest.raises(UnsupportedError, match=r"4 modules keep .* such as layers\.0\.attn.*weightsync_plain"):
+        receiver.share()
+
+
 def test_tied_modules_are_one_unit():
     host = ModuleHost(EngineModel, checkpoint(1))
     found = units(host.live, host.pristine())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from engines import TIMEOUT_S, Engines, Remote, Trainer, Trainers, assert_same
+from engines import TIMEOUT_S, Answer, Engines, Remote, Trainer, Trainers, assert_same
 from torch import nn
 
 from weightsync import ConfigError, EngineError, PlacementError, UnsupportedError, WeightSync, WeightSyncError
@@ -22,6 +22,11 @@ def on_meta(name: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
 
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(tiny_models.CONFIGS[name](), dtype=dtype)
+
+
+def serve(engines: Engines, name: str, tp: int = 1) -> dict[str, Answer]:
+    """An engine that leaves its weights as they are, on every CPU."""
+    return engines.serve(name, tp, quantization="weightsync_plain")
 
 
 def attach(trainer: Trainer | Engines, name: str, make: Callable[..., nn.Module] = on_meta, *arguments: Any) -> None:
@@ -75,13 +80,13 @@ def start_cold_from_the_trainer(engines: Engines) -> Any:
     """What an engine answers that is started from what the trainer saves."""
     folder = engines._folder / "trained"
     tiny_models.save(engines.model, folder)
-    engines.start(folder)
+    engines.start(folder, quantization="weightsync_plain")
     return engines.ask()
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama-tied", "llama3"])
 def test_written_equals_cold(engines: Remote, name: str):
-    cold = engines.call(Engines.serve, name, timeout_s=240)
+    cold = engines.call(serve, name)
     before = engines.call(Engines.ask)
     engines.call(attach, name)
     assert engines.call(names_of_other_memory) == []
@@ -94,7 +99,7 @@ def test_written_equals_cold(engines: Remote, name: str):
 
 
 def test_what_an_optimizer_writes_equals_a_cold_start(engines: Remote):
-    engines.call(Engines.serve, "qwen2", timeout_s=240)
+    engines.call(serve, "qwen2")
     engines.call(attach, "qwen2")
     engines.call(write, "A")
     before = engines.call(Engines.ask)
@@ -157,7 +162,7 @@ def state_of(engines: Engines) -> str:
 
 
 def test_what_goes_wrong_is_said_and_can_be_put_right(engines: Remote):
-    cold = engines.call(Engines.serve, "qwen2", timeout_s=240)
+    cold = engines.call(serve, "qwen2")
     engines.call(attach, "qwen2")
     engines.call(write, "A")
     for wrong in (step_outside, write_outside, replace_a_parameter, push_another_model):
@@ -180,7 +185,7 @@ def write_to_another_engine(engines: Engines) -> None:
 
 
 def test_an_engine_that_was_started_anew_is_not_taken_for_the_old_one(engines: Remote):
-    engines.call(Engines.serve, "qwen2", timeout_s=240)
+    engines.call(serve, "qwen2")
     engines.call(attach, "qwen2")
     engines.call(write_to_another_engine)
 
@@ -212,7 +217,7 @@ def refuse(engines: Engines, make: Callable[[str], nn.Module], kind: type[Except
 
 
 def test_what_cannot_be_attached_is_refused(engines: Remote):
-    engines.call(Engines.serve, "qwen2", timeout_s=240)
+    engines.call(serve, "qwen2")
     engines.call(refuse, own_values, ConfigError, "has values of its own")
     engines.call(refuse, with_another_dtype, ConfigError, "float32 in the model and bfloat16 in the engine")
     engines.call(refuse, with_a_strange_buffer, UnsupportedError, "1 buffers .* 'strange'")
@@ -250,7 +255,7 @@ def refuse_sharded(trainer: Trainer, name: str, words: str, embedding: bool) -> 
 
 
 def test_every_rank_shares_the_memory_of_its_worker(engines: Remote, trainers: Trainers):
-    cold = engines.call(Engines.serve, "llama-even", 2, timeout_s=240)
+    cold = engines.call(serve, "llama-even", 2)
     trainers.call(refuse_sharded, "llama-even", "does not hold all that trainer rank", False)
     # The one KV head is halved between the ranks, and whole in each worker; or whole on both sides.
     for kv in (True, False):

@@ -233,7 +233,8 @@ class Receiver:
         if others:
             raise UnsupportedError(
                 f"{len(others)} modules keep their weights in a format of their kernel, such as {others[0]}: a trainer "
-                'cannot work on these; use transport="ipc"'
+                'cannot work on these. Use transport="ipc"; or, where it is an unquantised engine on a CPU, start it '
+                'with quantization="weightsync_plain"'
             )
         self.disconnect()
         self._source, self._source_name = Nothing(), ""

@@ -15,10 +15,10 @@ BACKEND = "weightsync"
 
 
 def register() -> None:
-    """Make vLLM know the weight transfer backend "weightsync" and the quantisation "weightsync_int8". May be called any
-    number of times."""
+    """Make vLLM know the weight transfer backend "weightsync", and the quantisations "weightsync_int8" and
+    "weightsync_plain". May be called any number of times."""
     _register_engine()
-    _register_int8()
+    _register_quantisations()
 
 
 def _register_engine() -> None:
@@ -33,10 +33,11 @@ def _register_engine() -> None:
         logger.debug("the weight transfer backend %r is registered already", BACKEND)
 
 
-def _register_int8() -> None:
+def _register_quantisations() -> None:
     try:
-        from weightsync.vllm import int8
+        from weightsync.vllm import int8, plain
 
         int8.register()
+        plain.register()
     except Exception:
         logger.debug("this vLLM does not know how to register a quantisation", exc_info=True)
