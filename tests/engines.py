@@ -352,15 +352,15 @@ class Trainers:
         """Every rank's result, in rank order. Raises what the first of them raised, once all are done."""
         for rank in self._ranks:
             rank.begin(fn, *args)
-        outcomes: list[Any] = []
+        results, errors = [], []
         for rank in self._ranks:
             try:
-                outcomes.append(rank.result(timeout_s))
+                results.append(rank.result(timeout_s))
             except Exception as error:
-                outcomes.append(error)
-        if failed := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
-            raise failed[0]
-        return outcomes
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return results
 
     def close(self) -> None:
         for rank in self._ranks:

@@ -263,7 +263,8 @@ def http_server(
     engine_process: Remote, trainer_processes: Trainers, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Http]:
     checkpoint = engine_process.call(Engines.checkpoint, "qwen3", "A")
-    server = Server(checkpoint, "auto", tmp_path_factory.mktemp("server") / "log", {})
+    options = {"quantization": "weightsync_plain"}  # one test shares its memory
+    server = Server(checkpoint, "auto", tmp_path_factory.mktemp("server") / "log", {}, options)
     try:
         server.wait(120)
         yield Http(server, trainer_processes)
@@ -634,6 +635,36 @@ def _rank_0_dies(rank: int, url: str, where: str) -> None:
     assert "trainer rank 0" in str(error)
     assert seconds < GRACE_S
     os._exit(0)
+
+
+def test_a_trainer_that_dies_while_it_writes(http_server: Http, trainers: Trainers):
+    before, version = http_server.log(), http_server.version()
+    run_ranks(_writes_shared_memory, 1, http_server.url, "half")
+    wait_for(lambda: "POISONED: a push after version" in http_server.log()[len(before) :])
+    assert http_server.is_paused()
+    assert http_server.version() == version
+    # Whoever comes next heals it: one that shares the memory again, or one that pushes.
+    run_ranks(_writes_shared_memory, 1, http_server.url, "B")
+    assert http_server.ask() == http_server.expected["B"]
+    run_ranks(_writes_shared_memory, 1, http_server.url, "half")
+    trainers.call(connect, http_server.url)
+    assert [error for error, _ in trainers.call(push, "A")] == [None, None]
+    assert not http_server.is_paused()
+    assert http_server.ask() == http_server.expected["A"]
+
+
+def _writes_shared_memory(rank: int, url: str, weights: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_models.CONFIGS["qwen3"](), dtype=torch.bfloat16)
+    with WeightSync("fsdp", "single_copy", url, timeout_s=TIMEOUT_S) as sync:
+        sync.attach(model)
+        with sync.writing():
+            tiny_models.fill(model, "B")
+            if weights == "half":
+                model.model.norm.weight.data.fill_(0)
+                os._exit(0)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
