@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,13 @@ from torch import nn
 
 from weightsync import CheckpointTransport, TensorPolicy
 from weightsync.engines import connect
+from weightsync.kernels.digest import WHOLE
 from weightsync.layout import Box, Manifest, TensorMeta
 from weightsync.senders.base import Piece
 from weightsync.senders.fsdp import FsdpSender
 from weightsync.testing import check_dead_engine, check_engine, check_sender, check_transport
 from weightsync.transports import make_source, make_transport
-from weightsync.transports.base import Idle, Offer, Shipment, WorkerInfo
+from weightsync.transports.base import Idle, Offer, WorkerInfo
 from weightsync.transports.ipc import IpcSource, IpcTransport
 
 pytest_plugins = ["engine_fixtures"]
@@ -233,22 +233,22 @@ def test_a_transport_between_processes_on_a_gpu():
 class Stale(IpcTransport):
     """Copies each bucket once, and never again."""
 
-    def stage(self, bucket: int, idle: Idle, deadline: Any) -> list[list[Any]]:
+    def stage(self, bucket: int, *args: Any) -> list[list[Any]]:
         done = self.__dict__.setdefault("done", set())
         if bucket not in done:
-            super().stage(bucket, idle, deadline)
+            super().stage(bucket, *args)
         done.add(bucket)
         return []
 
 
 class WrongDigest(IpcTransport):
-    def stage(self, bucket: int, idle: Idle, deadline: Any) -> list[list[Any]]:
-        return [[*row[:4], row[4] ^ 1] for row in super().stage(bucket, idle, deadline)]
+    def stage(self, *args: Any) -> list[list[Any]]:
+        return [[*row[:5], row[5] ^ 1] for row in super().stage(*args)]
 
 
 class AlwaysDigests(IpcTransport):
-    def prepare(self, shipment: Shipment, *args: Any) -> Offer:
-        return super().prepare(replace(shipment, digests=True), *args)
+    def stage(self, bucket: int, part: int | None, *args: Any) -> list[list[Any]]:
+        return super().stage(bucket, WHOLE, *args)
 
 
 class OneBucketLess(IpcTransport):

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.kernels.digest import digest
+from weightsync.errors import ProtocolError
+from weightsync.kernels.digest import PARTS, WHOLE, digest
 
 BLOCK_WORDS = 1 << 16
 BLOCKS_AT_ONCE = 256
@@ -151,3 +152,25 @@ def test_a_gpu_computes_the_same():
     data = noise(8 * (BLOCK_WORDS + 3) + 5)
     assert digest(data.cuda()) == digest(data)
     assert digest(data.cuda()[3:]) == digest(data[3:])
+
+
+PART_BYTES = 1 << 16
+
+
+@given(st.integers(0, 2 * PARTS * PART_BYTES + 99), st.integers(1, 255))
+def test_each_byte_of_a_whole_mib_is_in_one_part_and_the_rest_in_all(at: int, change: int) -> None:
+    data = noise(2 * PARTS * PART_BYTES + 100)
+    before = [digest(data, part) for part in range(PARTS)]
+    data[at] ^= change
+    noticed = [part for part in range(PARTS) if digest(data, part) != before[part]]
+    expected = [at // PART_BYTES % PARTS] if at < 2 * PARTS * PART_BYTES else [*range(PARTS)]
+    assert noticed == expected
+
+
+def test_a_part_is_digested_as_if_it_were_all() -> None:
+    data = noise(2 * PARTS * PART_BYTES + 5)
+    first, second = (data[start + 3 * PART_BYTES :][:PART_BYTES] for start in (0, PARTS * PART_BYTES))
+    assert digest(data, 3) == digest(torch.cat([first, second, data[-5:]]))
+    assert digest(data, WHOLE) == digest(data)
+    with pytest.raises(ProtocolError, match="part 16"):
+        digest(data, PARTS)

@@ -107,10 +107,10 @@ class Wrapped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def stage(self, bucket: int, idle: Any, deadline: Any) -> list[list[Any]]:
+    def stage(self, bucket: int, *args: Any) -> list[list[Any]]:
         if self.before_stage is not None:
             self.before_stage(bucket)
-        rows = self.inner.stage(bucket, idle, deadline)
+        rows = self.inner.stage(bucket, *args)
         if self.after_stage is not None:
             self.after_stage(self.inner, bucket)
         return rows

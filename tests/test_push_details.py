@@ -17,6 +17,7 @@ from torch import nn
 from weightsync import PlacementError, WeightSync
 from weightsync.layout import Manifest, TensorMeta
 from weightsync.receiver.receiver import Receiver
+from weightsync.transports.ipc import IpcTransport
 
 TIMEOUT_S = 10.0
 
@@ -94,6 +95,30 @@ def test_shared_memory_of_the_trainer_is_read_where_it_lies(monkeypatch: pytest.
             expected = cold({name: tensor * factor for name, tensor in checkpoint(2).items()})
             for name, param in host.live.named_parameters():
                 assert torch.equal(param, expected.get_parameter(name)), name
+
+
+@pytest.mark.parametrize(
+    ("verify", "parts"), [("sampled", [-1, 1, 2]), ("full", [-1, -1, -1]), ("none", [None, None, None])]
+)
+def test_the_first_push_is_checked_whole_and_later_ones_in_turn(
+    monkeypatch: pytest.MonkeyPatch, verify: str, parts: list[int | None]
+) -> None:
+    seen: list[int | None] = []
+    stage = IpcTransport.stage
+
+    def watched(self: IpcTransport, bucket: int, part: int | None, *args: Any) -> list[list[Any]]:
+        seen.extend([part] if bucket == 0 else [])
+        return stage(self, bucket, part, *args)
+
+    monkeypatch.setattr(IpcTransport, "stage", watched)
+    model, host = trainer_model(checkpoint(2)), ModuleHost(EngineModel, checkpoint(1))
+    with (
+        closing(FakeEngine(host)) as engine,
+        WeightSync("fsdp", "ipc", engine, verify=verify, timeout_s=TIMEOUT_S) as sync,
+    ):
+        for _ in parts:
+            sync.push(model)
+    assert seen == parts
 
 
 def test_memory_that_is_shared_in_part_is_staged_in_part() -> None:

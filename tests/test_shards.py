@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from weightsync import ConfigError, PlacementError
 from weightsync.checkpoint.files import check_whole, create, publish, write
 from weightsync.checkpoint.shards import INDEX, lay_out, runs
-from weightsync.kernels.digest import digest
+from weightsync.kernels.digest import WHOLE, digest
 from weightsync.layout import Box, Manifest, Placement, TensorMeta, itemsize, row_major
 
 DTYPES = (
@@ -112,8 +112,8 @@ def test_safetensors_reads_what_was_written_in_pieces(tmp_path: Path, max_bytes:
                     continue
                 view = expected[name][tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
                 own.append((Placement(name, box, part, 1, 0, view.stride(), manifest[name].dtype), view))
-            rows = write(incoming, shards, number, own, digests=True)
-            assert sum(nbytes for _, nbytes, _ in rows) == sum(v.nbytes for _, v in own)  # all, of so few runs
+            rows = write(incoming, shards, number, own, part=WHOLE)
+            assert sum(nbytes for _, nbytes, _, _ in rows) == sum(v.nbytes for _, v in own)  # all, of so few runs
     assert not target.exists()
     publish(incoming, target)
     assert (target / "more/config.json").read_bytes() == b"{}"
@@ -166,10 +166,10 @@ def test_of_many_runs_some_are_digested(tmp_path: Path):
     shards = lay_out(manifest, [["w"]], 10**9)
     create(tmp_path / "incoming", shards, {})
     values = torch.arange(400).to(torch.int8).view(100, 4)
-    for start, digests in ((0, True), (2, False)):
+    for start, part in ((0, WHOLE), (2, None)):
         region = values[:, start : start + 2]
         owned = Placement("w", Box((0, start), (100, 2)), 0, 1, start, (4, 1), "int8")
-        rows = write(tmp_path / "incoming", shards, 0, [(owned, region)], digests)
-        assert len(rows) == (15 if digests else 0)
-        assert all(digest(values.view(-1).view(torch.uint8)[at : at + n].clone()) == d for at, n, d in rows)
+        rows = write(tmp_path / "incoming", shards, 0, [(owned, region)], part)
+        assert len(rows) == (15 if part is not None else 0)
+        assert all(digest(values.view(-1).view(torch.uint8)[at : at + n].clone()) == d for at, n, _, d in rows)
     assert torch.equal(load_file(tmp_path / "incoming" / "model.safetensors")["w"], values)

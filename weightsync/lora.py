@@ -302,7 +302,7 @@ def _gather(
         ]
         rows = [row for rank_rows in ranks.gather(own, "gather") for row in rank_rows]
         if incoming is not None:
-            write(incoming, shards, number, (_region(shards.manifest, *row) for row in rows), digests=False)
+            write(incoming, shards, number, (_region(shards.manifest, *row) for row in rows), part=None)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

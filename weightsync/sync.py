@@ -20,6 +20,7 @@ from weightsync.checkpoint.restart import push_and_restart
 from weightsync.checkpoint.save import save
 from weightsync.engines import ENGINE_VARIABLE, LoraAdapter, connect
 from weightsync.errors import ConfigError, EngineError, ManifestError, WeightSyncError, foreign
+from weightsync.kernels.digest import PARTS, WHOLE
 from weightsync.layout import Box, Manifest, Placement, TensorMeta, connected, coverage, itemsize, merge_manifests
 from weightsync.lora import LoraPush
 from weightsync.machine import boot_id, describe_device
@@ -55,6 +56,7 @@ SLOTS = 2
 """Buckets that may be under way at once: one being read, one being filled."""
 DEFAULT_MAX_BYTES = 256 * 2**20
 PAUSE_MODES = ("keep", "wait", "abort")
+VERIFY_MODES = ("sampled", "full", "none")
 
 
 class WeightSync:
@@ -87,7 +89,8 @@ class WeightSync:
     pause: what happens to requests that are running: "keep" freezes them and recomputes their KV cache with the new
         weights, "wait" lets them finish first, "abort" ends them.
     timeout_s: the longest that any single wait may last.
-    verify: check a digest of every staged or broadcast bucket before it is loaded.
+    verify: how much of a staged or broadcast bucket is checked, by a digest, before it is loaded: "full" all of it,
+        "sampled" all of it in the first push, and later in turn a sixteenth that is spread over it, "none" nothing.
     quantize: "fp8" or "int8": the weights of linears travel in 8 bits, each with one scale for each output channel
         (`...weight_scale`), to an engine that was started from a compressed-tensors checkpoint of that kind
         (FP8-dynamic, W8A8-int8); see `TensorPolicy.unquantized`. None: weights travel unquantised, and an engine that
@@ -111,7 +114,7 @@ class WeightSync:
         policy: TensorPolicy | None = None,
         pause: str = "keep",
         timeout_s: float = 300.0,
-        verify: bool = True,
+        verify: str = "sampled",
         quantize: str | None = None,
         progress: bool | None = None,
         bridge: Any = None,
@@ -119,6 +122,8 @@ class WeightSync:
     ) -> None:
         if pause not in PAUSE_MODES:
             raise ConfigError(f"pause={pause!r}; choose one of {', '.join(PAUSE_MODES)}")
+        if verify not in VERIFY_MODES:
+            raise ConfigError(f"verify={verify!r}; choose one of {', '.join(VERIFY_MODES)}")
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}; it must be positive seconds")
         self._policy = policy or TensorPolicy()
@@ -400,7 +405,7 @@ class WeightSync:
         began = time.perf_counter()
         loads: list[Loaded] = []
         gather_s = 0.0
-        bucket_bytes = agreed.due()
+        bucket_bytes, part = agreed.due(), self._part(agreed)
         with Progress(self._progress, f"push {version}", sum(bucket_bytes), ranks.rank == 0) as bar:
             for bucket, nbytes in enumerate(bucket_bytes):
                 if session is not None and bucket >= SLOTS:
@@ -409,7 +414,7 @@ class WeightSync:
                 ranks.share(None, "gather")
                 staging = time.perf_counter()
                 self._sender.gather(agreed.buckets[bucket])
-                rows = transport.stage(bucket, self._idle, Deadline(self._timeout_s))
+                rows = transport.stage(bucket, part, self._idle, Deadline(self._timeout_s))
                 rows = [row for rank_rows in ranks.gather(rows, "gather") for row in rank_rows]
                 gather_s += time.perf_counter() - staging
                 if session is not None:
@@ -447,8 +452,14 @@ class WeightSync:
         self._phase = "commit"
         report = PushReport.from_dict(ranks.share(asdict(report) if report is not None else None, "commit"))
         self._last_version = report.version
-        agreed.settled = True
+        agreed.pushes += 1
         return report
+
+    def _part(self, agreed: _Agreement) -> int | None:
+        """What of each bucket gets a digest in the next push."""
+        if self._verify == "none":
+            return None
+        return WHOLE if self._verify == "full" or agreed.pushes == 0 else agreed.pushes % PARTS
 
     def _meet(self) -> RankGroup:
         """Collective. The ranks' own connections, made at the first push and after a failure."""
@@ -541,7 +552,6 @@ class WeightSync:
             travelling,
             tuple(tuple(names) for names in answer["buckets"]),
             tuple(unpack_placements(answer["placements"])),
-            self._verify,
             frozenset(answer["frozen"]),
         )
         self._phase = "connect"
@@ -641,7 +651,7 @@ _Signature = list[tuple[Any, ...]]
 
 class _Agreement:
     """What was agreed in a negotiation, and the local facts that it rests on. `once` of the buckets, the last ones, are
-    frozen; `settled` says that every engine has committed all buckets since."""
+    frozen; `pushes` counts those that every engine has committed since, the first of all buckets."""
 
     def __init__(
         self,
@@ -658,11 +668,11 @@ class _Agreement:
         self.bucket_bytes = bucket_bytes
         self.once = once
         self.roads = roads
-        self.settled = False
+        self.pushes = 0
 
     def due(self) -> list[int]:
         """The bytes of each bucket of the next push."""
-        return self.bucket_bytes[: len(self.bucket_bytes) - (self.once if self.settled else 0)]
+        return self.bucket_bytes[: len(self.bucket_bytes) - (self.once if self.pushes else 0)]
 
 
 def _device(placed: Mapping[Placement, Region]) -> torch.device:

@@ -121,7 +121,7 @@ class Load(Message):
 
     version: int
     bucket: int
-    digests: list[list[Any]]  # [rank, storage, first byte, number of bytes, digest]
+    digests: list[list[Any]]  # [rank, storage, first byte, number of bytes, part, digest]
 
 
 @dataclass(frozen=True)

@@ -80,11 +80,11 @@ def create(folder: Path, shards: Shards, beside: Mapping[str, bytes]) -> None:
 
 
 def write(
-    folder: Path, shards: Shards, bucket: int, regions: Iterable[tuple[Placement, torch.Tensor]], digests: bool
+    folder: Path, shards: Shards, bucket: int, regions: Iterable[tuple[Placement, torch.Tensor]], part: int | None
 ) -> list[list[int]]:
     """Write a rank's regions of a bucket, in the manifest's dtypes, and wait until they are on the disk: so readers on
-    other hosts find them too. With `digests` gives [first byte in the bucket, bytes, digest] rows: of a region that
-    lies in many runs, such as columns, for some of them. Raises `PlacementError`."""
+    other hosts find them too. Gives [first byte in the bucket, bytes, part, digest] rows, of a region that lies in many
+    runs, such as columns, for some of them; none with `part` None. Raises `PlacementError`."""
     rows: list[list[int]] = []
     shard = shards.files[shards.buckets[bucket].shard]
     with _io(f"cannot write to {folder / shard.name}"), _opened(folder / shard.name, os.O_RDWR) as fd:
@@ -97,12 +97,13 @@ def write(
             memory = memory_of(data)
             length, starts = runs(meta.shape, placement.box)
             nbytes = length * itemsize(meta.dtype)
-            digested = range(0, len(starts) if digests else 0, -(-len(starts) // _MOST_DIGESTS))
+            digested = range(0, 0 if part is None else len(starts), -(-len(starts) // _MOST_DIGESTS))
             for number, start in enumerate(starts):
                 at, first = number * nbytes, start * itemsize(meta.dtype)
                 _write_at(fd, memory[at : at + nbytes], shards.in_file[meta.name] + first)
-                if number in digested:
-                    rows.append([shards.in_bucket[meta.name] + first, nbytes, digest(data[at : at + nbytes])])
+                if part is not None and number in digested:
+                    found = digest(data[at : at + nbytes], part)
+                    rows.append([shards.in_bucket[meta.name] + first, nbytes, part, found])
         os.fdatasync(fd)
     return rows
 

@@ -78,7 +78,7 @@ def save(
         for number, (names, own) in enumerate(buckets):
             ranks.share(None, "save")  # or nobody would learn of a rank that has failed
             sender.gather(names)
-            write(incoming, shards, number, ((p, region.read()) for p, region in own), digests=False)
+            write(incoming, shards, number, ((p, region.read()) for p, region in own), part=None)
         ranks.gather(None, "save")
         if ranks.rank == 0:
             publish(incoming, target)

@@ -196,7 +196,7 @@ def _read_elsewhere(device: torch.device, check: str) -> Finding:
             group = RankGroup(None, _CHILD_TIMEOUT_S)
             shipment = Shipment(Manifest((meta,)), (("probe",),), (placement,))
             transport.prepare(shipment, {placement: Region(tensor)}, group)
-            transport.stage(0, time.sleep, Deadline(_CHILD_TIMEOUT_S))
+            transport.stage(0, None, time.sleep, Deadline(_CHILD_TIMEOUT_S))
             order = {"device": str(device), "storages": msgpack.packb(transport.storages(0)).hex()}
             (answer,) = ask([child], order, _CHILD_TIMEOUT_S)
         except WeightSyncError as error:

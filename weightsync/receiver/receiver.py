@@ -281,8 +281,8 @@ class Receiver:
             following = bucket + 1 if bucket + 1 < self._push.buckets else None
             self._source.fetch(bucket, following, idle, deadline)
             fetched = time.perf_counter()
-            for rank, storage, first, nbytes, expected in digests:
-                if (found := digest(self._source.storage(rank, storage)[first : first + nbytes])) != expected:
+            for rank, storage, first, nbytes, part, expected in digests:
+                if (found := digest(self._source.storage(rank, storage)[first : first + nbytes], part)) != expected:
                     raise DigestError(
                         f"bucket {bucket} from trainer rank {rank} arrived with digest {found:016x}, it was sent with "
                         f"{expected:016x}; nothing of it was loaded"

@@ -13,7 +13,7 @@ import torch
 
 from weightsync.channel import Deadline
 from weightsync.errors import PlacementError, SyncTimeoutError, WeightSyncError
-from weightsync.kernels.digest import digest
+from weightsync.kernels.digest import WHOLE, digest
 from weightsync.layout import Box, Manifest, Placement, TensorMeta, coverage
 from weightsync.machine import boot_id, describe_device
 from weightsync.testing.promises import PROMPT_S, region, require, same_bytes
@@ -150,11 +150,11 @@ class _Rank:
         try:
             self.connect()
             self.push(contents=1)
-            self.push(contents=2)
+            self.push(contents=2, part=3)
             self.push(contents=3, only_changed=True)
             self.push(contents=4, only_changed=True)
-            self.connect(digests=False)  # its storages have moved
-            self.push(contents=5, digests=False)
+            self.connect()  # its storages have moved
+            self.push(contents=5, part=None)
             for ending in ("deadline", "abort", "news"):
                 self.break_off(ending)
                 self.connect()
@@ -172,7 +172,7 @@ class _Rank:
         if self.rank == 0:
             self.mail.hear_workers()
 
-    def connect(self, digests: bool = True) -> None:
+    def connect(self) -> None:
         self.held = _hold(self.rank, self.device)
         numbers: dict[int, int] = {}
         pieces: dict[Placement, Region] = {}
@@ -185,7 +185,7 @@ class _Rank:
             pieces[Placement(tensor.name, box, self.rank, number, offset, stride, tensor.dtype)] = region
         everyone = self.group.share(self.group.gather(pack_placements(pieces), "plan"), "plan")
         placements = tuple(unpack_placements(row for rows in everyone for row in rows))
-        shipment = Shipment(_MANIFEST, _BUCKETS, placements, digests, _FROZEN)
+        shipment = Shipment(_MANIFEST, _BUCKETS, placements, _FROZEN)
         self.offer = self.transport.prepare(shipment, pieces, self.group)
         self.version = max(self.version, self.offer.newest)
         offered = [name for names in self.offer.buckets for name in names]
@@ -208,7 +208,7 @@ class _Rank:
         self.group.share(None, "connect")
         self.transport.joined()
 
-    def push(self, contents: int, digests: bool = True, only_changed: bool = False) -> None:
+    def push(self, contents: int, part: int | None = WHOLE, only_changed: bool = False) -> None:
         for tensor, box, view in self.held:
             view.copy_(tensor.values(contents)[region(box)])
         self.version += 1
@@ -219,18 +219,18 @@ class _Rank:
         for bucket in range(len(buckets)):
             if bucket >= 2:
                 self.hear()
-            rows = self.send(bucket, contents, bucket + 1 if bucket + 1 < len(buckets) else None)
-            require(digests or not rows, "stage gives digests that nobody wants: Shipment.digests is False")
+            rows = self.send(bucket, contents, bucket + 1 if bucket + 1 < len(buckets) else None, part)
+            require(all(row[4] == part for row in rows), f"stage gives digests that nobody wants: part is {part}")
         for _ in buckets[-2:]:
             self.hear()
         if self.rank == 0:
             self.transport.finish(self.version, self.mail.idle, Deadline(self.mail.timeout_s))
         self.group.share(None, "commit")  # until now workers may have been reading this rank's memory
 
-    def send(self, bucket: int, contents: int, following: int | None) -> list[Any]:
+    def send(self, bucket: int, contents: int, following: int | None, part: int | None = WHOLE) -> list[Any]:
         """One bucket, up to where the workers load it. Gives the digests of all ranks, on rank 0."""
         self.group.share(None, "gather")
-        staged = self.transport.stage(bucket, self.mail.idle, Deadline(self.mail.timeout_s))
+        staged = self.transport.stage(bucket, part, self.mail.idle, Deadline(self.mail.timeout_s))
         rows = [row for rank_rows in self.group.gather(staged, "gather") for row in rank_rows]
         self.tell({"do": "load", "bucket": bucket, "following": following, "digests": rows, "contents": contents})
         if self.rank == 0:
@@ -249,7 +249,7 @@ class _Rank:
         elif ending == "news" and self.rank != 0:
             # A rank that has something to send, and a rank 0 that has other things to do.
             bucket = next(n for n, names in enumerate(self.offer.buckets) if "long" in names)
-            _must_end("stage", ending, self.mail, lambda idle, until: self.transport.stage(bucket, idle, until))
+            _must_end("stage", ending, self.mail, lambda idle, until: self.transport.stage(bucket, WHOLE, idle, until))
         if ending != "abort":
             self.hear()
             self.group.share(None, "fail")
@@ -317,8 +317,8 @@ class _Worker:
     def load(self, order: dict[str, Any]) -> None:
         assert self.source is not None
         self.source.fetch(order["bucket"], order["following"], self.mail.idle, Deadline(self.mail.timeout_s))
-        for rank, storage, first, nbytes, sent in order["digests"]:
-            found = digest(self.source.storage(rank, storage)[first : first + nbytes])
+        for rank, storage, first, nbytes, part, sent in order["digests"]:
+            found = digest(self.source.storage(rank, storage)[first : first + nbytes], part)
             where = f"bytes {first} to {first + nbytes} of storage {storage} of rank {rank}"
             require(found == sent, f"{where} arrived with another digest than they were sent with")
         for name in self.buckets[order["bucket"]]:

@@ -25,15 +25,13 @@ ALIGN_BYTES = 256
 class Shipment:
     """What is to be moved, the same on every trainer rank.
 
-    `manifest` has the dtypes that travel; `buckets` its names, each once; `placements` where every rank's bytes lie;
-    `digests` whether copied bytes get a digest. The names in `frozen` have the last buckets to themselves, and travel
-    only once as long as an offer keeps it so.
+    `manifest` has the dtypes that travel; `buckets` its names, each once; `placements` where every rank's bytes lie.
+    The names in `frozen` have the last buckets to themselves, and travel only once as long as an offer keeps it so.
     """
 
     manifest: Manifest
     buckets: tuple[tuple[str, ...], ...]
     placements: tuple[Placement, ...]
-    digests: bool = True
     frozen: frozenset[str] = frozenset()
 
 
@@ -122,10 +120,11 @@ class Transport(Protocol):
     def joined(self) -> None:
         """Every rank, once every worker has connected."""
 
-    def stage(self, bucket: int, idle: Idle, deadline: Deadline) -> list[list[Any]]:
+    def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[list[Any]]:
         """Collective: every trainer rank calls this. When it returns on all ranks the bucket's bytes are in place.
-        Gives this rank's [rank, storage, first byte, bytes, digest] rows, none where nothing was copied. Called for
-        bucket n only when every worker has loaded bucket n - 2."""
+        Gives this rank's [rank, storage, first byte, bytes, part, digest] rows of what was copied, each with
+        `digest(those bytes, part)`; none with `part` None. Called for bucket n only when every worker has loaded
+        bucket n - 2."""
 
     def post(self, bucket: int) -> None:
         """Rank 0, once the workers have been told to load the bucket: set it going, without waiting."""

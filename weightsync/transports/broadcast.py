@@ -56,7 +56,7 @@ class BroadcastTransport:
             seen[member.gpu_uuid] = member.peer
 
     def prepare(self, shipment: Shipment, pieces: Mapping[Placement, Region], group: Group) -> Offer:
-        self._rank, self._digests = group.rank, shipment.digests
+        self._rank = group.rank
         kinds = {region.tensor.device.type for region in pieces.values()}
         kinds = set().union(*group.share([sorted(k) for k in group.gather(sorted(kinds), "plan")], "plan"))
         if len(kinds) > 1:
@@ -129,14 +129,14 @@ class BroadcastTransport:
     def joined(self) -> None:
         return
 
-    def stage(self, bucket: int, idle: Idle, deadline: Deadline) -> list[list[Any]]:
+    def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[list[Any]]:
         parts = self._parts[bucket]
         if self._rank != 0:
             if self._rank in parts:
                 first, last = parts[self._rank]
-                part = torch.empty(last - first, dtype=torch.uint8, device=self._device)
-                self._fill(part, first, bucket)
-                self._ranks().send(part, 0).wait(idle, deadline, "gather")
+                mine = torch.empty(last - first, dtype=torch.uint8, device=self._device)
+                self._fill(mine, first, bucket)
+                self._ranks().send(mine, 0).wait(idle, deadline, "gather")
             return []
         if (earlier := self._posted.pop(bucket - SLOTS, None)) is not None:
             earlier.wait(idle, deadline, "transfer")
@@ -149,10 +149,10 @@ class BroadcastTransport:
             except WeightSyncError as error:
                 error.who = error.who or f"trainer rank {rank}"
                 raise
-        if not self._digests:
+        if part is None:
             return []
         data = self._data(bucket)
-        return [[0, bucket % SLOTS, 0, data.numel(), digest(data)]]
+        return [[0, bucket % SLOTS, 0, data.numel(), part, digest(data, part)]]
 
     def _fill(self, data: torch.Tensor, first: int, bucket: int) -> None:
         """Copy this rank's regions of a bucket into `data`, the bucket's bytes from `first` on."""

@@ -101,7 +101,7 @@ class CheckpointTransport:
         return  # any worker that sees the folder is reached, and it looks when it connects
 
     def prepare(self, shipment: Shipment, pieces: Mapping[Placement, Region], group: Group) -> Offer:
-        self._group, self._digests = group, shipment.digests
+        self._group = group
         check_whole(shipment.manifest, shipment.placements)
         # What is frozen comes first, so that no push leaves it out: every version has everything.
         buckets = tuple(sorted(shipment.buckets, key=lambda names: not shipment.frozen.issuperset(names)))
@@ -156,14 +156,14 @@ class CheckpointTransport:
     def joined(self) -> None:
         return
 
-    def stage(self, bucket: int, idle: Idle, deadline: Deadline) -> list[list[Any]]:
+    def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[list[Any]]:
         if bucket == 0:
             self._pushes += 1
             if self._group.rank == 0:
                 create(self._current(), self._shards, self._beside)
             self._group.share(None, "gather")  # the files are there
         regions = ((placement, region.read()) for placement, region in self._mine[bucket])
-        rows = write(self._current(), self._shards, bucket, regions, self._digests)
+        rows = write(self._current(), self._shards, bucket, regions, part)
         return [[0, _SLOT, *row] for row in rows]
 
     def _current(self) -> Path:

@@ -63,7 +63,7 @@ class IpcTransport:
                     f'transport="cuda_ipc" takes GPU tensors only; {len(on_cpu)} are on a CPU, such as {min(on_cpu)}'
                 )
         to_stage = _anywhere([p.name for p, region in pieces.items() if not _can_be_mapped(region)], group)
-        self._rank, self._digests = group.rank, shipment.digests
+        self._rank = group.rank
         in_place = {p.name for p in shipment.placements} - to_stage
         direct = [p for p in shipment.placements if p.name in in_place]
         staged = choose_owners([p for p in shipment.placements if p.name not in in_place])
@@ -120,7 +120,7 @@ class IpcTransport:
         if self._arena is not None:
             self._arena.unlink()
 
-    def stage(self, bucket: int, idle: Idle, deadline: Deadline) -> list[list[Any]]:
+    def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[list[Any]]:
         if self._stream_device is not None:
             # Readers are other processes: what the optimizer has queued must have happened.
             torch.cuda.current_stream(self._stream_device).synchronize()
@@ -135,10 +135,10 @@ class IpcTransport:
             ends += [first, first + placement.box.numel * itemsize(placement.dtype)]
         if data.is_cuda:
             torch.cuda.current_stream(data.device).synchronize()
-        if not self._digests:
+        if part is None:
             return []
         first, last = min(ends), max(ends)
-        return [[self._rank, ARENA, first, last - first, digest(data[first:last])]]
+        return [[self._rank, ARENA, first, last - first, part, digest(data[first:last], part)]]
 
     def post(self, bucket: int) -> None:
         return
