@@ -14,8 +14,8 @@ from weightsync.bucketing import make_bucketer
 from weightsync.layout import Manifest, TensorMeta, itemsize
 from weightsync.sync import DEFAULT_MAX_BYTES, SLOTS
 
-MEMCPY = "memcpy, 1 thread"
-MEMCPY_ALL = "memcpy, all threads"
+MEMCPY = "memcpy"
+"""By all cores."""
 FILE_WRITE = "file write"
 DEVICE_COPY = "device copy"
 PEER_COPY = "peer copy"
@@ -29,7 +29,7 @@ def broadcast_to(receivers: int) -> str:
     return f"broadcast to {receivers}"
 
 
-ASSUMED_CPU: Limits = {MEMCPY: 10.0, MEMCPY_ALL: 20.0, FILE_WRITE: 1.5, broadcast_to(1): 5.0, broadcast_to(2): 2.4}
+ASSUMED_CPU: Limits = {MEMCPY: 20.0, FILE_WRITE: 1.5, broadcast_to(1): 5.0, broadcast_to(2): 2.4}
 """For a dry run: two cores of a server, gloo on its loopback. Measuring replaces them."""
 ASSUMED_GPU: Limits = {
     **ASSUMED_CPU,
@@ -84,10 +84,7 @@ def floor(case: Case, nbytes: int, limits: Limits, gpus: int) -> Floor:
         known = [n for n in range(1, case.receivers + 1) if broadcast_to(n) in limits]
         return at(broadcast_to(max(known)), nbytes)
     if gpus == 0:
-        # Each owner copies its part into shared memory, each worker its own out of it; all of them share the cores.
-        alone = max(nbytes / case.ranks, share)
-        together = nbytes + case.engines * nbytes
-        return max(at(MEMCPY, alone), at(MEMCPY_ALL, together), key=lambda found: found.seconds)
+        return at(MEMCPY, case.engines * nbytes)  # out of the trainer's memory, by workers that share the cores
     # The slowest worker: on a GPU of its own it reads everything over the link, beside a trainer all but its part.
     here = share / case.ranks if case.receivers <= case.ranks else 0.0
     device = at(DEVICE_COPY, here if case.ranks > 1 or case.receivers > 1 else share)
@@ -104,7 +101,7 @@ def memory(case: Case, manifest: Manifest, gpus: int) -> Memory:
         limit = None if case.bucketer == "parameter" else DEFAULT_MAX_BYTES
         bucket = max(b.nbytes for b in make_bucketer(case.bucketer, limit).bucket(wire, None))
     staged = case.transport == "broadcast"
-    in_shm = SLOTS * bucket if case.transport == "ipc" and gpus == 0 else 0
+    in_shm = held if case.transport == "ipc" and gpus == 0 else 0
     rank = held // case.ranks + (SLOTS * bucket if staged else 0)
     worker_slots = SLOTS if staged else 1 if case.transport == "checkpoint" else 0
     worker = wire.nbytes // case.tp + worker_slots * bucket
@@ -113,4 +110,4 @@ def memory(case: Case, manifest: Manifest, gpus: int) -> Memory:
     if case.way == FILES:
         on_host += held  # gathered on rank 0
     processes = case.ranks + case.receivers + 2 * case.engines
-    return Memory(rank, worker, in_shm, on_host + in_shm + processes * _PROCESS_BYTES, versions * wire.nbytes)
+    return Memory(rank, worker, in_shm, on_host + processes * _PROCESS_BYTES, versions * wire.nbytes)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from weightsync.bench.floors import DEVICE_COPY, FILE_WRITE, MEMCPY, MEMCPY_ALL, PEER_COPY, broadcast_to
+from weightsync.bench.floors import DEVICE_COPY, FILE_WRITE, MEMCPY, PEER_COPY, broadcast_to
 from weightsync.checkpoint.files import memory_of
 from weightsync.cli.trial import Responder, free_port, listen_for_orders, receive
 
@@ -48,14 +48,11 @@ def _of_memory() -> dict[str, float]:
     source = torch.ones(_HOST_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
     threads = torch.get_num_threads()
-    found = {}
     try:
-        for name, number in ((MEMCPY, 1), (MEMCPY_ALL, os.cpu_count() or 1)):
-            torch.set_num_threads(number)
-            found[name] = _speed(_HOST_BYTES, lambda: target.copy_(source))
+        torch.set_num_threads(os.cpu_count() or 1)
+        return {MEMCPY: _speed(_HOST_BYTES, lambda: target.copy_(source))}
     finally:
         torch.set_num_threads(threads)
-    return found
 
 
 def _of_files(folder: Path) -> float:

@@ -36,6 +36,13 @@ def fill(model: Model, backend: str, weights: str, device: torch.device) -> None
         piece.tensor.copy_(whole[tuple(slice(start, start + size) for start, size in region)])
 
 
+def share_memory(model: Model, backend: str) -> None:
+    """Move this rank's part of the model to shared memory, as `nn.Module.share_memory` does for whole tensors: engines
+    on this host then read it where it lies."""
+    for piece in make_sender(backend, TensorPolicy()).pieces(model):
+        piece.tensor.share_memory_()
+
+
 def values(weights: str, name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """The bfloat16 values of one whole tensor. Those of a GPU are others than those of a CPU."""
     draw = torch.Generator(device).manual_seed(zlib.crc32(f"{weights} {name}".encode()))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from weightsync.bench.cases import FILES, NATIVE, WEIGHTSYNC, Case
-from weightsync.bench.models import fill, make_trainer, save_checkpoint
+from weightsync.bench.models import fill, make_trainer, save_checkpoint, share_memory
 from weightsync.bench.results import PHASES
 from weightsync.cli.trial import listen_for_orders, request
 from weightsync.sync import WeightSync
@@ -61,6 +61,8 @@ def main() -> None:
                     answer()
                 case "build":
                     model = make_trainer(case.backend, options.model, getattr(torch, case.dtype), device)
+                    if case.way == WEIGHTSYNC and case.transport == "ipc" and device.type == "cpu":
+                        share_memory(model, case.backend)
                     push = make_push(case, model, options.engine, options.folder, options.timeout_s)
                     answer()
                 case "fill":
