@@ -4,11 +4,14 @@
     torchrun --nproc-per-node 2 examples/grpo.py                  # the same under FSDP2
     python examples/grpo.py --sync-every 0                        # the control: nothing is pushed, nothing is learnt
     python examples/grpo.py --transport single_copy               # the model's parameters are the engine's
+    python examples/grpo.py --transport lora --answer-length 1 --prompts 64 --lora-alpha 64
     python examples/grpo.py --model-name Qwen/Qwen3-0.6B --lr 1e-6 --group-size 8
     python examples/grpo.py --engine http://localhost:8000        # a server that was started with the model
 
-The task: to count. The reward of an answer is the share of its tokens that are `--stride` more than the one before. The
-policy that is rewarded is the engine's, so the reward can only rise if the pushes arrive.
+The task: to count. The reward of an answer is the share of its tokens that are `--stride` more than the one before.
+The policy that is rewarded is the engine's, so the reward can only rise if the pushes arrive. Adapters on random
+weights get stuck in a short circle of tokens that is mostly right, unless each answer is a single token and is
+rewarded alone.
 
 Group-relative policy optimisation (Shao et al., DeepSeekMath, 2024): several answers to each prompt; the advantage of
 an answer is its reward, less the mean of its group, over the group's standard deviation; the loss is that of PPO with a
