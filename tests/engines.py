@@ -129,10 +129,11 @@ class Engines:
         import vllm
         from vllm.v1.executor import multiproc_executor
 
-        # Workers of an engine with TP=2 start as clean as by "spawn", and need not import all of vLLM again.
-        forkserver = multiprocessing.get_context("forkserver")
-        forkserver.set_forkserver_preload(["vllm.v1.worker.cpu_worker", "weightsync.vllm.engine"])
-        multiproc_executor.get_mp_context = lambda: forkserver
+        if vllm.platforms.current_platform.is_cpu():
+            # Workers of an engine with TP=2 start as clean as by "spawn", and need not import all of vLLM again.
+            forkserver = multiprocessing.get_context("forkserver")
+            forkserver.set_forkserver_preload(["vllm.v1.worker.cpu_worker", "weightsync.vllm.engine"])
+            multiproc_executor.get_mp_context = lambda: forkserver
         self.connections = [calls]  # from trainers in other processes: calls of `PipeEngine`
         self.llm: Any = None
         self.model: Any = None  # a trainer in this process

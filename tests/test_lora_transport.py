@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -406,14 +406,14 @@ def ask(engines: Engines, adapter: Any = None) -> Answer:
     return [answer_of(output) for (output,) in outputs]
 
 
-def cold(engines: Engines, folder: Path) -> dict[str, Answer]:
+def cold(engines: Engines, folder: Path, kinds: Iterable[str], tp: int) -> dict[str, Answer]:
     """What an engine of the weights "B" answers that has loaded what PEFT has saved; then one of "A" runs."""
     found: dict[str, Answer] = {}
     for base in "BA":
-        engines.start(engines.checkpoint("qwen3", base), **OPTIONS)
+        engines.start(engines.checkpoint("qwen3", base), tensor_parallel_size=tp, **OPTIONS)
         engines._running = ()
         found[base] = ask(engines)
-        for number, kind in enumerate(KINDS):
+        for number, kind in enumerate(kinds):
             for weights in "AB":
                 saved = folder / f"{kind}-{weights}"
                 if base == "B":
@@ -512,20 +512,30 @@ def refuse_experts(engines: Engines) -> None:
         without_lora(torch.nn.Sequential(torch.nn.Identity(), experts))
 
 
-@pytest.mark.engine
-def test_a_real_engine_answers_as_one_that_loaded_what_peft_saved(engines: Remote, tmp_path: Path):
-    expected = engines.call(cold, tmp_path, timeout_s=240)
-    for kind in KINDS:
+def check_pushes(engines: Remote, expected: dict[str, Answer], kinds: Iterable[str]) -> None:
+    for kind in kinds:
         found = engines.call(push, kind)
         assert expected["A"] != expected["A" + kind + "A"] != expected["A" + kind + "B"]
         for weights in "AB":
             assert_same(found[weights], expected["A" + kind + weights], f"{kind} {weights}")
             assert_same(found[weights + " again"], expected["A" + kind + weights], f"{kind} {weights} again")
         assert_same(found["base"], expected["A"], "the base")
-    assert_same(engines.call(push_while_a_request_runs), expected["AlinearA"][:1], "the request that ran")
-    engines.call(refuse)
-    engines.call(refuse_experts)
     found = engines.call(push_base_beside)
     assert_same(found["before"], expected["AlinearA"], "the adapter over the old base")
     assert_same(found["base"], expected["B"], "the new base")
     assert_same(found["adapter"], expected["BlinearA"], "the adapter over the new base")
+
+
+@pytest.mark.engine
+def test_a_real_engine_answers_as_one_that_loaded_what_peft_saved(engines: Remote, tmp_path: Path):
+    expected = engines.call(cold, tmp_path, KINDS, 1, timeout_s=240)
+    assert_same(engines.call(push_while_a_request_runs), expected["AlinearA"][:1], "the request that ran")
+    engines.call(refuse)
+    engines.call(refuse_experts)
+    check_pushes(engines, expected, KINDS)
+
+
+@pytest.mark.engine
+def test_two_workers_share_an_adapter_out(engines: Remote, tmp_path: Path):
+    expected = engines.call(cold, tmp_path, ["linear"], 2, timeout_s=240)
+    check_pushes(engines, expected, ["linear"])
