@@ -64,9 +64,9 @@ FAMILIES = {
     "smollm3": Family("SmolLM3"),
     "granite": Family("Granite"),
 }
-# Those whose loader does something else for two workers: a fused checkpoint, MLA. Replicated heads, experts and a
-# vocabulary with padding are in test_push_equals_cold.py, over all transports.
-TWO_WORKERS = ["phi3", "deepseek-v2"]
+# The most used, and those whose loader does something else for two workers: a fused checkpoint, a vocabulary with
+# padding, MLA. Qwen3 and Qwen3-MoE are in test_push_equals_cold.py, over all transports.
+TWO_WORKERS = ["llama2", "llama-tied", "mistral", "qwen2", "phi3", "gemma2", "deepseek-v2"]
 ELSEWHERE = ["qwen3", "qwen3-moe"]
 SERVED = [*((model, 1) for model in FAMILIES), *((model, 2) for model in TWO_WORKERS)]
 
