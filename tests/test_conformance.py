@@ -246,6 +246,12 @@ class WrongDigest(IpcTransport):
         return [[*row[:5], row[5] ^ 1] for row in super().stage(*args)]
 
 
+class WrongSample(IpcTransport):
+    def stage(self, bucket: int, part: int | None, *args: Any) -> list[list[Any]]:
+        rows = super().stage(bucket, None if part is None else WHOLE, *args)
+        return [[*row[:4], part, row[5]] for row in rows]
+
+
 class AlwaysDigests(IpcTransport):
     def stage(self, bucket: int, part: int | None, *args: Any) -> list[list[Any]]:
         return super().stage(bucket, WHOLE, *args)
@@ -292,6 +298,7 @@ class WrongError(IpcSource):
     [
         (Stale, IpcSource, "reads other values of rows.bool"),
         (WrongDigest, IpcSource, "arrived with another digest"),
+        (WrongSample, IpcSource, "arrived with another digest"),
         (AlwaysDigests, IpcSource, "digests that nobody wants"),
         (OneBucketLess, IpcSource, "buckets of the offer are not every tensor once"),
         (NoPlainValues, IpcSource, "PosixPath"),

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ import torch
 from fake_engine import ROWS, EngineModel, FakeEngine, ModuleHost, checkpoint, cold, trainer_model
 from torch import nn
 
-from weightsync import PlacementError, WeightSync
+from weightsync import PlacementError, ProtocolError, WeightSync
 from weightsync.layout import Manifest, TensorMeta
+from weightsync.memory import export, open_exported
 from weightsync.receiver.receiver import Receiver
 from weightsync.transports.ipc import IpcTransport
 
@@ -95,6 +97,32 @@ def test_shared_memory_of_the_trainer_is_read_where_it_lies(monkeypatch: pytest.
             expected = cold({name: tensor * factor for name, tensor in checkpoint(2).items()})
             for name, param in host.live.named_parameters():
                 assert torch.equal(param, expected.get_parameter(name)), name
+
+
+def test_a_mapped_file_is_staged(tmp_path: Path) -> None:
+    tensors = checkpoint(2)
+    name, tensor = next(iter(tensors.items()))
+    (tmp_path / "file").write_bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    for shared in (True, False):
+        model, host = trainer_model(tensors), ModuleHost(EngineModel, checkpoint(1))
+        mapped = torch.from_file(str(tmp_path / "file"), shared=shared, size=tensor.numel(), dtype=tensor.dtype)
+        model.get_parameter(name).data = mapped.view(tensor.shape)
+        with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+            sync.push(model)
+        for key, param in host.live.named_parameters():
+            assert torch.equal(param, cold(tensors).get_parameter(key)), key
+
+
+def test_only_the_file_that_was_announced_is_mapped(tmp_path: Path) -> None:
+    tensor = torch.arange(10.0)
+    kind, fields = export(tensor.untyped_storage())
+    opened = open_exported(kind, fields, torch.device("cpu"), "a trainer")
+    assert torch.equal(opened.view(torch.float32), tensor)
+    with pytest.raises(PlacementError, match=r"another file here than for a trainer.*--pid=host"):
+        open_exported(kind, {**fields, "inode": fields["inode"] + 1}, torch.device("cpu"), "a trainer")
+    (tmp_path / "file").write_bytes(bytes(40))
+    with pytest.raises(ProtocolError, match="no open file of a process"):
+        open_exported(kind, {**fields, "path": str(tmp_path / "file")}, torch.device("cpu"), "a trainer")
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ _NAMES = {
     "event_sync_required": "event_sync",
     "gpu_uuid": "gpu_uuid",
     "path": "path",
+    "inode": "inode",
 }
 
 

@@ -6,6 +6,7 @@ GPU memory goes by CUDA IPC, CPU memory as an open file in shared memory, which 
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import torch
@@ -33,7 +34,10 @@ def export(storage: torch.UntypedStorage) -> list[Any]:
                 "more shared memory"
             )
     fd, nbytes = storage._share_fd_cpu_()
-    return ["fd", {"path": f"/proc/{os.getpid()}/fd/{fd}", "nbytes": nbytes}]
+    if fd < 0:
+        raise PlacementError(f"{nbytes} bytes of a file cannot be exported: torch has closed it; copy them to memory")
+    # A reader in another namespace of processes may find another file under this path.
+    return ["fd", {"path": f"/proc/{os.getpid()}/fd/{fd}", "nbytes": nbytes, "inode": os.fstat(fd).st_ino}]
 
 
 def open_exported(kind: str, fields: dict[str, Any], device: torch.device, owner: str) -> torch.Tensor:
@@ -76,9 +80,14 @@ def _open_cuda(fields: dict[str, Any], device: torch.device, owner: str) -> torc
 
 def _open_file(fields: dict[str, Any], owner: str) -> torch.Tensor:
     path, nbytes = fields["path"], fields["nbytes"]
+    if not re.fullmatch(r"/proc/\d+/fd/\d+", path):
+        raise ProtocolError(f"{path!r} is no open file of a process")
     try:
-        if (found := os.stat(path).st_size) < nbytes:
-            raise PlacementError(f"shared memory {path} has {found} bytes, {owner} announced {nbytes}")
+        found = os.stat(path)
+        if found.st_ino != fields["inode"] or found.st_size < nbytes:
+            raise PlacementError(
+                f"{path} is another file here than for {owner}. Both sides must be in containers that share --pid=host"
+            )
         return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
     except (OSError, RuntimeError) as error:
         raise PlacementError(

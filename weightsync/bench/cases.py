@@ -143,9 +143,8 @@ def refusal(case: Case, machine: Machine) -> str | None:
         return f"Megatron's {case.ranks} ranks cannot share {config['num_key_value_heads']} key and value heads"
     if config["num_attention_heads"] % case.tp:
         return f"{case.tp} workers cannot share {config['num_attention_heads']} attention heads"
-    on_gpu = machine.gpus > 0
-    if on_gpu and case.transport == "ipc" and case.bucketer != "module":
-        return "over CUDA IPC nothing is staged, so all is one bucket: --bucketer module alone"
+    if case.transport == "ipc" and case.bucketer != "module":
+        return "over ipc nothing is staged, so all is one bucket: --bucketer module alone"
     try:
         lay_out(case, machine.gpus)
     except ConfigError as error:

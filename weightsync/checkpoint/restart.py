@@ -71,7 +71,7 @@ def push_and_restart(
         nbytes=nbytes,
         buckets=0,
         plan_s=0.0,
-        control_s=0.0,
+        control_s=restart_s,
         gather_s=save_s,
         transfer_s=0.0,
         verify_s=0.0,

@@ -85,9 +85,10 @@ class Receiver:
         self.version = 0
         self.state = CLEAN
         self._host = host
-        self._constructed: Set[str] | None = None  # names of the model's tensors before its loader ran
+        self._constructed: Set[str] | None = None  # names of the model's parameters before its loader ran
         self._held: Set[str] = frozenset()  # and after
         self._units: list[Unit] | None = None
+        self._outlived: list[Any] = []  # of units before these, whose kernels may run until all is loaded anew
         self._unit_of: dict[str, Unit] = {}
         self._addresses: dict[str, int] = {}  # where the live tensors lay before the first push
         self._parameters: dict[str, int] = {}  # parameters alone
@@ -116,7 +117,7 @@ class Receiver:
         with host.scope():
             model = host.pristine()
             if self._constructed is None:
-                self._constructed = named_tensors(model).keys()
+                self._constructed = dict(model.named_parameters()).keys()
 
             def load(weights: Any) -> Any:
                 return host.load_weights(model, weights)
@@ -128,14 +129,19 @@ class Receiver:
             missing, doubled = uncovered(model, seen)
             trace = collapse(seen, pairs)
             held = named_tensors(model)
-            made = {copy.param for copy in trace.copies} - self._constructed
+            made = {*(copy.param for copy in trace.copies), *trace.computed} - self._constructed
             if absent := sorted(made - named_tensors(host.live).keys()):
+                for name in absent:  # or the next plan would find nothing that fills them
+                    path, _, key = name.rpartition(".")
+                    if key in model.get_submodule(path)._parameters:
+                        model.get_submodule(path)._parameters[key] = None
                 raise UnsupportedError(
                     f"the running model has no {absent[0]}, which the engine's loader makes when it loads one; start "
                     "the engine from a checkpoint that has it"
                 )
             if self._units is None or self._held != held.keys():  # after the trace, which may have made parameters
                 found = units(host.live, model)
+                self._outlived += [unit.keep_alive for unit in self._units or ()]
                 choose_roads(found, host.post_process, host.parts, host.device, host.share, host.identity.rank)
                 self._units, self._held = found, held.keys()
                 self._addresses = live_addresses(found, host.live, host.parts)
@@ -234,7 +240,7 @@ class Receiver:
             raise UnsupportedError(
                 f"{len(others)} modules keep their weights in a format of their kernel, such as {others[0]}: a trainer "
                 'cannot work on these. Use transport="ipc"; or, where it is an unquantised engine on a CPU, start it '
-                'with quantization="weightsync_plain"'
+                'with quantization="weightsync_plain", which keeps what is no expert as it is'
             )
         self.disconnect()
         self._source, self._source_name = Nothing(), ""
@@ -318,6 +324,8 @@ class Receiver:
             self._host.refresh()
             _synchronise(self._host.device)
         self._check_addresses(push.reloaded)
+        if push.buckets == len(self._buckets):
+            self._outlived.clear()
         self._push = None
         self._settled = True
         self.version, self.state = version, CLEAN

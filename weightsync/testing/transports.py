@@ -92,7 +92,8 @@ def _whole(shape: tuple[int, ...], *ranks: int) -> tuple[tuple[int, Box], ...]:
 
 _ROWS = ((0, Box((0, 0), (3, 3))), (1, Box((3, 0), (2, 3))))
 _COLUMNS = ((0, Box((0, 0), (4, 4))), (1, Box((0, 4), (4, 3))))
-_LONG = ((0, Box((0,), (40_000,))), (1, Box((40_000,), (33_333,))))
+# Of both ranks more than 1 MiB, and no whole number of them: so samples are other than all of it.
+_LONG = ((0, Box((0,), (400_000,))), (1, Box((400_000,), (333_333,))))
 _TRIAL = {
     tensor.name: tensor
     for tensor in (
@@ -102,7 +103,7 @@ _TRIAL = {
         _Tensor("scalar", (), "float32", "float32", _whole((), 0, 1)),
         _Tensor("replicated", (6,), "int64", "int64", _whole((6,), 0, 1)),
         _Tensor("cast", (5, 3), "float32", "bfloat16", _ROWS),
-        _Tensor("long", (73_333,), "float32", "float32", _LONG),
+        _Tensor("long", (733_333,), "float32", "float32", _LONG),
         _Tensor("rank1.only", (3, 2), "bfloat16", "bfloat16", _whole((3, 2), 1)),
     )
 }

@@ -192,8 +192,9 @@ def _can_be_mapped(region: Region) -> bool:
         return True
     storage = region.tensor.untyped_storage()
     # Memory that is shared by a file's name has no descriptor to hand on, and torch would move it to get one.
-    named = storage.filename is not None or torch.multiprocessing.get_sharing_strategy() != "file_descriptor"
-    return storage.is_shared() and not named
+    if not storage.is_shared() or torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
+        return False
+    return storage.filename is None and int(storage._share_fd_cpu_()[0]) >= 0  # nor has a file that torch maps
 
 
 def _anywhere(names: Sequence[str], group: Group) -> set[str]:

@@ -1,8 +1,9 @@
-"""`quantization="weightsync_plain"`: nothing is quantised, and every weight stays as the checkpoint has it.
+"""`quantization="weightsync_plain"`: nothing is quantised, and linear layers and embeddings stay as they are loaded.
 
 On CPUs with AVX-512 vLLM packs the weights of linear layers for oneDNN, and drops the originals. With this it keeps and
-uses those, as it does on GPUs, so that a trainer can share them (transport="single_copy"). Registered by the plug-in;
-only what vLLM has imported anyway when it calls that is imported here.
+uses those, as it does on GPUs, so that a trainer can share them (transport="single_copy"). Experts are packed all the
+same, and so are the few layers that vLLM makes without asking a quantisation: routers, gates of shared experts.
+Registered by the plug-in; only what vLLM has imported anyway when it calls that is imported here.
 """
 
 from __future__ import annotations
