@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -88,7 +89,12 @@ FOUND = {model: Found() for model in FAMILIES}
 # Real engines
 
 
-def connect(trainer: Trainer, model: str, checkpoint: Path | None = None) -> None:
+WAYS: list[tuple[str, dict[str, Any]]] = [("broadcast", {"bucketer": "module", "max_bytes": 1}), ("ipc", {})]
+
+
+def connect(
+    trainer: Trainer, model: str, transport: str, options: dict[str, Any], checkpoint: Path | None = None
+) -> None:
     """A trainer of `model`, or with the tensors of a checkpoint under the checkpoint's own names."""
     from torch.distributed.fsdp import fully_shard
 
@@ -97,7 +103,7 @@ def connect(trainer: Trainer, model: str, checkpoint: Path | None = None) -> Non
         trainer.model = tiny_models.shard(tiny_models.build(model, "A"))
     else:
         trainer.model = fully_shard(tiny_models.as_saved(checkpoint))
-    trainer.sync = WeightSync("fsdp", "ipc", trainer.engine, timeout_s=TIMEOUT_S)
+    trainer.sync = WeightSync("fsdp", transport, trainer.engine, timeout_s=TIMEOUT_S, **options)
 
 
 def push(trainer: Trainer, weights: str | None = None) -> PushReport:
@@ -114,12 +120,13 @@ def live_class(engines: Engines) -> str:
 def test_pushed_equals_cold(engines: Remote, trainers: Trainers, model: str, tp: int):
     cold = engines.call(Engines.serve, model, tp, timeout_s=240)
     assert cold["A"] != cold["B"]
-    trainers.call(connect, model)
-    for weights in "BA":
-        report, *_ = trainers.call(push, weights)
-        assert_same(engines.call(Engines.ask), cold[weights], f"push of {weights}")
+    for transport, options in WAYS:
+        trainers.call(connect, model, transport, options)
+        for weights in "BA":
+            report, *_ = trainers.call(push, weights)
+            assert_same(engines.call(Engines.ask), cold[weights], f"push of {weights} over {transport}")
     if FAMILIES[model].experts:
-        trainers.call(connect, model, engines.call(Engines.checkpoint, model, "B"))
+        trainers.call(connect, model, "ipc", {}, engines.call(Engines.checkpoint, model, "B"))
         trainers.call(push)
         assert_same(engines.call(Engines.ask), cold["B"], "from a trainer that names each expert")
     FOUND[model].equal.add(tp)
@@ -257,9 +264,9 @@ what it finds.
 
 Found with {packages}, on a CPU with {cpu()}.
 
-- *equal*: real vLLM engines, one started cold from the weights and one pushed to by an FSDP2 trainer of two ranks over
-  ipc, answer with the same tokens and log-probabilities, to the bit. With experts also from a trainer that names each
-  expert as the checkpoint does.
+- *equal*: real vLLM engines, one started cold from the weights and one pushed to by an FSDP2 trainer of two ranks, over
+  broadcast and over ipc, answer with the same tokens and log-probabilities, to the bit. With experts also from a
+  trainer that names each expert as the checkpoint does.
 - *plan*: the load plans traced from vLLM's loader fill every parameter of every worker once, and together read every
   tensor whole. No engine ran.
 - *roads*: how the engine's modules took the weights, see [how it works](how-it-works.md). It depends on the kernels
