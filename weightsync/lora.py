@@ -95,12 +95,8 @@ class LoraPush:
                     plan_s=planned - started,
                     control_s=planned - started,
                     gather_s=gathered - planned,
-                    transfer_s=0.0,
-                    verify_s=0.0,
                     load_s=max(worker.load_s for worker in workers),
-                    pause_s=0.0,
                     total_s=time.perf_counter() - started,
-                    roads={},
                     workers=workers,
                 )
                 logger.info("pushed the adapter %s, %s", adapter.name, report)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class WorkerReport:
     load_s: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PushReport:
     """One push, the same on every trainer rank.
 
@@ -34,17 +34,17 @@ class PushReport:
 
     version: int
     nbytes: int
-    buckets: int
-    plan_s: float
+    buckets: int = 0
+    plan_s: float = 0.0
     control_s: float
-    gather_s: float
-    transfer_s: float
-    verify_s: float
+    gather_s: float = 0.0
+    transfer_s: float = 0.0
+    verify_s: float = 0.0
     load_s: float
-    pause_s: float
+    pause_s: float = 0.0
     total_s: float
-    roads: dict[str, int]
-    workers: tuple[WorkerReport, ...]
+    roads: dict[str, int] = field(default_factory=dict)
+    workers: tuple[WorkerReport, ...] = ()
 
     def __str__(self) -> str:
         return (

@@ -275,16 +275,11 @@ class WeightSync:
                 report = PushReport(
                     version=version,
                     nbytes=0,
-                    buckets=0,
                     plan_s=plan_s,
                     control_s=total_s,
-                    gather_s=0.0,
-                    transfer_s=0.0,
-                    verify_s=0.0,
                     load_s=max(w.load_s for w in workers),
                     pause_s=now - started - plan_s,
                     total_s=total_s,
-                    roads={},
                     workers=workers,
                 )
                 logger.info("wrote %s", report)

@@ -69,15 +69,9 @@ def push_and_restart(
     return PushReport(
         version=number,
         nbytes=nbytes,
-        buckets=0,
-        plan_s=0.0,
         control_s=restart_s,
         gather_s=save_s,
-        transfer_s=0.0,
-        verify_s=0.0,
         load_s=restart_s,
         pause_s=restart_s,
         total_s=total_s,
-        roads={},
-        workers=(),
     )

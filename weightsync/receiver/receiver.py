@@ -86,7 +86,6 @@ class Receiver:
         self.state = CLEAN
         self._host = host
         self._constructed: Set[str] | None = None  # names of the model's parameters before its loader ran
-        self._held: Set[str] = frozenset()  # and after
         self._units: list[Unit] | None = None
         self._outlived: list[Any] = []  # of units before these, whose kernels may run until all is loaded anew
         self._unit_of: dict[str, Unit] = {}
@@ -139,11 +138,12 @@ class Receiver:
                     f"the running model has no {absent[0]}, which the engine's loader makes when it loads one; start "
                     "the engine from a checkpoint that has it"
                 )
-            if self._units is None or self._held != held.keys():  # after the trace, which may have made parameters
+            # After the trace, which may have made parameters.
+            if self._units is None or self._unit_of.keys() != dict(model.named_parameters()).keys():
                 found = units(host.live, model)
                 self._outlived += [unit.keep_alive for unit in self._units or ()]
                 choose_roads(found, host.post_process, host.parts, host.device, host.share, host.identity.rank)
-                self._units, self._held = found, held.keys()
+                self._units = found
                 self._addresses = live_addresses(found, host.live, host.parts)
                 self._parameters = parameter_addresses(found)
                 self._unit_of = {name: unit for unit in found for name in unit.params}

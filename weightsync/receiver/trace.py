@@ -54,7 +54,8 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest) -> Trace:
-    """Trace `load_weights` of a `model` on `meta` for the tensors of `manifest`; neither is changed.
+    """Trace `load_weights` of a `model` on `meta` for the tensors of `manifest`. No tensor is changed, but a loader
+    may give the model parameters that it did not have.
 
     A tensor that the loader refuses is recorded and left out, and the trace starts again, so that one call finds all.
     """

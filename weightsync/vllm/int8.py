@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from weightsync.vllm.scheme import Scheme
 
 NAME = "weightsync_int8"
 """What users write in `quantization="weightsync_int8"`."""
@@ -21,10 +22,8 @@ _ROUTERS = (r"re:.*\.(gate|router|shared_expert_gate)$",)
 """Small, and what they decide is worth more than their bytes."""
 
 
-class Int8Config(QuantizationConfig):
+class Int8Config(Scheme):
     """`ignore` are names of layers to leave alone, or patterns after "re:", as compressed-tensors has them."""
-
-    weightsync_reloads = True
 
     def __init__(self, ignore: tuple[str, ...] = ()) -> None:
         super().__init__()
@@ -39,16 +38,9 @@ class Int8Config(QuantizationConfig):
     def get_name(self) -> str:
         return NAME
 
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
-
     @classmethod
     def get_min_capability(cls) -> int:
         return 75
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod

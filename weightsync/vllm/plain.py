@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from weightsync.vllm.scheme import Scheme
 
 NAME = "weightsync_plain"
 """What users write in `quantization="weightsync_plain"`."""
 
 
-class PlainConfig(QuantizationConfig):
-    weightsync_reloads = True
-
+class PlainConfig(Scheme):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> PlainConfig:
         return cls()
@@ -28,16 +27,9 @@ class PlainConfig(QuantizationConfig):
     def get_name(self) -> str:
         return NAME
 
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
-
     @classmethod
     def get_min_capability(cls) -> int:
         return 0
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         from vllm.model_executor.layers.linear import LinearBase
