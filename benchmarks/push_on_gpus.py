@@ -44,6 +44,7 @@ os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the workers a
 import torch
 import torch.distributed as dist
 
+CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7, 8], [9, 9, 3], list(range(20, 60)), [100, 101, 7, 3, 55, 2]]
 NATIVE_BACKEND = {"ipc": "ipc", "fsdp": "ipc", "broadcast": "nccl"}
 BACKEND = {"zero3": "deepspeed", "megatron": "megatron", "megatron-broadcast": "megatron"}
@@ -228,10 +229,11 @@ def save_checkpoint(shape: str, seed: int, folder: Path, device: torch.device) -
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
-def start_engine(folder: Path, tp: int, backend: str | None, args: argparse.Namespace) -> Any:
+def start_engine(folder: Path, tp: int, backend: str | None, args: argparse.Namespace, **options: Any) -> Any:
     from vllm import LLM
 
-    options: dict[str, Any] = {"weight_transfer_config": {"backend": backend}} if backend else {}
+    if backend:
+        options["weight_transfer_config"] = {"backend": backend}
     if args.no_compile:
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     started = time.time()
@@ -381,7 +383,7 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
     # The engine takes GPUs from 0 on; a broadcast needs the trainer on others.
     apart = args.case.endswith("broadcast")
     number = (rank + apart) % max(1, torch.cuda.device_count())
-    device = torch.device("cuda", number) if cuda else torch.device("cpu")
+    device = torch.device("cuda", number) if cuda else CPU
     if cuda:
         torch.cuda.set_device(device)
     if size > 1 or args.case in BACKEND:  # these two want a process group also for one rank
@@ -415,7 +417,7 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
                 second[0].wait()  # two engines that start at once on one GPU count each other's memory as their own
         llm = start_engine(folder, tp, "weightsync", args)
         found["cold"] = cold = answers(llm)
-    with WeightSync(BACKEND.get(args.case, "fsdp"), transport, llm, timeout_s=120) as sync:
+    with WeightSync(BACKEND.get(args.case, "fsdp"), transport, llm, max_bytes=args.max_bytes, timeout_s=120) as sync:
         reports: list[Any] = []
         if size > 1:
             host_barrier(rank, size)
@@ -508,19 +510,34 @@ def stop(llm: Any) -> None:
         llm.llm_engine.engine_core.shutdown()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=["ipc", "broadcast", *ON_ENGINES_GPUS, "megatron-broadcast", "cold"])
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8B")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--quantization", help="as vLLM's")
+    parser.add_argument("--no-compile", action="store_true", help="CUDA graphs, but no torch.compile: starts sooner")
+    parser.add_argument("--port", type=int, default=29640)
+    parser.add_argument("--folder", type=Path, help="of the checkpoint of weights A; it is made when it is missing")
+
+
+def made_checkpoint(args: argparse.Namespace) -> Path:
+    folder: Path = args.folder or Path(tempfile.mkdtemp(prefix="weightsync-bench-")) / "model"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "config.json").exists():
+        started = time.time()
+        save_checkpoint(args.shape, 1, folder, torch.device("cuda", 0) if torch.cuda.is_available() else CPU)
+        say(f"checkpoint written in {time.time() - started:.0f} s")
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", choices=["ipc", "broadcast", *ON_ENGINES_GPUS, "megatron-broadcast", "cold"])
+    add_engine_arguments(parser)
     parser.add_argument("--num-iters", type=int, default=6)
     parser.add_argument("--no-native", dest="native", action="store_false", help="leave vLLM's own engine out")
-    parser.add_argument("--no-compile", action="store_true", help="CUDA graphs, but no torch.compile: starts sooner")
     parser.add_argument("--second-engine", action="store_true", help="compare with a second cold engine as well")
     parser.add_argument("--output-json", type=Path)
-    parser.add_argument("--port", type=int, default=29640)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--max-bytes", type=int, help="the size of a bucket")
     parser.add_argument("--tp", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -529,14 +546,7 @@ def main() -> None:
         args.out.write_text(json.dumps(answers(llm)))
         stop(llm)
         return
-    folder = args.folder or Path(tempfile.mkdtemp(prefix="weightsync-bench-")) / "model"
-    folder.mkdir(parents=True, exist_ok=True)
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    shape = args.shape
-    if not (folder / "config.json").exists():
-        started = time.time()
-        save_checkpoint(shape, 1, folder, device)
-        say(f"checkpoint written in {time.time() - started:.0f} s")
+    folder = made_checkpoint(args)
     results = folder.parent / f"results-{args.case}-{args.quantization}.json"
     size = trainer_ranks(args.case)
     if size == 1:

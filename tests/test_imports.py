@@ -58,7 +58,7 @@ ROOM = {
     "megatron": ["weightsync.senders.megatron", "weightsync.bench.models"],
     "ray": ["weightsync.engines"],
     "peft": ["weightsync.senders.peft"],
-    "triton": ["weightsync.kernels.rows_triton"],
+    "triton": ["weightsync.kernels.rows_triton", "weightsync.kernels.copies_triton"],
     "matplotlib": ["weightsync.bench.plots"],
 }
 
@@ -69,6 +69,7 @@ AT_THE_TOP = [
     "weightsync.senders.deepspeed",
     "weightsync.senders.megatron",
     "weightsync.kernels.rows_triton",
+    "weightsync.kernels.copies_triton",
 ]
 
 

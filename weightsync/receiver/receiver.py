@@ -21,6 +21,7 @@ from torch import nn
 
 from weightsync.channel import Deadline
 from weightsync.errors import DigestError, ProtocolError, UnsupportedError
+from weightsync.kernels.copies import BatchedCopy, Copy
 from weightsync.kernels.digest import digest
 from weightsync.kernels.quantize import Form
 from weightsync.kernels.rows import Job, RowQuantiser
@@ -70,10 +71,9 @@ class Timing:
 
 @dataclass
 class _Route:
-    """What becomes of one tensor in every push over a connection: views to copy, as (target, source), steps that lead
-    into fresh parameters, and the bytes that both of them and quantisers read. What a loader takes whole is extra."""
+    """What becomes of one tensor in every push over a connection: steps that lead into fresh parameters, and the bytes
+    that they, copies into live parameters and quantisers read. What a loader takes whole is extra."""
 
-    in_place: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     fresh: list[CopyStep] = field(default_factory=list)
     nbytes: int = 0
 
@@ -103,6 +103,7 @@ class Receiver:
         self._settled = False  # a push of all buckets was committed since `connect`, and nothing was begun after it
         self._placements: dict[str, list[Placement]] = {}
         self._routes: dict[str, _Route] = {}
+        self._copies: list[BatchedCopy] = []  # of each bucket, into live parameters
         self._quantisers: list[list[RowQuantiser]] = []  # of each bucket
         self._constants: list[tuple[torch.Tensor, float]] = []  # in parameters that are loaded in place
         self._push: _Push | None = None
@@ -298,6 +299,7 @@ class Receiver:
             if not self._push.done and self._push.buckets == len(self._buckets):
                 for constant, value in self._constants:
                     constant.fill_(value)  # later pushes leave these alone
+            self._copies[bucket].run()
             nbytes = 0
             for name in self._buckets[bucket]:
                 nbytes += self._load_tensor(name, self._push)
@@ -350,15 +352,13 @@ class Receiver:
         """Give back what was mapped or joined, and forget a push under way (the state stays what it is)."""
         self._push = None
         self._settled = False
-        self._routes, self._quantisers, self._constants = {}, [], []
+        self._routes, self._copies, self._quantisers, self._constants = {}, [], [], []
         if self._source is not None:
             self._source.close()
             self._source = None
 
     def _load_tensor(self, name: str, push: _Push) -> int:
         route = self._routes[name]
-        for target, source in route.in_place:
-            target.copy_(source)
         for step in route.fresh:
             target = push.fresh(step.param)
             torch.as_strided(target, step.size, step.dst_stride, step.dst_offset).copy_(self._view(step))
@@ -381,6 +381,7 @@ class Receiver:
         routes = {name: _Route() for names in self._buckets for name in names}
         bucket_of = {name: number for number, names in enumerate(self._buckets) for name in names}
         direct = self._direct(of_param, views, bucket_of, computed)
+        copies: list[list[Copy]] = [[] for _ in self._buckets]
         jobs: list[dict[tuple[Form, bool], list[Job]]] = [defaultdict(list) for _ in self._buckets]
         for param, steps in of_param.items():
             unit = self._unit_of.get(param)
@@ -391,7 +392,7 @@ class Receiver:
             if unit is None or unit.takes_in_place(param):
                 for step, view in zip(steps, views[param], strict=True):
                     target = torch.as_strided(live[param].data, step.size, step.dst_stride, step.dst_offset)
-                    routes[step.name].in_place.append((target, view))
+                    copies[bucket_of[step.name]].append((target, view, step.rank))
                 continue
             if unit.recipe is None or param not in direct:
                 for step in steps:
@@ -407,6 +408,7 @@ class Receiver:
             if unit is None or (unit.takes_in_place(fill.param) and id(unit) not in computed):
                 place = torch.as_strided(live[fill.param].data, fill.size, fill.stride, fill.offset)
                 self._constants.append((place, fill.value))
+        self._copies = [BatchedCopy(those) for those in copies]
         self._quantisers = [
             [
                 RowQuantiser(form, those, self._host.share if shared else None)

@@ -19,8 +19,9 @@ from weightsync.channel import Deadline
 from weightsync.errors import ConfigError, PlacementError, WeightSyncError
 from weightsync.kernels.digest import digest
 from weightsync.layout import Manifest, Placement, choose_owners, itemsize, row_major
-from weightsync.transports.base import Group, Idle, Offer, Region, Shipment, WorkerInfo, align, strided
+from weightsync.transports.base import Group, Idle, Offer, Region, Shipment, WorkerInfo, align
 from weightsync.transports.communicator import Communicator, Pending, Rendezvous, visit
+from weightsync.transports.packing import Packer
 
 SLOTS = 2
 
@@ -66,18 +67,21 @@ class BroadcastTransport:
         self._device = next((region.tensor.device for region in pieces.values()), device)
         owned, in_slots, self._parts = slot_layout(shipment.manifest, shipment.buckets, shipment.placements)
         number = {name: i for i, names in enumerate(shipment.buckets) for name in names}
-        self._mine: list[list[tuple[Placement, Region]]] = [[] for _ in shipment.buckets]
+        mine: list[list[tuple[Placement, Region]]] = [[] for _ in shipment.buckets]
         for old, new in zip(owned, in_slots, strict=True):
             if old.rank == group.rank:
-                self._mine[number[new.name]].append((new, pieces[old]))
+                mine[number[new.name]].append((new, pieces[old]))
         self._bucket_bytes = [max((last for _, last in parts.values()), default=0) for parts in self._parts]
         self._meet_ranks(group, self._device)
         slot_bytes = max(self._bucket_bytes)
-        self._slots = (
-            [torch.empty(slot_bytes, dtype=torch.uint8, device=self._device) for _ in range(SLOTS)]
-            if group.rank == 0
-            else []
-        )
+        ranges = [parts.get(group.rank, (0, 0)) for parts in self._parts]
+        sizes = [slot_bytes] * SLOTS if group.rank == 0 else [max(last - first for first, last in ranges)]
+        self._slots = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for nbytes in sizes]
+        starts = [0 if group.rank == 0 else first for first, _ in ranges]
+        self._packers = [
+            Packer(self._slots[bucket % len(self._slots)], regions, start)
+            for bucket, (regions, start) in enumerate(zip(mine, starts, strict=True))
+        ]
         fields = {"slot_bytes": slot_bytes, "bucket_bytes": self._bucket_bytes}
         return Offer(tuple(in_slots), shipment.buckets, fields)
 
@@ -134,15 +138,14 @@ class BroadcastTransport:
         if self._rank != 0:
             if self._rank in parts:
                 first, last = parts[self._rank]
-                mine = torch.empty(last - first, dtype=torch.uint8, device=self._device)
-                self._fill(mine, first, bucket)
-                self._ranks().send(mine, 0).wait(idle, deadline, "gather")
+                self._packers[bucket].fill()
+                self._ranks().send(self._slots[0][: last - first], 0).wait(idle, deadline, "gather")
             return []
         if (earlier := self._posted.pop(bucket - SLOTS, None)) is not None:
             earlier.wait(idle, deadline, "transfer")
         data = self._slots[bucket % SLOTS]
         arriving = [(r, self._ranks().receive(data[first:last], r)) for r, (first, last) in parts.items() if r]
-        self._fill(data, 0, bucket)
+        self._packers[bucket].fill()
         for rank, pending in arriving:
             try:
                 pending.wait(idle, deadline, "gather")
@@ -153,12 +156,6 @@ class BroadcastTransport:
             return []
         data = self._data(bucket)
         return [[0, bucket % SLOTS, 0, data.numel(), part, digest(data, part)]]
-
-    def _fill(self, data: torch.Tensor, first: int, bucket: int) -> None:
-        """Copy this rank's regions of a bucket into `data`, the bucket's bytes from `first` on."""
-        for placement, region in self._mine[bucket]:
-            offset = placement.offset - first // itemsize(placement.dtype)
-            strided(data, placement.dtype, offset, placement.box.size, placement.stride).copy_(region.read())
 
     def post(self, bucket: int) -> None:
         if self._to_engines is not None:
@@ -224,10 +221,10 @@ class BroadcastSource:
     def fetch(self, bucket: int, following: int | None, idle: Idle, deadline: Deadline) -> None:
         if bucket not in self._posted:
             self._post(bucket)
-        self._posted.pop(bucket).wait(idle, deadline, "transfer")
         if following is not None:
-            # Its slot held bucket - 1, which has been loaded; so it may arrive while this one is.
+            # Its slot held bucket - 1, which has been loaded; so it follows this one without a pause.
             self._post(following)
+        self._posted.pop(bucket).wait(idle, deadline, "transfer")
 
     def _post(self, bucket: int) -> None:
         if self._communicator is None:

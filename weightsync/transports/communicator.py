@@ -23,6 +23,8 @@ from weightsync.machine import address_facing
 from weightsync.transports.base import Idle
 
 _POLL_S = 0.0002
+_GPU_POLL_S = 0.00002
+"""A bucket takes NCCL less than a millisecond."""
 _MEET_POLL_S = 0.002
 _LEAVE_S = 1.0
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -223,6 +225,7 @@ class Pending:
         While waiting, `idle(seconds)` is called, which may sleep that long and may raise. Raises `PeerError` when the
         operation breaks, `SyncTimeoutError` past the deadline.
         """
+        poll_s = _GPU_POLL_S if self._device.type == "cuda" else _POLL_S
         while not self._work.is_completed():
             if deadline.passed():
                 raise SyncTimeoutError(
@@ -230,7 +233,7 @@ class Pending:
                     phase=phase,
                     waiting_for=[self.what],
                 )
-            idle(_POLL_S)
+            idle(poll_s)
         try:
             self._work.wait()
         except RuntimeError as error:

@@ -23,7 +23,8 @@ from weightsync.errors import PlacementError, ProtocolError
 from weightsync.kernels.digest import digest
 from weightsync.layout import Manifest, Placement, choose_owners, itemsize, row_major
 from weightsync.memory import SHARED_MEMORY, export, open_exported
-from weightsync.transports.base import Group, Idle, Offer, Region, Shipment, WorkerInfo, align, strided
+from weightsync.transports.base import Group, Idle, Offer, Region, Shipment, WorkerInfo, align
+from weightsync.transports.packing import Packer
 
 ARENA = 0
 """The number of a rank's arena among its storages; exported tensors' storages count from 1."""
@@ -37,7 +38,7 @@ class IpcTransport:
         self.name = name
         self._rank = 0
         self._arena: _Arena | None = None
-        self._staged: list[list[tuple[Placement, Region]]] = []
+        self._packers: list[Packer] = []  # of each bucket
         self._exports: dict[int, torch.UntypedStorage] = {}
         self._handles: dict[tuple[int, int], list[Any]] = {}
         self._stream_device: torch.device | None = None
@@ -87,15 +88,16 @@ class IpcTransport:
         pieces: Mapping[Placement, Region],
     ) -> None:
         self._drop_arena()
-        self._staged = [[] for _ in buckets]
         if not (mine := [(old, new) for old, new in zip(staged, in_arena, strict=True) if old.rank == self._rank]):
             return
         device = next((r.tensor.device for old, _ in mine if not (r := pieces[old]).tensor.is_cuda), None)
         device = device or pieces[mine[0][0]].tensor.device
         self._arena = _Arena.create(SLOTS * slot_bytes[self._rank], device)
         number = {name: i for i, names in enumerate(buckets) for name in names}
+        regions: list[list[tuple[Placement, Region]]] = [[] for _ in buckets]
         for old, new in mine:
-            self._staged[number[old.name]].append((new, pieces[old]))
+            regions[number[old.name]].append((new, pieces[old]))
+        self._packers = [Packer(self._arena.data, those) for those in regions]
 
     def storages(self, worker: int) -> list[list[Any]]:
         rows: list[list[Any]] = []
@@ -124,20 +126,15 @@ class IpcTransport:
         if self._stream_device is not None:
             # Readers are other processes: what the optimizer has queued must have happened.
             torch.cuda.current_stream(self._stream_device).synchronize()
-        if self._arena is None or not self._staged[bucket]:
+        if self._arena is None:
             return []
-        data = self._arena.data
-        ends = []
-        for placement, region in self._staged[bucket]:
-            place = strided(data, placement.dtype, placement.offset, placement.box.size, placement.stride)
-            place.copy_(region.read())
-            first = placement.offset * itemsize(placement.dtype)
-            ends += [first, first + placement.box.numel * itemsize(placement.dtype)]
+        packer, data = self._packers[bucket], self._arena.data
+        packer.fill()
         if data.is_cuda:
             torch.cuda.current_stream(data.device).synchronize()
-        if part is None:
+        first, last = packer.span
+        if part is None or first == last:
             return []
-        first, last = min(ends), max(ends)
         return [[self._rank, ARENA, first, last - first, part, digest(data[first:last], part)]]
 
     def post(self, bucket: int) -> None:
@@ -155,6 +152,7 @@ class IpcTransport:
         if self._arena is not None:
             self._arena.unlink()
             self._arena = None
+        self._packers = []
 
 
 class IpcSource:

@@ -1,0 +1,110 @@
+"""Many copies in one go: what torch's `copy_` does one after the other, between any views, with any cast."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from weightsync.kernels.copies import BatchedCopy, collapse
+from weightsync.testing.promises import same_bytes
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
+KINDS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+SAME = [*KINDS, torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool, torch.complex64, torch.complex128]
+
+
+def filled(numel: int, dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
+    """Any bytes; where they are to be cast, numbers of very different sizes."""
+    draw = torch.Generator().manual_seed(seed)
+    if dtype in KINDS:
+        found = torch.randn(numel, generator=draw, dtype=torch.float64) * 10 ** torch.linspace(-9, 3, numel).double()
+        found[:: max(1, numel // 7)] = torch.tensor(float("inf"))
+        return found.to(dtype).to(device)
+    found = torch.randint(0, 2 if dtype == torch.bool else 256, (numel * dtype.itemsize,), generator=draw)
+    return found.to(torch.uint8).view(dtype).to(device)
+
+
+def a_view(data: torch.Tensor, size: tuple[int, ...], random: random.Random) -> torch.Tensor:
+    """A view of that size somewhere in `data`: its dimensions in any order in memory, with gaps or without."""
+    stride, order, at = [0] * len(size), list(range(len(size))), 1
+    if random.random() < 0.3:
+        random.shuffle(order)
+    for dim in reversed(order):
+        stride[dim] = at
+        at = at * size[dim] + random.choice([0, 0, 0, 1, 8, 16])
+    offset = random.choice([0, 0, 1, 3, 8, 64])
+    return data.as_strided(size, stride, offset)
+
+
+def check(pairs: list[tuple[torch.Tensor, torch.Tensor]], wholes: list[torch.Tensor], links: int = 1) -> None:
+    """Every byte of the tensors that targets are views of is as after `copy_`, those between the targets too."""
+    before = [whole.clone() for whole in wholes]
+    for target, source in pairs:
+        target.copy_(source)
+    expected = [whole.clone() for whole in wholes]
+    for whole, old in zip(wholes, before, strict=True):
+        whole.copy_(old)
+    BatchedCopy([(*pair, number % links) for number, pair in enumerate(pairs)]).run()
+    for whole, wanted in zip(wholes, expected, strict=True):
+        assert same_bytes(whole, wanted)
+
+
+SIZES = [
+    (),
+    (1,),
+    (7,),
+    (4096,),
+    (70_001,),
+    (33, 48),
+    (128, 5000),
+    (3, 1),
+    (5, 24, 40),
+    (2, 3, 4, 17),
+    (2, 2, 2, 2, 9),
+    (0, 4),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", SAME, ids=str)
+def test_any_views_of_any_type(dtype: torch.dtype, device: str):
+    draw, pairs, wholes = random.Random(str(dtype)), [], []
+    for number, size in enumerate(SIZES * 3):
+        room = 4 * int(torch.tensor(size).prod()) + 4096 * len(size) + 128
+        whole, data = (filled(room, dtype, device, 2 * number + n) for n in range(2))
+        pairs.append((a_view(whole, size, draw), a_view(data, size, draw)))
+        wholes.append(whole)
+    check(pairs, wholes, links=3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("to", KINDS, ids=str)
+@pytest.mark.parametrize("of", KINDS, ids=str)
+def test_casts_round_as_torch_does(of: torch.dtype, to: torch.dtype, device: str):
+    draw, pairs, wholes = random.Random(f"{of} {to}"), [], []
+    for number, size in enumerate(SIZES):
+        room = 4 * int(torch.tensor(size).prod()) + 4096 * len(size) + 128
+        whole, data = filled(room, to, device, number), filled(room, of, device, -number)
+        pairs.append((a_view(whole, size, draw), a_view(data, size, draw)))
+        wholes.append(whole)
+    check(pairs, wholes)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_it_copies_what_the_sources_hold_at_each_run(device: str):
+    source, target = torch.ones(64, 96, device=device), torch.zeros(64, 96, device=device)
+    batched = BatchedCopy([(target[:32], source[:32], 0), (target[32:], source[32:], 1)])
+    for _ in range(3):
+        source.mul_(1.5).add_(1)
+        batched.run()
+        assert torch.equal(target, source)
+
+
+def test_dimensions_that_lie_behind_one_another_are_one():
+    whole = torch.empty(4, 6, 8)
+    assert collapse(whole, whole) == [(192, 1, 1)]
+    assert collapse(whole[:, 2:4], torch.empty(4, 2, 8)) == [(4, 48, 16), (16, 1, 1)]
+    assert collapse(torch.empty(8, 4).t(), torch.empty(4, 8)) == [(4, 1, 8), (8, 4, 1)]
+    assert collapse(whole[:1, :1, :1], whole[1:2, 1:2, 1:2]) == [(1, 1, 1)]

@@ -1,0 +1,57 @@
+"""Many copies in one go, between views of any strides and of any element size; cast on the way, where dtypes differ.
+
+On a GPU they take one launch for each kind (below), however many they are; on a CPU, and to check the other, torch
+copies them one after the other, on all its threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Copy = tuple[torch.Tensor, torch.Tensor, int]
+"""(target, source, link): views of equal shape. Copies that have different numbers as their `link` come over different
+links (the memories of several GPUs): they are made at the same time, in proportion, so that no link is the last."""
+
+
+class BatchedCopy:
+    """All that never changes between two runs over the same memory is worked out here, once. No two targets may
+    overlap. Targets are on one device, which must reach all sources."""
+
+    def __init__(self, copies: Sequence[Copy]) -> None:
+        kept = [(target, source, link) for target, source, link in copies if target.numel()]
+        self._launches = None
+        if kept and kept[0][0].is_cuda:
+            from weightsync.kernels.copies_triton import Launches, can_launch
+
+            launched = [copy for copy in kept if can_launch(*copy[:2])]
+            kept = [copy for copy in kept if not can_launch(*copy[:2])]
+            if launched:
+                self._launches = Launches(launched)
+        self._one_by_one = [(target, source) for target, source, _ in kept]
+
+    def run(self) -> None:
+        """Copy what the sources hold now. On a GPU it is ordered on the current stream, and returns at once."""
+        if self._launches is not None:
+            self._launches.run()
+        for target, source in self._one_by_one:
+            target.copy_(source)
+
+
+Dimension = tuple[int, int, int]
+"""The size, and the strides of target and source."""
+
+
+def collapse(target: torch.Tensor, source: torch.Tensor) -> list[Dimension]:
+    """The dimensions of both, outermost first, with those joined that lie behind one another on both sides; at least
+    one."""
+    dims: list[Dimension] = []
+    for size, to, of in zip(target.shape, target.stride(), source.stride(), strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1:] == (size * to, size * of):
+            dims[-1] = (dims[-1][0] * size, to, of)
+        else:
+            dims.append((size, to, of))
+    return dims or [(1, 1, 1)]
