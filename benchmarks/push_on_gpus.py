@@ -83,11 +83,11 @@ def config(shape: str) -> Any:
     )  # fmt: skip
 
 
-def empty_model(shape: str) -> torch.nn.Module:
+def empty_model(shape: str, dtype: str = "bfloat16") -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config(shape), dtype=torch.bfloat16)
+        return AutoModelForCausalLM.from_config(config(shape), dtype=getattr(torch, dtype))
 
 
 def values(name: str, shape: torch.Size, seed: int, device: torch.device) -> torch.Tensor:
@@ -118,16 +118,16 @@ class Trainer:
                 param.copy_(full)
 
 
-def plain(shape: str, device: torch.device) -> Trainer:
-    model = empty_model(shape)
+def plain(shape: str, device: torch.device, dtype: str = "bfloat16") -> Trainer:
+    model = empty_model(shape, dtype)
     model.to_empty(device=device)
     return Trainer(model, device)
 
 
-def fsdp(shape: str, device: torch.device) -> Trainer:
+def fsdp(shape: str, device: torch.device, dtype: str) -> Trainer:
     from torch.distributed.fsdp import fully_shard
 
-    model = empty_model(shape)
+    model = empty_model(shape, dtype)
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -199,12 +199,12 @@ class Megatron(Trainer):
             piece.tensor.copy_(full[tuple(slice(start, start + size) for start, size in region)])
 
 
-def make_trainer(case: str, shape: str, device: torch.device, size: int) -> Trainer:
+def make_trainer(case: str, shape: str, device: torch.device, size: int, dtype: str) -> Trainer:
     if case == "zero3":
         return Zero3(shape, device)
     if case.startswith("megatron"):
         return Megatron(shape, device, size)
-    return fsdp(shape, device) if case == "fsdp" else plain(shape, device)
+    return fsdp(shape, device, dtype) if case == "fsdp" else plain(shape, device, dtype)
 
 
 def trainer_ranks(case: str) -> int:
@@ -390,7 +390,7 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(args.port), RANK=str(rank), WORLD_SIZE=str(size))
         os.environ["LOCAL_RANK"] = str(number)  # DeepSpeed's device
         dist.init_process_group("nccl" if cuda else "gloo")
-    trainer = make_trainer(args.case, shape, device, size)
+    trainer = make_trainer(args.case, shape, device, size, args.dtype)
     trainer.fill(1)
     nbytes = sum(p.numel() * 2 for p in empty_model(shape).parameters())
     root, tp = rank == 0, 2 if args.case in ON_ENGINES_GPUS else 1
@@ -400,6 +400,7 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
         "case": args.case,
         "shape": shape,
         "quantization": args.quantization,
+        "trainer_dtype": args.dtype,
         "nbytes": nbytes,
         "trainer_ranks": size,
         "rows": [],
@@ -533,6 +534,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", choices=["ipc", "broadcast", *ON_ENGINES_GPUS, "megatron-broadcast", "cold"])
     add_engine_arguments(parser)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the trainer's weights")
     parser.add_argument("--num-iters", type=int, default=6)
     parser.add_argument("--no-native", dest="native", action="store_false", help="leave vLLM's own engine out")
     parser.add_argument("--second-engine", action="store_true", help="compare with a second cold engine as well")

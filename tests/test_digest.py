@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.errors import ProtocolError
-from weightsync.kernels.digest import PARTS, WHOLE, digest
+from weightsync.kernels.digest import PARTS, WHOLE, Digests, digest
 
 BLOCK_WORDS = 1 << 16
 BLOCKS_AT_ONCE = 256
@@ -147,13 +147,6 @@ def test_permuted_rows_of_weights_are_noticed():
     assert len(found) > 190  # a pair may be drawn twice
 
 
-@pytest.mark.gpu
-def test_a_gpu_computes_the_same():
-    data = noise(8 * (BLOCK_WORDS + 3) + 5)
-    assert digest(data.cuda()) == digest(data)
-    assert digest(data.cuda()[3:]) == digest(data[3:])
-
-
 PART_BYTES = 1 << 16
 
 
@@ -174,3 +167,28 @@ def test_a_part_is_digested_as_if_it_were_all() -> None:
     assert digest(data, WHOLE) == digest(data)
     with pytest.raises(ProtocolError, match="part 16"):
         digest(data, PARTS)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))])
+@pytest.mark.parametrize("start", [0, 1, 2, 4])
+def test_many_at_once_are_as_each_alone_on_a_cpu(device: str, start: int) -> None:
+    sizes = [0, 5, 8, 4096, 8 * (BLOCK_WORDS + 3) + 5, PARTS * PART_BYTES, 3 * PARTS * PART_BYTES + 70_007, 9]
+    wholes = [noise(start + size, seed) for seed, size in enumerate(sizes)]
+    digests = Digests([whole.to(device)[start:] for whole in wholes])
+    for part in (WHOLE, 0, 7, PARTS - 1):
+        expected = [digest(whole[start:], part) for whole in wholes]
+        assert digests.of(part) == expected
+        assert [digest(whole.to(device)[start:], part) for whole in wholes] == expected
+    with pytest.raises(ProtocolError, match="part 16"):
+        digests.of(PARTS)
+
+
+@pytest.mark.gpu(1)
+def test_a_gpu_takes_no_scratch_memory() -> None:
+    data = noise(1 << 28).cuda()
+    digests = Digests([data])
+    digests.of(WHOLE)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    digests.of(WHOLE)
+    assert torch.cuda.max_memory_allocated() - before < 1 << 20

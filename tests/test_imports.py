@@ -51,6 +51,8 @@ FORBIDDEN = {
     "weightsync": ["pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"],
 }
 
+TRITON = [f"weightsync.kernels.{name}_triton" for name in ("copies", "digest", "rows")]
+
 # A foreign package is imported in one room only; those of trainers also where a benchmark builds trainers of its own.
 ROOM = {
     "vllm": ["weightsync.vllm"],
@@ -58,7 +60,7 @@ ROOM = {
     "megatron": ["weightsync.senders.megatron", "weightsync.bench.models"],
     "ray": ["weightsync.engines"],
     "peft": ["weightsync.senders.peft"],
-    "triton": ["weightsync.kernels.rows_triton", "weightsync.kernels.copies_triton"],
+    "triton": TRITON,
     "matplotlib": ["weightsync.bench.plots"],
 }
 
@@ -68,8 +70,7 @@ AT_THE_TOP = [
     "weightsync.vllm",
     "weightsync.senders.deepspeed",
     "weightsync.senders.megatron",
-    "weightsync.kernels.rows_triton",
-    "weightsync.kernels.copies_triton",
+    *TRITON,
 ]
 
 

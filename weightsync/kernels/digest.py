@@ -11,6 +11,8 @@ parts, and of what is left beyond the last whole MiB.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -19,18 +21,20 @@ from weightsync.errors import ProtocolError
 WHOLE = -1
 """In place of a part: all bytes."""
 PARTS = 16
-_PART_BYTES = 1 << 16
+PART_BYTES = 1 << 16
 _BLOCK_WORDS = 1 << 16
 _BLOCKS_AT_ONCE = 64
-"""Bounds the scratch memory on a GPU: 32 MiB. On a CPU there is none."""
-_GOLDEN = 0x9E3779B97F4A7C15
-_STEP = 0xD1B54A32D192ED03
-_MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+STEP = 0xD1B54A32D192ED03
+MASK = (1 << 64) - 1
 
 
 def digest(data: torch.Tensor, part: int = WHOLE) -> int:
     """The digest of a contiguous 1-D uint8 tensor, or of one of `PARTS` samples of it, an unsigned 64-bit number. The
     last word is padded with zeros."""
+    if data.is_cuda:
+        return Digests([data]).of(part)[0]
+    _check(part)
     if part != WHOLE:
         data = _sample(data, part)
     words = data.numel() // 8
@@ -38,54 +42,74 @@ def digest(data: torch.Tensor, part: int = WHOLE) -> int:
     if body.data_ptr() % 8 or body.storage_offset() % 8:
         body = body.clone()  # only whole words of a storage can be viewed as words
     body = body.view(torch.int64)
-    weights = _weights(data.device)
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    weights = _weights()
+    total = torch.zeros((), dtype=torch.int64)
     stride = _BLOCK_WORDS * _BLOCKS_AT_ONCE
     for start in range(0, words, stride):
         strip = body[start : start + stride]
         blocks = -(-strip.numel() // _BLOCK_WORDS)
         whole = strip.numel() // _BLOCK_WORDS
-        sums = _products(strip[: whole * _BLOCK_WORDS].view(whole, _BLOCK_WORDS), weights)
+        sums = torch.mv(strip[: whole * _BLOCK_WORDS].view(whole, _BLOCK_WORDS), weights)
         if whole < blocks:
             rest = strip[whole * _BLOCK_WORDS :]
-            sums = torch.cat([sums, _products(rest[None], weights[: rest.numel()])])
-        total += (sums * _scales(start // _BLOCK_WORDS, blocks, data.device)).sum()
+            sums = torch.cat([sums, torch.mv(rest[None], weights[: rest.numel()])])
+        total += (sums * _scales(start // _BLOCK_WORDS, blocks)).sum()
     tail = int.from_bytes(bytes(data[words * 8 :].tolist()), "little")
-    return (int(total) + tail * ((words * 2 + 1) * _GOLDEN | 1)) & _MASK
+    return (int(total) + tail * ((words * 2 + 1) * GOLDEN | 1)) & MASK
+
+
+class Digests:
+    """Of many contiguous 1-D uint8 tensors, all of them on one device, at once, for as long as they stay where they
+    are."""
+
+    def __init__(self, runs: Sequence[torch.Tensor]) -> None:
+        self._runs = list(runs)
+        self._launches: dict[bool, Any] = {}  # of samples, and of all bytes
+
+    def of(self, part: int) -> list[int]:
+        """`digest(run, part)` of each, of what they hold now. On a GPU it waits for the current stream."""
+        if not self._runs or not self._runs[0].is_cuda:
+            return [digest(run, part) for run in self._runs]
+        _check(part)
+        sampled = part != WHOLE
+        if sampled not in self._launches:
+            from weightsync.kernels.digest_triton import Launch
+
+            self._launches[sampled] = Launch(self._runs, sampled)
+        found: list[int] = self._launches[sampled].of(max(part, 0))
+        return found
+
+
+def _check(part: int) -> None:
+    if not WHOLE <= part < PARTS:
+        raise ProtocolError(f"a digest of part {part}; there are {PARTS}")
 
 
 def _sample(data: torch.Tensor, part: int) -> torch.Tensor:
     """A copy, of at most 1 MiB and a sixteenth; all of what is less than 1 MiB, without one."""
-    if not 0 <= part < PARTS:
-        raise ProtocolError(f"a digest of part {part}; there are {PARTS}")
-    whole = data.numel() // (PARTS * _PART_BYTES)
+    whole = data.numel() // (PARTS * PART_BYTES)
     if whole == 0:
         return data
-    rows = data[: whole * PARTS * _PART_BYTES].view(whole, PARTS, _PART_BYTES)
-    return torch.cat([rows[:, part].flatten(), data[whole * PARTS * _PART_BYTES :]])
-
-
-def _products(blocks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`blocks @ weights`, which CUDA has not for integers."""
-    return (blocks * weights).sum(1) if blocks.is_cuda else torch.mv(blocks, weights)
+    rows = data[: whole * PARTS * PART_BYTES].view(whole, PARTS, PART_BYTES)
+    return torch.cat([rows[:, part].flatten(), data[whole * PARTS * PART_BYTES :]])
 
 
 @functools.cache
-def _weights(device: torch.device) -> torch.Tensor:
+def _weights() -> torch.Tensor:
     """Within a block."""
-    index = torch.arange(_BLOCK_WORDS, dtype=torch.int64, device=device)
-    mixed = index * _signed(_GOLDEN)
-    mixed = (mixed ^ (mixed >> 29)) * _signed(_STEP)
+    index = torch.arange(_BLOCK_WORDS, dtype=torch.int64)
+    mixed = index * signed(GOLDEN)
+    mixed = (mixed ^ (mixed >> 29)) * signed(STEP)
     return mixed | 1
 
 
 @functools.lru_cache(maxsize=4096)
-def _scales(first: int, count: int, device: torch.device) -> torch.Tensor:
+def _scales(first: int, count: int) -> torch.Tensor:
     """Of the blocks `first`, `first + 1`, ...: powers of an odd number, which are odd and do not repeat for long."""
-    values = [_signed(pow(_STEP, first + n, 1 << 64)) for n in range(count)]
-    return torch.tensor(values, dtype=torch.int64, device=device)
+    values = [signed(pow(STEP, first + n, 1 << 64)) for n in range(count)]
+    return torch.tensor(values, dtype=torch.int64)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """The same 64 bits as torch's int64 has them."""
     return value - (1 << 64) if value >> 63 else value

@@ -22,7 +22,7 @@ from torch import nn
 from weightsync.channel import Deadline
 from weightsync.errors import DigestError, ProtocolError, UnsupportedError
 from weightsync.kernels.copies import BatchedCopy, Copy
-from weightsync.kernels.digest import digest
+from weightsync.kernels.digest import WHOLE, Digests
 from weightsync.kernels.quantize import Form
 from weightsync.kernels.rows import Job, RowQuantiser
 from weightsync.layout import Box, CopyStep, Manifest, Placement, copy_steps, coverage, fuse_groups, itemsize
@@ -103,6 +103,8 @@ class Receiver:
         self._settled = False  # a push of all buckets was committed since `connect`, and nothing was begun after it
         self._placements: dict[str, list[Placement]] = {}
         self._routes: dict[str, _Route] = {}
+        self._elsewhere: set[tuple[int, int]] = set()  # storages in the memory of another GPU
+        self._digests: dict[tuple[int, tuple[Any, ...]], Digests] = {}  # by bucket, and what of it
         self._copies: list[BatchedCopy] = []  # of each bucket, into live parameters
         self._quantisers: list[list[RowQuantiser]] = []  # of each bucket
         self._constants: list[tuple[torch.Tensor, float]] = []  # in parameters that are loaded in place
@@ -220,12 +222,17 @@ class Receiver:
             self._source, self._source_name = make_source(transport, self._host.device), transport
         with self._host.scope():
             self._source.connect(storages, fields, idle, deadline)
+        own = describe_device(self._host.device)[1]
+        self._elsewhere = {(rank, number) for rank, number, _, row in storages if row.get("gpu_uuid", own) != own}
+        self._digests = {}
         self._placements = defaultdict(list)
         for placement in placements:
             self._placements[placement.name].append(placement)
         self._buckets, self._once, self._settled = [list(names) for names in buckets], once, False
         with self._host.scope():
-            self._find_routes(copy_steps(self._trace.copies, placements, self._nearest(storages)))
+            # What several ranks have is read from the one on this worker's own GPU, if there is one.
+            nearest = next((rank for rank, _, _, row in storages if own and row.get("gpu_uuid") == own), None)
+            self._find_routes(copy_steps(self._trace.copies, placements, nearest))
 
     def share(self) -> tuple[list[list[Any]], list[Placement]]:
         """Let a trainer write into the live parameters: gives [storage, kind, fields] of each storage, and which tensor
@@ -288,12 +295,7 @@ class Receiver:
             following = bucket + 1 if bucket + 1 < self._push.buckets else None
             self._source.fetch(bucket, following, idle, deadline)
             fetched = time.perf_counter()
-            for rank, storage, first, nbytes, part, expected in digests:
-                if (found := digest(self._source.storage(rank, storage)[first : first + nbytes], part)) != expected:
-                    raise DigestError(
-                        f"bucket {bucket} from trainer rank {rank} arrived with digest {found:016x}, it was sent with "
-                        f"{expected:016x}; nothing of it was loaded"
-                    )
+            self._verify(bucket, digests)
             verified = time.perf_counter()
             self.state = POISONED
             if not self._push.done and self._push.buckets == len(self._buckets):
@@ -309,6 +311,34 @@ class Receiver:
             self._push.done.add(bucket)
         loaded = time.perf_counter()
         return Timing(nbytes, fetched - started, verified - fetched, loaded - verified)
+
+    def _verify(self, bucket: int, rows: list[list[Any]]) -> None:
+        """Raise `DigestError` where what can be read is not what was sent. Of memory on other GPUs the workers of an
+        engine take samples in turn: that costs a link more than all of a bucket costs a GPU."""
+        assert self._source is not None
+        own, turns = self._host.identity.rank, self._host.identity.world
+        runs, expected = [], []
+        for number, (rank, storage, first, nbytes, part, value) in enumerate(rows):
+            elsewhere = (rank, storage) in self._elsewhere
+            if not elsewhere or part == WHOLE or (number + part) % turns == own:
+                runs.append((rank, storage, first, nbytes))
+                expected.append((part, value))
+        if not runs:
+            return
+        parts = {part for part, _ in expected}
+        if len(parts) > 1:
+            raise ProtocolError(f"bucket {bucket} came with digests of several parts: {sorted(parts)}")
+        key = bucket, tuple(runs)
+        if key not in self._digests:
+            self._digests[key] = Digests(
+                [self._source.storage(rank, storage)[first : first + nbytes] for rank, storage, first, nbytes in runs]
+            )
+        for (rank, *_), (_, sent), found in zip(runs, expected, self._digests[key].of(parts.pop()), strict=True):
+            if found != sent:
+                raise DigestError(
+                    f"bucket {bucket} from trainer rank {rank} arrived with digest {found:016x}, it was sent with "
+                    f"{sent:016x}; nothing of it was loaded"
+                )
 
     def commit(self, version: int) -> float:
         """Declare the model complete at `version`. Gives the seconds that derived state took.
@@ -353,6 +383,7 @@ class Receiver:
         self._push = None
         self._settled = False
         self._routes, self._copies, self._quantisers, self._constants = {}, [], [], []
+        self._digests = {}
         if self._source is not None:
             self._source.close()
             self._source = None
@@ -473,11 +504,6 @@ class Receiver:
             for key, names in _sources(trace, self._unit_of).items()
             if key in computed or not units[key].in_place
         ]
-
-    def _nearest(self, storages: list[list[Any]]) -> int | None:
-        """The trainer rank on this worker's own GPU, if any: its replicas are read first."""
-        own = describe_device(self._host.device)[1]
-        return next((rank for rank, _, _, row in storages if own and row.get("gpu_uuid") == own), None)
 
 
 class _Push:

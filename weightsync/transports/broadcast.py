@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from weightsync.channel import Deadline
 from weightsync.errors import ConfigError, PlacementError, WeightSyncError
-from weightsync.kernels.digest import digest
+from weightsync.kernels.digest import Digests
 from weightsync.layout import Manifest, Placement, choose_owners, itemsize, row_major
 from weightsync.transports.base import Group, Idle, Offer, Region, Shipment, WorkerInfo, align
 from weightsync.transports.communicator import Communicator, Pending, Rendezvous, visit
@@ -82,6 +82,7 @@ class BroadcastTransport:
             Packer(self._slots[bucket % len(self._slots)], regions, start)
             for bucket, (regions, start) in enumerate(zip(mine, starts, strict=True))
         ]
+        self._digests: dict[int, Digests] = {}
         fields = {"slot_bytes": slot_bytes, "bucket_bytes": self._bucket_bytes}
         return Offer(tuple(in_slots), shipment.buckets, fields)
 
@@ -154,8 +155,9 @@ class BroadcastTransport:
                 raise
         if part is None:
             return []
-        data = self._data(bucket)
-        return [[0, bucket % SLOTS, 0, data.numel(), part, digest(data, part)]]
+        if bucket not in self._digests:
+            self._digests[bucket] = Digests([self._data(bucket)])
+        return [[0, bucket % SLOTS, 0, self._bucket_bytes[bucket], part, *self._digests[bucket].of(part)]]
 
     def post(self, bucket: int) -> None:
         if self._to_engines is not None:

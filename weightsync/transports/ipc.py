@@ -14,13 +14,13 @@ import secrets
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from weightsync.channel import Deadline
 from weightsync.errors import PlacementError, ProtocolError
-from weightsync.kernels.digest import digest
+from weightsync.kernels.digest import Digests
 from weightsync.layout import Manifest, Placement, choose_owners, itemsize, row_major
 from weightsync.memory import SHARED_MEMORY, export, open_exported
 from weightsync.transports.base import Group, Idle, Offer, Region, Shipment, WorkerInfo, align
@@ -31,6 +31,14 @@ ARENA = 0
 SLOTS = 2
 
 
+class _Span(NamedTuple):
+    """A run of bytes of one of this rank's storages, from byte `first` on."""
+
+    storage: int
+    first: int
+    data: torch.Tensor
+
+
 class IpcTransport:
     """The trainer's end. `name` is "ipc", or "cuda_ipc" to refuse CPU tensors."""
 
@@ -39,6 +47,8 @@ class IpcTransport:
         self._rank = 0
         self._arena: _Arena | None = None
         self._packers: list[Packer] = []  # of each bucket
+        self._spans: list[list[_Span]] = []  # of each bucket: what of it gets digests
+        self._digests: dict[int, Digests] = {}  # by bucket
         self._exports: dict[int, torch.UntypedStorage] = {}
         self._handles: dict[tuple[int, int], list[Any]] = {}
         self._stream_device: torch.device | None = None
@@ -77,6 +87,7 @@ class IpcTransport:
         here = {storage.data_ptr() for storage in self._exports.values()}
         self._handles = {key: row for key, row in self._handles.items() if key[1] in here}
         self._stream_device = next((r.tensor.device for r in pieces.values() if r.tensor.is_cuda), None)
+        self._spans = self._find_spans(buckets, direct)
         return Offer((*in_arena, *direct), tuple(buckets), {})
 
     def _make_arena(
@@ -126,16 +137,41 @@ class IpcTransport:
         if self._stream_device is not None:
             # Readers are other processes: what the optimizer has queued must have happened.
             torch.cuda.current_stream(self._stream_device).synchronize()
-        if self._arena is None:
+        if self._arena is not None:
+            self._packers[bucket].fill()
+            if self._arena.data.is_cuda:
+                torch.cuda.current_stream(self._arena.data.device).synchronize()
+        spans = self._spans[bucket]
+        if part is None or not spans:
             return []
-        packer, data = self._packers[bucket], self._arena.data
-        packer.fill()
-        if data.is_cuda:
-            torch.cuda.current_stream(data.device).synchronize()
-        first, last = packer.span
-        if part is None or first == last:
-            return []
-        return [[self._rank, ARENA, first, last - first, part, digest(data[first:last], part)]]
+        if bucket not in self._digests:
+            self._digests[bucket] = Digests([span.data for span in spans])
+        found = self._digests[bucket].of(part)
+        return [
+            [self._rank, span.storage, span.first, span.data.numel(), part, value]
+            for span, value in zip(spans, found, strict=True)
+        ]
+
+    def _find_spans(self, buckets: list[tuple[str, ...]], direct: list[Placement]) -> list[list[_Span]]:
+        """What this rank stages of each bucket, and what it has in GPU memory. (To look at a sample takes a GPU nothing
+        beside a copy. It takes a CPU a third of one, for memory which is the very same.)"""
+        spans: list[list[_Span]] = [[] for _ in buckets]
+        for number, packer in enumerate(self._packers):
+            first, last = packer.span
+            if first < last and self._arena is not None:
+                spans[number].append(_Span(ARENA, first, self._arena.data[first:last]))
+        number_of = {name: i for i, names in enumerate(buckets) for name in names}
+        runs: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for p in direct:
+            if p.rank == self._rank and p.box.numel and self._exports[p.storage].device == self._stream_device:
+                last = p.offset + sum((n - 1) * step for n, step in zip(p.box.size, p.stride, strict=True))
+                size = itemsize(p.dtype)
+                runs.setdefault((number_of[p.name], p.storage), []).append((p.offset * size, (last + 1) * size))
+        for (bucket, storage), ends in runs.items():
+            exported = self._exports[storage]
+            data = torch.empty(0, dtype=torch.uint8, device=exported.device).set_(exported)
+            spans[bucket] += [_Span(storage, first, data[first:last]) for first, last in joined(ends)]
+        return spans
 
     def post(self, bucket: int) -> None:
         return
@@ -152,7 +188,7 @@ class IpcTransport:
         if self._arena is not None:
             self._arena.unlink()
             self._arena = None
-        self._packers = []
+        self._packers, self._spans, self._digests = [], [], {}
 
 
 class IpcSource:
@@ -181,6 +217,17 @@ class IpcSource:
 
     def close(self) -> None:
         self._open.clear()
+
+
+def joined(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Runs as (first, beyond the last), with those that touch or overlap made one, in order. Pure."""
+    found: list[tuple[int, int]] = []
+    for first, last in sorted(runs):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(last, found[-1][1])
+        else:
+            found.append((first, last))
+    return found
 
 
 def _can_be_mapped(region: Region) -> bool:
