@@ -162,8 +162,10 @@ def prune(folder: Path, keep_last: int) -> None:
 
 
 def memory_of(data: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous 1-D uint8 tensor on a CPU, valid as long as the tensor lives."""
-    return memoryview((ctypes.c_ubyte * data.numel()).from_address(data.data_ptr())).cast("B")
+    """The bytes of a contiguous 1-D uint8 tensor on a CPU. They keep it alive."""
+    memory = (ctypes.c_ubyte * data.numel()).from_address(data.data_ptr())
+    memory.tensor = data  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 def _write_at(fd: int, data: memoryview, at: int) -> None:

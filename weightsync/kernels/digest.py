@@ -80,6 +80,14 @@ class Digests:
         return found
 
 
+def warm_up(device: torch.device) -> None:
+    """Compile now what the first digest on this device would wait for."""
+    if device.type == "cuda":
+        from weightsync.kernels import digest_triton
+
+        digest_triton.warm_up(device)
+
+
 def _check(part: int) -> None:
     if not WHOLE <= part < PARTS:
         raise ProtocolError(f"a digest of part {part}; there are {PARTS}")

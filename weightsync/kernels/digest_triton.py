@@ -6,6 +6,7 @@ A program takes 64 KiB, a part of one block, and works out the weights of its wo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -19,7 +20,7 @@ _UNITS = {8: tl.int64, 4: tl.uint32, 2: tl.uint16, 1: tl.uint8}
 _WARPS = 8
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["part"])  # type: ignore[untyped-decorator]
 def _sum(  # type: ignore[no-untyped-def]
     table,
     out,
@@ -81,19 +82,27 @@ class Launch:
         self._out.zero_()
         if len(self._table):
             with torch.cuda.device(self._device):
-                _sum[(len(self._table),)](
-                    self._table,
-                    self._out,
-                    part,
-                    fields=_FIELDS,
-                    chunk_words=_WORDS,
-                    unit=self._unit,
-                    kind=_UNITS[self._unit],
-                    golden=signed(GOLDEN),
-                    step=signed(STEP),
-                    num_warps=_WARPS,
-                )
+                _sum[(len(self._table),)](self._table, self._out, part, **_constants(self._unit))
         return [value & MASK for value in self._out.tolist()]
+
+
+def warm_up(device: torch.device) -> None:
+    """Compile what digests of aligned runs need."""
+    numbers = torch.zeros(_FIELDS, dtype=torch.int64, device=device)
+    with torch.cuda.device(device):
+        _sum.warmup(numbers, numbers, 0, **_constants(8), grid=(1,))
+
+
+def _constants(unit: int) -> dict[str, Any]:
+    return {
+        "fields": _FIELDS,
+        "chunk_words": _WORDS,
+        "unit": unit,
+        "kind": _UNITS[unit],
+        "golden": signed(GOLDEN),
+        "step": signed(STEP),
+        "num_warps": _WARPS,
+    }
 
 
 def _chunks(run: torch.Tensor, number: int, sampled: bool) -> torch.Tensor:

@@ -22,7 +22,7 @@ from torch import nn
 from weightsync.channel import Deadline
 from weightsync.errors import DigestError, ProtocolError, UnsupportedError
 from weightsync.kernels.copies import BatchedCopy, Copy
-from weightsync.kernels.digest import WHOLE, Digests
+from weightsync.kernels.digest import WHOLE, Digests, warm_up
 from weightsync.kernels.quantize import Form
 from weightsync.kernels.rows import Job, RowQuantiser
 from weightsync.layout import Box, CopyStep, Manifest, Placement, copy_steps, coverage, fuse_groups, itemsize
@@ -146,6 +146,8 @@ class Receiver:
                 found = units(host.live, model)
                 self._outlived += [unit.keep_alive for unit in self._units or ()]
                 choose_roads(found, host.post_process, host.parts, host.device, host.share, host.identity.rank)
+                if host.device.type == "cuda":
+                    torch.cuda.empty_cache()  # the scratch copies, which are as large as the largest parameters
                 self._units = found
                 self._addresses = live_addresses(found, host.live, host.parts)
                 self._parameters = parameter_addresses(found)
@@ -220,6 +222,7 @@ class Receiver:
         if self._source is None or self._source_name != transport:
             self.disconnect()
             self._source, self._source_name = make_source(transport, self._host.device), transport
+        warm_up(self._host.device)
         with self._host.scope():
             self._source.connect(storages, fields, idle, deadline)
         own = describe_device(self._host.device)[1]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from weightsync.channel import Deadline
 from weightsync.errors import ConfigError, PlacementError, WeightSyncError
-from weightsync.kernels.digest import Digests
+from weightsync.kernels.digest import Digests, warm_up
 from weightsync.layout import Manifest, Placement, choose_owners, itemsize, row_major
 from weightsync.transports.base import Group, Idle, Offer, Region, Shipment, WorkerInfo, align
 from weightsync.transports.communicator import Communicator, Pending, Rendezvous, visit
@@ -83,6 +83,7 @@ class BroadcastTransport:
             for bucket, (regions, start) in enumerate(zip(mine, starts, strict=True))
         ]
         self._digests: dict[int, Digests] = {}
+        warm_up(self._device)
         fields = {"slot_bytes": slot_bytes, "bucket_bytes": self._bucket_bytes}
         return Offer(tuple(in_slots), shipment.buckets, fields)
 

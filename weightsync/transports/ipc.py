@@ -20,7 +20,7 @@ import torch
 
 from weightsync.channel import Deadline
 from weightsync.errors import PlacementError, ProtocolError
-from weightsync.kernels.digest import Digests
+from weightsync.kernels.digest import Digests, warm_up
 from weightsync.layout import Manifest, Placement, choose_owners, itemsize, row_major
 from weightsync.memory import SHARED_MEMORY, export, open_exported
 from weightsync.transports.base import Group, Idle, Offer, Region, Shipment, WorkerInfo, align
@@ -88,6 +88,8 @@ class IpcTransport:
         self._handles = {key: row for key, row in self._handles.items() if key[1] in here}
         self._stream_device = next((r.tensor.device for r in pieces.values() if r.tensor.is_cuda), None)
         self._spans = self._find_spans(buckets, direct)
+        if self._stream_device is not None:
+            warm_up(self._stream_device)
         return Offer((*in_arena, *direct), tuple(buckets), {})
 
     def _make_arena(
