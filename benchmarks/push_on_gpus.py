@@ -108,8 +108,10 @@ class Trainer:
     def fill(self, seed: int) -> None:
         from torch.distributed.tensor import DTensor, distribute_tensor
 
+        # A CPU draws other numbers than a GPU.
+        draws = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
         for name, param in self.model.named_parameters():
-            full = values(name, param.shape, seed, self.device)
+            full = values(name, param.shape, seed, draws)
             if isinstance(param, DTensor):
                 param.to_local().copy_(
                     distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None).to_local()
@@ -386,9 +388,9 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
     # The engine takes GPUs from 0 on; a broadcast needs the trainer on others.
     apart = args.case.endswith("broadcast")
     number = (rank + apart) % max(1, torch.cuda.device_count())
-    device = torch.device("cuda", number) if cuda else CPU
+    device = torch.device("cuda", number) if cuda and not args.on_cpu else CPU
     if cuda:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(number)
     if size > 1 or args.case in BACKEND:  # these two want a process group also for one rank
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(args.port), RANK=str(rank), WORLD_SIZE=str(size))
         os.environ["LOCAL_RANK"] = str(number)  # DeepSpeed's device
@@ -538,6 +540,7 @@ def main() -> None:
     parser.add_argument("case", choices=["ipc", "broadcast", *ON_ENGINES_GPUS, "megatron-broadcast", "cold"])
     add_engine_arguments(parser)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the trainer's weights")
+    parser.add_argument("--on-cpu", action="store_true", help="the trainer of `ipc` holds its weights in CPU memory")
     parser.add_argument("--num-iters", type=int, default=6)
     parser.add_argument("--no-native", dest="native", action="store_false", help="leave vLLM's own engine out")
     parser.add_argument("--second-engine", action="store_true", help="compare with a second cold engine as well")

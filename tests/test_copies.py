@@ -102,6 +102,15 @@ def test_it_copies_what_the_sources_hold_at_each_run(device: str):
         assert torch.equal(target, source)
 
 
+@pytest.mark.gpu(1)
+def test_a_gpu_takes_what_lies_in_cpu_memory_too():
+    sources = [torch.randn(64, 96, device=device) for device in ("cpu", "cuda", "cpu")]
+    targets = [torch.zeros(64, 96, device="cuda", dtype=torch.bfloat16) for _ in sources]
+    BatchedCopy([(target, source, 0) for target, source in zip(targets, sources, strict=True)]).run()
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target.cpu(), source.to(torch.bfloat16).cpu())
+
+
 def test_dimensions_that_lie_behind_one_another_are_one():
     whole = torch.empty(4, 6, 8)
     assert collapse(whole, whole) == [(192, 1, 1)]

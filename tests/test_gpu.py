@@ -12,18 +12,20 @@ import pytest
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "push_on_gpus.py"
 
 
-def run(tmp_path: Path, case: str, shape: str) -> dict[str, dict[str, object]]:
+def run(tmp_path: Path, case: str, shape: str, *options: str) -> dict[str, dict[str, object]]:
     out = tmp_path / "results.json"
-    command = [sys.executable, str(SCRIPT), case, "--shape", shape, "--no-native", "--num-iters", "2"]
+    command = [sys.executable, str(SCRIPT), case, "--shape", shape, "--no-native", "--num-iters", "2", *options]
     subprocess.run([*command, "--folder", str(tmp_path / "model"), "--output-json", str(out)], check=True, timeout=280)
     found: dict[str, dict[str, object]] = json.loads(out.read_text())
     return found
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
-def test_ipc_on_one_gpu(tmp_path: Path, shape: str) -> None:
-    found = run(tmp_path, "ipc", shape)
+@pytest.mark.parametrize(
+    "options", [["tiny"], ["tiny-moe"], ["tiny", "--on-cpu"], ["tiny", "--dtype", "float32"]], ids=" ".join
+)
+def test_ipc_on_one_gpu(tmp_path: Path, options: list[str]) -> None:
+    found = run(tmp_path, "ipc", *options)
     assert found["after A"]["logprobs_equal"]
     assert not found["after A, B"]["logprobs_equal"]
     assert found["after A, B, A"]["logprobs_equal"]

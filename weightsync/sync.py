@@ -89,8 +89,9 @@ class WeightSync:
     pause: what happens to requests that are running: "keep" freezes them and recomputes their KV cache with the new
         weights, "wait" lets them finish first, "abort" ends them.
     timeout_s: the longest that any single wait may last.
-    verify: how much of a staged or broadcast bucket is checked, by a digest, before it is loaded: "full" all of it,
-        "sampled" all of it in the first push, and later in turn a sixteenth that is spread over it, "none" nothing.
+    verify: how much of a bucket that is staged, broadcast or read out of GPU memory is checked, by digests, before it
+        is loaded: "full" all of it, "sampled" all of it in the first push, and later in turn a sixteenth that is spread
+        over it, "none" nothing.
     quantize: "fp8" or "int8": the weights of linears travel in 8 bits, each with one scale for each output channel
         (`...weight_scale`), to an engine that was started from a compressed-tensors checkpoint of that kind
         (FP8-dynamic, W8A8-int8); see `TensorPolicy.unquantized`. None: weights travel unquantised, and an engine that

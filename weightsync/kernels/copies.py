@@ -17,7 +17,7 @@ links (the memories of several GPUs): they are made at the same time, in proport
 
 class BatchedCopy:
     """All that never changes between two runs over the same memory is worked out here, once. No two targets may
-    overlap. Targets are on one device, which must reach all sources."""
+    overlap. Targets are on one device; other GPUs' memory that is mapped for it is its own here."""
 
     def __init__(self, copies: Sequence[Copy]) -> None:
         kept = [(target, source, link) for target, source, link in copies if target.numel()]

@@ -33,10 +33,12 @@ _WARPS, _CASTING_WARPS = 8, 4
 
 
 def can_launch(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a launch here makes this copy: of equal dtypes, or of those that are cast just as torch does."""
-    return (target.dtype == source.dtype and target.element_size() in _UNITS) or {target.dtype, source.dtype} <= {
-        *_DTYPES
-    }
+    """Whether a launch here makes this copy: out of GPU memory, of equal dtypes or of those that it casts as torch
+    does."""
+    if source.device != target.device:
+        return False
+    alike = target.dtype == source.dtype and target.element_size() in _UNITS
+    return alike or {target.dtype, source.dtype} <= {*_DTYPES}
 
 
 class _Kind(NamedTuple):

@@ -59,24 +59,25 @@ def digest(data: torch.Tensor, part: int = WHOLE) -> int:
 
 
 class Digests:
-    """Of many contiguous 1-D uint8 tensors, all of them on one device, at once, for as long as they stay where they
-    are."""
+    """Of many contiguous 1-D uint8 tensors, for as long as they stay where they are: those of a GPU at once."""
 
     def __init__(self, runs: Sequence[torch.Tensor]) -> None:
         self._runs = list(runs)
-        self._launches: dict[bool, Any] = {}  # of samples, and of all bytes
+        self._launches: dict[tuple[torch.device, bool], Any] = {}  # by device, and whether of all bytes
 
     def of(self, part: int) -> list[int]:
         """`digest(run, part)` of each, of what they hold now. On a GPU it waits for the current stream."""
-        if not self._runs or not self._runs[0].is_cuda:
-            return [digest(run, part) for run in self._runs]
         _check(part)
-        sampled = part != WHOLE
-        if sampled not in self._launches:
-            from weightsync.kernels.digest_triton import Launch
+        found = [0 if run.is_cuda else digest(run, part) for run in self._runs]
+        for device in {run.device for run in self._runs if run.is_cuda}:
+            numbers = [number for number, run in enumerate(self._runs) if run.device == device]
+            if (device, part == WHOLE) not in self._launches:
+                from weightsync.kernels.digest_triton import Launch
 
-            self._launches[sampled] = Launch(self._runs, sampled)
-        found: list[int] = self._launches[sampled].of(max(part, 0))
+                own = [self._runs[number] for number in numbers]
+                self._launches[device, part == WHOLE] = Launch(own, sampled=part != WHOLE)
+            for number, value in zip(numbers, self._launches[device, part == WHOLE].of(max(part, 0)), strict=True):
+                found[number] = value
         return found
 
 

@@ -122,9 +122,9 @@ class Transport(Protocol):
 
     def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[list[Any]]:
         """Collective: every trainer rank calls this. When it returns on all ranks the bucket's bytes are in place.
-        Gives this rank's [rank, storage, first byte, bytes, part, digest] rows of what was copied, each with
-        `digest(those bytes, part)`; none with `part` None. Called for bucket n only when every worker has loaded
-        bucket n - 2."""
+        Gives this rank's [rank, storage, first byte, bytes, part, digest] rows of what was copied, and perhaps of what
+        is read in place, each with `digest(those bytes, part)`; none with `part` None. Called for bucket n only when
+        every worker has loaded bucket n - 2."""
 
     def post(self, bucket: int) -> None:
         """Rank 0, once the workers have been told to load the bucket: set it going, without waiting."""
