@@ -111,6 +111,11 @@ def test_a_gpu_takes_what_lies_in_cpu_memory_too():
         assert torch.equal(target.cpu(), source.to(torch.bfloat16).cpu())
 
 
+def test_shapes_that_differ_are_refused():
+    with pytest.raises(ValueError, match=r"\(8,\) into \(4, 2\)"):
+        BatchedCopy([(torch.empty(4, 2), torch.empty(8), 0)])
+
+
 def test_dimensions_that_lie_behind_one_another_are_one():
     whole = torch.empty(4, 6, 8)
     assert collapse(whole, whole) == [(192, 1, 1)]

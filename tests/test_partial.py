@@ -31,7 +31,7 @@ from weightsync.layout import Box, Manifest, Placement, TensorMeta, row_major
 from weightsync.receiver.receiver import Receiver
 from weightsync.sync import _frozen
 from weightsync.transports.base import Shipment
-from weightsync.transports.ipc import _regroup
+from weightsync.transports.ipc import _regroup, filled
 
 pytest_plugins = ["engine_fixtures"]
 
@@ -468,3 +468,10 @@ def test_a_real_engine_equals_a_cold_one(
         (whole, partial), _ = trainers.call(push_whole_and_partial, model, transport)
     assert 0 < partial < whole / 2
     assert_same(engines.call(Engines.ask), cold_answer, "the second push")
+
+
+def test_digests_leave_out_what_lies_between_regions():
+    assert filled([(256, 512, 256), (0, 256, 256), (600, 700, 100)]) == [(0, 512), (600, 700)]
+    assert filled([(0, 256, 256), (0, 256, 256)]) == [(0, 256)]  # tied
+    assert filled([(0, 1000, 500)]) == []  # columns of a larger matrix
+    assert filled([(0, 990, 500), (10, 1000, 500)]) == [(0, 1000)]  # and the others beside them

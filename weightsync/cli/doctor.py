@@ -45,6 +45,8 @@ from weightsync.cli.trial import (
 )
 from weightsync.engines import connect
 from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.kernels.copies import BatchedCopy
+from weightsync.kernels.digest import digest
 from weightsync.layout import Box, Manifest, Placement, TensorMeta
 from weightsync.ranks import RankGroup
 from weightsync.receiver.receiver import POISONED
@@ -175,10 +177,31 @@ def _shared_memory() -> Iterator[Finding]:
 def _handles() -> Iterator[Finding]:
     """Memory of this process, read by another one: the way of transport "ipc"."""
     yield _read_elsewhere(torch.device("cpu"), "shared memory")
-    if torch.cuda.device_count():
-        yield _read_elsewhere(torch.device("cuda", 0), "CUDA IPC")
-    else:
+    if not torch.cuda.device_count():
         yield Finding("skip", "CUDA IPC", "no GPU")
+        return
+    kernels = _kernels(torch.device("cuda", 0))
+    yield kernels
+    if kernels.status == "pass":
+        yield _read_elsewhere(torch.device("cuda", 0), "CUDA IPC")
+
+
+def _kernels(device: torch.device) -> Finding:
+    """Those of weightsync, which are compiled where they are first used."""
+    source = torch.arange(_PROBE_ELEMENTS, dtype=torch.int32, device=device)
+    target = torch.zeros_like(source)
+    try:
+        BatchedCopy([(target, source, 0)]).run()
+        found = digest(target.view(torch.uint8))
+    except Exception as error:
+        return Finding(
+            "FAIL",
+            "GPU kernels",
+            f"{type(error).__name__}: {error}; Triton, and a C compiler for it, must be installed",
+        )
+    if found != digest(source.view(torch.uint8).cpu()):
+        return Finding("FAIL", "GPU kernels", "a copy by weightsync's kernel is not what was copied")
+    return Finding("pass", "GPU kernels", "compiled, and right")
 
 
 def _read_elsewhere(device: torch.device, check: str) -> Finding:

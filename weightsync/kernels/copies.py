@@ -1,7 +1,7 @@
 """Many copies in one go, between views of any strides and of any element size; cast on the way, where dtypes differ.
 
-On a GPU they take one launch for each kind (below), however many they are; on a CPU, and to check the other, torch
-copies them one after the other, on all its threads.
+On a GPU all that are alike in dtypes and alignment take one launch, however many they are; on a CPU, and to check the
+other, torch copies them one after the other, on all its threads.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ class BatchedCopy:
     overlap. Targets are on one device; other GPUs' memory that is mapped for it is its own here."""
 
     def __init__(self, copies: Sequence[Copy]) -> None:
+        if wrong := [copy for copy in copies if copy[0].shape != copy[1].shape]:
+            target, source, _ = wrong[0]
+            raise ValueError(f"a copy of shape {tuple(source.shape)} into {tuple(target.shape)}")
         kept = [(target, source, link) for target, source, link in copies if target.numel()]
         self._launches = None
         if kept and kept[0][0].is_cuda:

@@ -23,7 +23,6 @@ WHOLE = -1
 PARTS = 16
 PART_BYTES = 1 << 16
 _BLOCK_WORDS = 1 << 16
-_BLOCKS_AT_ONCE = 64
 GOLDEN = 0x9E3779B97F4A7C15
 STEP = 0xD1B54A32D192ED03
 MASK = (1 << 64) - 1
@@ -42,18 +41,12 @@ def digest(data: torch.Tensor, part: int = WHOLE) -> int:
     if body.data_ptr() % 8 or body.storage_offset() % 8:
         body = body.clone()  # only whole words of a storage can be viewed as words
     body = body.view(torch.int64)
-    weights = _weights()
-    total = torch.zeros((), dtype=torch.int64)
-    stride = _BLOCK_WORDS * _BLOCKS_AT_ONCE
-    for start in range(0, words, stride):
-        strip = body[start : start + stride]
-        blocks = -(-strip.numel() // _BLOCK_WORDS)
-        whole = strip.numel() // _BLOCK_WORDS
-        sums = torch.mv(strip[: whole * _BLOCK_WORDS].view(whole, _BLOCK_WORDS), weights)
-        if whole < blocks:
-            rest = strip[whole * _BLOCK_WORDS :]
-            sums = torch.cat([sums, torch.mv(rest[None], weights[: rest.numel()])])
-        total += (sums * _scales(start // _BLOCK_WORDS, blocks)).sum()
+    whole = words // _BLOCK_WORDS
+    sums = torch.mv(body[: whole * _BLOCK_WORDS].view(whole, _BLOCK_WORDS), _weights())
+    rest = body[whole * _BLOCK_WORDS :]
+    if rest.numel():
+        sums = torch.cat([sums, torch.mv(rest[None], _weights()[: rest.numel()])])
+    total = (sums * _scales(len(sums))).sum()
     tail = int.from_bytes(bytes(data[words * 8 :].tolist()), "little")
     return (int(total) + tail * ((words * 2 + 1) * GOLDEN | 1)) & MASK
 
@@ -112,10 +105,13 @@ def _weights() -> torch.Tensor:
     return mixed | 1
 
 
-@functools.lru_cache(maxsize=4096)
-def _scales(first: int, count: int) -> torch.Tensor:
-    """Of the blocks `first`, `first + 1`, ...: powers of an odd number, which are odd and do not repeat for long."""
-    values = [signed(pow(STEP, first + n, 1 << 64)) for n in range(count)]
+@functools.lru_cache(maxsize=256)
+def _scales(count: int) -> torch.Tensor:
+    """Of the first blocks: powers of an odd number, which are odd and do not repeat for long."""
+    values, power = [], 1
+    for _ in range(count):
+        values.append(signed(power))
+        power = power * STEP & MASK
     return torch.tensor(values, dtype=torch.int64)
 
 

@@ -68,26 +68,27 @@ def _sum(  # type: ignore[no-untyped-def]
 
 
 class Launch:
-    """A table of all chunks on the GPU."""
+    """A table of all chunks on the GPU, for the runs whose addresses are multiples of the same."""
 
     def __init__(self, runs: Sequence[torch.Tensor], sampled: bool) -> None:
         self._device = runs[0].device
         self._keep_alive = runs
-        rows = [_chunks(run, number, sampled) for number, run in enumerate(runs)]
-        self._table = torch.cat(rows).to(self._device)
         self._out = torch.empty(len(runs), dtype=torch.int64, device=self._device)
-        self._unit = next(n for n in _UNITS if not any(run.data_ptr() % n for run in runs))
+        address = torch.tensor([run.data_ptr() for run in runs])
+        table = _chunks(address, torch.tensor([run.numel() for run in runs]), sampled)
+        unit = torch.stack([table[:, 0] % n == 0 for n in _UNITS]).int().argmax(0)
+        self._tables = [(own.to(self._device), n) for place, n in enumerate(_UNITS) if len(own := table[unit == place])]
 
     def of(self, part: int) -> list[int]:
         self._out.zero_()
-        if len(self._table):
-            with torch.cuda.device(self._device):
-                _sum[(len(self._table),)](self._table, self._out, part, **_constants(self._unit))
+        with torch.cuda.device(self._device):
+            for table, unit in self._tables:
+                _sum[(len(table),)](table, self._out, part, **_constants(unit))
         return [value & MASK for value in self._out.tolist()]
 
 
 def warm_up(device: torch.device) -> None:
-    """Compile what digests of aligned runs need."""
+    """Compile what digests of aligned runs need, which are nearly all."""
     numbers = torch.zeros(_FIELDS, dtype=torch.int64, device=device)
     with torch.cuda.device(device):
         _sum.warmup(numbers, numbers, 0, **_constants(8), grid=(1,))
@@ -105,22 +106,18 @@ def _constants(unit: int) -> dict[str, Any]:
     }
 
 
-def _chunks(run: torch.Tensor, number: int, sampled: bool) -> torch.Tensor:
-    """Rows of [address, bytes to add to it for each part, number of the first word, words, number of the run, bytes
-    that are left beyond the last whole word]."""
-    sampled_rows = run.numel() // (PARTS * PART_BYTES) if sampled else 0
-    rest = run.numel() - sampled_rows * PARTS * PART_BYTES
+def _chunks(address: torch.Tensor, nbytes: torch.Tensor, sampled: bool) -> torch.Tensor:
+    """Of runs with these addresses and sizes: rows of [address, bytes to add to it for each part, number of
+    the first word, words, number of the run, bytes that are left beyond the last whole word]."""
+    spread = PARTS * PART_BYTES
+    in_samples = nbytes // spread if sampled else torch.zeros_like(nbytes)
+    rest = nbytes - in_samples * spread
     in_rest = -(-rest // PART_BYTES)
-    table = torch.zeros(sampled_rows + in_rest, _FIELDS, dtype=torch.int64)
-    row = torch.arange(sampled_rows + in_rest)
-    table[:sampled_rows, 0] = row[:sampled_rows] * (PARTS * PART_BYTES)
-    table[:sampled_rows, 1] = PART_BYTES
-    table[sampled_rows:, 0] = sampled_rows * PARTS * PART_BYTES + row[:in_rest] * PART_BYTES
-    table[:, 0] += run.data_ptr()
-    table[:, 2] = row * _WORDS
-    table[:, 3] = _WORDS
-    table[:, 4] = number
-    if in_rest:
-        last = rest - (in_rest - 1) * PART_BYTES
-        table[-1, 3], table[-1, 5] = last // 8, last % 8
-    return table
+    counts = in_samples + in_rest
+    row = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    number = torch.arange(len(address)).repeat_interleave(counts)
+    before, rest, address = in_samples[number], rest[number], address[number]
+    is_sample = row < before
+    at = torch.where(is_sample, row * spread, before * spread + (row - before) * PART_BYTES)
+    size = torch.where(is_sample, PART_BYTES, (rest - (row - before) * PART_BYTES).clamp(max=PART_BYTES))
+    return torch.stack([address + at, is_sample * PART_BYTES, row * _WORDS, size // 8, number, size % 8], dim=1)

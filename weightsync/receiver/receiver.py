@@ -22,7 +22,7 @@ from torch import nn
 from weightsync.channel import Deadline
 from weightsync.errors import DigestError, ProtocolError, UnsupportedError
 from weightsync.kernels.copies import BatchedCopy, Copy
-from weightsync.kernels.digest import WHOLE, Digests, warm_up
+from weightsync.kernels.digest import PARTS, WHOLE, Digests, warm_up
 from weightsync.kernels.quantize import Form
 from weightsync.kernels.rows import Job, RowQuantiser
 from weightsync.layout import Box, CopyStep, Manifest, Placement, copy_steps, coverage, fuse_groups, itemsize
@@ -103,7 +103,8 @@ class Receiver:
         self._settled = False  # a push of all buckets was committed since `connect`, and nothing was begun after it
         self._placements: dict[str, list[Placement]] = {}
         self._routes: dict[str, _Route] = {}
-        self._elsewhere: set[tuple[int, int]] = set()  # storages in the memory of another GPU
+        self._read: set[tuple[int, int]] = set()  # storages that something is read of
+        self._elsewhere: set[tuple[int, int]] = set()  # those in the memory of another GPU
         self._digests: dict[tuple[int, tuple[Any, ...]], Digests] = {}  # by bucket, and what of it
         self._copies: list[BatchedCopy] = []  # of each bucket, into live parameters
         self._quantisers: list[list[RowQuantiser]] = []  # of each bucket
@@ -235,7 +236,11 @@ class Receiver:
         with self._host.scope():
             # What several ranks have is read from the one on this worker's own GPU, if there is one.
             nearest = next((rank for rank, _, _, row in storages if own and row.get("gpu_uuid") == own), None)
-            self._find_routes(copy_steps(self._trace.copies, placements, nearest))
+            steps = copy_steps(self._trace.copies, placements, nearest)
+            whole = {name for names in self._trace.computed.values() for name in names}
+            self._read = {(step.rank, step.storage) for step in steps}
+            self._read |= {(p.rank, p.storage) for name in whole for p in self._placements[name]}
+            self._find_routes(steps)
 
     def share(self) -> tuple[list[list[Any]], list[Placement]]:
         """Let a trainer write into the live parameters: gives [storage, kind, fields] of each storage, and which tensor
@@ -298,7 +303,7 @@ class Receiver:
             following = bucket + 1 if bucket + 1 < self._push.buckets else None
             self._source.fetch(bucket, following, idle, deadline)
             fetched = time.perf_counter()
-            self._verify(bucket, digests)
+            self._verify(version, bucket, digests)
             verified = time.perf_counter()
             self.state = POISONED
             if not self._push.done and self._push.buckets == len(self._buckets):
@@ -315,28 +320,30 @@ class Receiver:
         loaded = time.perf_counter()
         return Timing(nbytes, fetched - started, verified - fetched, loaded - verified)
 
-    def _verify(self, bucket: int, rows: list[list[Any]]) -> None:
-        """Raise `DigestError` where what can be read is not what was sent. Of memory on other GPUs the workers of an
-        engine take samples in turn: that costs a link more than all of a bucket costs a GPU."""
+    def _verify(self, version: int, bucket: int, rows: list[list[Any]]) -> None:
+        """Raise `DigestError` where what is about to be read is not what was sent. Of memory on other GPUs the workers
+        of an engine take samples in turn: that costs a link more than all of a bucket costs a GPU."""
         assert self._source is not None
         own, turns = self._host.identity.rank, self._host.identity.world
-        runs, expected = [], []
-        for number, (rank, storage, first, nbytes, part, value) in enumerate(rows):
-            elsewhere = (rank, storage) in self._elsewhere
-            if not elsewhere or part == WHOLE or (number + part) % turns == own:
+        runs, expected, parts = [], [], set()
+        for number, (rank, storage, first, nbytes, part, sent) in enumerate(rows):
+            if (rank, storage) not in self._read:
+                continue
+            is_ours = (number + part + version // PARTS) % turns == own
+            if part == WHOLE or is_ours or (rank, storage) not in self._elsewhere:
                 runs.append((rank, storage, first, nbytes))
-                expected.append((part, value))
-        if not runs:
-            return
-        parts = {part for part, _ in expected}
+                expected.append(sent)
+                parts.add(part)
         if len(parts) > 1:
             raise ProtocolError(f"bucket {bucket} came with digests of several parts: {sorted(parts)}")
+        if not runs:
+            return
         key = bucket, tuple(runs)
         if key not in self._digests:
             self._digests[key] = Digests(
                 [self._source.storage(rank, storage)[first : first + nbytes] for rank, storage, first, nbytes in runs]
             )
-        for (rank, *_), (_, sent), found in zip(runs, expected, self._digests[key].of(parts.pop()), strict=True):
+        for (rank, *_), sent, found in zip(runs, expected, self._digests[key].of(parts.pop()), strict=True):
             if found != sent:
                 raise DigestError(
                     f"bucket {bucket} from trainer rank {rank} arrived with digest {found:016x}, it was sent with "

@@ -178,6 +178,7 @@ class BroadcastTransport:
             self._engines.close()
         self._to_engines = self._among_ranks = self._engines = None
         self._posted.clear()
+        self._slots, self._packers, self._digests = [], [], {}
 
     def _ranks(self) -> Communicator:
         if self._among_ranks is None:

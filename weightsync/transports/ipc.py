@@ -51,7 +51,7 @@ class IpcTransport:
         self._digests: dict[int, Digests] = {}  # by bucket
         self._exports: dict[int, torch.UntypedStorage] = {}
         self._handles: dict[tuple[int, int], list[Any]] = {}
-        self._stream_device: torch.device | None = None
+        self._gpus: set[torch.device] = set()
 
     def check(self, ranks: Sequence[WorkerInfo], workers: Sequence[WorkerInfo]) -> None:
         strangers = [w.peer for w in workers if w.boot_id != ranks[0].boot_id]
@@ -86,10 +86,10 @@ class IpcTransport:
             self._exports[ARENA] = self._arena.data.untyped_storage()
         here = {storage.data_ptr() for storage in self._exports.values()}
         self._handles = {key: row for key, row in self._handles.items() if key[1] in here}
-        self._stream_device = next((r.tensor.device for r in pieces.values() if r.tensor.is_cuda), None)
+        self._gpus = {region.tensor.device for region in pieces.values() if region.tensor.is_cuda}
         self._spans = self._find_spans(buckets, direct)
-        if self._stream_device is not None:
-            warm_up(self._stream_device)
+        for device in self._gpus:
+            warm_up(device)
         return Offer((*in_arena, *direct), tuple(buckets), {})
 
     def _make_arena(
@@ -136,9 +136,9 @@ class IpcTransport:
             self._arena.unlink()
 
     def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[list[Any]]:
-        if self._stream_device is not None:
+        for device in self._gpus:
             # Readers are other processes: what the optimizer has queued must have happened.
-            torch.cuda.current_stream(self._stream_device).synchronize()
+            torch.cuda.current_stream(device).synchronize()
         if self._arena is not None:
             self._packers[bucket].fill()
             if self._arena.data.is_cuda:
@@ -163,16 +163,17 @@ class IpcTransport:
             if first < last and self._arena is not None:
                 spans[number].append(_Span(ARENA, first, self._arena.data[first:last]))
         number_of = {name: i for i, names in enumerate(buckets) for name in names}
-        runs: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        runs: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for p in direct:
-            if p.rank == self._rank and p.box.numel and self._exports[p.storage].device == self._stream_device:
+            if p.rank == self._rank and p.box.numel and self._exports[p.storage].device.type == "cuda":
                 last = p.offset + sum((n - 1) * step for n, step in zip(p.box.size, p.stride, strict=True))
                 size = itemsize(p.dtype)
-                runs.setdefault((number_of[p.name], p.storage), []).append((p.offset * size, (last + 1) * size))
-        for (bucket, storage), ends in runs.items():
+                run = (p.offset * size, (last + 1) * size, p.box.numel * size)
+                runs.setdefault((number_of[p.name], p.storage), []).append(run)
+        for (bucket, storage), those in runs.items():
             exported = self._exports[storage]
             data = torch.empty(0, dtype=torch.uint8, device=exported.device).set_(exported)
-            spans[bucket] += [_Span(storage, first, data[first:last]) for first, last in joined(ends)]
+            spans[bucket] += [_Span(storage, first, data[first:last]) for first, last in filled(those)]
         return spans
 
     def post(self, bucket: int) -> None:
@@ -221,15 +222,16 @@ class IpcSource:
         self._open.clear()
 
 
-def joined(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Runs as (first, beyond the last), with those that touch or overlap made one, in order. Pure."""
-    found: list[tuple[int, int]] = []
-    for first, last in sorted(runs):
+def filled(runs: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """Of runs as (first, beyond the last, bytes that are read between them), with those that touch made one: where no
+    byte is left out, since what lies in a gap is not ours and may change. Pure."""
+    found: list[tuple[int, int, int]] = []
+    for first, last, nbytes in sorted(set(runs)):
         if found and first <= found[-1][1]:
-            found[-1] = found[-1][0], max(last, found[-1][1])
+            found[-1] = found[-1][0], max(last, found[-1][1]), found[-1][2] + nbytes
         else:
-            found.append((first, last))
-    return found
+            found.append((first, last, nbytes))
+    return [(first, last) for first, last, nbytes in found if nbytes == last - first]
 
 
 def _can_be_mapped(region: Region) -> bool:
