@@ -5,14 +5,14 @@ Nothing is run. `S` is the bytes that travel, `R` the trainer's ranks, `W` the e
     ipc          S / tp / copying * (here / device_copy + (1 - here) / peer_copy) + fixed + messages of 1 bucket
                  `here` is the part of a worker's share that lies on its own GPU, 1 / R of it; nothing, when there are
                  more workers than ranks
-    broadcast    S (R - 1) / R / link + S / staging + S / broadcast + S / loading + messages of B buckets
-                 what other ranks hold comes to rank 0 first; between hosts link and broadcast are one network card's
+    broadcast    S (R - 1) / R / link + S / broadcast + fixed + messages of B buckets
+                 what other ranks hold comes to rank 0 first; between hosts link and broadcast are one network card's;
+                 filling and emptying buckets goes on meanwhile
     checkpoint   max(S / file_write, H S / file_read) + fixed + messages of B buckets
                  every worker reads every bucket, those of one host once together; H is the engines' hosts
     messages     2 (R - 1 + W) message_s for each bucket: rank 0 tells every other rank and worker, and is answered
 
-The parts of a broadcast are added because in what was measured they add up; what little overlaps is about what the
-fixed part would cost, which is left out for that reason. Pure.
+Pure.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 
 from weightsync.errors import ConfigError
 
-_COPYING = 0.5
-"""Of the device's and the links' speed, what the copies of a push reached: 15 ms for what the device copies in 7.6."""
+_COPYING = 0.93
+"""Of the device's and the links' speed, what the copies of a push reached: 8.2 ms for what a device copies in 7.65."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ class Topology:
     `ranks` of the trainer hold equal shards; `engines` times `tp` workers hold the model's copies. Between hosts a ring
     goes through one network card a host.
 
-    Measured on H200s: `device_copy`, `peer_copy` and `broadcast` alone (NVLink, NVLS off); `staging` and `loading` in
-    pushes by broadcast (copying into a bucket with its digest; digest and copies out of it); `fixed_s`, what a push by
+    Measured on H200s: `device_copy`, `peer_copy` and `broadcast` alone (NVLink, NVLS off); `fixed_s`, what a push by
     ipc takes beside its copies. Measured on a CPU: `message_s`, of rank 0 for one message to or from a rank or worker.
     From data sheets: `network`, 400 Gbit/s, and `gpu_memory_gb`. Assumed, so put in your own: `file_write` and
     `file_read`, of the file system as a whole.
@@ -53,12 +52,10 @@ class Topology:
     peer_copy: float = 397
     broadcast: float = 369
     network: float = 50
-    staging: float = 290
-    loading: float = 244
     file_write: float = 20
     file_read: float = 40
-    fixed_s: float = 0.021
-    fixed_ranks_s: float = 0.042
+    fixed_s: float = 0.0125
+    fixed_ranks_s: float = 0.017
     message_s: float = 80e-6
 
     @classmethod
@@ -149,10 +146,9 @@ def _broadcast(nbytes: int, t: Topology) -> dict[str, float]:
     ring, link = (t.broadcast, t.peer_copy) if t.hosts == 1 else (t.network, t.network)
     return {
         "gathering to rank 0": nbytes * (t.ranks - 1) / t.ranks / (link * 1e9),
-        "staging": nbytes / (t.staging * 1e9),
         "broadcast": nbytes / (ring * 1e9),
-        "loading": nbytes / (t.loading * 1e9),
         "messages": _messages(_buckets(nbytes, t), t),
+        "calls into vLLM and plan": _fixed(t),
     }
 
 
