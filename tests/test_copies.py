@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,3 +126,17 @@ def test_dimensions_that_lie_behind_one_another_are_one():
     assert collapse(whole[:, 2:4], torch.empty(4, 2, 8)) == [(4, 48, 16), (16, 1, 1)]
     assert collapse(torch.empty(8, 4).t(), torch.empty(4, 8)) == [(4, 1, 8), (8, 4, 1)]
     assert collapse(whole[:1, :1, :1], whole[1:2, 1:2, 1:2]) == [(1, 1, 1)]
+
+
+def test_the_kernels_for_gpus_in_tritons_interpreter():
+    """Those of digests too. What a GPU makes of them, and how fast, only a GPU shows."""
+    script = Path(__file__).with_name("interpreted_kernels.py")
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split("\n")[:3] == ["99 copies", "22 casts", "28 digests"]
