@@ -50,7 +50,7 @@ def digests(start: int) -> int:
 
 if __name__ == "__main__":
     torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment, misc]
-    same = [dtype for dtype in test_copies.SAME if dtype.itemsize <= 8]
+    same = [torch.int64, torch.float32, torch.bfloat16, torch.float8_e4m3fn]  # of each size one
     print(sum(copies(dtype, dtype) for dtype in same), "copies")
     casts = [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)]  # to bfloat16 it does not round
     print(sum(copies(*dtypes) for dtypes in casts), "casts")
