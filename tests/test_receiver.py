@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,10 +13,16 @@ from fake_engine import HEADS, WIDTH, Attention, EngineModel, FakeEngine, Module
 from torch import nn
 
 from weightsync import ManifestError, UnsupportedError, WeightSync, WeightSyncError
-from weightsync.layout import Box, Manifest, TensorMeta
+from weightsync.channel import Deadline
+from weightsync.errors import DigestError
+from weightsync.kernels.digest import WHOLE
+from weightsync.layout import Box, Manifest, Placement, TensorMeta
+from weightsync.ranks import RankGroup
 from weightsync.receiver.modules import choose_roads, units
-from weightsync.receiver.receiver import Receiver
+from weightsync.receiver.receiver import CLEAN, Receiver
 from weightsync.receiver.trace import Trace, trace_loader, uncovered
+from weightsync.transports.base import Region, Shipment
+from weightsync.transports.ipc import IpcTransport
 
 TIMEOUT_S = 10.0
 Start = Callable[..., FakeEngine]
@@ -543,3 +550,57 @@ def test_versions_only_grow(start: Start):
         with pytest.raises(WeightSyncError, match="versions only grow"):
             sync.push(model, version=7)
         assert sync.push(model).version == 8
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Digests
+
+
+def connected_to(world: int, rank: int, gpu_uuid: str) -> tuple[Receiver, IpcTransport, list[list[Any]]]:
+    """A worker's receiver, and the trainer's end with its digest rows; the bytes are said to lie on that GPU."""
+    host = ModuleHost(
+        functools.partial(OneParameter, torch.Tensor.copy_), {"weight": torch.zeros(4, 6)}, rank=rank, world=world
+    )
+    receiver, transport = Receiver(host), IpcTransport("ipc")
+    tensor = torch.randn(4, 6)
+    manifest = manifest_of({"weight": tensor})
+    placement = Placement("weight", Box.full((4, 6)), 0, 1, 0, (6, 1), "float32")
+    receiver.plan(manifest)
+    shipment = Shipment(manifest, (("weight",),), (placement,))
+    offer = transport.prepare(shipment, {placement: Region(tensor)}, RankGroup(None, TIMEOUT_S))
+    storages = [[*row[:3], {**row[3], "gpu_uuid": gpu_uuid}] for row in transport.storages(0)]
+    receiver.connect("ipc", storages, offer.placements, offer.buckets, 0, {}, time.sleep, Deadline(TIMEOUT_S))
+    return receiver, transport, transport.stage(0, 3, time.sleep, Deadline(TIMEOUT_S))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_workers_take_samples_of_other_gpus_in_turn(rank: int):
+    receiver, transport, (right,) = connected_to(2, rank, "GPU-elsewhere")
+    wrong = [*right[:5], right[5] ^ 1]
+    checked = []
+    for version in (1, 15, 16, 31, 32):  # the sample is the third at each of them
+        try:
+            receiver.load(version, 0, [wrong], time.sleep, Deadline(TIMEOUT_S))
+            checked.append(False)
+        except DigestError:
+            checked.append(True)
+    turns = [(3 + version // 16) % 2 == rank for version in (1, 15, 16, 31, 32)]
+    assert checked == turns
+    transport.abort()
+
+
+def test_all_bytes_and_what_lies_on_the_own_gpu_are_compared_by_every_worker():
+    for world, gpu_uuid, part in ((4, "", 3), (4, "GPU-elsewhere", WHOLE)):
+        for rank in range(world):
+            receiver, transport, (row,) = connected_to(world, rank, gpu_uuid)
+            with pytest.raises(DigestError):
+                receiver.load(1, 0, [[*row[:4], part, row[5] ^ 1]], time.sleep, Deadline(TIMEOUT_S))
+            assert receiver.state == CLEAN
+            transport.abort()
+
+
+def test_digests_of_what_is_not_read_are_left_to_others():
+    receiver, transport, (row,) = connected_to(1, 0, "")
+    receiver.load(1, 0, [row, [7, *row[1:5], row[5] ^ 1]], time.sleep, Deadline(TIMEOUT_S))  # another rank's
+    receiver.commit(1)
+    transport.abort()
