@@ -140,21 +140,10 @@ def single_copy(rank: int, args: argparse.Namespace, folder: Path, found: dict[s
 
 def lora(args: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:
     import peft
-    from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     llm = shared.start_engine(folder, 1, "weightsync", args, enable_lora=True, max_lora_rank=RANK)
-
-    def ask(adapter: Any) -> list[Any]:
-        sampling = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, detokenize=False, logprobs=2)
-        request = None if adapter is None else LoRARequest(*adapter)
-        answers = []
-        for prompt in shared.PROMPTS:
-            (output,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False, lora_request=request)
-            steps = [[[t, value.logprob] for t, value in at.items()] for at in output.outputs[0].logprobs]
-            answers.append([list(output.outputs[0].token_ids), steps])
-        return answers
 
     trainer = shared.plain(args.shape, device)
     trainer.fill(1)
@@ -164,16 +153,16 @@ def lora(args: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:
         for number, (name, param) in enumerate(model.named_parameters()):
             if "lora_" in name:
                 param.copy_(shared.values(name, param.shape, number, device).to(param.dtype))
-    base = ask(None)
+    base = shared.answers(llm)
     model.save_pretrained(folder.parent / "adapter")
-    peft_own = ("PEFT's own", 1_000_000, str(folder.parent / "adapter"))
-    expected = ask(peft_own)
+    peft_own = LoRARequest("PEFT's own", 1_000_000, str(folder.parent / "adapter"))
+    expected = shared.answers(llm, peft_own)
     # On GPUs vLLM's kernels for adapters may add in any order: then not even this is equal to the bit.
-    found["PEFT's own, again"] = shared.compare(ask(peft_own), expected)
-    llm.llm_engine.remove_lora(1_000_000)
+    found["PEFT's own, again"] = shared.compare(shared.answers(llm, peft_own), expected)
+    llm.llm_engine.remove_lora(peft_own.lora_int_id)
     with WeightSync("fsdp", "lora", llm, timeout_s=120) as sync:
         found["push"] = pushes(sync, model, args.num_iters)
-        pushed = ask(sync.adapter)
+        pushed = shared.answers(llm, LoRARequest(*sync.adapter))
     found["PEFT's own"] = shared.compare(pushed, expected)
     found["base"] = shared.compare(pushed, base)
     for name in ("PEFT's own", "PEFT's own, again", "base"):

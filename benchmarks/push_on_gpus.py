@@ -257,16 +257,18 @@ def start_engine(folder: Path, tp: int, backend: str | None, args: argparse.Name
     return llm
 
 
-def answers(llm: Any) -> list[Any]:
-    """Greedy tokens and their log-probabilities, one prompt at a time: what shares a batch with what, and so the last
-    bits of a result, would otherwise depend on when the engine's process looks into its queue."""
+def answers(llm: Any, adapter: Any = None) -> list[Any]:
+    """Greedy tokens and their log-probabilities, with a `LoRARequest` or without. One prompt at a time: what shares a
+    batch with what, and so the last bits of a result, would otherwise depend on when the engine's process looks into
+    its queue."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, detokenize=False, logprobs=2)
     found = []
     llm.reset_prefix_cache()
     for prompt in PROMPTS:
-        output = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0].outputs[0]
+        request = {"prompt_token_ids": prompt}
+        output = llm.generate([request], sampling, use_tqdm=False, lora_request=adapter)[0].outputs[0]
         steps = [[[token, value.logprob] for token, value in step.items()] for step in output.logprobs]
         found.append([list(output.token_ids), steps])
     return found

@@ -6,7 +6,6 @@ In a process of its own, because Triton asks for that variable as it is imported
 from __future__ import annotations
 
 import contextlib
-import random
 
 import test_copies
 import test_digest
@@ -14,28 +13,14 @@ import torch
 
 from weightsync.kernels import copies_triton, digest_triton
 from weightsync.kernels.digest import PARTS, WHOLE, digest
-from weightsync.testing.promises import same_bytes
 
 
 def copies(of: torch.dtype, to: torch.dtype) -> int:
-    """Copies between random views, as many as there were; each must leave every byte as `copy_` does."""
-    draw, pairs, wholes = random.Random(f"{of} {to}"), [], []
-    for number, size in enumerate(test_copies.SIZES):
-        room = 4 * int(torch.tensor(size).prod()) + 4096 * len(size) + 128
-        whole, data = (test_copies.filled(room, dtype, "cpu", number) for dtype in (to, of))
-        if 0 not in size:
-            pairs.append((test_copies.a_view(whole, size, draw), test_copies.a_view(data, size, draw)))
-            wholes.append(whole)
-    before = [whole.clone() for whole in wholes]
-    for target, source in pairs:
-        target.copy_(source)
-    expected = [whole.clone() for whole in wholes]
-    for whole, old in zip(wholes, before, strict=True):
-        whole.copy_(old)
+    """Copies between random views; gives how many there were."""
+    sizes = [size for size in test_copies.SIZES if 0 not in size]
+    pairs, wholes = test_copies.some_pairs(of, to, "cpu", sizes)
     assert all(copies_triton.can_launch(*pair) for pair in pairs)
-    copies_triton.Launches([(*pair, number % 3) for number, pair in enumerate(pairs)]).run()
-    for pair, whole, wanted in zip(pairs, wholes, expected, strict=True):
-        assert same_bytes(whole, wanted), (of, to, pair[0].shape, pair[0].stride(), pair[1].stride())
+    test_copies.check(pairs, wholes, links=3, batched=copies_triton.Launches)
     return len(pairs)
 
 

@@ -6,12 +6,14 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from weightsync.kernels.copies import BatchedCopy, collapse
+from weightsync.kernels.copies import BatchedCopy, Copy, collapse
 from weightsync.testing.promises import same_bytes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
@@ -42,7 +44,25 @@ def a_view(data: torch.Tensor, size: tuple[int, ...], random: random.Random) -> 
     return data.as_strided(size, stride, offset)
 
 
-def check(pairs: list[tuple[torch.Tensor, torch.Tensor]], wholes: list[torch.Tensor], links: int = 1) -> None:
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def some_pairs(
+    of: torch.dtype, to: torch.dtype, device: str, sizes: list[tuple[int, ...]]
+) -> tuple[Pairs, list[torch.Tensor]]:
+    """A view to copy from and one to copy to of each size, and the tensors that the latter are views of."""
+    draw, pairs, wholes = random.Random(f"{of} {to}"), [], []
+    for number, size in enumerate(sizes):
+        room = 4 * int(torch.tensor(size).prod()) + 4096 * len(size) + 128
+        whole, data = filled(room, to, device, 2 * number), filled(room, of, device, 2 * number + 1)
+        pairs.append((a_view(whole, size, draw), a_view(data, size, draw)))
+        wholes.append(whole)
+    return pairs, wholes
+
+
+def check(
+    pairs: Pairs, wholes: list[torch.Tensor], links: int = 1, batched: Callable[[list[Copy]], Any] = BatchedCopy
+) -> None:
     """Every byte of the tensors that targets are views of is as after `copy_`, those between the targets too."""
     before = [whole.clone() for whole in wholes]
     for target, source in pairs:
@@ -50,7 +70,7 @@ def check(pairs: list[tuple[torch.Tensor, torch.Tensor]], wholes: list[torch.Ten
     expected = [whole.clone() for whole in wholes]
     for whole, old in zip(wholes, before, strict=True):
         whole.copy_(old)
-    BatchedCopy([(*pair, number % links) for number, pair in enumerate(pairs)]).run()
+    batched([(*pair, number % links) for number, pair in enumerate(pairs)]).run()
     for whole, wanted in zip(wholes, expected, strict=True):
         assert same_bytes(whole, wanted)
 
@@ -74,12 +94,7 @@ SIZES = [
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", SAME, ids=str)
 def test_any_views_of_any_type(dtype: torch.dtype, device: str):
-    draw, pairs, wholes = random.Random(str(dtype)), [], []
-    for number, size in enumerate(SIZES * 3):
-        room = 4 * int(torch.tensor(size).prod()) + 4096 * len(size) + 128
-        whole, data = (filled(room, dtype, device, 2 * number + n) for n in range(2))
-        pairs.append((a_view(whole, size, draw), a_view(data, size, draw)))
-        wholes.append(whole)
+    pairs, wholes = some_pairs(dtype, dtype, device, SIZES * 3)
     check(pairs, wholes, links=3)
 
 
@@ -87,12 +102,7 @@ def test_any_views_of_any_type(dtype: torch.dtype, device: str):
 @pytest.mark.parametrize("to", KINDS, ids=str)
 @pytest.mark.parametrize("of", KINDS, ids=str)
 def test_casts_round_as_torch_does(of: torch.dtype, to: torch.dtype, device: str):
-    draw, pairs, wholes = random.Random(f"{of} {to}"), [], []
-    for number, size in enumerate(SIZES):
-        room = 4 * int(torch.tensor(size).prod()) + 4096 * len(size) + 128
-        whole, data = filled(room, to, device, number), filled(room, of, device, -number)
-        pairs.append((a_view(whole, size, draw), a_view(data, size, draw)))
-        wholes.append(whole)
+    pairs, wholes = some_pairs(of, to, device, SIZES)
     check(pairs, wholes)
 
 
