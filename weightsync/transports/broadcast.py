@@ -82,8 +82,10 @@ class BroadcastTransport:
             Packer(self._slots[bucket % len(self._slots)], regions, start)
             for bucket, (regions, start) in enumerate(zip(mine, starts, strict=True))
         ]
-        self._digests: dict[int, Digests] = {}
-        warm_up(self._device)
+        self._digests: list[Digests] = []  # of each bucket, on rank 0
+        if group.rank == 0:
+            self._digests = [Digests([self._data(bucket)]) for bucket in range(len(shipment.buckets))]
+            warm_up(self._device)
         fields = {"slot_bytes": slot_bytes, "bucket_bytes": self._bucket_bytes}
         return Offer(tuple(in_slots), shipment.buckets, fields)
 
@@ -156,8 +158,6 @@ class BroadcastTransport:
                 raise
         if part is None:
             return []
-        if bucket not in self._digests:
-            self._digests[bucket] = Digests([self._data(bucket)])
         return [[0, bucket % SLOTS, 0, self._bucket_bytes[bucket], part, *self._digests[bucket].of(part)]]
 
     def post(self, bucket: int) -> None:
@@ -178,7 +178,7 @@ class BroadcastTransport:
             self._engines.close()
         self._to_engines = self._among_ranks = self._engines = None
         self._posted.clear()
-        self._slots, self._packers, self._digests = [], [], {}
+        self._slots, self._packers, self._digests = [], [], []
 
     def _ranks(self) -> Communicator:
         if self._among_ranks is None:

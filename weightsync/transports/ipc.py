@@ -48,7 +48,7 @@ class IpcTransport:
         self._arena: _Arena | None = None
         self._packers: list[Packer] = []  # of each bucket
         self._spans: list[list[_Span]] = []  # of each bucket: what of it gets digests
-        self._digests: dict[int, Digests] = {}  # by bucket
+        self._digests: list[Digests] = []  # of each bucket's spans
         self._exports: dict[int, torch.UntypedStorage] = {}
         self._handles: dict[tuple[int, int], list[Any]] = {}
         self._gpus: set[torch.device] = set()
@@ -88,6 +88,7 @@ class IpcTransport:
         self._handles = {key: row for key, row in self._handles.items() if key[1] in here}
         self._gpus = {region.tensor.device for region in pieces.values() if region.tensor.is_cuda}
         self._spans = self._find_spans(buckets, direct)
+        self._digests = [Digests([span.data for span in spans]) for spans in self._spans]
         for device in self._gpus:
             warm_up(device)
         return Offer((*in_arena, *direct), tuple(buckets), {})
@@ -143,15 +144,11 @@ class IpcTransport:
             self._packers[bucket].fill()
             if self._arena.data.is_cuda:
                 torch.cuda.current_stream(self._arena.data.device).synchronize()
-        spans = self._spans[bucket]
-        if part is None or not spans:
+        if part is None:
             return []
-        if bucket not in self._digests:
-            self._digests[bucket] = Digests([span.data for span in spans])
-        found = self._digests[bucket].of(part)
         return [
             [self._rank, span.storage, span.first, span.data.numel(), part, value]
-            for span, value in zip(spans, found, strict=True)
+            for span, value in zip(self._spans[bucket], self._digests[bucket].of(part), strict=True)
         ]
 
     def _find_spans(self, buckets: list[tuple[str, ...]], direct: list[Placement]) -> list[list[_Span]]:
@@ -191,7 +188,7 @@ class IpcTransport:
         if self._arena is not None:
             self._arena.unlink()
             self._arena = None
-        self._packers, self._spans, self._digests = [], [], {}
+        self._packers, self._spans, self._digests = [], [], []
 
 
 class IpcSource:
