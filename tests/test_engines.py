@@ -482,6 +482,15 @@ def test_llm_calls_its_workers_in_a_thread_of_its_own(vllm_config, methods):
     assert engine.version() == "6"
 
 
+@pytest.mark.parametrize(("multimodal", "encoder", "resets"), [(False, False, 0), (True, False, 1), (False, True, 1)])
+def test_an_engine_without_encoders_is_not_asked_to_forget_what_they_made(multimodal, encoder, resets):
+    kinds = SimpleNamespace(is_multimodal_model=multimodal, is_encoder_decoder=encoder)
+    llm = fake_llm(SimpleNamespace(**vars(config()), model_config=kinds))
+    (engine,) = connect(llm, 5.0)
+    push_once(engine)
+    assert llm.calls.count(("reset_encoder_cache",)) == resets
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_llm_changes_adapters():
     llm = fake_llm()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -15,7 +16,7 @@ import torch
 from fake_engine import ROWS, EngineModel, FakeEngine, ModuleHost, checkpoint, cold, trainer_model
 from torch import nn
 
-from weightsync import PlacementError, ProtocolError, WeightSync
+from weightsync import ManifestError, PlacementError, ProtocolError, WeightSync
 from weightsync.layout import Manifest, TensorMeta
 from weightsync.memory import export, open_exported
 from weightsync.receiver.receiver import Receiver
@@ -74,6 +75,49 @@ def test_a_report_sets_the_engines_calls_apart_from_the_bytes(monkeypatch: pytes
             loaded = sync.push(model)
     assert 0.2 < called.control_s < called.total_s - called.gather_s
     assert loaded.control_s < 0.2 < loaded.total_s
+
+
+def test_bytes_are_made_readable_while_the_engine_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, host = trainer_model(checkpoint(2)), ModuleHost(EngineModel, checkpoint(1))
+    staged = threading.Event()
+    with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        stage, pause = IpcTransport.stage, engine.pause
+
+        def stage_and_tell(*args: Any) -> Any:
+            rows = stage(*args)
+            staged.set()
+            return rows
+
+        def pause_until_staged(mode: str) -> None:
+            assert staged.wait(TIMEOUT_S)
+            pause(mode)
+
+        monkeypatch.setattr(IpcTransport, "stage", stage_and_tell)
+        monkeypatch.setattr(engine, "pause", pause_until_staged)
+        assert sync.push(model).version == 2
+
+
+def test_a_changed_model_is_agreed_on_anew_while_the_engine_serves_the_old_weights() -> None:
+    tensors = checkpoint(2)
+    model, host = trainer_model(tensors), ModuleHost(EngineModel, checkpoint(1))
+    with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        engine.log.clear()
+        model.embed.weight.data = model.embed.weight.data.clone() * 2
+        assert sync.push(model).version == 2
+        begun = ["pause keep", "start"]
+        assert engine.log == [*begun, "finish", "resume", *begun, "finish", "reset caches", "resume"]
+        assert torch.equal(host.live.embed.weight[:ROWS], model.embed.weight)
+
+        engine.log.clear()
+        before = host.live.embed.weight.clone()
+        model.embed.weight = torch.nn.Parameter(torch.ones(1, 1))
+        with pytest.raises(ManifestError):
+            sync.push(model)
+        assert engine.log == [*begun, "finish", "resume"]
+        assert engine.version() == "2"
+        assert torch.equal(host.live.embed.weight, before)
 
 
 def test_shared_memory_of_the_trainer_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,7 +261,13 @@ class _VllmEngine(ABC):
     def reset_caches(self) -> None:
         if self._call("reset_prefix_cache", reset_running_requests=True, reset_connector=True) is False:
             raise _caches_not_reset(self.name)
-        self._reset_encoder_cache()
+        if self._encodes:
+            self._reset_encoder_cache()
+
+    @cached_property
+    def _encodes(self) -> bool:
+        """Whether the model has encoders, and so a cache of what they have made; text alone goes through none."""
+        return self._setup()["encodes"] != "no"
 
     def _reset_encoder_cache(self) -> None:
         self._call("reset_encoder_cache")
@@ -728,13 +734,20 @@ def _vllm_class(engine: object) -> str | None:
 
 
 def _setup_of(engine: Any) -> dict[str, str]:
-    """Which weight transfer backend and which worker extension an `LLM` or `AsyncLLM` was started with ("" if none)."""
+    """What an `LLM` or `AsyncLLM` was started with: its weight transfer backend, its worker extension ("" if none)..."""
     config = engine.llm_engine.vllm_config if _vllm_class(engine) == "LLM" else engine.vllm_config
     return {
         "backend": getattr(config.weight_transfer_config, "backend", None) or "",
         "extension": config.parallel_config.worker_extension_cls or "",
         "max_lora_rank": str(getattr(getattr(config, "lora_config", None), "max_lora_rank", "")),
+        "encodes": "no" if _is_text_alone(getattr(config, "model_config", None)) else "",
     }
+
+
+def _is_text_alone(model_config: Any) -> bool:
+    """False where vLLM does not say."""
+    kinds = (getattr(model_config, name, True) for name in ("is_multimodal_model", "is_encoder_decoder"))
+    return not any(kinds)
 
 
 def _call_lora_of(llm: Any, method: str, argument: LoraAdapter | int | None) -> Any:
@@ -778,7 +791,8 @@ def _describe(actor: Any) -> dict[str, str]:
 
     engine = _inside(actor)
     # An engine that cannot be seen from its actor is taken to have the plug-in; its workers will say if not.
-    setup = {"backend": BACKEND, "extension": "", "max_lora_rank": ""} if engine is None else _setup_of(engine)
+    unknown = {"backend": BACKEND, "extension": "", "max_lora_rank": "", "encodes": ""}
+    setup = unknown if engine is None else _setup_of(engine)
     address: str = ray.util.get_node_ip_address()
     return {"address": address, "kind": _vllm_class(engine) or "", **setup}
 

@@ -5,6 +5,8 @@
     push
         pause -> start -> update call -> Load* -> Commit -> finish (version) -> caches reset -> resume
 
+Up to the first Load nothing is written, and a push may be withdrawn: the trainer plans and stages meanwhile.
+
 The engine's calls are made in threads, since each returns only when its workers are released. This module knows
 nothing about models, placements or how bytes travel.
 """
@@ -70,6 +72,7 @@ class EngineSession:
         self._timeout_s = timeout_s
         self._id = secrets.token_hex(8)
         self._calls: list[Call] = []
+        self._opening: Call | None = None
         self._paused = self._touched = self._poisoned = False
         self._left_open: list[Engine] = []  # engines whose update another trainer has started and not finished
         self._open: list[Engine] = []  # engines whose update we have
@@ -143,10 +146,21 @@ class EngineSession:
         self._wait(calls, deadline, phase)
 
     def begin(self, version: int) -> None:
-        """Pause generation and open the update: afterwards the workers wait for `load`."""
+        """Set going what leads up to the first `load`: pause generation, open the update. Does not wait."""
         for worker in self.workers:  # another engine may have been started at the same address; leave it alone
             worker.channel.check("pause")
         self._version = version
+        self._opening = Call(self._hub, "begin", self._begin)
+        self._calls.append(self._opening)
+
+    def _begin(self) -> None:
+        try:
+            self._open_update()
+        except WeightSyncError as error:
+            error.phase = error.phase or "pause"
+            raise
+
+    def _open_update(self) -> None:
         self._paused = True
         self._all("pause", self._engines, lambda engine: engine.pause(self._pause))
         self._all("finish", self._left_open, lambda engine: engine.finish(None))
@@ -154,6 +168,24 @@ class EngineSession:
         self._all("start", self._engines, self._start)
         for engine in self._engines:
             self._calls.append(Call(self._hub, f"update of {engine.name}", engine.update, {"session": self._id}))
+
+    def begun(self) -> None:
+        """What `begin` set going has been done: generation is paused, and the workers wait for `load`."""
+        assert self._opening is not None
+        self._opening.join()  # each of its calls has a deadline of its own
+        self._calls.remove(self._opening)
+        if self._opening.error is not None:
+            raise self._opening.error
+
+    def withdraw(self) -> None:
+        """In place of `load`, after `begin`: go on generating as if nothing had been begun."""
+        self.begun()
+        self.release("plan")
+        self._all("finish", self._open, lambda engine: engine.finish(None))
+        self._open = []
+        if not self._poisoned:
+            self._all("resume", self._engines, lambda engine: engine.resume())
+            self._paused = False
 
     def load(self, bucket: int, digests: list[list[Any]]) -> None:
         """Announce a bucket to every worker."""

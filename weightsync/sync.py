@@ -258,6 +258,7 @@ class WeightSync:
             with self._in_phase("pause"):
                 if session is not None:
                     session.begin(version)
+                    session.begun()
                     session.load(0, [])  # from here on the weights are a mixture
                     session.loaded()
                 ranks.share(None, "pause")
@@ -377,6 +378,10 @@ class WeightSync:
             self._last_version = pushed.version
             return pushed
         with self._in_phase("plan"):
+            number, begun = 0, started
+            if self._session is not None:  # while we look whether what was agreed on still holds, as it mostly does
+                number, begun = self._next_version(version), time.perf_counter()
+                self._session.begin(number)
             pieces = self._sender.pieces(model)
             if self._agreed is not None and self._agreed.pieces is pieces:
                 local = self._agreed.local
@@ -386,21 +391,21 @@ class WeightSync:
             if unchanged and self._agreed is not None:
                 self._agreed.pieces = pieces
             if ranks.share(not all(ranks.gather(unchanged, "plan")), "plan"):
+                if self._session is not None:
+                    self._session.withdraw()
                 self._agreed = None
                 self._agreed = self._negotiate(ranks, self._sender.manifest(model), pieces, local)
+                if self._session is not None:
+                    number, begun = self._next_version(version), time.perf_counter()
+                    self._session.begin(number)
             agreed, transport, session = self._agreed, self._open_transport, self._session
             assert agreed is not None
             assert transport is not None
-            version = ranks.share(self._next_version(version) if session is not None else None, "plan")
-        plan_s = time.perf_counter() - started
+            version = ranks.share(number, "plan")
+        planned = time.perf_counter()
 
-        pause_started = time.perf_counter()
-        if session is not None:
-            with self._in_phase("pause"):
-                session.begin(version)
-        began = time.perf_counter()
         loads: list[Loaded] = []
-        gather_s = 0.0
+        gather_s = opening_s = 0.0
         bucket_bytes, part = agreed.due(), self._part(agreed)
         with Progress(self._progress, f"push {version}", sum(bucket_bytes), ranks.rank == 0) as bar:
             for bucket, nbytes in enumerate(bucket_bytes):
@@ -414,6 +419,11 @@ class WeightSync:
                 rows = [row for rank_rows in ranks.gather(rows, "gather") for row in rank_rows]
                 gather_s += time.perf_counter() - staging
                 if session is not None:
+                    if bucket == 0:
+                        staged = time.perf_counter()
+                        with self._in_phase("pause"):
+                            session.begun()
+                        opening_s = time.perf_counter() - staged
                     self._phase = "transfer"
                     session.load(bucket, rows)
                     transport.post(bucket)
@@ -433,13 +443,13 @@ class WeightSync:
                 version=version,
                 nbytes=sum(bucket_bytes),
                 buckets=len(bucket_bytes),
-                plan_s=plan_s,
-                control_s=now - started - (delivered - began),
+                plan_s=planned - started,
+                control_s=planned - started + opening_s + now - delivered,
                 gather_s=gather_s,
                 transfer_s=max(w.transfer_s for w in workers),
                 verify_s=max(w.verify_s for w in workers),
                 load_s=max(w.load_s for w in workers),
-                pause_s=now - pause_started,
+                pause_s=now - begun,
                 total_s=now - started,
                 roads=agreed.roads,
                 workers=workers,

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -268,15 +268,28 @@ def live_addresses(all_units: list[Unit], model: nn.Module, parts: Parts) -> dic
     return found
 
 
-def parameter_addresses(all_units: list[Unit]) -> dict[str, int]:
+class Place(NamedTuple):
+    """A live parameter, under `key` in `module`, and its address."""
+
+    path: str
+    module: nn.Module
+    key: str
+    address: int
+
+    def is_kept(self) -> bool:
+        param = self.module._parameters.get(self.key)
+        return param is not None and param.data_ptr() == self.address
+
+
+def parameter_places(all_units: list[Unit]) -> list[Place]:
     """Where the live parameters lie, but those of opaque units, by the paths that `live_addresses` gives them."""
-    return {
-        f"{name}.{key}": param.data_ptr()
+    return [
+        Place(f"{name}.{key}", module, key, param.data_ptr())
         for unit in all_units
         if not unit.opaque
         for name, module in zip(unit.names, unit.live, strict=True)
         for key, param in _parameters(module)
-    }
+    ]
 
 
 class Reload:

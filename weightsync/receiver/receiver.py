@@ -31,7 +31,7 @@ from weightsync.memory import export
 from weightsync.receiver.audit import moved
 from weightsync.receiver.eight_bit import Pair, collapse, expand, find_pairs, quantised, rename
 from weightsync.receiver.host import ModelHost
-from weightsync.receiver.modules import Reload, Unit, choose_roads, live_addresses, parameter_addresses, units
+from weightsync.receiver.modules import Place, Reload, Unit, choose_roads, live_addresses, parameter_places, units
 from weightsync.receiver.straight import pieces_of
 from weightsync.receiver.trace import Trace, named_tensors, paddings, trace_loader, uncovered, writers
 from weightsync.transports import make_source
@@ -90,7 +90,7 @@ class Receiver:
         self._outlived: list[Any] = []  # of units before these, whose kernels may run until all is loaded anew
         self._unit_of: dict[str, Unit] = {}
         self._addresses: dict[str, int] = {}  # where the live tensors lay before the first push
-        self._parameters: dict[str, int] = {}  # parameters alone
+        self._parameters: list[Place] = []  # parameters alone
         self._others: dict[str, int] = {}  # what else is loaded (buffers), when the connection was made
         self._manifest: Manifest | None = None
         self._trace = Trace()
@@ -151,7 +151,7 @@ class Receiver:
                     torch.cuda.empty_cache()  # the scratch copies, which are as large as the largest parameters
                 self._units = found
                 self._addresses = live_addresses(found, host.live, host.parts)
-                self._parameters = parameter_addresses(found)
+                self._parameters = parameter_places(found)
                 self._unit_of = {name: unit for unit in found for name in unit.params}
         if buffers := [name for name in trace.computed if name not in self._unit_of]:
             raise UnsupportedError(
@@ -276,7 +276,7 @@ class Receiver:
                 placements.append(Placement(copy.name, copy.box, rank, number, copy.offset, copy.stride, dtype))
             # Memory that is shared for the first time lies elsewhere than before; no graph has captured a CPU's.
             self._addresses = live_addresses(self._units, self._host.live, self._host.parts)
-            self._parameters = parameter_addresses(self._units)
+            self._parameters = parameter_places(self._units)
             self._buckets, self._once, self._settled = [list(self._manifest.names)], 0, False
             self._find_routes([])
         return storages, placements
@@ -379,7 +379,7 @@ class Receiver:
         if reloaded:
             paths = moved(self._addresses, live_addresses(self._units, self._host.live, self._host.parts))
         else:
-            paths = moved(self._parameters, parameter_addresses(self._units))
+            paths = [place.path for place in self._parameters if not place.is_kept()]
             paths += [name for name, at in self._others.items() if _tensor(self._host.live, name).data_ptr() != at]
         if paths:
             raise UnsupportedError(

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import distributed as dist
 from torch import nn
 
@@ -35,6 +36,7 @@ from weightsync.senders.tensors import (
     Source,
     dtype_name,
     flat_parts,
+    plain,
     read_whole,
     readable,
     trains,
@@ -46,6 +48,11 @@ class DeepSpeedSender(ModuleSender):
 
     Nothing is gathered, and DeepSpeed's state stays as it is. Push outside of `GatheredParameters`, after `step`.
     """
+
+    def local(self, tensor: Any) -> torch.Tensor | None:
+        if not hasattr(tensor, "ds_tensor"):
+            return plain(tensor)
+        return tensor.ds_tensor if _is_settled(tensor) else None
 
     def sources(self, model: nn.Module) -> Iterator[Source]:
         pipeline = getattr(sys.modules.get("deepspeed"), "PipelineModule", ())  # nothing to look for if not imported
@@ -69,6 +76,12 @@ def _read(param: Any) -> Held:
     if not hasattr(param, "ds_tensor"):
         return read_whole(param)
     return _read_partition(param)
+
+
+def _is_settled(param: Any) -> bool:
+    """Whether its partition can be read, as far as that changes while training goes on."""
+    depth = getattr(param, "_ds_z3_gathered_param_context_depth", 0)
+    return depth == 0 and param.ds_tensor.status.name == "AVAILABLE"
 
 
 def _read_partition(param: Any) -> Held:

@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from weightsync.errors import UnsupportedError
 from weightsync.layout import Box
-from weightsync.senders.names import modules, walk
+from weightsync.senders.names import walk
 from weightsync.senders.tensors import (
     ON_META,
     Held,
@@ -36,6 +36,7 @@ from weightsync.senders.tensors import (
     dtype_name,
     flat_parts,
     memory_of,
+    plain,
     read_whole,
     readable,
     trains,
@@ -48,9 +49,9 @@ class FsdpSender(ModuleSender):
     FSDP2 modules that are gathered are put back in their sharded state (see this file's head); nothing else changes.
     """
 
-    def settle(self, model: nn.Module) -> None:
+    def settle(self, found: list[nn.Module]) -> None:
         self._is_flat = False
-        for module in modules(model):
+        for module in found:
             if isinstance(module, FSDPModule):
                 module.reshard()
             self._is_flat |= isinstance(module, FullyShardedDataParallel)
@@ -58,8 +59,7 @@ class FsdpSender(ModuleSender):
     def local(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor  # `to_local` takes longer than all else here
-        is_plain = type(tensor) in (nn.Parameter, torch.Tensor) and tensor.layout == torch.strided
-        return tensor if is_plain and not self._is_flat and not hasattr(tensor, "ds_tensor") else None
+        return None if self._is_flat or hasattr(tensor, "ds_tensor") else plain(tensor)
 
     def sources(self, model: nn.Module) -> Iterator[Source]:
         flattened = _flattened(model)

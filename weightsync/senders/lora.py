@@ -50,7 +50,7 @@ def read_lora(sender: ModuleSender, model: Model) -> Lora:
     model = one_module(model)
     if any(isinstance(module, FullyShardedDataParallel) for module in modules(model)):
         raise UnsupportedError("FSDP1 partitions an adapter's factors in a way that is not covered; use `fully_shard`")
-    sender.settle(model)
+    sender.settle(modules(model))
     layers = adapters_of(model)
     name = _active(layers)
     config = copy.copy(_config(model, name))

@@ -35,7 +35,8 @@ from weightsync.senders.megatron_names import (
     side_by_side,
     whole,
 )
-from weightsync.senders.tensors import dtype_name, readable, refusal, trains
+from weightsync.senders.names import modules
+from weightsync.senders.tensors import dtype_name, marks, plain, readable, refusal, trains
 
 _REFUSED_OPTIONS = {
     "layernorm_zero_centered_gamma": "the checkpoint has 1 + gamma, which lies nowhere in memory",
@@ -58,22 +59,29 @@ class MegatronSender:
         self.policy = policy
         self._family = family_of(bridge)
         self._vocab_size = vocab_size
+        self._last: tuple[tuple[TensorPolicy, list[Any]], list[Piece]] | None = None
 
     def manifest(self, model: Model) -> Manifest:
-        return Manifest(tuple(meta for meta, _, _ in self._tensors(model)))
+        return Manifest(tuple(meta for meta, _, _ in self._tensors(_chunks(model))))
 
     def pieces(self, model: Model) -> list[Piece]:
-        return [Piece(meta, box, view, train) for meta, parts, train in self._tensors(model) for box, view in parts]
+        """The same list as the last time, as long as nothing has moved."""
+        chunks = _chunks(model)
+        seen = marks([module for chunk in chunks for module in modules(chunk)], plain)
+        if self._last is not None and seen is not None and self._last[0] == (self.policy, seen):
+            return self._last[1]
+        found = [Piece(meta, box, view, train) for meta, parts, train in self._tensors(chunks) for box, view in parts]
+        self._last = ((self.policy, seen), found) if seen is not None else None
+        return found
 
     def gather(self, names: Sequence[str]) -> None:
         return
 
     def close(self) -> None:
-        return
+        self._last = None
 
-    def _tensors(self, model: Model) -> list[tuple[TensorMeta, list[tuple[Box, torch.Tensor]], bool]]:
+    def _tensors(self, chunks: list[nn.Module]) -> list[tuple[TensorMeta, list[tuple[Box, torch.Tensor]], bool]]:
         """The tensors that this rank knows, each with what this rank holds of it, and whether it trains."""
-        chunks = _chunks(model)
         found: list[tuple[TensorMeta, list[tuple[Box, torch.Tensor]], bool]] = []
         refused: dict[str, str] = {}
         for chunk in chunks:

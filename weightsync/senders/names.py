@@ -39,13 +39,13 @@ def _holds_a_module(module: nn.Module) -> bool:
     return isinstance(module, (DistributedDataParallel, DataParallel, engine))
 
 
-def modules(model: nn.Module) -> Iterator[nn.Module]:
-    """As `model.modules()`, in another order and a third of the time; a module that is registered twice comes twice."""
-    left = [model]
-    while left:
-        module = left.pop()
-        yield module
-        left += [child for child in module._modules.values() if child is not None]
+def modules(model: nn.Module) -> list[nn.Module]:
+    """As `model.modules()`, in another order and a fifth of the time; a module that is registered twice comes twice."""
+    found = [model]
+    for module in found:
+        if module._modules:
+            found += [child for child in module._modules.values() if child is not None]
+    return found
 
 
 def walk(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

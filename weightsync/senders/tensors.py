@@ -49,48 +49,33 @@ class ModuleSender(ABC):
         self._saved = SavedForm(policy)
         self._adapters: dict[str, Adapter] = {}  # by name of the tensor: what was found by the last `pieces`
         self._wrapped = False  # PEFT has wrapped layers, whose state is not only in their tensors
-        self._last: tuple[list[Any], list[Piece]] | None = None
+        self._last: tuple[tuple[TensorPolicy, list[Any]], list[Piece]] | None = None
 
     @abstractmethod
     def sources(self, model: nn.Module) -> Iterator[Source]:
         """Every parameter and persistent buffer in the order of `state_dict`, tied ones under each name."""
 
-    def settle(self, model: nn.Module) -> None:  # noqa: B027  (most have nothing to do)
-        """Bring the model's tensors to where `sources` reads them."""
+    def settle(self, found: list[nn.Module]) -> None:  # noqa: B027  (most have nothing to do)
+        """Bring the tensors of the model, which has these modules, to where `sources` reads them."""
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """What of a parameter or buffer this rank has in memory; None where that alone does not tell what is read."""
         return None
 
     def manifest(self, model: Model) -> Manifest:
-        self.settle(one_module(model))
+        self.settle(modules(one_module(model)))
         return Manifest(tuple(part.meta for _, saved in self._as_saved(model) for part in saved.parts))
 
     def pieces(self, model: Model) -> list[Piece]:
         """The same list as the last time, as long as nothing has moved."""
-        self.settle(one_module(model))
-        marks = self._marks(one_module(model))
-        if self._last is not None and marks is not None and self._last[0] == marks:
+        found = modules(one_module(model))
+        self.settle(found)
+        seen = marks(found, self.local)
+        if self._last is not None and seen is not None and self._last[0] == (self.policy, seen):
             return self._last[1]
-        found = self._pieces(model)
-        self._last = (marks, found) if marks is not None and not self._wrapped else None
-        return found
-
-    def _marks(self, model: nn.Module) -> list[Any] | None:
-        """What tells whether a model is as it was: its modules, and for each tensor what it is, where it lies, and
-        whether it trains. None where more would have to be looked at."""
-        marks: list[Any] = [self.policy]
-        for module in modules(model):
-            marks.append(module)
-            for tensors in (module._parameters, module._buffers):
-                for name, tensor in tensors.items():
-                    if tensor is not None:
-                        if (local := self.local(tensor)) is None:
-                            return None
-                        at = local.data_ptr(), local.shape, local.stride(), local.dtype
-                        marks.append((name, id(tensor), *at, tensor.requires_grad))
-            marks += module._modules
-        return marks
+        pieces = self._pieces(model)
+        self._last = ((self.policy, seen), pieces) if seen is not None and not self._wrapped else None
+        return pieces
 
     def _pieces(self, model: Model) -> list[Piece]:
         tensors = self._as_saved(model)
@@ -171,6 +156,28 @@ class ModuleSender(ABC):
         for name, buffer in module._buffers.items():
             if buffer is not None and self.policy.buffers and name not in module._non_persistent_buffers_set:
                 yield prefix + name, partial(read, buffer)
+
+
+def marks(found: list[nn.Module], local: Callable[[torch.Tensor], torch.Tensor | None]) -> list[Any] | None:
+    """What tells whether the model that has these modules is as it was: the modules, and for each tensor which it is,
+    where that lies which `local` gives for it, and whether it trains. None when `local` gives None for any."""
+    seen: list[Any] = []
+    for module in found:
+        seen.append(module)
+        seen += module._modules
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    if (held := local(tensor)) is None:
+                        return None
+                    at = held.data_ptr(), held.shape, held.stride(), held.dtype
+                    seen.append((name, id(tensor), *at, tensor.requires_grad))
+    return seen
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor, if it is nothing else than memory."""
+    return tensor if type(tensor) in (nn.Parameter, torch.Tensor) and tensor.layout == torch.strided else None
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
