@@ -734,7 +734,7 @@ def _vllm_class(engine: object) -> str | None:
 
 
 def _setup_of(engine: Any) -> dict[str, str]:
-    """What an `LLM` or `AsyncLLM` was started with: its weight transfer backend, its worker extension ("" if none)..."""
+    """What an `LLM` or `AsyncLLM` was started with: transfer backend, worker extension, and more; "" if not."""
     config = engine.llm_engine.vllm_config if _vllm_class(engine) == "LLM" else engine.vllm_config
     return {
         "backend": getattr(config.weight_transfer_config, "backend", None) or "",

@@ -5,7 +5,7 @@
     push
         pause -> start -> update call -> Load* -> Commit -> finish (version) -> caches reset -> resume
 
-Up to the first Load nothing is written, and a push may be withdrawn: the trainer plans and stages meanwhile.
+Up to the first Load nothing is written: the trainer makes its first bucket readable meanwhile.
 
 The engine's calls are made in threads, since each returns only when its workers are released. This module knows
 nothing about models, placements or how bytes travel.
@@ -176,16 +176,6 @@ class EngineSession:
         self._calls.remove(self._opening)
         if self._opening.error is not None:
             raise self._opening.error
-
-    def withdraw(self) -> None:
-        """In place of `load`, after `begin`: go on generating as if nothing had been begun."""
-        self.begun()
-        self.release("plan")
-        self._all("finish", self._open, lambda engine: engine.finish(None))
-        self._open = []
-        if not self._poisoned:
-            self._all("resume", self._engines, lambda engine: engine.resume())
-            self._paused = False
 
     def load(self, bucket: int, digests: list[list[Any]]) -> None:
         """Announce a bucket to every worker."""

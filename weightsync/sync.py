@@ -378,10 +378,6 @@ class WeightSync:
             self._last_version = pushed.version
             return pushed
         with self._in_phase("plan"):
-            number, begun = 0, started
-            if self._session is not None:  # while we look whether what was agreed on still holds, as it mostly does
-                number, begun = self._next_version(version), time.perf_counter()
-                self._session.begin(number)
             pieces = self._sender.pieces(model)
             if self._agreed is not None and self._agreed.pieces is pieces:
                 local = self._agreed.local
@@ -391,18 +387,16 @@ class WeightSync:
             if unchanged and self._agreed is not None:
                 self._agreed.pieces = pieces
             if ranks.share(not all(ranks.gather(unchanged, "plan")), "plan"):
-                if self._session is not None:
-                    self._session.withdraw()
                 self._agreed = None
                 self._agreed = self._negotiate(ranks, self._sender.manifest(model), pieces, local)
-                if self._session is not None:
-                    number, begun = self._next_version(version), time.perf_counter()
-                    self._session.begin(number)
             agreed, transport, session = self._agreed, self._open_transport, self._session
             assert agreed is not None
             assert transport is not None
-            version = ranks.share(number, "plan")
+            version = ranks.share(self._next_version(version) if session is not None else None, "plan")
         planned = time.perf_counter()
+        if session is not None:
+            with self._in_phase("pause"):
+                session.begin(version)
 
         loads: list[Loaded] = []
         gather_s = opening_s = 0.0
@@ -449,7 +443,7 @@ class WeightSync:
                 transfer_s=max(w.transfer_s for w in workers),
                 verify_s=max(w.verify_s for w in workers),
                 load_s=max(w.load_s for w in workers),
-                pause_s=now - begun,
+                pause_s=now - planned,
                 total_s=now - started,
                 roads=agreed.roads,
                 workers=workers,
