@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from weightsync import cli
 from weightsync.bench import measure
-from weightsync.bench.cases import FILES, PEERS, Case, Layout, Machine, expand, lay_out, refusal
-from weightsync.bench.floors import DEVICE_COPY, MEMCPY, PEER_COPY, broadcast_to, floor, memory
+from weightsync.bench.cases import CHECKPOINT_ENGINE, FILES, PEERS, Case, Layout, Machine, expand, lay_out, refusal
+from weightsync.bench.floors import DEVICE_COPY, HOST_COPY, MEMCPY, PEER_COPY, broadcast_to, floor, memory
 from weightsync.bench.models import save_checkpoint, values
 from weightsync.bench.results import Result, failures, from_json, markdown, row_of, to_json
 from weightsync.bench.shapes import SHAPES, write_config
@@ -27,10 +27,15 @@ from weightsync.layout import Manifest, TensorMeta
 CPU = Machine(0, 10**12, 0, 10**12, frozenset({"deepspeed", "megatron-core"}))
 CASE = Case("weightsync", "fsdp", 1, "ipc", "module", "bfloat16", "tiny", None, 1, 1)
 PEER = dataclasses.replace(CASE, way=FILES, transport="", bucketer="")
+GPUS = dataclasses.replace(CPU, gpus=8, installed=frozenset({CHECKPOINT_ENGINE}))
 
 
 def case(**fields) -> Case:
     return dataclasses.replace(CASE, **fields)
+
+
+def peer(way, **fields) -> Case:
+    return dataclasses.replace(PEER, way=way, **fields)
 
 
 def axes(**more):
@@ -74,7 +79,7 @@ def test_every_combination_once_and_those_that_share_engines_together():
     cases = expand(**axes(transports=["ipc", "broadcast"], ranks=[1, 2], tps=[1, 2], peers=PEERS))
     assert len(cases) == len(set(cases)) == 2 * 2 * (2 + len(PEERS))
     setups = [c.setup for c in cases]
-    assert len(set(setups)) == 2 * 3  # TP=1 and 2, each with weightsync's backend, and vLLM's nccl and ipc
+    assert len(set(setups)) == 2 * 4  # TP=1 and 2: weightsync's backend, vLLM's nccl and ipc, checkpoint-engine's
     assert [s for n, s in enumerate(setups) if n == 0 or setups[n - 1] != s] == list(dict.fromkeys(setups))
     with pytest.raises(ConfigError, match="--tp 0"):
         expand(**axes(tps=[1, 0]))
@@ -83,7 +88,14 @@ def test_every_combination_once_and_those_that_share_engines_together():
 @pytest.mark.parametrize(
     ("refused", "machine", "why"),
     [
-        (case(way="vllm nccl", transport="", bucketer=""), CPU, "nccl engine moves GPU memory, and there is no GPU"),
+        (peer("vllm nccl"), CPU, "nccl engine moves GPU memory, and there is no GPU"),
+        (peer("vllm nccl", ranks=2), GPUS, "from one rank"),
+        (peer("vllm ipc", tp=2), GPUS, "vllm ipc wants a rank on each worker's GPU: 1 ranks, 2 workers"),
+        (peer("vllm ipc packed", ranks=2, engines=2), GPUS, "one at a time"),
+        (peer(CHECKPOINT_ENGINE), CPU, "checkpoint-engine moves GPU memory, and there is no GPU"),
+        (peer(CHECKPOINT_ENGINE), dataclasses.replace(CPU, gpus=1), "checkpoint-engine is not installed"),
+        (peer(CHECKPOINT_ENGINE, ranks=2), GPUS, "a rank on each worker's GPU"),
+        (peer(CHECKPOINT_ENGINE, quantization="fp8"), GPUS, "unquantised engines alone"),
         (case(backend="megatron", shape="0.5B"), CPU, "dense Qwen3 shapes alone"),
         (case(backend="megatron", ranks=4), CPU, "4 ranks cannot share 2 key and value heads"),
         (case(backend="deepspeed"), dataclasses.replace(CPU, installed=frozenset()), "deepspeed is not installed"),
@@ -102,11 +114,14 @@ def test_what_can_run_is_not_refused():
     two = dataclasses.replace(CPU, gpus=2)
     assert [refusal(c, CPU) for c in (CASE, PEER, case(transport="broadcast", ranks=2, tp=2, engines=2))] == [None] * 3
     assert [refusal(c, two) for c in (CASE, case(ranks=2, tp=2), case(transport="broadcast"))] == [None] * 3
+    theirs = (peer("vllm nccl"), peer("vllm ipc", ranks=2, tp=2), peer(CHECKPOINT_ENGINE, ranks=4, tp=2, engines=2))
+    assert [refusal(c, GPUS) for c in theirs] == [None] * 3
 
 
-def test_engines_share_the_trainers_gpus_except_where_nccl_broadcasts():
+def test_trainers_share_the_engines_gpus_except_where_nccl_broadcasts():
     assert lay_out(case(ranks=2, engines=2), 4) == Layout((0, 1), ((0,), (1,)))
-    assert lay_out(case(ranks=2, tp=2, transport="broadcast"), 4) == Layout((0, 1), ((2, 3),))
+    assert lay_out(case(ranks=2, tp=2, transport="broadcast"), 4) == Layout((2, 3), ((0, 1),))
+    assert lay_out(peer("vllm nccl packed", tp=2), 4) == Layout((2,), ((0, 1),))
     assert lay_out(case(ranks=2), 0) == Layout((), ())
 
 
@@ -120,6 +135,8 @@ def test_a_floor_is_the_bytes_over_the_limit_that_they_pass():
     two = floor(case(transport="broadcast", tp=2), gb, limits, gpus=0)
     assert (two.seconds, two.limit) == (pytest.approx(0.5), broadcast_to(2))
     assert floor(case(), gb, limits, gpus=1).seconds == pytest.approx(0.001)
+    staged = floor(peer(CHECKPOINT_ENGINE, ranks=2, tp=2), gb, {**limits, HOST_COPY: 50}, gpus=2)
+    assert (staged.seconds, staged.limit) == (pytest.approx(0.02), HOST_COPY)  # each rank's half, there and back
     pulled = floor(case(ranks=2, tp=2), gb, limits, gpus=2)
     assert (pulled.seconds, pulled.limit) == (pytest.approx(0.25e-3 + 2.5e-3), PEER_COPY)
 

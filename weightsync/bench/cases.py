@@ -22,7 +22,10 @@ NATIVE = {
     "vllm ipc packed": ("ipc", True),
 }
 """Ways of vLLM's own transfer engines: the backend's name, and whether tensors are packed into buffers."""
-PEERS = (FILES, *NATIVE)
+CHECKPOINT_ENGINE = "checkpoint-engine"
+"""MoonshotAI's package of this name: the weights go to pinned memory of the host, and from there into each GPU, where
+vLLM's workers read them over CUDA IPC."""
+PEERS = (FILES, *NATIVE, CHECKPOINT_ENGINE)
 """Other ways to bring the same weights into the same engine. `FILES`: `save_pretrained`, then vLLM's `reload_weights`.
 One tensor at a time over a broadcast, as trainers used to do, is weightsync's own with bucketer="parameter"."""
 
@@ -50,8 +53,11 @@ class Case:
 
     @property
     def setup(self) -> tuple[str, str | None, int, int, str]:
-        """What the engines must be: cases with equal setups share them. The last is vLLM's weight transfer backend."""
-        backend = NATIVE[self.way][0] if self.way in NATIVE else WEIGHTSYNC
+        """What the engines must be: cases with equal setups share them. The last is vLLM's weight transfer backend, or
+        `CHECKPOINT_ENGINE` where its worker extension is wanted instead."""
+        backend = CHECKPOINT_ENGINE if self.way == CHECKPOINT_ENGINE else WEIGHTSYNC
+        if self.way in NATIVE:
+            backend = NATIVE[self.way][0]
         return self.shape, self.quantization, self.engines, self.tp, backend
 
     def __str__(self) -> str:
@@ -62,7 +68,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine has; `gpus` is 0 when all runs on CPUs. `installed` are distributions of trainers."""
+    """What this machine has; `gpus` is 0 when all runs on CPUs. `installed` are distributions that some cases
+    need: of trainers and of peers."""
 
     gpus: int
     memory_bytes: int
@@ -109,18 +116,19 @@ def expand(
 
 
 def lay_out(case: Case, gpus: int) -> Layout:
-    """Trainer ranks on the first GPUs. Engines on the same ones, from the first on; where NCCL broadcasts, which wants
-    a GPU for each of its members, on those after the trainer's. Raises `ConfigError` when there are too few."""
+    """Engines on the first GPUs, so that cases can share them. Trainer ranks on the same ones, from the first on; where
+    NCCL broadcasts, which wants a GPU for each of its members, on those after the engines'. Raises `ConfigError` when
+    there are too few."""
     if gpus == 0:
         return Layout((), ())
     apart = case.transport == "broadcast" or NATIVE.get(case.way, ("", False))[0] == "nccl"
-    first = case.ranks if apart else 0
-    needed = max(case.ranks, first + case.receivers)
+    first = case.receivers if apart else 0
+    needed = max(first + case.ranks, case.receivers)
     if needed > gpus:
         why = f"NCCL wants a GPU for each of {case.ranks} ranks and {case.receivers} workers" if apart else "one each"
         raise ConfigError(f"needs {needed} GPUs ({why}), and there are {gpus}")
-    workers = [tuple(range(first + e * case.tp, first + (e + 1) * case.tp)) for e in range(case.engines)]
-    return Layout(tuple(range(case.ranks)), tuple(workers))
+    workers = [tuple(range(e * case.tp, (e + 1) * case.tp)) for e in range(case.engines)]
+    return Layout(tuple(range(first, first + case.ranks)), tuple(workers))
 
 
 def refusal(case: Case, machine: Machine) -> str | None:
@@ -128,12 +136,21 @@ def refusal(case: Case, machine: Machine) -> str | None:
     config = SHAPES[case.shape]
     if case.way in NATIVE and machine.gpus == 0:
         return f"vLLM's {NATIVE[case.way][0]} engine moves GPU memory, and there is no GPU"
+    if case.way == CHECKPOINT_ENGINE and machine.gpus == 0:
+        return "checkpoint-engine moves GPU memory, and there is no GPU"
+    if case.way == CHECKPOINT_ENGINE and CHECKPOINT_ENGINE not in machine.installed:
+        return "checkpoint-engine is not installed: pip install checkpoint-engine"
     if case.way in PEERS and case.backend != "fsdp":
         return "peers are measured from FSDP2 alone: what they take is the gathered model, whoever gathers it"
-    if case.way in NATIVE and (case.ranks > 1 or case.engines > 1):
-        return "vLLM's engines are measured from one rank to one engine"
-    if case.way == FILES and case.quantization:
-        return "vLLM's reload is measured into unquantised engines alone"
+    native = NATIVE[case.way][0] if case.way in NATIVE else None
+    if native and case.engines > 1:
+        return "vLLM's engines are measured one at a time"
+    if native == "nccl" and case.ranks > 1:
+        return "vLLM's nccl engine is measured from one rank, which sends"
+    if (native == "ipc" or case.way == CHECKPOINT_ENGINE) and case.ranks != case.receivers:
+        return f"{case.way} wants a rank on each worker's GPU: {case.ranks} ranks, {case.receivers} workers"
+    if case.way in (FILES, CHECKPOINT_ENGINE) and case.quantization:
+        return f"{case.way} is measured into unquantised engines alone"
     distribution = {"deepspeed": "deepspeed", "megatron": "megatron-core"}.get(case.backend)
     if distribution and distribution not in machine.installed:
         return f"{distribution} is not installed: pip install 'weightsync[{case.backend}]'"

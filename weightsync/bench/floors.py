@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from weightsync.bench.cases import FILES, NATIVE, Case
+from weightsync.bench.cases import CHECKPOINT_ENGINE, FILES, NATIVE, Case
 from weightsync.bucketing import make_bucketer
 from weightsync.layout import Manifest, TensorMeta, itemsize
 from weightsync.sync import DEFAULT_MAX_BYTES, SLOTS
@@ -19,6 +19,8 @@ MEMCPY = "memcpy"
 FILE_WRITE = "file write"
 DEVICE_COPY = "device copy"
 PEER_COPY = "peer copy"
+HOST_COPY = "host copy"
+"""Between pinned memory of the host and a GPU."""
 
 Limits = Mapping[str, float]
 """GB/s of payload by name: the names above, and `broadcast_to(n)`."""
@@ -35,10 +37,11 @@ ASSUMED_GPU: Limits = {
     **ASSUMED_CPU,
     DEVICE_COPY: 2140.0,
     PEER_COPY: 397.0,
+    HOST_COPY: 55.0,
     broadcast_to(1): 369.0,
     broadcast_to(2): 362.0,
 }
-"""For a dry run: measured between H200s of one host, NVLS off."""
+"""For a dry run: measured between H200s of one host, NVLS off; `HOST_COPY` is what PCIe 5.0 carries."""
 
 _PROCESS_BYTES = 10**9
 """What a process that imports torch and vLLM or transformers takes before it holds a weight."""
@@ -85,6 +88,8 @@ def floor(case: Case, nbytes: int, limits: Limits, gpus: int) -> Floor:
         return at(broadcast_to(max(known)), nbytes)
     if gpus == 0:
         return at(MEMCPY, case.engines * nbytes)  # out of the trainer's memory, by workers that share the cores
+    if case.way == CHECKPOINT_ENGINE:
+        return at(HOST_COPY, 2 * nbytes / case.ranks)  # to the host and back, each rank its part over its own link
     # The slowest worker: on a GPU of its own it reads everything over the link, beside a trainer all but its part.
     here = share / case.ranks if case.receivers <= case.ranks else 0.0
     device = at(DEVICE_COPY, here if case.ranks > 1 or case.receivers > 1 else share)
@@ -107,7 +112,7 @@ def memory(case: Case, manifest: Manifest, gpus: int) -> Memory:
     worker = wire.nbytes // case.tp + worker_slots * bucket
     versions = 3 if case.transport == "checkpoint" else 2 if case.way == FILES else 1  # one to start from, two kept
     on_host = case.ranks * rank + case.receivers * worker if gpus == 0 else 0
-    if case.way == FILES:
-        on_host += held  # gathered on rank 0
+    if case.way in (FILES, CHECKPOINT_ENGINE):
+        on_host += held  # gathered
     processes = case.ranks + case.receivers + 2 * case.engines
     return Memory(rank, worker, in_shm, on_host + processes * _PROCESS_BYTES, versions * wire.nbytes)

@@ -17,12 +17,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from weightsync.bench.floors import DEVICE_COPY, FILE_WRITE, MEMCPY, PEER_COPY, broadcast_to
+from weightsync.bench.floors import DEVICE_COPY, FILE_WRITE, HOST_COPY, MEMCPY, PEER_COPY, broadcast_to
 from weightsync.checkpoint.files import memory_of
 from weightsync.cli.trial import Responder, free_port, listen_for_orders, receive
 
 _HOST_BYTES = 128 * 2**20
 _GPU_BYTES = 4 * 2**30
+_PINNED_BYTES = 2**30
 _BROADCAST_BYTES = {"cpu": 64 * 2**20, "cuda": _GPU_BYTES}
 _REPEATS = 5
 _TIMEOUT_S = 120.0
@@ -30,11 +31,12 @@ _TIMEOUT_S = 120.0
 
 def measure(folder: Path, receivers: Iterable[int], gpus: int) -> dict[str, float]:
     """GB/s by the names of `floors`: memory and files of `folder` always; the raw broadcast to each of these numbers
-    of receivers, over NCCL where there are GPUs for it, else over gloo; copies of GPU memory where there are GPUs.
-    Raises `ChildError` when a process fails."""
+    of receivers, over NCCL where there are GPUs for it, else over gloo; copies of GPU memory and to it where there
+    are GPUs. Raises `ChildError` when a process fails."""
     found = _of_memory() | {FILE_WRITE: _of_files(folder)}
     if gpus:
         found[DEVICE_COPY] = _of_gpus(0, 0)
+        found[HOST_COPY] = _of_host_and_gpu()
     if gpus > 1:
         found[PEER_COPY] = _of_gpus(0, 1)
     if gpus:
@@ -80,6 +82,17 @@ def _of_gpus(source: int, target: int) -> float:
         torch.cuda.synchronize(target)
 
     return _speed(_GPU_BYTES, copy)
+
+
+def _of_host_and_gpu() -> float:
+    source = torch.ones(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(_PINNED_BYTES, dtype=torch.uint8, device="cuda:0")
+
+    def copy() -> None:
+        target.copy_(source)
+        torch.cuda.synchronize(0)
+
+    return _speed(_PINNED_BYTES, copy)
 
 
 def _of_broadcast(receivers: int, on_gpus: bool, folder: Path) -> float:

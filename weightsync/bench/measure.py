@@ -22,7 +22,7 @@ import torch
 
 from weightsync import __version__
 from weightsync.bench import trainer
-from weightsync.bench.cases import NATIVE, Case, lay_out
+from weightsync.bench.cases import CHECKPOINT_ENGINE, NATIVE, WEIGHTSYNC, Case, lay_out
 from weightsync.bench.floors import Limits, floor, wire_manifest
 from weightsync.bench.results import Result
 from weightsync.bench.shapes import write_config
@@ -61,6 +61,7 @@ def environment(gpus: int) -> dict[str, Any]:
         "transformers": installed("transformers"),
         "deepspeed": installed("deepspeed"),
         "megatron-core": installed("megatron-core"),
+        "checkpoint-engine": installed("checkpoint-engine"),
         "cpu": f"{_cpu_name()}, {os.cpu_count()} cores",
         "gpus": [torch.cuda.get_device_name(number) for number in range(gpus)],
     }
@@ -85,7 +86,7 @@ def run(
     where = environment(gpus)
     groups: dict[Any, list[Case]] = {}
     for case in cases:
-        groups.setdefault((case.setup, lay_out(case, gpus).engines), []).append(case)
+        groups.setdefault(case.setup, []).append(case)
     for together in groups.values():
         with ExitStack() as cleanup:
             failure: WeightSyncError | None = None
@@ -121,6 +122,10 @@ def _start_engines(
     if case.quantization is not None:
         options["quantization"] = case.quantization
     environment = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if case.way in NATIVE else {}  # vLLM's ipc over HTTP
+    backend = case.setup[-1]
+    if backend == CHECKPOINT_ENGINE:
+        options["worker_extension_cls"] = "checkpoint_engine.worker.VllmColocateWorkerExtension"
+        backend = WEIGHTSYNC  # a server of ours has one in any case; this peer does not use it
     engines = []
     for number in range(case.engines):
         own_gpus = lay_out(case, gpus).engines[number] if gpus else ()
@@ -131,7 +136,7 @@ def _start_engines(
                 folder / f"engine{number}.log",
                 {**environment, **visible_gpus(own_gpus)},
                 options,
-                backend=case.setup[-1],
+                backend=backend,
                 name=f"engine {number}",
             )
         )

@@ -11,6 +11,7 @@ from weightsync.bench.cases import WEIGHTSYNC, Case
 from weightsync.bench.results import PHASES, Result
 
 _WIDTH, _HEIGHT, _DPI = 9.0, 5.0, 120
+_CUT = 6.0
 
 
 def draw(results: Sequence[Result], folder: Path) -> list[str]:
@@ -32,6 +33,7 @@ def draw(results: Sequence[Result], folder: Path) -> list[str]:
         if enough:
             height = max(_HEIGHT, 1.0 + 0.35 * len(measured)) if plot is _phases else _HEIGHT
             figure, axes = pyplot.subplots(figsize=(_WIDTH, height), dpi=_DPI, layout="constrained")
+            axes.set_prop_cycle(color=pyplot.get_cmap("tab20")(range(20)))  # there may be more than ten ways
             plot(axes, measured)
             figure.savefig(folder / name)
             pyplot.close(figure)
@@ -40,7 +42,8 @@ def draw(results: Sequence[Result], folder: Path) -> list[str]:
 
 
 def _phases(axes: Any, results: Sequence[Result]) -> None:
-    """Medians of the phases, stacked, and the whole as a mark, since phases overlap."""
+    """Medians of the phases, stacked, and the whole as a mark, since phases overlap. What takes much longer than any
+    push of weightsync is cut off, and its time written there: next to files nothing else could be seen."""
     ordered = sorted(results, key=lambda r: (r.case.way, r.case.transport))
     names = [str(result.case) for result in ordered]
     left = [0.0] * len(ordered)
@@ -49,10 +52,17 @@ def _phases(axes: Any, results: Sequence[Result]) -> None:
         if any(widths):
             axes.barh(names, widths, left=left, label=phase.removesuffix("_s"))
             left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.plot([r.spread().median * 1e3 for r in ordered], names, "k|", markersize=14, label="whole push")
+    totals = [result.spread().median * 1e3 for result in ordered]
+    axes.plot(totals, names, "k|", markersize=14, label="whole push")
+    ours = [total for total, result in zip(totals, ordered, strict=True) if result.case.way == WEIGHTSYNC]
+    if ours and max(totals) > (edge := _CUT * max(ours)):
+        axes.set_xlim(0, edge)
+        for name, total in zip(names, totals, strict=True):
+            if total > edge:
+                axes.text(edge, name, f"{total:.0f} ms", ha="right", va="center", fontsize=8, backgroundcolor="white")
     axes.set_xlabel("ms, median")
     axes.tick_params(axis="y", labelsize=7)
-    axes.legend(fontsize=8)
+    axes.figure.legend(fontsize=8, loc="outside upper right", ncols=len(PHASES) + 1)
 
 
 def _bytes(axes: Any, results: Sequence[Result]) -> None:
@@ -73,6 +83,7 @@ def _receivers(axes: Any, results: Sequence[Result]) -> None:
     """Time against the number of engine workers."""
     for way, own in _series(results, lambda r: r.case.receivers, lambda c: f"{c.shape}, TP={c.tp}").items():
         axes.plot([r.case.receivers for r in own], [r.spread().median * 1e3 for r in own], "o-", label=way)
+    axes.set_xticks(sorted({result.case.receivers for result in results}))
     axes.set_xlabel("engine workers")
     axes.set_ylabel("ms, median")
     axes.set_ylim(bottom=0)

@@ -12,8 +12,9 @@ from weightsync.bench.cases import WEIGHTSYNC, Case
 from weightsync.report import format_bytes
 
 SCHEMA = 1
-PHASES = ("control_s", "gather_s", "save_s", "transfer_s", "verify_s", "load_s")
-"""The parts of a push, in their order; those of weightsync are explained at `PushReport`, `save_s` is that of files."""
+PHASES = ("control_s", "gather_s", "register_s", "save_s", "transfer_s", "verify_s", "load_s")
+"""The parts of a push, in their order; those of weightsync are explained at `PushReport`, `save_s` is that of files,
+`register_s` that of checkpoint-engine: into pinned memory of the host."""
 
 
 @dataclass(frozen=True)

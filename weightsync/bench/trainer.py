@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightsync.bench.cases import FILES, NATIVE, WEIGHTSYNC, Case
+from weightsync.bench.cases import CHECKPOINT_ENGINE, FILES, NATIVE, WEIGHTSYNC, Case
 from weightsync.bench.models import fill, make_trainer, save_checkpoint, share_memory
 from weightsync.bench.results import PHASES
 from weightsync.cli.trial import listen_for_orders, request
@@ -67,6 +67,8 @@ def main() -> None:
                     answer()
                 case "fill":
                     fill(model, case.backend, order["weights"], device)
+                    if device.type == "cuda":
+                        torch.cuda.synchronize()  # peers read on streams of their own, and no push is to wait for it
                     answer()
                 case "push":
                     assert push is not None
@@ -86,6 +88,10 @@ def make_push(case: Case, model: Any, urls: list[str], folder: Path, timeout_s: 
 
         backend, packed = NATIVE[case.way]
         return native_push(model, backend, packed, urls[0], case.tp, timeout_s)
+    if case.way == CHECKPOINT_ENGINE:
+        from weightsync.bench.checkpoint_engine import checkpoint_engine_push
+
+        return checkpoint_engine_push(model, urls, case.tp, timeout_s)
     assert case.way == WEIGHTSYNC
     transport: Any = CheckpointTransport(folder) if case.transport == "checkpoint" else case.transport
     sync = WeightSync(

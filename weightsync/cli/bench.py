@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from weightsync.bench import floors, measure, results
-from weightsync.bench.cases import PEERS, Case, Machine, expand, refusal
+from weightsync.bench.cases import CHECKPOINT_ENGINE, PEERS, Case, Machine, expand, refusal
 from weightsync.bench.limits import measure as measure_limits
 from weightsync.bench.shapes import write_config
 from weightsync.cli.plan_report import checkpoint_tensors
@@ -25,7 +25,6 @@ from weightsync.errors import ConfigError
 from weightsync.layout import Manifest
 from weightsync.report import format_bytes
 
-MISSING = "checkpoint-engine is not among the peers: nobody has run it here yet"
 _PLAN = "{:>8} {:<20} {:>9} {:>9} {:>9} {:>9}  {}"
 _RESULT = "{:>9} {:>18} {:>9} {:>9} {:<20} {:>7}  {:<12}  {}"
 
@@ -88,9 +87,9 @@ def this_machine(gpus: int | None, *, assumed: bool) -> Machine:
     if gpus < 0 or (gpus > there and not assumed):
         raise ConfigError(f"--gpus {gpus}: there are {there}")
     gpu_bytes = min((torch.cuda.get_device_properties(n).total_memory for n in range(min(gpus, there))), default=0)
-    trainers = frozenset(name for name in ("deepspeed", "megatron-core") if installed(name))
+    found = frozenset(name for name in ("deepspeed", "megatron-core", CHECKPOINT_ENGINE) if installed(name))
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Machine(gpus, host_bytes, gpu_bytes, shutil.disk_usage(tempfile.gettempdir()).free, trainers)
+    return Machine(gpus, host_bytes, gpu_bytes, shutil.disk_usage(tempfile.gettempdir()).free, found)
 
 
 def choose(options: Namespace, machine: Machine) -> tuple[list[Case], list[tuple[Case, str]], dict[str, Manifest]]:
@@ -161,7 +160,7 @@ def show_plan(
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(
         f"floors at {', '.join(f'{name} {speed:g} GB/s' for name, speed in limits.items())}: assumed, until a run "
-        "measures them. " + MISSING,
+        "measures them.",
         highlight=False,
         soft_wrap=True,
     )

@@ -4,12 +4,15 @@ them. GPUs only. Later releases have other classes for it, and are refused."""
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -23,8 +26,9 @@ _PACKED_BYTES = 2 << 30
 def native_push(
     model: nn.Module, backend: str, packed: bool, url: str, tp: int, timeout_s: float
 ) -> Callable[[], dict[str, float]]:
-    """What brings the weights of a single trainer rank into the server at `url`, which was started with this `backend`,
-    "nccl" or "ipc", and gives the seconds. Raises `UnsupportedError` for a vLLM that does it otherwise."""
+    """Collective; "nccl" takes a single rank, "ipc" one on each worker's GPU. What brings the weights into the server
+    at `url`, which was started with this `backend`, and gives the seconds. Raises `UnsupportedError` for a vLLM that
+    does it otherwise."""
     module = importlib.import_module(f"vllm.distributed.weight_transfer.{backend}_engine")
     prefix = backend.upper()
     if not hasattr(module, f"{prefix}TrainerSendWeightsArgs"):
@@ -32,8 +36,11 @@ def native_push(
     sender = getattr(module, f"{prefix}WeightTransferEngine")
     arguments = getattr(module, f"{prefix}TrainerSendWeightsArgs")
     engine = HttpEngine(url, name="the engine", timeout_s=timeout_s)
+    params = list(model.named_parameters())
     if backend == "ipc":
-        how = arguments(send_mode="http", url=url, packed=packed, packed_buffer_size_bytes=_PACKED_BYTES)
+        # Its buffer must have room for the largest tensor, which the default has not for an 8B model's embedding.
+        buffer = max(_PACKED_BYTES, *(param.numel() * param.element_size() for _, param in params))
+        how = arguments(send_mode="http", url=url, packed=packed, packed_buffer_size_bytes=buffer)
     else:
         place = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": tp + 1}
         with _meanwhile(lambda: engine.init({**place, "rank_offset": 1})):
@@ -41,47 +48,48 @@ def native_push(
 
     def push() -> dict[str, float]:
         started = time.perf_counter()
-        named = [(name, _whole(param)) for name, param in model.named_parameters()]
-        engine.start()
+        weights = ((name, whole(param)) for name, param in params)  # gathered on the stream that will read them
+        if dist.get_rank() == 0:
+            engine.start()
         if backend == "ipc":
-            sender.trainer_send_weights(iter(named), how)
+            sender.trainer_send_weights(weights, how)
         else:
             info = {
-                "names": [name for name, _ in named],
-                "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
-                "shapes": [list(tensor.shape) for _, tensor in named],
+                "names": [name for name, _ in params],
+                "dtype_names": [str(param.dtype).removeprefix("torch.") for _, param in params],
+                "shapes": [list(param.shape) for _, param in params],
                 "packed": packed,
             }
             with _meanwhile(lambda: engine.update(info)):
-                sender.trainer_send_weights(iter(named), how)
-        engine.finish(None)
-        engine.reset_caches()
+                sender.trainer_send_weights(weights, how)
+        if dist.get_rank() == 0:
+            engine.finish(None)
+            engine.reset_caches()
         return {"total_s": time.perf_counter() - started}
 
     return push
 
 
-class _meanwhile:  # noqa: N801, it reads as a statement
-    """Run a call in a thread during a `with` block, which ends when both have; raises what the call has raised."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
-
-    def _run(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:
-            self._error = error
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: Any) -> None:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+def whole(param: torch.Tensor) -> torch.Tensor:
+    """Collective for a tensor that is spread over ranks; no copy for one that a single rank has."""
+    param = param.detach()
+    return param.full_tensor() if isinstance(param, DTensor) else param
 
 
-def _whole(param: torch.Tensor) -> torch.Tensor:
-    return param.full_tensor() if isinstance(param, DTensor) else param.detach()
+def or_end(call: Callable[[], object]) -> None:
+    """Make a call into vLLM beside a thread that waits for what the call sets going: when it fails, that thread would
+    wait for ever, so this process ends, and its log says why."""
+    try:
+        call()
+    except Exception:
+        logging.getLogger(__name__).exception("a call into vLLM has failed, and the push waits for it in vain")
+        os._exit(1)
+
+
+@contextmanager
+def _meanwhile(call: Callable[[], None]) -> Iterator[None]:
+    """Run a call into vLLM in a thread during a `with` block, which ends when both have."""
+    thread = threading.Thread(target=or_end, args=(call,), daemon=True)
+    thread.start()
+    yield
+    thread.join()
