@@ -79,7 +79,7 @@ def lose(rank: int, kind: str, what: str, gone: int, folder: str) -> None:
     def begin() -> Any:
         if what == "broadcast":
             return communicator.broadcast(data)
-        return communicator.send(data, 0) if rank else communicator.receive(data, 1)
+        return communicator.exchange(0, [(data, 0)], []) if rank else communicator.exchange(0, [], [(data, 1)])
 
     begin().wait(time.sleep, Deadline(20.0), "transfer")
     assert int(data[-1]) == (1 if what == "send" else 0)

@@ -193,6 +193,10 @@ def test_transports(name: str):
     assert not list(Path("/dev/shm").glob(f"weightsync-{os.getpid()}-*")), "shared memory was left behind"
 
 
+def test_a_broadcast_to_more_workers_than_the_ranks_can_serve_one_by_one():
+    check_transport(*ends_of("broadcast"), worker_devices=("cpu",) * 3, timeout_s=20.0)
+
+
 def new_checkpoints(folder: str) -> CheckpointTransport:
     return CheckpointTransport(folder, keep_last=2, max_shard_bytes=1000)
 
@@ -201,7 +205,7 @@ def test_checkpoints_as_a_transport(tmp_path: Path):
     make = functools.partial(new_checkpoints, str(tmp_path))
     check_transport(make, functools.partial(make_source, "checkpoint"), timeout_s=20.0)
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == [".lock", "version-00000007", "version-00000008"], "what is under way was left behind"
+    assert left == [".lock", "version-00000013", "version-00000014"], "what is under way was left behind"
 
 
 @pytest.mark.gpu

@@ -128,7 +128,7 @@ def flip_a_byte(side: Side, in_bucket: int, rank: int = 0) -> None:
 
     def flip(inner: Any, bucket: int) -> None:
         if bucket == in_bucket:
-            data = inner._arena.data if hasattr(inner, "_arena") else inner._slots[bucket % 2]
+            data = inner._arena.data if hasattr(inner, "_arena") else inner._way._slots[bucket % 2]
             half = data.numel() // 2
             data[half * (bucket % 2) if hasattr(inner, "_arena") else 0] ^= 4
             transport.after_stage = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -88,37 +88,41 @@ class MeasuredHost(ModuleHost):
         return stack
 
 
-def push_twice(model: nn.Module, host: MeasuredHost | None, transport: str) -> tuple[int, int]:
-    """The most bytes that a push allocates on the trainer's side, and on the engine's."""
-    engine = FakeEngine(host) if host is not None else None
+def push_twice(model: nn.Module, hosts: Sequence[MeasuredHost], transport: str) -> tuple[int, int]:
+    """The most bytes that a push allocates on the trainer's side, and in any engine."""
+    engines = [FakeEngine(host) for host in hosts]
     digest(torch.zeros(8, dtype=torch.uint8))  # makes its table of half a MiB, once in a process
     live = LiveBytes()
-    with WeightSync("fsdp", transport, engine, max_bytes=BUCKET_BYTES, timeout_s=30.0) as sync, live:
+    with WeightSync("fsdp", transport, engines or None, max_bytes=BUCKET_BYTES, timeout_s=30.0) as sync, live:
         sync.push(model)
         sync.push(model)
-    if engine is not None:
+    for engine in engines:
         engine.close()
-    return live.peak, host.live_bytes.peak if host is not None else 0
+    return live.peak, max((host.live_bytes.peak for host in hosts), default=0)
 
 
 @pytest.mark.parametrize("transport", ["ipc", "broadcast"])
 @pytest.mark.parametrize("layers", [4, 16])
 def test_a_push_needs_two_buckets_on_each_side_whatever_the_models_size(transport: str, layers: int):
-    trainer, engine = push_twice(Linears(layers), MeasuredHost(layers), transport)
+    trainer, engine = push_twice(Linears(layers), [MeasuredHost(layers)], transport)
     assert BUCKET_BYTES <= trainer <= 2 * BUCKET_BYTES + SLACK_BYTES
     # Workers map the trainer's arena, which is counted here too; a broadcast arrives in memory of their own.
     assert BUCKET_BYTES <= engine <= 2 * BUCKET_BYTES + SLACK_BYTES
 
 
-def push_from_shards(rank: int, layers: int) -> None:
+def push_from_shards(rank: int, layers: int, engines: int) -> None:
     torch.manual_seed(0)
     model = Linears(layers)
     for layer in model.layers:
         fully_shard(layer)
-    trainer, _ = push_twice(model, MeasuredHost(layers) if rank == 0 else None, "broadcast")
-    # Rank 0 has two buckets; another rank its part of one.
-    assert trainer <= (2 * BUCKET_BYTES if rank == 0 else BUCKET_BYTES // 2) + SLACK_BYTES, trainer
+    hosts = [MeasuredHost(layers) for _ in range(engines if rank == 0 else 0)]
+    trainer, engine = push_twice(model, hosts, "broadcast")
+    # To one engine each rank has its parts of two buckets; to three rank 0 has two, and the other its part of one.
+    most = BUCKET_BYTES if engines == 1 else (BUCKET_BYTES // 2, 2 * BUCKET_BYTES)[rank == 0]
+    assert trainer <= most + SLACK_BYTES, trainer
+    assert engine <= 2 * BUCKET_BYTES + SLACK_BYTES, engine
 
 
-def test_gathering_shards_needs_no_third_bucket():
-    run_ranks(push_from_shards, 2, 16)
+@pytest.mark.parametrize("engines", [1, 3])
+def test_shards_need_no_third_bucket(engines: int):
+    run_ranks(push_from_shards, 2, 16, engines)

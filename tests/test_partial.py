@@ -190,8 +190,8 @@ def test_tensors_that_are_read_where_they_lie_are_one_bucket_or_two():
     manifest = Manifest(tuple(TensorMeta(name, (1,), "float32") for name in "abcdef"))
     buckets = (("a", "b"), ("c",), ("d", "e"), ("f",))
     direct = {"b", "c", "e"}
-    assert _regroup(Shipment(manifest, buckets, ()), direct) == [("a",), ("d",), ("f",), ("b", "c", "e")]
-    shipment = Shipment(manifest, buckets, (), frozen=frozenset("def"))
+    assert _regroup(Shipment(manifest, buckets, (), (), ""), direct) == [("a",), ("d",), ("f",), ("b", "c", "e")]
+    shipment = Shipment(manifest, buckets, (), (), "", frozen=frozenset("def"))
     assert _regroup(shipment, direct) == [("a",), ("b", "c"), ("d",), ("f",), ("e",)]
     assert _regroup(shipment, set("abcdef")) == [("a", "b", "c"), ("d", "e", "f")]
     assert _regroup(shipment, set()) == list(buckets)

@@ -566,10 +566,10 @@ def connected_to(world: int, rank: int, gpu_uuid: str) -> tuple[Receiver, IpcTra
     manifest = manifest_of({"weight": tensor})
     placement = Placement("weight", Box.full((4, 6)), 0, 1, 0, (6, 1), "float32")
     receiver.plan(manifest)
-    shipment = Shipment(manifest, (("weight",),), (placement,))
+    shipment = Shipment(manifest, (("weight",),), (placement,), ({"weight": (placement.box,)},), "127.0.0.1")
     offer = transport.prepare(shipment, {placement: Region(tensor)}, RankGroup(None, TIMEOUT_S))
     storages = [[*row[:3], {**row[3], "gpu_uuid": gpu_uuid}] for row in transport.storages(0)]
-    receiver.connect("ipc", storages, offer.placements, offer.buckets, 0, {}, time.sleep, Deadline(TIMEOUT_S))
+    receiver.connect("ipc", storages, offer.placements[0], offer.buckets, 0, {}, time.sleep, Deadline(TIMEOUT_S))
     return receiver, transport, transport.stage(0, 3, time.sleep, Deadline(TIMEOUT_S))
 
 

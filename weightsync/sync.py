@@ -33,7 +33,7 @@ from weightsync.senders.base import Model, Piece, Sender, TensorPolicy
 from weightsync.senders.quantize import QuantizingSender, pairs
 from weightsync.session import EngineSession, Worker
 from weightsync.transports import make_transport
-from weightsync.transports.base import Region, Shipment, Transport, WorkerInfo
+from weightsync.transports.base import Reads, Region, Shipment, Transport, WorkerInfo
 from weightsync.transports.checkpoint import CheckpointTransport
 from weightsync.transports.lora import LoraTransport
 from weightsync.transports.single_copy import SingleCopyTransport
@@ -539,7 +539,8 @@ class WeightSync:
                 "buckets": [list(bucket.names) for bucket in buckets],
                 "frozen": sorted(last),
                 "placements": [row for rows in everyone for row in rows["placements"]],
-                "workers": len(workers),
+                "reads": [_reads(travelling, plan) for plan in plans],
+                "host": session.host,
                 "roads": {road: sum(plan.roads[road] for plan in plans) for road in plans[0].roads},
             }
         answer = ranks.share(answer, "plan")
@@ -552,28 +553,32 @@ class WeightSync:
             travelling,
             tuple(tuple(names) for names in answer["buckets"]),
             tuple(unpack_placements(answer["placements"])),
+            tuple(_unpack_reads(rows) for rows in answer["reads"]),
+            answer["host"],
             frozenset(answer["frozen"]),
         )
         self._phase = "connect"
         offer = transport.prepare(shipment, mine, ranks)
         self._last_version = max(self._last_version, offer.newest)
         once = _frozen_buckets(offer.buckets, shipment.frozen)
-        storages = ranks.gather([transport.storages(worker) for worker in range(answer["workers"])], "connect")
+        storages = ranks.gather([transport.storages(worker) for worker in range(len(shipment.reads))], "connect")
         if self._session is not None:
             session = self._session
             messages = [
                 Connect(
                     transport=transport.name,
                     storages=[row for per_rank in storages for row in per_rank[number]],
-                    placements=pack_placements(offer.placements),
+                    placements=pack_placements(offer.placements[number]),
                     buckets=[list(names) for names in offer.buckets],
                     once=once,
-                    fields={**offer.fields, **transport.invite(number, len(session.workers), session.host)},
+                    fields={**offer.fields, **transport.invite(number)},
                 )
                 for number in range(len(session.workers))
             ]
             session.connect(messages, transport.join)
             session.release("init")
+        else:
+            transport.join(Deadline(self._timeout_s))
         ranks.share(None, "connect")
         transport.joined()
         nbytes = [sum(travelling[name].nbytes for name in names) for names in offer.buckets]
@@ -765,6 +770,17 @@ def _check_plans(manifest: Manifest, plans: Sequence[Planned], padded: bool) -> 
         unexpected=unexpected,
         mismatched=mismatched,
     )
+
+
+def _reads(manifest: Manifest, plan: Planned) -> dict[str, list[Any]]:
+    """Which regions a worker reads, by name of the tensor, as (start, size)."""
+    return {
+        name: plan.partial.get(name, [[(0,) * len(manifest[name].shape), manifest[name].shape]]) for name in plan.used
+    }
+
+
+def _unpack_reads(rows: Mapping[str, Sequence[Any]]) -> Reads:
+    return {name: tuple(Box(tuple(start), tuple(size)) for start, size in boxes) for name, boxes in rows.items()}
 
 
 def _absent_layers(missing: Sequence[str], manifest: Manifest) -> list[str]:

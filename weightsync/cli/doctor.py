@@ -217,7 +217,9 @@ def _read_elsewhere(device: torch.device, check: str) -> Finding:
         cleanup.callback(child.stop)
         try:
             group = RankGroup(None, _CHILD_TIMEOUT_S)
-            shipment = Shipment(Manifest((meta,)), (("probe",),), (placement,))
+            shipment = Shipment(
+                Manifest((meta,)), (("probe",),), (placement,), ({"probe": (placement.box,)},), "127.0.0.1"
+            )
             transport.prepare(shipment, {placement: Region(tensor)}, group)
             transport.stage(0, None, time.sleep, Deadline(_CHILD_TIMEOUT_S))
             order = {"device": str(device), "storages": msgpack.packb(transport.storages(0)).hex()}

@@ -18,7 +18,7 @@ from weightsync.layout import Box, Manifest, Placement, TensorMeta, coverage
 from weightsync.machine import boot_id, describe_device
 from weightsync.testing.promises import PROMPT_S, region, require, same_bytes
 from weightsync.testing.together import Mail, MailGroup, run_together
-from weightsync.transports.base import Idle, Offer, Region, Shipment, Source, Transport, WorkerInfo, strided
+from weightsync.transports.base import Idle, Offer, Reads, Region, Shipment, Source, Transport, WorkerInfo, strided
 from weightsync.wire import pack_placements, unpack_placements
 
 
@@ -36,8 +36,9 @@ def check_transport(
 
     The ranks hold tensors of many dtypes in uneven shards, replicas and strided views, some of which are computed as
     they are staged. They are delivered twice with other contents, then twice without those that are frozen, again after
-    their storages have moved, and then three deliveries are broken off: a deadline passes, the trainer aborts, bad news
-    comes. After each the same transport must serve a new session.
+    their storages have moved, again to workers that read different parts, and then three deliveries are broken off: a
+    deadline passes, the trainer aborts, bad news comes. After each the same transport must serve a new session, of
+    workers that read everything or parts.
 
     `wrong_pairings` are (ranks, workers) that `Transport.check` must refuse. Every end runs in a thread of this
     process, or with `in_processes` in a process of its own, as GPUs need (no process can map its own memory by CUDA
@@ -112,6 +113,20 @@ _SPREAD = _MANIFEST.names[:-1]
 # More buckets than there are slots, of different sizes, the last with nothing of rank 0.
 _BUCKETS = (*(_SPREAD[at : at + 4] for at in range(0, len(_SPREAD), 4)), _MANIFEST.names[-1:])
 _FROZEN = frozenset(_BUCKETS[-1])
+
+
+def _reads(worker: int, workers: int, cut: bool) -> Reads:
+    """All of everything; or, of what has rows enough, one share of the rows, and of the rest all."""
+    reads: dict[str, tuple[Box, ...]] = {}
+    for tensor in _TRIAL.values():
+        whole = Box.full(tensor.shape)
+        if cut and tensor.shape and tensor.shape[0] >= workers:
+            first, last = (tensor.shape[0] * number // workers for number in (worker, worker + 1))
+            whole = Box((first, *whole.start[1:]), (last - first, *whole.size[1:]))
+        reads[tensor.name] = (whole,)
+    return reads
+
+
 _COMPUTED = ("rows.float16", "columns", "cast", "long")
 """What is made anew for each delivery: where it seems to lie there are zeros."""
 
@@ -142,6 +157,7 @@ class _Rank:
         self.held: list[tuple[_Tensor, Box, torch.Tensor]] = []
         self.offer = Offer((), (), {})
         self.version = 0
+        self.contents = 0  # of what it holds
 
     def run(self) -> None:
         infos = self.group.gather(_introduction(f"trainer rank {self.rank}", self.device), "plan")
@@ -156,10 +172,15 @@ class _Rank:
             self.push(contents=4, only_changed=True)
             self.connect()  # its storages have moved
             self.push(contents=5, part=None)
-            for ending in ("deadline", "abort", "news"):
+            self.connect(cut=True)
+            self.push(contents=1)
+            self.push(contents=2, part=3)
+            self.push(contents=3, only_changed=True)
+            for ending, cut in (("deadline", False), ("abort", True), ("news", False)):
                 self.break_off(ending)
-                self.connect()
+                self.connect(cut)
                 self.push(contents=6)
+                self.push(contents=7)
             self.tell({"do": "end"})
         finally:
             self.transport.abort()
@@ -173,7 +194,7 @@ class _Rank:
         if self.rank == 0:
             self.mail.hear_workers()
 
-    def connect(self) -> None:
+    def connect(self, cut: bool = False) -> None:
         self.held = _hold(self.rank, self.device)
         numbers: dict[int, int] = {}
         pieces: dict[Placement, Region] = {}
@@ -186,25 +207,28 @@ class _Rank:
             pieces[Placement(tensor.name, box, self.rank, number, offset, stride, tensor.dtype)] = region
         everyone = self.group.share(self.group.gather(pack_placements(pieces), "plan"), "plan")
         placements = tuple(unpack_placements(row for rows in everyone for row in rows))
-        shipment = Shipment(_MANIFEST, _BUCKETS, placements, _FROZEN)
+        workers = range(self.mail.workers)
+        reads = tuple(_reads(worker, len(workers), cut) for worker in workers)
+        shipment = Shipment(_MANIFEST, _BUCKETS, placements, reads, self.mail.host, _FROZEN)
         self.offer = self.transport.prepare(shipment, pieces, self.group)
         self.version = max(self.version, self.offer.newest)
         offered = [name for names in self.offer.buckets for name in names]
         require(sorted(offered) == sorted(_TRIAL), "the buckets of the offer are not every tensor once")
-        workers = range(self.mail.workers)
+        require(len(self.offer.placements) == len(workers), "the offer has not placements for each of the workers")
         rows = self.group.gather([self.transport.storages(worker) for worker in workers], "connect")
         if self.rank == 0:
             for worker in workers:
-                invitation = self.transport.invite(worker, len(workers), self.mail.host)
+                invitation = self.transport.invite(worker)
                 order = {
                     "do": "connect",
                     "storages": [row for rank_rows in rows for row in rank_rows[worker]],
-                    "placements": pack_placements(self.offer.placements),
+                    "placements": pack_placements(self.offer.placements[worker]),
+                    "cut": [worker, len(workers), cut],
                     "buckets": [list(names) for names in self.offer.buckets],
                     "fields": {**self.offer.fields, **invitation},
                 }
                 self.mail.send(self.mail.ranks + worker, order)
-            self.transport.join(Deadline(self.mail.timeout_s))
+        self.transport.join(Deadline(self.mail.timeout_s))
         self.hear()
         self.group.share(None, "connect")
         self.transport.joined()
@@ -212,6 +236,7 @@ class _Rank:
     def push(self, contents: int, part: int | None = WHOLE, only_changed: bool = False) -> None:
         for tensor, box, view in self.held:
             view.copy_(tensor.values(contents)[region(box)])
+        self.contents = contents
         self.version += 1
         buckets = self.offer.buckets
         if only_changed:
@@ -240,7 +265,7 @@ class _Rank:
 
     def break_off(self, ending: str) -> None:
         """The first bucket of a push, and then a second that workers wait for and nobody posts."""
-        self.send(0, contents=5 if ending == "deadline" else 6, following=1)  # as it was left
+        self.send(0, self.contents, following=1)
         self.hear()
         self.group.share(None, "load")
         self.tell({"do": "wait", "bucket": 1, "ending": ending})
@@ -305,6 +330,7 @@ class _Worker:
         self.mail = mail
         self.source: Source | None = None
         self.placements: dict[str, list[Placement]] = {}
+        self.reads: Reads = {}
         self.buckets: list[list[str]] = []
 
     def connect(self, order: dict[str, Any]) -> None:
@@ -312,13 +338,17 @@ class _Worker:
             self.source = self.make_source()
         self.source.connect(order["storages"], order["fields"], self.mail.idle, Deadline(self.mail.timeout_s))
         self.placements, self.buckets = defaultdict(list), order["buckets"]
+        self.reads = _reads(*order["cut"])
         for placement in unpack_placements(order["placements"]):
             self.placements[placement.name].append(placement)
 
     def load(self, order: dict[str, Any]) -> None:
         assert self.source is not None
         self.source.fetch(order["bucket"], order["following"], self.mail.idle, Deadline(self.mail.timeout_s))
+        read = {(placement.rank, placement.storage) for those in self.placements.values() for placement in those}
         for rank, storage, first, nbytes, part, sent in order["digests"]:
+            if (rank, storage) not in read:
+                continue  # another worker's
             found = digest(self.source.storage(rank, storage)[first : first + nbytes], part)
             where = f"bytes {first} to {first + nbytes} of storage {storage} of rank {rank}"
             require(found == sent, f"{where} arrived with another digest than they were sent with")
@@ -329,8 +359,11 @@ class _Worker:
         tensor = _TRIAL[name]
         wire: torch.dtype = getattr(torch, tensor.wire)
         expected = tensor.values(contents).to(wire)
-        missing, doubled = coverage(tensor.shape, {placement.box for placement in self.placements[name]})
-        require(not missing, f"no placement is offered for {name}{missing[:1]}")
+        boxes = {placement.box for placement in self.placements[name]}
+        doubled = coverage(tensor.shape, boxes)[1]
+        for wanted in self.reads[name]:
+            parts = {Box(tuple(a - b for a, b in zip(box.start, wanted.start, strict=True)), box.size) for box in boxes}
+            require(not coverage(wanted.size, parts)[0], f"no placement is offered for all of {name}{wanted}")
         require(not doubled, f"{name}{doubled[:1]} is offered in boxes that overlap without being the same")
         for p in self.placements[name]:
             found = strided(source.storage(p.rank, p.storage), p.dtype, p.offset, p.box.size, p.stride).to(wire)

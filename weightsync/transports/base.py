@@ -15,10 +15,14 @@ import torch
 
 from weightsync.channel import Deadline
 from weightsync.errors import ProtocolError
-from weightsync.layout import Manifest, Placement
+from weightsync.layout import Box, Manifest, Placement
 
 ALIGN_BYTES = 256
 """Where tensors start in a staging area; covers every dtype and the widest vector load."""
+
+
+Reads = Mapping[str, tuple[Box, ...]]
+"""By name of a tensor: the regions that a worker reads of it. What is not named it does not read."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +30,16 @@ class Shipment:
     """What is to be moved, the same on every trainer rank.
 
     `manifest` has the dtypes that travel; `buckets` its names, each once; `placements` where every rank's bytes lie.
-    The names in `frozen` have the last buckets to themselves, and travel only once as long as an offer keeps it so.
+    `reads` has every worker, in the order of their numbers; `host` is an address of trainer rank 0 that all of them
+    reach. The names in `frozen` have the last buckets to themselves, and travel only once as long as an offer keeps it
+    so.
     """
 
     manifest: Manifest
     buckets: tuple[tuple[str, ...], ...]
     placements: tuple[Placement, ...]
+    reads: tuple[Reads, ...]
+    host: str
     frozen: frozenset[str] = frozenset()
 
 
@@ -60,10 +68,11 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class Offer:
-    """What workers are told: placements over storages, and in which buckets to read them. `newest` is the newest
-    version that the transport has kept of earlier sessions, 0 without any; a push must be newer."""
+    """What workers are told: for each of them placements over storages, which cover what it reads, and in which buckets
+    to read them. `newest` is the newest version that the transport has kept of earlier sessions, 0 without any; a push
+    must be newer."""
 
-    placements: tuple[Placement, ...]
+    placements: tuple[tuple[Placement, ...], ...]
     buckets: tuple[tuple[str, ...], ...]
     fields: dict[str, Any]
     newest: int = 0
@@ -94,8 +103,8 @@ class Group(Protocol):
 class Transport(Protocol):
     """The trainer's end. Made for one session; `abort` may be called at any time and from any state.
 
-    Life: `check` (rank 0), `prepare`, `storages`, `invite` and `join` (rank 0), `joined`; then for each push, `stage`
-    and `post` (rank 0) for each bucket from the first on, though not always to the last, and `finish` (rank 0).
+    Life: `check` (rank 0), `prepare`, `storages`, `invite` (rank 0), `join`, `joined`; then for each push, `stage` and
+    `post` (rank 0) for each bucket from the first on, though not always to the last, and `finish` (rank 0).
     """
 
     name: str
@@ -110,12 +119,12 @@ class Transport(Protocol):
     def storages(self, worker: int) -> list[list[Any]]:
         """This rank's storages for one worker, as [rank, storage, kind, fields] rows of a `Connect` message."""
 
-    def invite(self, worker: int, workers: int, host: str) -> dict[str, Any]:
-        """Rank 0: what else worker number `worker` of `workers` must know to join; `host` is this process's address
-        that all of them reach."""
+    def invite(self, worker: int) -> dict[str, Any]:
+        """Rank 0: what else worker number `worker` must know to join."""
 
     def join(self, deadline: Deadline) -> None:
-        """Rank 0, while the workers connect: meet them, where the transport needs that."""
+        """Every rank, while the workers connect: meet them, where the transport needs that. Rank 0 calls it in a thread
+        of its own."""
 
     def joined(self) -> None:
         """Every rank, once every worker has connected."""

@@ -1,29 +1,28 @@
-"""One sender, every worker of every engine: NCCL or gloo.
+"""One sender or many, every worker of every engine, any hosts: NCCL or gloo.
 
-A bucket is the regions of its tensors as the trainer's ranks hold them, those of one rank side by side. Trainer rank 0
-receives the other ranks' parts where they belong in the bucket, and broadcasts it; nobody puts whole tensors together.
-It has two buckets' memory: while one is being broadcast the next is gathered. Another rank has room for its part of one
-bucket. Workers have two buckets: while one is loaded the next arrives.
+Each worker gets what it reads from the ranks that hold it where no link carries more bytes that way (`to_each`); else
+one broadcast goes to all (`to_all`). Workers have two buckets' memory: while one is loaded the next arrives.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from weightsync.channel import Deadline
 from weightsync.errors import ConfigError, PlacementError, WeightSyncError
-from weightsync.kernels.digest import Digests, warm_up
-from weightsync.layout import Manifest, Placement, choose_owners, itemsize, row_major
-from weightsync.transports.base import Group, Idle, Offer, Region, Shipment, WorkerInfo, align
-from weightsync.transports.communicator import Communicator, Pending, Rendezvous, visit
-from weightsync.transports.packing import Packer
+from weightsync.kernels.digest import warm_up
+from weightsync.layout import Placement
+from weightsync.transports.base import Group, Idle, Offer, Region, Shipment, WorkerInfo
+from weightsync.transports.communicator import Communicator, Pending, visit
+from weightsync.transports.slots import SLOTS, Exchange, exchange_layout
+from weightsync.transports.to_all import ToAll
+from weightsync.transports.to_each import ToEach
 
-SLOTS = 2
+_ABOUT = 1.02
+"""What every worker reads (norms) is sent to each, and regions begin at multiples of 256 bytes."""
 
 
 class BroadcastTransport:
@@ -32,11 +31,8 @@ class BroadcastTransport:
     def __init__(self, name: str, timeout_s: float) -> None:
         self.name = name
         self._timeout_s = timeout_s
-        self._engines: Rendezvous | None = None
-        self._to_engines: Communicator | None = None
-        self._among_ranks: Communicator | None = None
-        self._posted: dict[int, Pending] = {}
-        self._aborted = threading.Event()
+        self._way: ToAll | ToEach | None = None
+        self._apart = False
 
     def check(self, ranks: Sequence[WorkerInfo], workers: Sequence[WorkerInfo]) -> None:
         root = ranks[0]
@@ -55,138 +51,68 @@ class BroadcastTransport:
                     'use transport="ipc" for engines on the trainer\'s GPUs'
                 )
             seen[member.gpu_uuid] = member.peer
+        gpus = [member.gpu_uuid for member in (*ranks, *workers) if member.gpu_uuid]
+        self._apart = len(set(gpus)) == len(gpus)  # or all of them cannot be one communicator
 
     def prepare(self, shipment: Shipment, pieces: Mapping[Placement, Region], group: Group) -> Offer:
-        self._rank = group.rank
         kinds = {region.tensor.device.type for region in pieces.values()}
         kinds = set().union(*group.share([sorted(k) for k in group.gather(sorted(kinds), "plan")], "plan"))
         if len(kinds) > 1:
             raise ConfigError(f"a broadcast needs all tensors on one kind of device, found {sorted(kinds)}")
         on_gpu = kinds == {"cuda"}
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        self._device = next((region.tensor.device for region in pieces.values()), device)
-        owned, in_slots, self._parts = slot_layout(shipment.manifest, shipment.buckets, shipment.placements)
-        number = {name: i for i, names in enumerate(shipment.buckets) for name in names}
-        mine: list[list[tuple[Placement, Region]]] = [[] for _ in shipment.buckets]
-        for old, new in zip(owned, in_slots, strict=True):
-            if old.rank == group.rank:
-                mine[number[new.name]].append((new, pieces[old]))
-        self._bucket_bytes = [max((last for _, last in parts.values()), default=0) for parts in self._parts]
-        self._meet_ranks(group, self._device)
-        slot_bytes = max(self._bucket_bytes)
-        ranges = [parts.get(group.rank, (0, 0)) for parts in self._parts]
-        sizes = [slot_bytes] * SLOTS if group.rank == 0 else [max(last - first for first, last in ranges)]
-        self._slots = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for nbytes in sizes]
-        starts = [0 if group.rank == 0 else first for first, _ in ranges]
-        self._packers = [
-            Packer(self._slots[bucket % len(self._slots)], regions, start)
-            for bucket, (regions, start) in enumerate(zip(mine, starts, strict=True))
-        ]
-        self._digests: list[Digests] = []  # of each bucket, on rank 0
-        if group.rank == 0:
-            self._digests = [Digests([self._data(bucket)]) for bucket in range(len(shipment.buckets))]
-            warm_up(self._device)
-        fields = {"slot_bytes": slot_bytes, "bucket_bytes": self._bucket_bytes}
-        return Offer(tuple(in_slots), shipment.buckets, fields)
-
-    def _meet_ranks(self, group: Group, device: torch.device) -> None:
-        """A communicator among the trainer's ranks, made once."""
-        if group.size == 1 or self._among_ranks is not None:
-            return
-        rendezvous = Rendezvous(group.host) if group.rank == 0 else None
-        host, port = group.share([rendezvous.host, rendezvous.port] if rendezvous else None, "connect")
-        deadline = Deadline(self._timeout_s)
-
-        def store() -> dist.Store:
-            return rendezvous.store(deadline.left_s()) if rendezvous else visit(host, port, deadline.left_s())
-
-        self._among_ranks = Communicator(store, group.rank, group.size, device, host, group.idle, deadline)
+        device = next((region.tensor.device for region in pieces.values()), device)
+        exchange = None
+        if group.share(self._apart, "plan"):
+            exchange = exchange_layout(shipment.manifest, shipment.buckets, shipment.placements, shipment.reads)
+        kind = ToEach if exchange is not None and spares(exchange, shipment, group.size) else ToAll
+        if not isinstance(self._way, kind):
+            self.abort()
+            self._way = ToEach() if kind is ToEach else ToAll(self._timeout_s)
+        warm_up(device)
+        if isinstance(self._way, ToEach):
+            assert exchange is not None
+            return self._way.prepare(shipment, exchange, pieces, group, device)
+        assert isinstance(self._way, ToAll)
+        return self._way.prepare(shipment, pieces, group, device)
 
     def storages(self, worker: int) -> list[list[Any]]:
         return []
 
-    def invite(self, worker: int, workers: int, host: str) -> dict[str, Any]:
-        if self._engines is None:
-            self._engines = Rendezvous(host)
-            self._workers = workers
-        return {
-            "host": self._engines.host,
-            "port": self._engines.port,
-            "rank": worker + 1,
-            "size": workers + 1,
-        }
+    def invite(self, worker: int) -> dict[str, Any]:
+        return self._prepared().invite(worker)
 
     def join(self, deadline: Deadline) -> None:
-        if self._to_engines is None and self._engines is not None:
-            engines, aborted = self._engines, self._aborted
-
-            def idle(seconds: float) -> None:
-                if aborted.wait(seconds):
-                    raise WeightSyncError("the push was given up")
-
-            self._to_engines = Communicator(
-                lambda: engines.store(deadline.left_s()),
-                0,
-                self._workers + 1,
-                self._device,
-                engines.host,
-                idle,
-                deadline,
-            )
+        self._prepared().join(deadline)
 
     def joined(self) -> None:
         return
 
     def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[list[Any]]:
-        parts = self._parts[bucket]
-        if self._rank != 0:
-            if self._rank in parts:
-                first, last = parts[self._rank]
-                self._packers[bucket].fill()
-                self._ranks().send(self._slots[0][: last - first], 0).wait(idle, deadline, "gather")
-            return []
-        if (earlier := self._posted.pop(bucket - SLOTS, None)) is not None:
-            earlier.wait(idle, deadline, "transfer")
-        data = self._slots[bucket % SLOTS]
-        arriving = [(r, self._ranks().receive(data[first:last], r)) for r, (first, last) in parts.items() if r]
-        self._packers[bucket].fill()
-        for rank, pending in arriving:
-            try:
-                pending.wait(idle, deadline, "gather")
-            except WeightSyncError as error:
-                error.who = error.who or f"trainer rank {rank}"
-                raise
-        if part is None:
-            return []
-        return [[0, bucket % SLOTS, 0, self._bucket_bytes[bucket], part, *self._digests[bucket].of(part)]]
+        return self._prepared().stage(bucket, part, idle, deadline)
 
     def post(self, bucket: int) -> None:
-        if self._to_engines is not None:
-            self._posted[bucket] = self._to_engines.broadcast(self._data(bucket))
+        self._prepared().post(bucket)
 
     def finish(self, version: int, idle: Idle, deadline: Deadline) -> None:
-        for bucket in sorted(self._posted):
-            self._posted.pop(bucket).wait(idle, deadline, "transfer")
+        self._prepared().finish(idle, deadline)
 
     def abort(self) -> None:
-        self._aborted.set()  # for the thread that may still be waiting for the engines
-        self._aborted = threading.Event()
-        for communicator in (self._to_engines, self._among_ranks):
-            if communicator is not None:
-                communicator.abort()
-        if self._engines is not None:
-            self._engines.close()
-        self._to_engines = self._among_ranks = self._engines = None
-        self._posted.clear()
-        self._slots, self._packers, self._digests = [], [], []
+        if self._way is not None:
+            self._way.abort()
+            self._way = None
 
-    def _ranks(self) -> Communicator:
-        if self._among_ranks is None:
-            raise WeightSyncError("the trainer ranks' communicator is closed")
-        return self._among_ranks
+    def _prepared(self) -> ToAll | ToEach:
+        if self._way is None:
+            raise WeightSyncError("the transport is closed")
+        return self._way
 
-    def _data(self, bucket: int) -> torch.Tensor:
-        return self._slots[bucket % SLOTS][: self._bucket_bytes[bucket]]
+
+def spares(exchange: Exchange, shipment: Shipment, ranks: int) -> bool:
+    """Whether to send each worker its own: no member sends or receives more than a broadcast of everything has it do,
+    and there is somebody to spare, a rank 0 that would gather or workers that read different parts. Pure."""
+    nbytes = sum(meta.nbytes for meta in shipment.manifest)
+    return exchange.busiest_bytes() <= _ABOUT * nbytes and (ranks > 1 or len(shipment.reads) > 1)
 
 
 class BroadcastSource:
@@ -198,16 +124,19 @@ class BroadcastSource:
         self._address: tuple[str, int] | None = None
         self._slots: list[torch.Tensor] = []
         self._bucket_bytes: list[int] = []
+        self._arriving: list[list[list[int]]] | None = None  # of each bucket: rank, and its run of bytes of the slot
         self._posted: dict[int, Pending] = {}
 
     def connect(self, storages: list[list[Any]], fields: dict[str, Any], idle: Idle, deadline: Deadline) -> None:
-        self._bucket_bytes = fields["bucket_bytes"]
+        self._bucket_bytes, self._arriving = fields.get("bucket_bytes", []), fields.get("arriving")
         if not self._slots or self._slots[0].numel() != fields["slot_bytes"]:
             self._slots = [
                 torch.empty(fields["slot_bytes"], dtype=torch.uint8, device=self._device) for _ in range(SLOTS)
             ]
         address = (fields["host"], fields["port"])
         if self._address != address:
+            if self._communicator is not None:
+                self._communicator.abort()
             self._communicator = Communicator(
                 lambda: visit(*address, deadline.left_s()),
                 fields["rank"],
@@ -220,7 +149,7 @@ class BroadcastSource:
             self._address = address
 
     def storage(self, rank: int, storage: int) -> torch.Tensor:
-        return self._slots[storage]
+        return self._slots[storage % SLOTS]
 
     def fetch(self, bucket: int, following: int | None, idle: Idle, deadline: Deadline) -> None:
         if bucket not in self._posted:
@@ -233,8 +162,12 @@ class BroadcastSource:
     def _post(self, bucket: int) -> None:
         if self._communicator is None:
             raise WeightSyncError("a bucket was announced before the communicator was joined")
-        data = self._slots[bucket % SLOTS][: self._bucket_bytes[bucket]]
-        self._posted[bucket] = self._communicator.broadcast(data)
+        slot = self._slots[bucket % SLOTS]
+        if self._arriving is None:
+            self._posted[bucket] = self._communicator.broadcast(slot[: self._bucket_bytes[bucket]])
+        else:
+            runs = [(slot[first:last], rank) for rank, first, last in self._arriving[bucket]]
+            self._posted[bucket] = self._communicator.exchange(bucket, [], runs)
 
     def close(self) -> None:
         if self._communicator is not None:
@@ -242,31 +175,3 @@ class BroadcastSource:
         self._communicator, self._address = None, None
         self._posted.clear()
         self._slots = []
-
-
-Part = tuple[int, int]
-"""The first byte of a run of bytes, and the one after its last."""
-
-
-def slot_layout(
-    manifest: Manifest, buckets: Sequence[Sequence[str]], placements: Sequence[Placement]
-) -> tuple[list[Placement], list[Placement], list[dict[int, Part]]]:
-    """Which rank gives which region, where it lies in its bucket's slot in the dtype that travels, and each rank's part
-    of each bucket. What rank 0 holds it gives itself. Pure."""
-    number = {name: i for i, names in enumerate(buckets) for name in names}
-    at_root = {(p.name, p.box) for p in placements if p.rank == 0}
-    owned = choose_owners([p for p in placements if p.rank == 0 or (p.name, p.box) not in at_root])
-    owned.sort(key=lambda p: (number[p.name], p.rank))
-    used = [0] * len(buckets)
-    parts: list[dict[int, Part]] = [{} for _ in buckets]
-    in_slots = []
-    for placement in owned:
-        bucket, dtype = number[placement.name], manifest[placement.name].dtype
-        first = used[bucket]
-        used[bucket] = align(first + placement.box.numel * itemsize(dtype))
-        parts[bucket][placement.rank] = (parts[bucket].get(placement.rank, (first, 0))[0], used[bucket])
-        stride = row_major(placement.box.size)
-        in_slots.append(
-            Placement(placement.name, placement.box, 0, bucket % SLOTS, first // itemsize(dtype), stride, dtype)
-        )
-    return owned, in_slots, parts

@@ -123,7 +123,7 @@ class CheckpointTransport:
             "incoming": incoming,
             "buckets": [[self._shards.files[own.shard].name, own.runs] for own in self._shards.buckets],
         }
-        return Offer(_in_slot(self._shards), buckets, fields, newest)
+        return Offer((_in_slot(self._shards),) * len(shipment.reads), buckets, fields, newest)
 
     def _open(self) -> tuple[str, int]:
         """Rank 0: take the folder. Gives where pushes of this connection are written, and the newest version."""
@@ -147,7 +147,7 @@ class CheckpointTransport:
     def storages(self, worker: int) -> list[list[Any]]:
         return []
 
-    def invite(self, worker: int, workers: int, host: str) -> dict[str, Any]:
+    def invite(self, worker: int) -> dict[str, Any]:
         return {}
 
     def join(self, deadline: Deadline) -> None:

@@ -10,7 +10,7 @@ import atexit
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -126,32 +126,37 @@ class Communicator:
         options.rootRank = 0
         return self._begin(lambda: self._group.broadcast([data], options), f"broadcast of {data.numel()} bytes")
 
-    def send(self, data: torch.Tensor, to: int) -> Pending:
-        operation = self._alone(lambda: self._group.send([data], to, 0))
-        return self._begin(operation, f"send of {data.numel()} bytes to rank {to}")
+    def exchange(
+        self, number: int, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> Pending:
+        """Start sending and receiving, each to or from the member beside it, all as one. Two members have their
+        exchanges in the same order, under the same `number`s."""
+        nbytes = [sum(data.numel() for data, _ in those) for those in (sends, receives)]
+        members = sorted({member for _, member in (*sends, *receives)})
+        what = f"send of {nbytes[0]} bytes and receive of {nbytes[1]}, with members {members},"
+        return self._begin(lambda: self._together(number, sends, receives), what)
 
-    def receive(self, data: torch.Tensor, source: int) -> Pending:
-        operation = self._alone(lambda: self._group.recv([data], source, 0))
-        return self._begin(operation, f"receive of {data.numel()} bytes from rank {source}")
+    def _together(
+        self, number: int, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> Any:
+        group = self._group
+        if self.device.type == "cpu" or not (sends or receives):
+            # gloo ends the process when what arrives under a number is not of the size that was expected.
+            works = [group.send([data], member, number) for data, member in sends]
+            return _Watched([*works, *(group.recv([data], member, number) for data, member in receives)])
+        # As a batch, though of one: others get a communicator for their two members, and meet there, blocking.
+        group._start_coalescing()
+        for data, member in sends:
+            group.send([data], member, 0)
+        for data, member in receives:
+            group.recv([data], member, 0)
+        return group._end_coalescing()
 
     def _begin(self, operation: Callable[[], Any], what: str) -> Pending:
         try:
             return Pending(operation(), self.device, what)
         except RuntimeError as error:
             raise PeerError(f"the {what} broke: {error}") from error
-
-    def _alone(self, operation: Callable[[], Any]) -> Callable[[], Any]:
-        """An operation between two members."""
-        if self.device.type == "cpu":
-            return lambda: _Watched(operation())
-
-        # As a batch, though of one: others get a communicator for their two members, and meet there, blocking.
-        def batch() -> Any:
-            self._group._start_coalescing()
-            operation()
-            return self._group._end_coalescing()
-
-        return batch
 
     def abort(self) -> None:
         """Leave, and break every operation under way on the other members. Soon returns; nothing may follow."""
@@ -190,17 +195,18 @@ def _nccl(store: dist.Store, rank: int, size: int) -> Any:
 
 
 class _Watched(threading.Thread):
-    """A send or receive of gloo: unlike its collectives these never say that they are done, only their `wait` ends."""
+    """Sends and receives of gloo: unlike its collectives these never say that they are done, only their `wait` ends."""
 
-    def __init__(self, work: Any) -> None:
+    def __init__(self, works: list[Any]) -> None:
         super().__init__(name="weightsync-gloo", daemon=True)
-        self._work = work
+        self._works = works
         self._error: RuntimeError | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            self._work.wait()
+            for work in self._works:
+                work.wait()
         except RuntimeError as error:
             self._error = error
 

@@ -91,7 +91,7 @@ class IpcTransport:
         self._digests = [Digests([span.data for span in spans]) for spans in self._spans]
         for device in self._gpus:
             warm_up(device)
-        return Offer((*in_arena, *direct), tuple(buckets), {})
+        return Offer(((*in_arena, *direct),) * len(shipment.reads), tuple(buckets), {})
 
     def _make_arena(
         self,
@@ -108,9 +108,9 @@ class IpcTransport:
         device = device or pieces[mine[0][0]].tensor.device
         self._arena = _Arena.create(SLOTS * slot_bytes[self._rank], device)
         number = {name: i for i, names in enumerate(buckets) for name in names}
-        regions: list[list[tuple[Placement, Region]]] = [[] for _ in buckets]
+        regions: list[list[tuple[Placement, Placement, Region]]] = [[] for _ in buckets]
         for old, new in mine:
-            regions[number[old.name]].append((new, pieces[old]))
+            regions[number[old.name]].append((new, old, pieces[old]))
         self._packers = [Packer(self._arena.data, those) for those in regions]
 
     def storages(self, worker: int) -> list[list[Any]]:
@@ -125,7 +125,7 @@ class IpcTransport:
             rows.append([self._rank, number, *self._handles[key]])
         return rows
 
-    def invite(self, worker: int, workers: int, host: str) -> dict[str, Any]:
+    def invite(self, worker: int) -> dict[str, Any]:
         return {}
 
     def join(self, deadline: Deadline) -> None:

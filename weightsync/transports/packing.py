@@ -7,32 +7,43 @@ from collections.abc import Iterable
 import torch
 
 from weightsync.kernels.copies import BatchedCopy
-from weightsync.layout import Placement, itemsize
+from weightsync.layout import Box, Placement, itemsize
 from weightsync.transports.base import Region, strided
 
 
 class Packer:
-    """Copies a bucket's regions into `data` (1-D uint8), whose first byte is byte `first` of what their placements
-    speak of. `span` is the run of bytes of `data` from the first that it writes to the last."""
+    """Copies a bucket's regions into `data` (1-D uint8), whose first byte is byte `first` of what the new placements
+    speak of. `regions` are (new, own, region): what lies at `own`, or the part of it that `new` has, goes to `new`.
+    `span` is the run of bytes of `data` from the first that it writes to the last."""
 
-    def __init__(self, data: torch.Tensor, regions: Iterable[tuple[Placement, Region]], first: int = 0) -> None:
-        self._computed: list[tuple[torch.Tensor, Region]] = []
+    def __init__(
+        self, data: torch.Tensor, regions: Iterable[tuple[Placement, Placement, Region]], first: int = 0
+    ) -> None:
+        self._computed: dict[Placement, tuple[Region, list[tuple[torch.Tensor, Box]]]] = {}  # by where they seem to lie
         ready = []
         ends = []
-        for placement, region in regions:
-            size = itemsize(placement.dtype)
-            offset = placement.offset - first // size
-            place = strided(data, placement.dtype, offset, placement.box.size, placement.stride)
+        for new, own, region in regions:
+            size = itemsize(new.dtype)
+            offset = new.offset - first // size
+            place = strided(data, new.dtype, offset, new.box.size, new.stride)
             if region.compute is None:
-                ready.append((place, region.tensor, 0))
+                ready.append((place, _part(region.tensor, own.box, new.box), 0))
             else:
-                self._computed.append((place, region))
-            ends += [offset * size, (offset + placement.box.numel) * size]
+                self._computed.setdefault(own, (region, []))[1].append((place, new.box))
+            ends += [offset * size, (offset + new.box.numel) * size]
         self._copy = BatchedCopy(ready)
         self.span = (min(ends), max(ends)) if ends else (0, 0)
 
     def fill(self) -> None:
         """Of the values of now. Collective where regions are computed together."""
         self._copy.run()
-        for place, region in self._computed:
-            place.copy_(region.read())
+        for own, (region, places) in self._computed.items():
+            values = region.read()
+            for place, box in places:
+                place.copy_(_part(values, own.box, box))
+
+
+def _part(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
+    """What `part` is of a tensor that is `box`."""
+    at = zip(part.start, box.start, part.size, strict=True)
+    return tensor[tuple(slice(inner - outer, inner - outer + size) for inner, outer, size in at)]

@@ -1,0 +1,112 @@
+"""Where the bytes of a bucket lie while they travel, and which way they take."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from weightsync.layout import Box, Manifest, Placement, TensorMeta, coverage, itemsize, row_major
+from weightsync.transports.base import Reads, Shipment
+from weightsync.transports.broadcast import spares
+from weightsync.transports.slots import SLOTS, Exchange, exchange_layout
+
+ROWS, COLUMNS = 4096, 512
+BUCKETS = (("embed", "norm"), ("up", "down"), ("head",))
+MANIFEST = Manifest(
+    (
+        TensorMeta("embed", (ROWS, COLUMNS), "bfloat16"),
+        TensorMeta("norm", (COLUMNS,), "float32"),
+        TensorMeta("up", (ROWS, COLUMNS), "bfloat16"),
+        TensorMeta("down", (COLUMNS, ROWS), "bfloat16"),
+        TensorMeta("head", (ROWS, COLUMNS), "bfloat16"),
+    )
+)
+
+
+def share(shape: tuple[int, ...], dim: int, number: int, count: int) -> Box:
+    size = shape[dim] // count
+    start = tuple(number * size if at == dim else 0 for at in range(len(shape)))
+    return Box(start, tuple(size if at == dim else length for at, length in enumerate(shape)))
+
+
+def sharded(ranks: int) -> tuple[Placement, ...]:
+    """Every rank has its rows of everything, as with FSDP2."""
+    found = []
+    for number, meta in enumerate(MANIFEST):
+        for rank in range(ranks):
+            box = share(meta.shape, 0, rank, ranks)
+            found.append(Placement(meta.name, box, rank, number, 0, row_major(box.size), meta.dtype))
+    return tuple(found)
+
+
+def tensor_parallel(workers: int) -> tuple[Reads, ...]:
+    found = []
+    for worker in range(workers):
+        reads = {meta.name: (share(meta.shape, 0, worker, workers),) for meta in MANIFEST}
+        reads["norm"] = (Box.full((COLUMNS,)),)
+        reads["down"] = (share((COLUMNS, ROWS), 1, worker, workers),)
+        found.append(reads)
+    return tuple(found)
+
+
+def replicas(workers: int) -> tuple[Reads, ...]:
+    return ({meta.name: (Box.full(meta.shape),) for meta in MANIFEST},) * workers
+
+
+def laid_out(ranks: int, reads: tuple[Reads, ...]) -> Exchange:
+    return exchange_layout(MANIFEST, BUCKETS, sharded(ranks), reads)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("reads", [tensor_parallel(2), tensor_parallel(4), replicas(2)])
+def test_each_worker_gets_what_it_reads_once_and_runs_do_not_overlap(ranks: int, reads: tuple[Reads, ...]):
+    exchange = laid_out(ranks, reads)
+    for worker, wanted in enumerate(reads):
+        for name, (box,) in wanted.items():
+            came = [
+                Box(tuple(a - b for a, b in zip(cut.received.box.start, box.start, strict=True)), cut.received.box.size)
+                for cut in exchange.cuts
+                if cut.received.name == name and cut.received.storage // SLOTS == worker
+            ]
+            assert coverage(box.size, came) == ([], []), (name, worker)
+    for bucket in range(len(BUCKETS)):
+        cuts = [cut for cut in exchange.cuts if cut.bucket == bucket]
+        for key, (first, last) in exchange.received[bucket].items():
+            begin, end = exchange.sent[bucket][key]
+            assert end - begin == last - first
+            those = [c for c in cuts if (c.own.rank, c.received.storage // SLOTS) == key]
+            for cut in those:
+                size = itemsize(cut.received.dtype)
+                assert first <= cut.received.offset * size < last
+                assert cut.sent.offset * size - begin == cut.received.offset * size - first
+                assert cut.received.storage % SLOTS == bucket % SLOTS
+        for end, runs in (("worker", exchange.received[bucket]), ("rank", exchange.sent[bucket])):
+            for number in {key[end == "worker"] for key in runs}:
+                mine = sorted(run for key, run in runs.items() if key[end == "worker"] == number)
+                assert all(a[1] <= b[0] for a, b in pairwise(mine)), (end, number)
+
+
+def test_a_region_that_is_read_in_overlapping_parts_is_sent_whole():
+    halves = (Box((0, 0), (ROWS // 2, COLUMNS)), Box((ROWS // 4, 0), (ROWS // 2, COLUMNS)))
+    exchange = laid_out(1, ({"embed": halves}, {"embed": (halves[0], halves[0])}))
+    assert [cut.received.box.size[0] for cut in exchange.cuts] == [ROWS, ROWS // 2]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reads", "expected"),
+    [
+        (1, replicas(1), False),  # there is nobody to spare
+        (1, tensor_parallel(2), True),  # each worker gets half
+        (1, replicas(2), False),  # one rank would send everything twice
+        (2, replicas(1), True),  # rank 0 need not gather
+        (2, replicas(2), True),
+        (2, replicas(3), False),
+        (2, tensor_parallel(2), True),
+        (2, (*tensor_parallel(2), *tensor_parallel(2)), True),
+        (2, (*tensor_parallel(2), *tensor_parallel(2), *tensor_parallel(2)), False),
+    ],
+)
+def test_workers_get_their_own_where_no_link_carries_more(ranks: int, reads: tuple[Reads, ...], expected: bool):
+    shipment = Shipment(MANIFEST, BUCKETS, sharded(ranks), reads, "127.0.0.1")
+    assert spares(laid_out(ranks, reads), shipment, ranks) is expected

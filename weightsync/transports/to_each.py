@@ -1,0 +1,149 @@
+"""What each worker reads, from whichever trainer ranks hold it: no rank gathers, and nobody gets what it does not need.
+
+All ranks and all workers are one communicator. A bucket is one group of sends and receives. Each rank has two buckets'
+memory for what it sends, and each worker for what it receives: while one bucket travels the next is filled.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from weightsync.channel import Deadline
+from weightsync.errors import WeightSyncError
+from weightsync.kernels.digest import Digests
+from weightsync.layout import Placement
+from weightsync.transports.base import Group, Idle, Offer, Region, Shipment
+from weightsync.transports.communicator import Communicator, Pending, Rendezvous, visit
+from weightsync.transports.packing import Packer
+from weightsync.transports.slots import SLOTS, Exchange
+
+_LOOPBACK = "127."
+
+
+class ToEach:
+    """The trainer's end; for the methods see `Transport`."""
+
+    def __init__(self) -> None:
+        self._rendezvous: Rendezvous | None = None
+        self._address: tuple[str, int] | None = None
+        self._communicator: Communicator | None = None
+        self._posted: dict[int, Pending] = {}  # by slot
+        self._aborted = threading.Event()
+
+    def prepare(
+        self,
+        shipment: Shipment,
+        exchange: Exchange,
+        pieces: Mapping[Placement, Region],
+        group: Group,
+        device: torch.device,
+    ) -> Offer:
+        self._group, self._device, self._exchange = group, device, exchange
+        self._workers = len(shipment.reads)
+        if self._address is None:
+            if group.rank == 0:
+                # Engines that are reached by the loopback are on this host, where any of its addresses will do.
+                near = group.size > 1 and shipment.host.startswith(_LOOPBACK)
+                self._rendezvous = Rendezvous(group.host if near else shipment.host)
+            rendezvous = self._rendezvous
+            host, port = group.share([rendezvous.host, rendezvous.port] if rendezvous else None, "connect")
+            self._address = host, port
+        # By bucket: the worker to which each run of this rank's slot goes, and that run.
+        self._runs = [
+            [(worker, run) for (rank, worker), run in parts.items() if rank == group.rank] for parts in exchange.sent
+        ]
+        slot_bytes = max((last for runs in self._runs for _, (_, last) in runs), default=0)
+        self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+        self._posted.clear()  # all has arrived, or the workers would not have asked for more
+        regions: list[list[tuple[Placement, Placement, Region]]] = [[] for _ in shipment.buckets]
+        received: list[list[Placement]] = [[] for _ in shipment.reads]
+        for cut in exchange.cuts:
+            if cut.own.rank == group.rank:
+                regions[cut.bucket].append((cut.sent, cut.own, pieces[cut.own]))
+            received[cut.received.storage // SLOTS].append(cut.received)
+        self._packers = [Packer(self._slots[bucket % SLOTS], those) for bucket, those in enumerate(regions)]
+        self._digests = [
+            Digests([self._slots[bucket % SLOTS][first:last] for _, (first, last) in runs])
+            for bucket, runs in enumerate(self._runs)
+        ]
+        return Offer(tuple(tuple(those) for those in received), shipment.buckets, {})
+
+    def invite(self, worker: int) -> dict[str, Any]:
+        assert self._address is not None
+        return {
+            "host": self._address[0],
+            "port": self._address[1],
+            "rank": self._group.size + worker,
+            "size": self._group.size + self._workers,
+            "slot_bytes": self._exchange.slot_bytes(worker),
+            "arriving": [
+                [[rank, *run] for (rank, to), run in parts.items() if to == worker] for parts in self._exchange.received
+            ],
+        }
+
+    def join(self, deadline: Deadline) -> None:
+        if self._communicator is not None:
+            return
+        assert self._address is not None
+        host, port = self._address
+        rendezvous, aborted, group = self._rendezvous, self._aborted, self._group
+
+        def idle(seconds: float) -> None:
+            if aborted.wait(seconds):
+                raise WeightSyncError("the push was given up")
+            if group.rank:  # rank 0's connections are in use by another thread
+                group.idle(0.0)
+
+        self._communicator = Communicator(
+            lambda: rendezvous.store(deadline.left_s()) if rendezvous else visit(host, port, deadline.left_s()),
+            group.rank,
+            group.size + self._workers,
+            self._device,
+            host,
+            idle,
+            deadline,
+        )
+
+    def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[list[Any]]:
+        if (earlier := self._posted.pop(bucket % SLOTS, None)) is not None:
+            earlier.wait(idle, deadline, "transfer")
+        self._packers[bucket].fill()
+        rows: list[list[Any]] = []
+        if part is not None:
+            sent, rank = self._exchange.received[bucket], self._group.rank
+            for (worker, _), value in zip(self._runs[bucket], self._digests[bucket].of(part), strict=True):
+                first, last = sent[rank, worker]
+                rows.append([rank, worker * SLOTS + bucket % SLOTS, first, last - first, part, value])
+        if self._group.rank != 0:
+            self._send(bucket)  # the workers receive when they are told to
+        return rows
+
+    def post(self, bucket: int) -> None:
+        self._send(bucket)
+
+    def _send(self, bucket: int) -> None:
+        if self._communicator is None:
+            raise WeightSyncError("the communicator is closed")
+        slot = self._slots[bucket % SLOTS]
+        sends = [(slot[first:last], self._group.size + worker) for worker, (first, last) in self._runs[bucket]]
+        if sends:
+            self._posted[bucket % SLOTS] = self._communicator.exchange(bucket, sends, [])
+
+    def finish(self, idle: Idle, deadline: Deadline) -> None:
+        for slot in list(self._posted):
+            self._posted.pop(slot).wait(idle, deadline, "transfer")
+
+    def abort(self) -> None:
+        self._aborted.set()  # for the thread that may still be waiting for the others
+        self._aborted = threading.Event()
+        if self._communicator is not None:
+            self._communicator.abort()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+        self._communicator = self._rendezvous = self._address = None
+        self._posted.clear()
+        self._slots, self._packers, self._digests = [], [], []
