@@ -52,24 +52,33 @@ def test_ipc_reads_its_own_gpus_part_fast_and_the_rest_over_the_link():
 
 
 def test_a_broadcast_between_hosts_goes_through_one_network_card():
-    text = "hosts=2,ranks=8,engines=1,tp=8,network=50,fixed_ranks_s=0.5,message_s=1e-9"
+    text = "hosts=2,ranks=2,engines=3,tp=1,network=50,fixed_ranks_s=0.5,message_s=1e-9"
     parts = prediction(10**10, "broadcast", text).parts
     assert parts == pytest.approx(
         {
-            "gathering to rank 0": 0.175,
+            "gathering to rank 0": 0.1,
             "broadcast": 0.2,
-            "messages": 38 * 2 * 15e-9,
+            "messages": 38 * 2 * 4e-9,
             "calls into vLLM and plan": 0.5,
         }
     )
 
 
+def test_what_each_worker_reads_goes_through_the_network_cards_of_all_hosts():
+    text = "hosts=4,ranks=16,engines=2,tp=8,network=50,fixed_ranks_s=0.5,message_s=1e-9"
+    parts = prediction(10**10, "broadcast", text).parts
+    # A rank sends an eighth, a host 8 of these; as much as its workers receive.
+    assert parts == pytest.approx(
+        {"sending to each worker": 0.2, "messages": 5 * 2 * 31e-9, "calls into vLLM and plan": 0.5}
+    )
+
+
 def test_time_grows_with_bytes_and_rank_0_s_messages_with_buckets_and_peers():
     at_256 = prediction(bfloat16_bytes("70B"), "broadcast", "hosts=32,ranks=128,engines=16").parts["messages"]
-    assert at_256 == pytest.approx(522 * 2 * (127 + 128) * 80e-6)  # 522 buckets of 256 MiB
+    assert at_256 == pytest.approx(66 * 2 * (127 + 128) * 80e-6)  # 66 buckets of 256 MiB of a worker's eighth
     larger = prediction(bfloat16_bytes("70B"), "broadcast", "hosts=32,ranks=128,engines=16,bucket_mib=4096")
-    assert larger.parts["messages"] < at_256 / 15
-    assert larger.limit == "broadcast"
+    assert larger.parts["messages"] < at_256 / 13
+    assert larger.limit == "sending to each worker"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from weightsync.layout import Box, Manifest, Placement, TensorMeta, coverage, itemsize, row_major
 from weightsync.transports.base import Reads, Shipment
 from weightsync.transports.broadcast import spares
-from weightsync.transports.slots import SLOTS, Exchange, exchange_layout
+from weightsync.transports.slots import SLOTS, Exchange, exchange_layout, merge
 
 ROWS, COLUMNS = 4096, 512
 BUCKETS = (("embed", "norm"), ("up", "down"), ("head",))
@@ -85,6 +85,17 @@ def test_each_worker_gets_what_it_reads_once_and_runs_do_not_overlap(ranks: int,
             for number in {key[end == "worker"] for key in runs}:
                 mine = sorted(run for key, run in runs.items() if key[end == "worker"] == number)
                 assert all(a[1] <= b[0] for a, b in pairwise(mine)), (end, number)
+
+
+def test_buckets_grow_to_what_a_member_has_room_for_and_what_is_frozen_stays_apart():
+    exchange = laid_out(4, tensor_parallel(4))
+    nbytes = [sum(MANIFEST[name].nbytes for name in names) for names in BUCKETS]
+    assert merge(BUCKETS, exchange, frozenset(), max(nbytes)) == [("embed", "norm", "up", "down", "head")]
+    apart = merge(BUCKETS, exchange, frozenset({"head"}), max(nbytes))
+    assert apart == [("embed", "norm", "up", "down"), ("head",)]
+    # A quarter of all, of the norm more: one byte less does not do for the first two.
+    most = max(sum(last - first for (r, _), (first, last) in parts.items() if r == 0) for parts in exchange.sent[:2])
+    assert merge(BUCKETS, exchange, frozenset(), most) == list(BUCKETS)
 
 
 def test_a_region_that_is_read_in_overlapping_parts_is_sent_whole():

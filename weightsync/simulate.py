@@ -5,9 +5,10 @@ Nothing is run. `S` is the bytes that travel, `R` the trainer's ranks, `W` the e
     ipc          S / tp / copying * (here / device_copy + (1 - here) / peer_copy) + fixed + messages of 1 bucket
                  `here` is the part of a worker's share that lies on its own GPU, 1 / R of it; nothing, when there are
                  more workers than ranks
-    broadcast    S (R - 1) / R / link + S / broadcast + fixed + messages of B buckets
-                 what other ranks hold comes to rank 0 first; between hosts link and broadcast are one network card's;
-                 filling and emptying buckets goes on meanwhile
+    broadcast    busiest / link + fixed + messages of B buckets, where each worker gets what it reads: `busiest` is what
+                 the busiest member sends (S engines / R) or receives (S / tp), and between hosts those of one host
+                 together; where that is more than S, S (R - 1) / R / link + S / broadcast instead, through rank 0.
+                 Between hosts link and broadcast are one network card's. Buckets are filled and emptied meanwhile
     checkpoint   max(S / file_write, H S / file_read) + fixed + messages of B buckets
                  every worker reads every bucket, those of one host once together; H is the engines' hosts
     messages     2 (R - 1 + W) message_s for each bucket: rank 0 tells every other rank and worker, and is answered
@@ -144,10 +145,20 @@ def _ipc(nbytes: int, t: Topology) -> dict[str, float]:
 
 def _broadcast(nbytes: int, t: Topology) -> dict[str, float]:
     ring, link = (t.broadcast, t.peer_copy) if t.hosts == 1 else (t.network, t.network)
+    busiest = max(nbytes * t.engines / t.ranks, nbytes / t.tp)
+    if busiest <= nbytes and (t.ranks > 1 or t.workers > 1):
+        in_slot = busiest  # a bucket is what a member has room for
+        if t.hosts > 1:
+            sending, receiving = min(t.ranks, t.gpus_per_host), min(t.workers, t.gpus_per_host)
+            busiest = max(nbytes * t.engines / t.ranks * sending, nbytes / t.tp * receiving)
+        moving = {"sending to each worker": busiest / (ring * 1e9)}
+    else:
+        in_slot = nbytes
+        gathering = nbytes * (t.ranks - 1) / t.ranks / (link * 1e9)
+        moving = {"gathering to rank 0": gathering, "broadcast": nbytes / (ring * 1e9)}
     return {
-        "gathering to rank 0": nbytes * (t.ranks - 1) / t.ranks / (link * 1e9),
-        "broadcast": nbytes / (ring * 1e9),
-        "messages": _messages(_buckets(nbytes, t), t),
+        **moving,
+        "messages": _messages(_buckets(in_slot, t), t),
         "calls into vLLM and plan": _fixed(t),
     }
 
@@ -163,7 +174,7 @@ def _checkpoint(nbytes: int, t: Topology) -> dict[str, float]:
     }
 
 
-def _buckets(nbytes: int, t: Topology) -> int:
+def _buckets(nbytes: float, t: Topology) -> int:
     return math.ceil(nbytes / (t.bucket_mib * 2**20))
 
 

@@ -7,6 +7,7 @@ one broadcast goes to all (`to_all`). Workers have two buckets' memory: while on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from weightsync.kernels.digest import warm_up
 from weightsync.layout import Placement
 from weightsync.transports.base import Group, Idle, Offer, Region, Shipment, WorkerInfo
 from weightsync.transports.communicator import Communicator, Pending, visit
-from weightsync.transports.slots import SLOTS, Exchange, exchange_layout
+from weightsync.transports.slots import SLOTS, Exchange, exchange_layout, merge
 from weightsync.transports.to_all import ToAll
 from weightsync.transports.to_each import ToEach
 
@@ -72,6 +73,9 @@ class BroadcastTransport:
         warm_up(device)
         if isinstance(self._way, ToEach):
             assert exchange is not None
+            largest = max(sum(shipment.manifest[name].nbytes for name in names) for names in shipment.buckets)
+            shipment = replace(shipment, buckets=tuple(merge(shipment.buckets, exchange, shipment.frozen, largest)))
+            exchange = exchange_layout(shipment.manifest, shipment.buckets, shipment.placements, shipment.reads)
             return self._way.prepare(shipment, exchange, pieces, group, device)
         assert isinstance(self._way, ToAll)
         return self._way.prepare(shipment, pieces, group, device)

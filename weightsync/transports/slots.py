@@ -113,6 +113,29 @@ def exchange_layout(
     return Exchange(cuts, sent, received)
 
 
+def merge(
+    buckets: Sequence[tuple[str, ...]], exchange: Exchange, frozen: frozenset[str], max_bytes: int
+) -> list[tuple[str, ...]]:
+    """Neighbouring buckets made one as long as no member sends or receives more than `max_bytes` of it: each has room
+    for its own part alone. What is frozen is kept apart."""
+    merged: list[list[str]] = []
+    filled: dict[tuple[str, int], int] = {}
+    for names, parts in zip(buckets, exchange.sent, strict=True):
+        nbytes: dict[tuple[str, int], int] = defaultdict(int)
+        for (rank, worker), (first, last) in parts.items():
+            nbytes["rank", rank] += last - first
+            nbytes["worker", worker] += last - first
+        together = {key: filled.get(key, 0) + nbytes.get(key, 0) for key in filled.keys() | nbytes.keys()}
+        alike = bool(merged) and frozen.issuperset(names) == frozen.issuperset(merged[-1])
+        if alike and max(together.values(), default=0) <= max_bytes:
+            merged[-1] += names
+            filled = together
+        else:
+            merged.append(list(names))
+            filled = nbytes
+    return [tuple(names) for names in merged]
+
+
 def _apart(shape: Sequence[int], boxes: Sequence[Box]) -> Sequence[Box]:
     """The boxes, each once; the whole tensor where some overlap."""
     once = tuple(dict.fromkeys(boxes))
