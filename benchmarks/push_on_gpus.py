@@ -5,6 +5,8 @@
     python benchmarks/push_on_gpus.py broadcast      # 2 GPUs: plain module on GPU 0 -> engine on GPU 1
     python benchmarks/push_on_gpus.py zero3          # 2 GPUs: DeepSpeed ZeRO-3 x2 -> TP=2 on the same GPUs
     python benchmarks/push_on_gpus.py megatron       # 2 GPUs: Megatron-core TP=2 -> TP=2 on the same GPUs
+    python benchmarks/push_on_gpus.py broadcast --engines 3    # 4 GPUs: plain module -> an engine on each of 3 others
+    python benchmarks/push_on_gpus.py fsdp-broadcast        # 4 GPUs: FSDP2 x2 -> TP=2 on two other GPUs
     python benchmarks/push_on_gpus.py megatron-broadcast    # 3 GPUs: Megatron-core TP=2 -> engine on another GPU;
                                                             # with 2 GPUs, the engine shares that of trainer rank 1
     python benchmarks/push_on_gpus.py ipc --shape tiny      # a small model, also without a GPU
@@ -49,6 +51,7 @@ PROMPTS = [[5, 6, 7, 8], [9, 9, 3], list(range(20, 60)), [100, 101, 7, 3, 55, 2]
 NATIVE_BACKEND = {"ipc": "ipc", "fsdp": "ipc", "broadcast": "nccl"}
 BACKEND = {"zero3": "deepspeed", "megatron": "megatron", "megatron-broadcast": "megatron"}
 ON_ENGINES_GPUS = ("fsdp", "zero3", "megatron")
+APART = ("fsdp-broadcast", "megatron-broadcast")
 SHAPES: dict[str, dict[str, Any]] = {
     "8B": {
         "vocab_size": 151936,
@@ -68,6 +71,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 32,
     },
+}
+SHAPES["0.5B"] = SHAPES["8B"] | {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
 }
 SHAPES["small"] = SHAPES["tiny"] | {"hidden_size": 512, "intermediate_size": 512, "head_dim": 128}
 SHAPES["tiny-moe"] = SHAPES["tiny"] | {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
@@ -206,11 +217,11 @@ def make_trainer(case: str, shape: str, device: torch.device, size: int, dtype: 
         return Zero3(shape, device)
     if case.startswith("megatron"):
         return Megatron(shape, device, size)
-    return fsdp(shape, device, dtype) if case == "fsdp" else plain(shape, device, dtype)
+    return fsdp(shape, device, dtype) if case.startswith("fsdp") else plain(shape, device, dtype)
 
 
 def trainer_ranks(case: str) -> int:
-    return 2 if case in (*ON_ENGINES_GPUS, "megatron-broadcast") else 1
+    return 2 if case in (*ON_ENGINES_GPUS, *APART) else 1
 
 
 def save_checkpoint(shape: str, seed: int, folder: Path, device: torch.device) -> None:
@@ -387,9 +398,10 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
 
     cuda = torch.cuda.is_available()
     shape = args.shape
-    # The engine takes GPUs from 0 on; a broadcast needs the trainer on others.
+    tp = 2 if args.case in (*ON_ENGINES_GPUS, "fsdp-broadcast") else 1
+    # Engines take GPUs from 0 on; a broadcast needs the trainer on others.
     apart = args.case.endswith("broadcast")
-    number = (rank + apart) % max(1, torch.cuda.device_count())
+    number = (rank + apart * tp * args.engines) % max(1, torch.cuda.device_count())
     device = torch.device("cuda", number) if cuda and not args.on_cpu else CPU
     if cuda:
         torch.cuda.set_device(number)
@@ -400,7 +412,7 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
     trainer = make_trainer(args.case, shape, device, size, args.dtype)
     trainer.fill(1)
     nbytes = sum(p.numel() * 2 for p in empty_model(shape).parameters())
-    root, tp = rank == 0, 2 if args.case in ON_ENGINES_GPUS else 1
+    root = rank == 0
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)  # the engine has a group of its own
     found: dict[str, Any] = {
@@ -425,7 +437,15 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
                 second[0].wait()  # two engines that start at once on one GPU count each other's memory as their own
         llm = start_engine(folder, tp, "weightsync", args)
         found["cold"] = cold = answers(llm)
-    with WeightSync(BACKEND.get(args.case, "fsdp"), transport, llm, max_bytes=args.max_bytes, timeout_s=120) as sync:
+    others: list[Any] = []
+    for gpu in range(1, args.engines if root else 1):
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)  # of the engine alone: this process has begun to use its own
+        others.append(start_engine(folder, tp, "weightsync", args))
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+    engines = [llm, *others] if root else None
+    with WeightSync(
+        BACKEND.get(args.case, "fsdp"), transport, engines, max_bytes=args.max_bytes, timeout_s=120
+    ) as sync:
         reports: list[Any] = []
         if size > 1:
             host_barrier(rank, size)
@@ -454,6 +474,10 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
             )
             for name in ("after A", "after A, B", "after A, B, A"):
                 say(f"{name}, against the cold start: {found[name]}")
+            for other in others:
+                found["another engine"] = compare(answers(other), cold)
+                say(f"another engine, against the first's cold start: {found['another engine']}")
+                stop(other)
             results.write_text(json.dumps(found))
     if root and second is not None:
         process, out = second
@@ -539,10 +563,11 @@ def made_checkpoint(args: argparse.Namespace) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=["ipc", "broadcast", *ON_ENGINES_GPUS, "megatron-broadcast", "cold"])
+    parser.add_argument("case", choices=["ipc", "broadcast", *ON_ENGINES_GPUS, *APART, "cold"])
     add_engine_arguments(parser)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the trainer's weights")
     parser.add_argument("--on-cpu", action="store_true", help="the trainer of `ipc` holds its weights in CPU memory")
+    parser.add_argument("--engines", type=int, default=1, help="that `broadcast` goes to, each on a GPU of its own")
     parser.add_argument("--num-iters", type=int, default=6)
     parser.add_argument("--no-native", dest="native", action="store_false", help="leave vLLM's own engine out")
     parser.add_argument("--second-engine", action="store_true", help="compare with a second cold engine as well")

@@ -56,23 +56,26 @@ def test_a_member_that_never_comes(kind: str, ending: str):
     run_ranks(alone, 1, kind, ending, timeout_s=60)
 
 
-def meet(rank: int, device: torch.device, place: Path) -> Communicator:
+def meet(rank: int, device: torch.device, place: Path, what: str) -> Communicator:
+    """Where `what` is no broadcast, rank 1 will send to rank 0."""
     deadline = Deadline(20.0)
+    partners = [] if what == "broadcast" else [1 - rank]
+    ends = ([], partners) if rank == 0 else (partners, [])
     if rank == 0:
         rendezvous = Rendezvous(HOST)
         place.with_suffix(".new").write_text(str(rendezvous.port))
         place.with_suffix(".new").rename(place)
-        return Communicator(lambda: rendezvous.store(20.0), 0, 2, device, HOST, time.sleep, deadline)
+        return Communicator(lambda: rendezvous.store(20.0), 0, 2, device, HOST, time.sleep, deadline, *ends)
     while not place.exists():
         time.sleep(0.01)
     port = int(place.read_text())
-    return Communicator(lambda: visit(HOST, port, 20.0), rank, 2, device, HOST, time.sleep, deadline)
+    return Communicator(lambda: visit(HOST, port, 20.0), rank, 2, device, HOST, time.sleep, deadline, *ends)
 
 
 def lose(rank: int, kind: str, what: str, gone: int, folder: str) -> None:
     """After one round that works, rank `gone` dies where the other waits for it."""
     device, place = device_of(kind, rank), Path(folder, "port")
-    communicator = meet(rank, device, place)
+    communicator = meet(rank, device, place, what)
     nbytes = 1 << (28 if kind == "cuda" else 22)  # NCCL takes what fits into its buffers also for a dead receiver
     data = torch.full((nbytes,), rank, dtype=torch.uint8, device=device)
 

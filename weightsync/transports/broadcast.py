@@ -71,10 +71,11 @@ class BroadcastTransport:
             self.abort()
             self._way = ToEach() if kind is ToEach else ToAll(self._timeout_s)
         warm_up(device)
+        # All slots have room for the largest bucket, and fewer buckets are fewer messages.
+        nbytes = [sum(shipment.manifest[name].nbytes for name in names) for names in shipment.buckets]
+        loads = exchange.loads() if exchange is not None and kind is ToEach else [{"root": n} for n in nbytes]
+        shipment = replace(shipment, buckets=merge(shipment.buckets, loads, shipment.frozen, max(nbytes)))
         if isinstance(self._way, ToEach):
-            assert exchange is not None
-            largest = max(sum(shipment.manifest[name].nbytes for name in names) for names in shipment.buckets)
-            shipment = replace(shipment, buckets=tuple(merge(shipment.buckets, exchange, shipment.frozen, largest)))
             exchange = exchange_layout(shipment.manifest, shipment.buckets, shipment.placements, shipment.reads)
             return self._way.prepare(shipment, exchange, pieces, group, device)
         assert isinstance(self._way, ToAll)
@@ -149,6 +150,7 @@ class BroadcastSource:
                 fields["host"],
                 idle,
                 deadline,
+                receives_from=fields.get("senders", []),
             )
             self._address = address
 

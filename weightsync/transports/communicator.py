@@ -10,7 +10,7 @@ import atexit
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -60,8 +60,9 @@ def visit(host: str, port: int, timeout_s: float) -> dist.Store:
 class Communicator:
     """`size` members on `device`s of one type; member 0 is the root of every broadcast.
 
-    `open_store` gives the store where they meet; `host` is an address of the host where it is. Returns when all members
-    have come. Waits as `Pending.wait` does.
+    `open_store` gives the store where they meet; `host` is an address of the host where it is. `sends_to` and
+    `receives_from` are the members that this one will `exchange` with, and say the same of each other. Returns when all
+    members have come. Waits as `Pending.wait` does.
     """
 
     def __init__(
@@ -73,8 +74,11 @@ class Communicator:
         host: str,
         idle: Idle,
         deadline: Deadline,
+        sends_to: Iterable[int] = (),
+        receives_from: Iterable[int] = (),
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
+        self._partners = list(sends_to), list(receives_from)
         self._group: Any = None
         self._left = False
         self._error: RuntimeError | None = None
@@ -109,6 +113,7 @@ class Communicator:
                 self._group = group
                 # Otherwise NCCL's members meet in the first operation, on the thread that asks for it.
                 group.eager_connect_single_device(self.device)
+                self._connect_partners()
             else:
                 options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
                 options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_facing(host))]
@@ -119,6 +124,15 @@ class Communicator:
         else:
             if self._left:  # `abort` came while there was nothing to break
                 self.abort()
+
+    def _connect_partners(self) -> None:
+        """NCCL connects two members in their first exchange, where each waits for the other in the call itself."""
+        sends_to, receives_from = self._partners
+        if sends_to or receives_from:
+            nothing = torch.zeros(1, dtype=torch.uint8, device=self.device)
+            receives = [(nothing, source) for source in receives_from]
+            self._together(0, [(nothing, to) for to in sends_to], receives).wait()
+            torch.cuda.current_stream(self.device).synchronize()
 
     def broadcast(self, data: torch.Tensor) -> Pending:
         """Start a broadcast of member 0's `data` (1-D uint8) into the others'; every member calls it in one order."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from weightsync.layout import Box, Manifest, Placement, choose_owners, coverage, itemsize, row_major
 from weightsync.transports.base import Reads, align
@@ -66,14 +67,20 @@ class Exchange:
         """The largest bucket that this worker receives."""
         return max((last for parts in self.received for (_, w), (_, last) in parts.items() if w == worker), default=0)
 
+    def loads(self) -> list[Counter[Hashable]]:
+        """Of each bucket, what each rank sends and each worker receives."""
+        found: list[Counter[Hashable]] = []
+        for parts in self.sent:
+            load: Counter[Hashable] = Counter()
+            for (rank, worker), (first, last) in parts.items():
+                load["rank", rank] += last - first
+                load["worker", worker] += last - first
+            found.append(load)
+        return found
+
     def busiest_bytes(self) -> int:
         """What the busiest rank sends, or the busiest worker receives."""
-        nbytes: dict[tuple[str, int], int] = defaultdict(int)
-        for parts in self.sent:
-            for (rank, worker), (first, last) in parts.items():
-                nbytes["rank", rank] += last - first
-                nbytes["worker", worker] += last - first
-        return max(nbytes.values(), default=0)
+        return max(sum(self.loads(), Counter()).values(), default=0)
 
 
 def exchange_layout(
@@ -114,26 +121,25 @@ def exchange_layout(
 
 
 def merge(
-    buckets: Sequence[tuple[str, ...]], exchange: Exchange, frozen: frozenset[str], max_bytes: int
-) -> list[tuple[str, ...]]:
-    """Neighbouring buckets made one as long as no member sends or receives more than `max_bytes` of it: each has room
-    for its own part alone. What is frozen is kept apart."""
+    buckets: Sequence[tuple[str, ...]],
+    loads: Sequence[Mapping[Any, int]],
+    frozen: frozenset[str],
+    max_bytes: int,
+) -> tuple[tuple[str, ...], ...]:
+    """Neighbouring buckets made one as long as no member has more than `max_bytes` of it to hold; `loads` are the bytes
+    of each bucket by member. What is frozen is kept apart."""
     merged: list[list[str]] = []
-    filled: dict[tuple[str, int], int] = {}
-    for names, parts in zip(buckets, exchange.sent, strict=True):
-        nbytes: dict[tuple[str, int], int] = defaultdict(int)
-        for (rank, worker), (first, last) in parts.items():
-            nbytes["rank", rank] += last - first
-            nbytes["worker", worker] += last - first
-        together = {key: filled.get(key, 0) + nbytes.get(key, 0) for key in filled.keys() | nbytes.keys()}
+    held: Counter[Hashable] = Counter()
+    for names, load in zip(buckets, loads, strict=True):
+        together = held + Counter(load)
         alike = bool(merged) and frozen.issuperset(names) == frozen.issuperset(merged[-1])
         if alike and max(together.values(), default=0) <= max_bytes:
             merged[-1] += names
-            filled = together
+            held = together
         else:
             merged.append(list(names))
-            filled = nbytes
-    return [tuple(names) for names in merged]
+            held = Counter(load)
+    return tuple(tuple(names) for names in merged)
 
 
 def _apart(shape: Sequence[int], boxes: Sequence[Box]) -> Sequence[Box]:

@@ -76,7 +76,18 @@ class ToAll:
         def store() -> dist.Store:
             return rendezvous.store(deadline.left_s()) if rendezvous else visit(host, port, deadline.left_s())
 
-        self._among_ranks = Communicator(store, group.rank, group.size, device, host, group.idle, deadline)
+        others = range(1, group.size)
+        self._among_ranks = Communicator(
+            store,
+            group.rank,
+            group.size,
+            device,
+            host,
+            group.idle,
+            deadline,
+            sends_to=[] if group.rank == 0 else [0],
+            receives_from=others if group.rank == 0 else [],
+        )
 
     def invite(self, worker: int) -> dict[str, Any]:
         assert self._engines is not None

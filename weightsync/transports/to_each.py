@@ -31,6 +31,7 @@ class ToEach:
         self._rendezvous: Rendezvous | None = None
         self._address: tuple[str, int] | None = None
         self._communicator: Communicator | None = None
+        self._pairs: set[tuple[int, int]] = set()  # rank and worker that the communicator has connected
         self._posted: dict[int, Pending] = {}  # by slot
         self._aborted = threading.Event()
 
@@ -44,6 +45,10 @@ class ToEach:
     ) -> Offer:
         self._group, self._device, self._exchange = group, device, exchange
         self._workers = len(shipment.reads)
+        pairs = {pair for parts in exchange.sent for pair in parts}
+        if not pairs <= self._pairs:
+            self.abort()
+            self._pairs = pairs
         if self._address is None:
             if group.rank == 0:
                 # Engines that are reached by the loopback are on this host, where any of its addresses will do.
@@ -80,6 +85,7 @@ class ToEach:
             "rank": self._group.size + worker,
             "size": self._group.size + self._workers,
             "slot_bytes": self._exchange.slot_bytes(worker),
+            "senders": [rank for rank, to in sorted(self._pairs) if to == worker],
             "arriving": [
                 [[rank, *run] for (rank, to), run in parts.items() if to == worker] for parts in self._exchange.received
             ],
@@ -106,6 +112,7 @@ class ToEach:
             host,
             idle,
             deadline,
+            sends_to=[group.size + worker for rank, worker in sorted(self._pairs) if rank == group.rank],
         )
 
     def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[list[Any]]:
@@ -145,5 +152,6 @@ class ToEach:
         if self._rendezvous is not None:
             self._rendezvous.close()
         self._communicator = self._rendezvous = self._address = None
+        self._pairs = set()
         self._posted.clear()
         self._slots, self._packers, self._digests = [], [], []
