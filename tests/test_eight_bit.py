@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 from weightsync import ManifestError, WeightSync
 from weightsync.kernels.quantize import fp8_per_block, fp8_per_channel, int8_per_channel
+from weightsync.receiver.eight_bit import int8_packed
 
 TIMEOUT_S = 10.0
 FP8 = torch.float8_e4m3fn
@@ -20,10 +22,20 @@ ROWS, COLUMNS = 256, 128
 
 
 class Layer(nn.Module):
-    """Two weights of `ROWS / 2` rows fused into one, and the scales beside it."""
+    """Two weights of `ROWS / 2` rows fused into one, and the scales beside it. As int32 it is packed."""
 
     def __init__(self, dtype: torch.dtype, suffix: str, scales: tuple[int, ...]) -> None:
         super().__init__()
+        if dtype == torch.int32:
+            for key, like in [
+                ("packed", torch.zeros(ROWS, COLUMNS // 4, dtype=dtype)),
+                ("scale", torch.zeros(scales, dtype=torch.bfloat16)),
+                ("shape", torch.zeros(2, dtype=torch.int64)),
+            ]:
+                self.register_parameter(f"weight_{key}", nn.Parameter(like, requires_grad=False))
+            group = COLUMNS // scales[1] if scales[1] > 1 else -1
+            self.scheme = SimpleNamespace(num_bits=8, symmetric=True, group_size=group)
+            return
         self.weight = nn.Parameter(torch.zeros(ROWS, COLUMNS, dtype=dtype), requires_grad=False)
         self.register_parameter("weight" + suffix, nn.Parameter(torch.zeros(scales), requires_grad=False))
         if suffix == "_scale_inv":
@@ -41,7 +53,7 @@ class Model(nn.Module):
         for name, tensor in weights:
             half = 1 if ".up." in name else 0
             target = params[name.replace(".gate.", ".").replace(".up.", ".")].data
-            if name != "norm":
+            if name != "norm" and not name.endswith("_shape"):
                 rows = target.shape[0] // 2
                 target = target[half * rows : (half + 1) * rows]
             assert target.shape == tensor.shape
@@ -59,14 +71,17 @@ SCHEMES = {
     "fp8 per channel": (FP8, "_scale", (ROWS, 1), fp8_per_channel),
     "int8 per channel": (torch.int8, "_scale", (ROWS, 1), int8_per_channel),
     "fp8 per block": (FP8, "_scale_inv", (2, 1), fp8_per_block),
+    "int8 packed, per channel": (torch.int32, "_scale", (ROWS, 1), functools.partial(int8_packed, group=COLUMNS)),
+    "int8 packed, in groups": (torch.int32, "_scale", (ROWS, 4), functools.partial(int8_packed, group=32)),
 }
 
 
 def in_8_bits(tensors: dict[str, torch.Tensor], suffix: str, quantise: Any) -> dict[str, torch.Tensor]:
-    found = dict(tensors)
+    found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        if name != "norm":
-            found[name], found[name + suffix] = quantise(tensor.bfloat16())
+        made = (tensor,) if name == "norm" else quantise(tensor.bfloat16())
+        keys = ("_packed", suffix, "_shape") if len(made) == 3 else ("", suffix)
+        found |= {name + key: part for key, part in zip(keys, made, strict=False)}
     return found
 
 
@@ -149,3 +164,74 @@ def test_scales_for_activations_are_not_made_up():
         model.layers[0].register_parameter("input_scale", nn.Parameter(torch.ones(1), requires_grad=False))
     with pytest.raises(ManifestError, match="wants scales for activations"):
         push(made, weights(1))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Packed into words
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"num_bits": 4}, "packs symmetric int8 with columns in their order alone"),
+        ({"symmetric": False}, "packs symmetric int8 with columns in their order alone"),
+        ({"group_size": 48}, "its 128 columns are no whole groups of 48"),
+    ],
+)
+def test_what_is_packed_otherwise_is_refused(how: dict[str, Any], words: str):
+    made = host("int8 packed, per channel")
+    vars(made.pristine().layers[1].scheme).update(how)
+    with pytest.raises(ManifestError, match=words) as raised:
+        push(made, weights(1))
+    assert raised.value.mismatched.keys() == {"layers.1.gate.weight", "layers.1.up.weight"}
+    assert raised.value.missing == raised.value.unexpected == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (scale_beside_bf16, "layers.1.up.weight_scale comes with it"),
+        (in_another_kind, "it comes in int8, and the engine holds it in int8 packed into words"),
+        (one_missing, "missing 1: layers.1.up.weight\\."),
+    ],
+)
+def test_what_does_not_fit_a_packed_layer_is_refused_by_its_own_name(change: Any, words: str):
+    made = host("int8 packed, per channel")
+    with pytest.raises(ManifestError, match=words):
+        push(made, change(weights(1)))
+    assert not any("weight" in vars(layer)["_parameters"] for layer in made.pristine().layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", [None, 128, 32])
+def test_int8_is_packed_as_by_compressed_tensors(group: int | None, dtype: torch.dtype):
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    args = quantization.QuantizationArgs(
+        num_bits=8, type="int", symmetric=True, strategy="group" if group else "channel", group_size=group
+    )
+    weight = torch.randn(4096, 384, generator=torch.Generator().manual_seed(3)) * torch.logspace(-9, 3, 4096)[:, None]
+    weight[:3, :128] = 0
+    weight[5, 7] = -(weight[5].abs().max() * 2)  # -127.5 scales
+    weight = weight.to(dtype)
+    groups = weight.unflatten(-1, (-1, group or 384))
+    scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)  # as its "memoryless_minmax" observer
+    expected = PackedQuantizationCompressor.compress(
+        {"weight": weight, "weight_scale": scale, "weight_zero_point": zero},
+        quantization.QuantizationScheme(targets=["Linear"], weights=args),
+    )
+    found = dict(zip(("weight_packed", "weight_scale", "weight_shape"), int8_packed(weight, group or 384), strict=True))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_of_packed_weights_are_the_same_where_a_division_is_a_product(dtype: torch.dtype):
+    """A GPU multiplies by the reciprocal of a Python number, a CPU divides by it."""
+    every = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    every = every[every.isfinite()]
+    assert torch.equal(every / 127.5, (every.float() * torch.tensor(127.5).reciprocal()).to(dtype))

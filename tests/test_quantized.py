@@ -276,7 +276,7 @@ def test_the_sender_quantises(engines: Remote, model: str, form: str):
 
 ROWS = {
     '`quantization="fp8_per_channel"`': ("Fp8PtpcOnlineLinearMethod", "Fp8PtpcOnlineMoEMethod"),
-    '`quantization="fp8"`, `"fp8_per_tensor"`': ("Fp8PerTensorOnlineLinearMethod", ""),
+    '`quantization="fp8"`, `"fp8_per_tensor"`': ("Fp8PerTensorOnlineLinearMethod", "Fp8PerTensorOnlineMoEMethod"),
     '`quantization="fp8_per_block"`': ("Fp8PerBlockOnlineLinearMethod(block)", "Fp8PerBlockOnlineMoEMethod(block)"),
     "a checkpoint with fp8 blocks of 128 by 128 (`weight_scale_inv`)": ("Fp8LinearMethod(block)", ""),
     "a compressed-tensors checkpoint FP8-dynamic, scales per channel": (
@@ -285,6 +285,14 @@ ROWS = {
     ),
     "a compressed-tensors checkpoint W8A8-int8, scales per channel": (
         "CompressedTensorsLinearMethod/CompressedTensorsW8A8Int8(channel)",
+        "",
+    ),
+    "a compressed-tensors checkpoint W8A16 (int8, `pack-quantized`, symmetric), scales per channel": (
+        "CompressedTensorsLinearMethod/CompressedTensorsWNA16(8 bit, channel)",
+        "",
+    ),
+    "a compressed-tensors checkpoint W8A16, scales per group of columns": (
+        "CompressedTensorsLinearMethod/CompressedTensorsWNA16(8 bit, group)",
         "",
     ),
 }

@@ -29,7 +29,7 @@ from weightsync.layout import Box, CopyStep, Manifest, Placement, copy_steps, co
 from weightsync.machine import describe_device
 from weightsync.memory import export
 from weightsync.receiver.audit import moved
-from weightsync.receiver.eight_bit import Pair, collapse, expand, find_pairs, quantised, rename
+from weightsync.receiver.eight_bit import Pair, collapse, expand, find_pairs, quantised, renamed, unpacked
 from weightsync.receiver.host import ModelHost
 from weightsync.receiver.modules import Place, Reload, Unit, choose_roads, live_addresses, parameter_places, units
 from weightsync.receiver.straight import pieces_of
@@ -125,12 +125,13 @@ class Receiver:
             def load(weights: Any) -> Any:
                 return host.load_weights(model, weights)
 
-            seen = trace_loader(model, load, manifest)
-            pairs, unfit = find_pairs(model, manifest, seen)
-            if pairs:
+            with unpacked(model) as packs:
+                seen = trace_loader(model, load, manifest)
+                pairs, unfit = find_pairs(model, manifest, seen)
+            if pairs or packs:
                 seen = trace_loader(model, load, expand(manifest, pairs))
             missing, doubled = uncovered(model, seen)
-            trace = collapse(seen, pairs)
+            landed, trace = renamed(seen, pairs), collapse(seen, pairs)
             held = named_tensors(model)
             made = {*(copy.param for copy in trace.copies), *trace.computed} - self._constructed
             if absent := sorted(made - named_tensors(host.live).keys()):
@@ -160,7 +161,7 @@ class Receiver:
             )
         refused = trace.refused | unfit
         for param, boxes in doubled.items():
-            names = rename(writers(model, seen, param, boxes), pairs)
+            names = writers(model, landed, param, boxes)
             for name in names:
                 refused[name] = f"{_region(param, boxes, held)} is written twice, by {', '.join(names)}"
         used: dict[str, str] = {}
@@ -170,7 +171,6 @@ class Receiver:
         for names in trace.computed.values():
             used.update({name: manifest[name].dtype for name in names})  # arithmetic wants all that the trainer has
         used.update(dict.fromkeys(pairs.keys() & used.keys(), str(host.dtype).removeprefix("torch.")))
-        scales = {pair.scale.name for pair in pairs.values()}
         roads = {"in place": 0, "straight": 0, "reload": 0, "loader": 0}
         computed = _computed_units(trace, self._unit_of)
         for unit in self._units:
@@ -181,10 +181,10 @@ class Receiver:
             used=used,
             partial=_partial(manifest, trace),
             refused=refused,
-            groups=fuse_groups([copy for copy in seen.copies if copy.name not in scales]),
+            groups=fuse_groups(landed.copies),
             reloads=self._reloads(trace),
             missing=[_region(param, boxes, held) for param, boxes in missing.items()],
-            hints=rename(_hints(seen, missing), pairs),
+            hints=_hints(landed, missing),
             roads=roads,
         )
         self._routes = {}

@@ -19,6 +19,10 @@ from weightsync.layout import Box, Manifest, PlannedCopy, TensorMeta, affine_box
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
+_OVERWRITTEN = "weight_shape"
+"""What compressed-tensors says of a packed weight. The loader of a fused layer overwrites it with that of each shard,
+and no kernel reads it."""
+
 
 @dataclass(frozen=True)
 class Fill:
@@ -104,7 +108,7 @@ def uncovered(model: nn.Module, trace: Trace) -> tuple[dict[str, list[Box]], dic
         holes = [hole for hole in holes if coverage(hole.size, _inside(hole, constant))[0]]
         if holes:
             missing[name] = holes
-        if twice:
+        if twice and name.rpartition(".")[2] != _OVERWRITTEN:
             doubled[name] = twice
     return missing, doubled
 

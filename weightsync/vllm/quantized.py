@@ -22,6 +22,7 @@ PROVEN: dict[str, tuple[str, ...]] = {
     "Fp8PtpcOnlineMoEMethod": ("cuda",),
     # fp8 and fp8_per_tensor, with Marlin's kernels too
     "Fp8PerTensorOnlineLinearMethod": ("cuda",),
+    "Fp8PerTensorOnlineMoEMethod": ("cuda",),
     # fp8_per_block
     "Fp8PerBlockOnlineLinearMethod(block)": ("cuda",),
     "Fp8PerBlockOnlineMoEMethod(block)": ("cuda",),
@@ -30,6 +31,9 @@ PROVEN: dict[str, tuple[str, ...]] = {
     # checkpoints that llm-compressor calls FP8-dynamic and W8A8-int8
     "CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8(channel)": ("cpu", "cuda"),
     "CompressedTensorsLinearMethod/CompressedTensorsW8A8Int8(channel)": ("cpu", "cuda"),
+    # and W8A16, with Machete's kernels and with Marlin's
+    "CompressedTensorsLinearMethod/CompressedTensorsWNA16(8 bit, channel)": ("cuda",),
+    "CompressedTensorsLinearMethod/CompressedTensorsWNA16(8 bit, group)": ("cuda",),
 }
 """What `kind_of` says of a layer, to the types of device that its reload was tested on."""
 
@@ -68,11 +72,16 @@ def check(model: nn.Module, quantisation: Any, device: torch.device) -> None:
 
 def kind_of(module: nn.Module) -> str:
     """A key of `PROVEN`: "method", "method(block)" where blocks have scales, or "method/scheme(granularity of its
-    scales)" for a layer that has a scheme."""
+    scales)" for a layer that has a scheme, with what else tells the ways apart in which a scheme packs: its bits, a
+    zero that is not in the middle, and columns that are out of their order."""
     method = compat.quant_method(module)
     kind = type(method).__name__
     scheme = getattr(module, "scheme", None)
     if scheme is None:
         return f"{kind}(block)" if getattr(method, "weight_block_size", None) else kind
     strategy = getattr(scheme, "strategy", "")
-    return f"{kind}/{type(scheme).__name__}({getattr(strategy, 'value', strategy)})"
+    traits = [f"{scheme.num_bits} bit"] if hasattr(scheme, "num_bits") else []
+    traits.append(getattr(strategy, "value", strategy))
+    traits += ["asymmetric"] * (getattr(scheme, "symmetric", True) is False)
+    traits += ["g_idx"] * bool(getattr(scheme, "has_g_idx", False))
+    return f"{kind}/{type(scheme).__name__}({', '.join(traits)})"
