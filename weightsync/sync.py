@@ -83,7 +83,8 @@ class WeightSync:
         whose `vllm_bridge_config.json` is found (see `weightsync.bridge.find`).
     bucketer: "module", "threshold" or "parameter", or an object with a `bucket` method; None means modules for ipc,
         full buckets for all else and for backend="megatron".
-    max_bytes: the size of a bucket, 256 MiB when None. What fuses into one engine parameter may be larger.
+    max_bytes: the size of a bucket, 256 MiB when None. What fuses into one engine parameter may be larger, and then a
+        broadcast has others as large.
     policy: which tensors travel, how often, and in which dtype; None means all of them, at every push, in the dtype
         that the engine holds.
     pause: what happens to requests that are running: "keep" freezes them and recomputes their KV cache with the new
