@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 import torch
 from fake_engine import ROWS, EngineModel, FakeEngine, ModuleHost, checkpoint, cold, trainer_model
+from ranks import run_ranks
 from torch import nn
 
-from weightsync import ManifestError, PlacementError, ProtocolError, WeightSync
+from weightsync import ManifestError, PlacementError, ProtocolError, WeightSync, WeightSyncError
 from weightsync.layout import Manifest, TensorMeta
 from weightsync.memory import export, open_exported
 from weightsync.receiver.receiver import Receiver
+from weightsync.transports import broadcast
 from weightsync.transports.ipc import IpcTransport
+from weightsync.transports.to_each import ToEach
 
 TIMEOUT_S = 10.0
 
@@ -96,6 +99,57 @@ def test_bytes_are_made_readable_while_the_engine_pauses(monkeypatch: pytest.Mon
         monkeypatch.setattr(IpcTransport, "stage", stage_and_tell)
         monkeypatch.setattr(engine, "pause", pause_until_staged)
         assert sync.push(model).version == 2
+
+
+def test_an_engine_that_pauses_late_goes_on_when_the_push_has_failed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(*args: Any) -> Any:
+        raise MemoryError("no room for this bucket")
+
+    monkeypatch.setattr("weightsync.session._FAREWELL_S", 0.3)
+    model, host = trainer_model(checkpoint(2)), ModuleHost(EngineModel, checkpoint(1))
+    with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        engine.log.clear()
+        go_on = threading.Event()
+        pause = engine.pause
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "pause", lambda mode: (go_on.wait(TIMEOUT_S), pause(mode)))
+            patch.setattr(IpcTransport, "stage", run_out)
+            with pytest.raises(WeightSyncError, match="no room for this bucket"):
+                sync.push(model)
+            assert engine.log == ["resume"]
+            opening = next(thread for thread in threading.enumerate() if thread.name == "begin")
+            go_on.set()
+            opening.join(TIMEOUT_S)
+        assert engine.log == ["resume", "pause keep", "resume"]
+        assert engine.version() == "1"
+        assert sync.push(model).version == 2
+
+
+def fail_to_join(rank: int) -> None:
+    broadcast.spares = lambda *_: True  # the model is so small that alignment decides
+    engine = FakeEngine(ModuleHost(EngineModel, checkpoint(1))) if rank == 0 else None
+    if rank == 1:
+        ToEach.join = refuse_to_join
+    started = time.monotonic()
+    with (
+        WeightSync("fsdp", "broadcast", engine, timeout_s=30.0) as sync,
+        pytest.raises(WeightSyncError, match="no way to these workers") as raised,
+    ):
+        sync.push(trainer_model(checkpoint(2)))
+    assert raised.value.who == "trainer rank 1"
+    assert time.monotonic() - started < 15.0
+    if engine is not None:
+        assert engine.log == []
+        engine.close()
+
+
+def refuse_to_join(*_: object) -> None:
+    raise PlacementError("no way to these workers")
+
+
+def test_a_rank_that_cannot_join_is_named_at_once_on_every_rank() -> None:
+    run_ranks(fail_to_join, 2)
 
 
 def test_a_model_that_no_longer_fits_is_refused_before_the_engine_pauses() -> None:

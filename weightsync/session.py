@@ -14,6 +14,7 @@ nothing about models, placements or how bytes travel.
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 
 from weightsync.channel import Call, Channel, Deadline, Hub
 from weightsync.engines import Engine
-from weightsync.errors import EngineError, EngineUnreachableError, SyncTimeoutError, WeightSyncError
+from weightsync.errors import EngineError, EngineUnreachableError, PeerError, SyncTimeoutError, WeightSyncError
 from weightsync.transports.base import WorkerInfo
 from weightsync.wire import (
     Commit,
@@ -45,6 +46,8 @@ M = TypeVar("M", bound=Message)
 
 _FAREWELL_S = 5.0
 """How long an engine may take to end its calls after a failure."""
+_LOOK_S = 0.1
+"""How often a wait for an engine looks at the trainer's other ranks."""
 _ARRIVAL_S = 3.0
 """How long a worker may take to connect once its engine says that it has been told to."""
 
@@ -64,8 +67,12 @@ class Worker:
 class EngineSession:
     """Rank 0 only."""
 
-    def __init__(self, engines: Sequence[Engine], hub: Hub, pause: str, timeout_s: float) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], hub: Hub, pause: str, timeout_s: float, check_ranks: Callable[[], None]
+    ) -> None:
+        """`check_ranks` raises when a trainer rank has failed; it is called by whoever calls the methods."""
         self.workers: list[Worker] = []
+        self._check_ranks = check_ranks
         self._engines = list(engines)
         self._hub = hub
         self._pause = pause
@@ -74,6 +81,8 @@ class EngineSession:
         self._calls: list[Call] = []
         self._opening: Call | None = None
         self._paused = self._touched = self._poisoned = False
+        self._over = False  # it has failed
+        self._undoing = threading.Lock()
         self._left_open: list[Engine] = []  # engines whose update another trainer has started and not finished
         self._open: list[Engine] = []  # engines whose update we have
         self._version = 0
@@ -159,20 +168,30 @@ class EngineSession:
         except WeightSyncError as error:
             error.phase = error.phase or "pause"
             raise
+        finally:
+            if self._over:  # and `fail` may have waited for us no longer
+                self._undo()
 
     def _open_update(self) -> None:
         self._paused = True
         self._all("pause", self._engines, lambda engine: engine.pause(self._pause))
+        self._paused = True  # a `fail` meanwhile has resumed too early
+        if self._over:
+            return
         self._all("finish", self._left_open, lambda engine: engine.finish(None))
         self._left_open = []
         self._all("start", self._engines, self._start)
+        if self._over:
+            return
         for engine in self._engines:
             self._calls.append(Call(self._hub, f"update of {engine.name}", engine.update, {"session": self._id}))
 
     def begun(self) -> None:
         """What `begin` set going has been done: generation is paused, and the workers wait for `load`."""
         assert self._opening is not None
-        self._opening.join()  # each of its calls has a deadline of its own
+        while self._opening.is_alive():  # each of its calls has a deadline of its own
+            self._opening.join(_LOOK_S)
+            self._check_ranks()
         self._calls.remove(self._opening)
         if self._opening.error is not None:
             raise self._opening.error
@@ -210,6 +229,7 @@ class EngineSession:
     def fail(self, error: WeightSyncError) -> None:
         """After any failure: tell the workers, end the engines' calls, leave each engine as it was, or marked. Never
         raises, and takes seconds at most; the session is over."""
+        self._over = True
         deadline = Deadline(_FAREWELL_S)
         for worker in self.workers:
             with suppress(WeightSyncError):  # it is gone
@@ -218,14 +238,21 @@ class EngineSession:
         self._hub.close()  # or a worker that is only just connecting would wait to be admitted, and its engine with it
         for call in self._calls:
             call.join(deadline.left_s())
-        # vLLM takes no other way out of an update; the version stays, and what it is worth is marked below.
-        self._try_all("give up", self._open, lambda engine: engine.finish(None))
+        self._undo()
         if self._touched:
             # Say so where people look: the version that vLLM reports with every answer. Generation stays paused.
             mark = f"POISONED: the push of version {self._version} failed"
             self._try_all("mark", self._engines, lambda engine: engine.set_version(mark))
-        elif self._paused and not self._poisoned:
-            self._try_all("resume", self._engines, lambda engine: engine.resume())
+
+    def _undo(self) -> None:
+        """End the update, and go on generating where nothing was written."""
+        with self._undoing:
+            given_up, self._open = self._open, []
+            # vLLM takes no other way out of an update; the version stays, and what it is worth is marked.
+            self._try_all("give up", given_up, lambda engine: engine.finish(None))
+            if self._paused and not self._touched and not self._poisoned:
+                self._paused = False
+                self._try_all("resume", self._engines, lambda engine: engine.resume())
 
     def close(self) -> None:
         for worker in self.workers:
@@ -237,9 +264,14 @@ class EngineSession:
 
     def _collect(self, kind: type[M], deadline: Deadline, phase: str) -> list[M]:
         channels = [worker.channel for worker in self.workers]
-        return self._hub.collect(channels, kind, deadline, phase, self._check_calls)
+        try:
+            return self._hub.collect(channels, kind, deadline, phase, self._check_calls)
+        except PeerError:
+            self._check_ranks()  # what a rank has done to a worker is the better cause
+            raise
 
     def _check_calls(self) -> None:
+        self._check_ranks()
         for call in self._calls:
             if not call.is_alive() and call.error is not None:
                 raise call.error
@@ -282,7 +314,10 @@ class EngineSession:
 
     def _wait(self, calls: Sequence[Call], deadline: Deadline, phase: str) -> None:
         for call in calls:
-            call.join(deadline.left_s())
+            while call.is_alive() and not deadline.passed():
+                call.join(min(_LOOK_S, deadline.left_s()))
+                if threading.current_thread() is not self._opening:
+                    self._check_ranks()
             if call.is_alive():
                 raise SyncTimeoutError(
                     f"{call.name} did not return within {deadline.timeout_s:g} s", phase=phase, waiting_for=[call.name]

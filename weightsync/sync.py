@@ -480,7 +480,11 @@ class WeightSync:
             if not named and isinstance(self._transport, SingleCopyTransport):
                 engine = self._transport.engine_url()
             engines = connect(engine, self._timeout_s)
-            self._session = EngineSession(engines, self._hub, self._pause, self._timeout_s)
+            ranks = self._ranks
+            assert ranks is not None
+            self._session = EngineSession(
+                engines, self._hub, self._pause, self._timeout_s, check_ranks=lambda: ranks.idle(0.0)
+            )
         workers = self._session.meet()
         self._last_version = max(self._last_version, self._session.last_version())
         return self._session, workers

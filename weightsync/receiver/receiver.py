@@ -498,7 +498,8 @@ class Receiver:
         assert self._manifest is not None
         meta = self._manifest[name]
         placements = self._placements[name]
-        whole = torch.empty(meta.shape, dtype=getattr(torch, placements[0].dtype), device=self._host.device)
+        dtype = placements[0].dtype if placements else meta.dtype  # nobody holds a tensor without elements
+        whole = torch.empty(meta.shape, dtype=getattr(torch, dtype), device=self._host.device)
         for p in placements:
             region = whole[tuple(slice(s, s + n) for s, n in zip(p.box.start, p.box.size, strict=True))]
             data = self._source.storage(p.rank, p.storage)

@@ -71,10 +71,11 @@ class BroadcastTransport:
             self.abort()
             self._way = ToEach() if kind is ToEach else ToAll(self._timeout_s)
         warm_up(device)
-        # All slots have room for the largest bucket, and fewer buckets are fewer messages.
+        # There is room for the largest bucket that any member has, and fewer buckets are fewer messages.
         nbytes = [sum(shipment.manifest[name].nbytes for name in names) for names in shipment.buckets]
         loads = exchange.loads() if exchange is not None and kind is ToEach else [{"root": n} for n in nbytes]
-        shipment = replace(shipment, buckets=merge(shipment.buckets, loads, shipment.frozen, max(nbytes)))
+        largest = max(max(load.values(), default=0) for load in loads)
+        shipment = replace(shipment, buckets=merge(shipment.buckets, loads, shipment.frozen, largest))
         if isinstance(self._way, ToEach):
             exchange = exchange_layout(shipment.manifest, shipment.buckets, shipment.placements, shipment.reads)
             return self._way.prepare(shipment, exchange, pieces, group, device)

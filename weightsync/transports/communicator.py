@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +28,7 @@ _GPU_POLL_S = 0.00002
 """A bucket takes NCCL less than a millisecond."""
 _MEET_POLL_S = 0.002
 _LEAVE_S = 1.0
+_PATIENCE = 8
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -81,7 +83,7 @@ class Communicator:
         self._partners = list(sends_to), list(receives_from)
         self._group: Any = None
         self._left = False
-        self._error: RuntimeError | None = None
+        self._error: Exception | None = None
         # In a thread of its own, because none of it can be told to stop when a member does not come.
         meeting = threading.Thread(
             target=self._meet, args=(open_store, host, deadline), name="weightsync-meet", daemon=True
@@ -91,7 +93,8 @@ class Communicator:
             while meeting.is_alive():
                 if deadline.passed():
                     raise SyncTimeoutError(
-                        f"the {size} members of a communicator did not come together within {deadline.timeout_s:g} s",
+                        f"the {size} members of a communicator did not come together at {host} within "
+                        f"{deadline.timeout_s:g} s; every one of them must reach that address",
                         phase="connect",
                         waiting_for=["the communicator's other members"],
                     )
@@ -117,9 +120,10 @@ class Communicator:
             else:
                 options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
                 options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_facing(host))]
-                options._timeout = timedelta(seconds=deadline.timeout_s)
+                # Deadlines are kept here, and an operation may be posted long before its peer is told of it.
+                options._timeout = timedelta(seconds=_PATIENCE * deadline.timeout_s)
                 self._group = group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
-        except RuntimeError as error:
+        except Exception as error:
             self._error = error
         else:
             if self._left:  # `abort` came while there was nothing to break
@@ -160,10 +164,16 @@ class Communicator:
             return _Watched([*works, *(group.recv([data], member, number) for data, member in receives)])
         # As a batch, though of one: others get a communicator for their two members, and meet there, blocking.
         group._start_coalescing()
-        for data, member in sends:
-            group.send([data], member, 0)
-        for data, member in receives:
-            group.recv([data], member, 0)
+        try:
+            for data, member in sends:
+                group.send([data], member, 0)
+            for data, member in receives:
+                group.recv([data], member, 0)
+        except BaseException:
+            # NCCL would keep all that this thread asks for, of the training job too, until the batch has ended.
+            with suppress(RuntimeError):
+                group._end_coalescing()
+            raise
         return group._end_coalescing()
 
     def _begin(self, operation: Callable[[], Any], what: str) -> Pending:

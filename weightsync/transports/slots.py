@@ -91,12 +91,15 @@ def exchange_layout(
     owned = sorted(choose_owners(placements), key=lambda p: (number[p.name], p.rank))
     received: list[dict[tuple[int, int], Part]] = [{} for _ in buckets]
     found: list[tuple[int, Placement, Box, int, int]] = []  # with the worker, and the first byte in its slot
+    places: dict[str, list[int]] = defaultdict(list)  # in `owned`
+    for place, own in enumerate(owned):
+        places[own.name].append(place)
     for worker, wanted in enumerate(reads):
         used = [0] * len(buckets)
         apart = {name: _apart(manifest[name].shape, boxes) for name, boxes in wanted.items()}
-        for own in owned:
+        for own in [owned[place] for place in sorted(place for name in wanted for place in places[name])]:
             bucket, size = number[own.name], itemsize(manifest[own.name].dtype)
-            for box in _common(own.box, apart.get(own.name, ())):
+            for box in _common(own.box, apart[own.name]):
                 first = used[bucket]
                 used[bucket] = align(first + box.numel * size)
                 begin, _ = received[bucket].setdefault((own.rank, worker), (first, first))

@@ -34,6 +34,9 @@ class ToAll:
         self._to_engines: Communicator | None = None
         self._among_ranks: Communicator | None = None
         self._posted: dict[int, Pending] = {}  # by slot
+        self._slots: list[torch.Tensor] = []
+        self._packers: list[Packer] = []  # of each bucket
+        self._digests: list[Digests] = []  # of each bucket, on rank 0
         self._aborted = threading.Event()
 
     def prepare(
@@ -53,13 +56,13 @@ class ToAll:
         slot_bytes = max(self._bucket_bytes)
         ranges = [parts.get(group.rank, (0, 0)) for parts in self._parts]
         sizes = [slot_bytes] * SLOTS if group.rank == 0 else [max(last - first for first, last in ranges)]
+        self._slots, self._packers, self._digests = [], [], []  # before there are others
         self._slots = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
         starts = [0 if group.rank == 0 else first for first, _ in ranges]
         self._packers = [
             Packer(self._slots[bucket % len(self._slots)], regions, start)
             for bucket, (regions, start) in enumerate(zip(mine, starts, strict=True))
         ]
-        self._digests: list[Digests] = []  # of each bucket, on rank 0
         if group.rank == 0:
             self._digests = [Digests([self._data(bucket)]) for bucket in range(len(shipment.buckets))]
         fields = {"slot_bytes": slot_bytes, "bucket_bytes": self._bucket_bytes}

@@ -33,6 +33,9 @@ class ToEach:
         self._communicator: Communicator | None = None
         self._pairs: set[tuple[int, int]] = set()  # rank and worker that the communicator has connected
         self._posted: dict[int, Pending] = {}  # by slot
+        self._slots: list[torch.Tensor] = []
+        self._packers: list[Packer] = []  # of each bucket
+        self._digests: list[Digests] = []  # of each bucket, by worker
         self._aborted = threading.Event()
 
     def prepare(
@@ -62,6 +65,7 @@ class ToEach:
             [(worker, run) for (rank, worker), run in parts.items() if rank == group.rank] for parts in exchange.sent
         ]
         slot_bytes = max((last for runs in self._runs for _, (_, last) in runs), default=0)
+        self._slots, self._packers, self._digests = [], [], []  # before there are others
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
         self._posted.clear()  # all has arrived, or the workers would not have asked for more
         regions: list[list[tuple[Placement, Placement, Region]]] = [[] for _ in shipment.buckets]
