@@ -221,7 +221,7 @@ class EngineSession:
         return answers
 
     def idle(self) -> None:
-        """Raise when a worker or an engine call has failed."""
+        """Raise when a worker, an engine call or a trainer rank has failed."""
         for worker in self.workers:
             worker.channel.check("transfer")
         self._check_calls()

@@ -48,9 +48,10 @@ def read_lora(sender: ModuleSender, model: Model) -> Lora:
     trainer moves its storages. Raises `ConfigError` for a model without exactly one active adapter, and
     `UnsupportedError`, with all reasons, for one that is not plain LoRA or that vLLM cannot serve."""
     model = one_module(model)
-    if any(isinstance(module, FullyShardedDataParallel) for module in modules(model)):
+    own = modules(model)
+    if any(isinstance(module, FullyShardedDataParallel) for module in own):
         raise UnsupportedError("FSDP1 partitions an adapter's factors in a way that is not covered; use `fully_shard`")
-    sender.settle(modules(model))
+    sender.settle(own)
     layers = adapters_of(model)
     name = _active(layers)
     config = copy.copy(_config(model, name))

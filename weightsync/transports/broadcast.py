@@ -66,21 +66,24 @@ class BroadcastTransport:
         exchange = None
         if group.share(self._apart, "plan"):
             exchange = exchange_layout(shipment.manifest, shipment.buckets, shipment.placements, shipment.reads)
-        kind = ToEach if exchange is not None and spares(exchange, shipment, group.size) else ToAll
-        if not isinstance(self._way, kind):
-            self.abort()
-            self._way = ToEach() if kind is ToEach else ToAll(self._timeout_s)
+            if not spares(exchange, shipment, group.size):
+                exchange = None
         warm_up(device)
-        # There is room for the largest bucket that any member has, and fewer buckets are fewer messages.
-        nbytes = [sum(shipment.manifest[name].nbytes for name in names) for names in shipment.buckets]
-        loads = exchange.loads() if exchange is not None and kind is ToEach else [{"root": n} for n in nbytes]
-        largest = max(max(load.values(), default=0) for load in loads)
-        shipment = replace(shipment, buckets=merge(shipment.buckets, loads, shipment.frozen, largest))
-        if isinstance(self._way, ToEach):
-            exchange = exchange_layout(shipment.manifest, shipment.buckets, shipment.placements, shipment.reads)
-            return self._way.prepare(shipment, exchange, pieces, group, device)
-        assert isinstance(self._way, ToAll)
-        return self._way.prepare(shipment, pieces, group, device)
+        if exchange is None:
+            shipment = with_fewer_buckets(
+                shipment,
+                [{"root": sum(shipment.manifest[name].nbytes for name in names)} for names in shipment.buckets],
+            )
+            if not isinstance(self._way, ToAll):
+                self.abort()
+                self._way = ToAll(self._timeout_s)
+            return self._way.prepare(shipment, pieces, group, device)
+        shipment = with_fewer_buckets(shipment, exchange.loads())
+        exchange = exchange_layout(shipment.manifest, shipment.buckets, shipment.placements, shipment.reads)
+        if not isinstance(self._way, ToEach):
+            self.abort()
+            self._way = ToEach()
+        return self._way.prepare(shipment, exchange, pieces, group, device)
 
     def storages(self, worker: int) -> list[list[Any]]:
         return []
@@ -112,6 +115,13 @@ class BroadcastTransport:
         if self._way is None:
             raise WeightSyncError("the transport is closed")
         return self._way
+
+
+def with_fewer_buckets(shipment: Shipment, loads: Sequence[Mapping[Any, int]]) -> Shipment:
+    """With fewer buckets, which are fewer messages: there is room for the largest part of one that any member has, and
+    `loads` are the bytes of each bucket by member. Pure."""
+    largest = max(max(load.values(), default=0) for load in loads)
+    return replace(shipment, buckets=merge(shipment.buckets, loads, shipment.frozen, largest))
 
 
 def spares(exchange: Exchange, shipment: Shipment, ranks: int) -> bool:
