@@ -17,7 +17,7 @@ from fake_engine import ROWS, EngineModel, FakeEngine, ModuleHost, checkpoint, c
 from ranks import run_ranks
 from torch import nn
 
-from weightsync import ManifestError, PlacementError, ProtocolError, WeightSync, WeightSyncError
+from weightsync import ConfigError, ManifestError, PlacementError, ProtocolError, WeightSync, WeightSyncError
 from weightsync.layout import Manifest, TensorMeta
 from weightsync.memory import export, open_exported
 from weightsync.receiver.receiver import Receiver
@@ -118,10 +118,11 @@ def test_an_engine_that_pauses_late_goes_on_when_the_push_has_failed_meanwhile(m
             with pytest.raises(WeightSyncError, match="no room for this bucket"):
                 sync.push(model)
             assert engine.log == ["resume"]
-            opening = next(thread for thread in threading.enumerate() if thread.name == "begin")
             go_on.set()
-            opening.join(TIMEOUT_S)
-        assert engine.log == ["resume", "pause keep", "resume"]
+            late = time.monotonic() + TIMEOUT_S
+            while engine.log != ["resume", "pause keep", "resume"]:
+                assert time.monotonic() < late, engine.log
+                time.sleep(0.01)
         assert engine.version() == "1"
         assert sync.push(model).version == 2
 
@@ -152,16 +153,38 @@ def test_a_rank_that_cannot_join_is_named_at_once_on_every_rank() -> None:
     run_ranks(fail_to_join, 2)
 
 
-def test_a_model_that_no_longer_fits_is_refused_before_the_engine_pauses() -> None:
+def test_an_engine_is_let_go_when_the_models_tensors_have_moved() -> None:
     model, host = trainer_model(checkpoint(2)), ModuleHost(EngineModel, checkpoint(1))
     with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
         sync.push(model)
         engine.log.clear()
-        model.embed.weight = torch.nn.Parameter(torch.ones(1, 1))
+        model.embed.weight = nn.Parameter(checkpoint(3)["embed.weight"])
+        assert sync.push(model).version == 2
+        withdrawn, pushed = ["pause keep", "start", "finish", "resume"], ["pause keep", "start", "finish"]
+        assert engine.log == [*withdrawn, *pushed, "reset caches", "resume"]
+    assert torch.equal(host.live.embed.weight, cold(checkpoint(3)).embed.weight)
+
+
+def test_a_model_that_no_longer_fits_is_refused_and_the_engine_goes_on() -> None:
+    model, host = trainer_model(checkpoint(2)), ModuleHost(EngineModel, checkpoint(1))
+    with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        engine.log.clear()
+        model.embed.weight = nn.Parameter(torch.ones(1, 1))
         with pytest.raises(ManifestError):
             sync.push(model)
-        assert engine.log == []
+        assert engine.log == ["pause keep", "start", "finish", "resume"]
         assert engine.version() == "1"
+
+
+def test_a_version_that_is_not_newer_is_refused_before_the_engine_pauses() -> None:
+    model, host = trainer_model(checkpoint(2)), ModuleHost(EngineModel, checkpoint(1))
+    with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        sync.push(model, version=7)
+        engine.log.clear()
+        with pytest.raises(ConfigError, match="version 7 is not newer than 7"):
+            sync.push(model, version=7)
+        assert engine.log == []
 
 
 def test_shared_memory_of_the_trainer_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:

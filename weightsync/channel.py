@@ -20,6 +20,7 @@ from typing import Protocol, TypeVar
 
 from weightsync.errors import PeerError, ProtocolError, SyncTimeoutError, WeightSyncError, from_fields
 from weightsync.machine import address_facing
+from weightsync.threads import in_thread
 from weightsync.wire import PREFIX_BYTES, PROTOCOL, Failure, Hello, Message, decode, encode, frame_length
 
 M = TypeVar("M", bound=Message)
@@ -354,22 +355,30 @@ class Hub:
         self._wake_out.close()
 
 
-class Call(threading.Thread):
+class Call:
     """An engine call that runs beside the conversation with the engine's workers, and wakes the hub at its end."""
 
     def __init__(self, hub: Hub, name: str, function: Callable[..., None], *args: object) -> None:
-        super().__init__(name=name, daemon=True)
+        self.name = name
         self.error: WeightSyncError | None = None
         self._hub, self._function, self._args = hub, function, args
-        self.start()
+        self._over = threading.Event()
+        in_thread(self._run)
 
-    def run(self) -> None:
+    def is_alive(self) -> bool:
+        return not self._over.is_set()
+
+    def join(self, timeout_s: float) -> None:
+        self._over.wait(timeout_s)
+
+    def _run(self) -> None:
         try:
             self._function(*self._args)
         except WeightSyncError as error:
             self.error = error
         except BaseException as error:
             self.error = WeightSyncError(f"{type(error).__name__}: {error}")
+        self._over.set()
         try:
             self._hub.wake()
         except OSError:

@@ -17,7 +17,6 @@ import http.client
 import json
 import os
 import re
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -33,6 +32,7 @@ from weightsync.errors import (
     UnsupportedError,
     WeightSyncError,
 )
+from weightsync.threads import in_thread
 
 ENGINE_VARIABLE = "WEIGHTSYNC_ENGINE"
 DEFAULT_URL = "http://localhost:8000"
@@ -307,9 +307,9 @@ class _VllmEngine(ABC):
 class LlmEngine(_VllmEngine):
     """A `vllm.LLM` in this process.
 
-    Each call runs in a thread of its own, for a call into an engine whose process has died never returns. (CUDA's
-    current device belongs to a thread: code that runs beside the model must set its own.) The caller must not
-    generate while a call runs, nor must another thread.
+    Each call runs in another thread than the caller's: one into an engine whose process has died never returns. (CUDA's
+    current device belongs to a thread: code that runs beside the model must set its own.) The caller must not generate
+    while a call runs, nor must another thread.
     """
 
     host = _LOCAL
@@ -317,7 +317,7 @@ class LlmEngine(_VllmEngine):
     def __init__(self, llm: Any, *, name: str, timeout_s: float) -> None:
         super().__init__(name, timeout_s)
         self._llm = llm
-        self._running: tuple[str, threading.Thread] | None = None
+        self._running: tuple[str, concurrent.futures.Future[Any]] | None = None
 
     def pause(self, mode: str) -> None:
         """Does nothing: an `LLM` runs only inside `generate`, so between two calls there is nothing to pause."""
@@ -349,16 +349,16 @@ class LlmEngine(_VllmEngine):
     def _run(self, doing: str, call: Callable[[], Any]) -> Any:
         deadline = Deadline(_limit_s(doing, self.timeout_s))
         if self._running is not None:
-            earlier, thread = self._running
-            thread.join(self.timeout_s)
-            if thread.is_alive():
+            earlier, answer = self._running
+            if not concurrent.futures.wait([answer], timeout=self.timeout_s).done:
                 raise SyncTimeoutError(
                     f"{doing} could not start within {self.timeout_s:g} s: {earlier}, which passed its deadline, is "
                     "still running",
                     who=self.name,
                     waiting_for=[self.name],
                 )
-        answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        answer = concurrent.futures.Future()
+        self._running = doing, answer
 
         def run() -> None:
             try:
@@ -366,9 +366,7 @@ class LlmEngine(_VllmEngine):
             except BaseException as error:
                 answer.set_exception(error)
 
-        thread = threading.Thread(target=run, name=f"weightsync {doing}", daemon=True)
-        self._running = doing, thread
-        thread.start()
+        in_thread(run)
         return _wait(answer, doing, deadline, self.name, lambda: _died(self._llm))
 
 

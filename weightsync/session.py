@@ -5,7 +5,8 @@
     push
         pause -> start -> update call -> Load* -> Commit -> finish (version) -> caches reset -> resume
 
-Up to the first Load nothing is written: the trainer makes its first bucket readable meanwhile.
+Up to the first Load nothing is written, and all can be taken back: the trainer sees meanwhile whether anything has
+changed, and makes its first bucket readable.
 
 The engine's calls are made in threads, since each returns only when its workers are released. This module knows
 nothing about models, placements or how bytes travel.
@@ -48,6 +49,9 @@ _FAREWELL_S = 5.0
 """How long an engine may take to end its calls after a failure."""
 _LOOK_S = 0.1
 """How often a wait for an engine looks at the trainer's other ranks."""
+_HEAD_START_S = 0.0003
+"""What the first call into an engine gets before the trainer goes on: Python lets one thread at a time run, and would
+leave the call waiting for as long as the trainer has anything to compute, up to 5 ms."""
 _ARRIVAL_S = 3.0
 """How long a worker may take to connect once its engine says that it has been told to."""
 
@@ -144,23 +148,26 @@ class EngineSession:
         meeting = Call(self._hub, "join", join, deadline)
         self._calls.append(meeting)
         self._collect(Connected, deadline, "connect")
-        self._wait([meeting], deadline, "connect")
+        self._wait([meeting], deadline, "connect", self._check_ranks)
         self._calls.remove(meeting)
 
     def release(self, phase: str) -> None:
         """Let the workers' engine calls return, and wait until they have."""
         deadline = Deadline(self._timeout_s)
         self._send(Release(), deadline, phase)
-        calls, self._calls = self._calls, []
-        self._wait(calls, deadline, phase)
+        self._await_calls(deadline, phase)
 
-    def begin(self, version: int) -> None:
+    def _await_calls(self, deadline: Deadline, phase: str) -> None:
+        calls, self._calls = self._calls, []
+        self._wait(calls, deadline, phase, self._check_ranks)
+
+    def begin(self) -> None:
         """Set going what leads up to the first `load`: pause generation, open the update. Does not wait."""
         for worker in self.workers:  # another engine may have been started at the same address; leave it alone
             worker.channel.check("pause")
-        self._version = version
         self._opening = Call(self._hub, "begin", self._begin)
         self._calls.append(self._opening)
+        time.sleep(_HEAD_START_S)
 
     def _begin(self) -> None:
         try:
@@ -196,8 +203,18 @@ class EngineSession:
         if self._opening.error is not None:
             raise self._opening.error
 
-    def load(self, bucket: int, digests: list[list[Any]]) -> None:
-        """Announce a bucket to every worker."""
+    def withdraw(self) -> None:
+        """Take `begin` back, before the first `load`: the engines generate as if nothing had been."""
+        self.begun()
+        self.release("pause")
+        self._all("finish", self._open, lambda engine: engine.finish(None), self._check_ranks)
+        self._open = []
+        self._all("resume", self._engines, lambda engine: engine.resume(), self._check_ranks)
+        self._paused = False
+
+    def load(self, version: int, bucket: int, digests: list[list[Any]]) -> None:
+        """Announce a bucket of this version to every worker."""
+        self._version = version
         self._touched = True
         self._send(Load(self._version, bucket, digests), Deadline(self._timeout_s), "transfer")
 
@@ -211,12 +228,12 @@ class EngineSession:
         deadline = Deadline(self._timeout_s)
         self._send(Commit(self._version), deadline, "commit")
         answers = self._collect(Committed, deadline, "commit")
-        self.release("commit")
-        self._all("finish", self._engines, lambda engine: engine.finish(str(self._version)))
+        self._await_calls(deadline, "commit")
+        self._all("finish", self._engines, lambda engine: engine.finish(str(self._version)), self._check_ranks)
         self._open = []
-        self._all("reset caches", self._engines, lambda engine: engine.reset_caches())
+        self._all("reset caches", self._engines, lambda engine: engine.reset_caches(), self._check_ranks)
         self._touched = self._poisoned = False  # only now: an engine that remembers old weights must not resume
-        self._all("resume", self._engines, lambda engine: engine.resume())
+        self._all("resume", self._engines, lambda engine: engine.resume(), self._check_ranks)
         self._paused = False
         return answers
 
@@ -298,13 +315,19 @@ class EngineSession:
         engine.start()
         self._open.append(engine)
 
-    def _all(self, phase: str, engines: Sequence[Engine], method: Callable[[Engine], None]) -> None:
-        """The same call on each of these engines, at once."""
+    def _all(
+        self,
+        phase: str,
+        engines: Sequence[Engine],
+        method: Callable[[Engine], None],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """The same call on each of these engines, at once; `check` may raise meanwhile."""
         if len(engines) == 1:
             method(engines[0])
             return
         calls = [Call(self._hub, f"{phase} of {engine.name}", method, engine) for engine in engines]
-        self._wait(calls, Deadline(self._timeout_s), phase)
+        self._wait(calls, Deadline(self._timeout_s), phase, check)
 
     def _try_all(self, phase: str, engines: Sequence[Engine], method: Callable[[Engine], None]) -> None:
         deadline = Deadline(_FAREWELL_S)
@@ -312,12 +335,11 @@ class EngineSession:
         for call in calls:
             call.join(deadline.left_s())
 
-    def _wait(self, calls: Sequence[Call], deadline: Deadline, phase: str) -> None:
+    def _wait(self, calls: Sequence[Call], deadline: Deadline, phase: str, check: Callable[[], None]) -> None:
         for call in calls:
             while call.is_alive() and not deadline.passed():
                 call.join(min(_LOOK_S, deadline.left_s()))
-                if threading.current_thread() is not self._opening:
-                    self._check_ranks()
+                check()
             if call.is_alive():
                 raise SyncTimeoutError(
                     f"{call.name} did not return within {deadline.timeout_s:g} s", phase=phase, waiting_for=[call.name]

@@ -258,9 +258,9 @@ class WeightSync:
             plan_s = time.perf_counter() - started
             with self._in_phase("pause"):
                 if session is not None:
-                    session.begin(version)
+                    session.begin()
                     session.begun()
-                    session.load(0, [])  # from here on the weights are a mixture
+                    session.load(version, 0, [])  # from here on the weights are a mixture
                     session.loaded()
                 ranks.share(None, "pause")
             paused = time.perf_counter()
@@ -379,6 +379,8 @@ class WeightSync:
             self._last_version = pushed.version
             return pushed
         with self._in_phase("plan"):
+            ranks.gather(None, "plan")  # no engine is paused for ranks that have yet to come
+            began = self._begin(version)
             pieces = self._sender.pieces(model)
             if self._agreed is not None and self._agreed.pieces is pieces:
                 local = self._agreed.local
@@ -388,16 +390,16 @@ class WeightSync:
             if unchanged and self._agreed is not None:
                 self._agreed.pieces = pieces
             if ranks.share(not all(ranks.gather(unchanged, "plan")), "plan"):
+                if self._session is not None:
+                    self._session.withdraw()
                 self._agreed = None
                 self._agreed = self._negotiate(ranks, self._sender.manifest(model), pieces, local)
+                began = self._begin(version)
             agreed, transport, session = self._agreed, self._open_transport, self._session
             assert agreed is not None
             assert transport is not None
             version = ranks.share(self._next_version(version) if session is not None else None, "plan")
         planned = time.perf_counter()
-        if session is not None:
-            with self._in_phase("pause"):
-                session.begin(version)
 
         loads: list[Loaded] = []
         gather_s = opening_s = 0.0
@@ -420,7 +422,7 @@ class WeightSync:
                             session.begun()
                         opening_s = time.perf_counter() - staged
                     self._phase = "transfer"
-                    session.load(bucket, rows)
+                    session.load(version, bucket, rows)
                     transport.post(bucket)
                 bar.advance(nbytes)
         report: PushReport | None = None
@@ -444,7 +446,7 @@ class WeightSync:
                 transfer_s=max(w.transfer_s for w in workers),
                 verify_s=max(w.verify_s for w in workers),
                 load_s=max(w.load_s for w in workers),
-                pause_s=now - planned,
+                pause_s=now - began,
                 total_s=now - started,
                 roads=agreed.roads,
                 workers=workers,
@@ -455,6 +457,15 @@ class WeightSync:
         self._last_version = report.version
         agreed.pushes += 1
         return report
+
+    def _begin(self, version: int | None) -> float:
+        """Rank 0, once there are engines: let them get ready for this version. When that was."""
+        if self._session is not None:
+            self._next_version(version)  # one that cannot be is refused before anything is paused
+            with self._in_phase("pause"):
+                self._session.begin()
+            self._phase = "plan"
+        return time.perf_counter()
 
     def _part(self, agreed: _Agreement) -> int | None:
         """What of each bucket gets a digest in the next push."""

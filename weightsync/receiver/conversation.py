@@ -156,6 +156,8 @@ class Conversation:
                 if isinstance(message, Release):
                     return
                 channel.send(self._answer(channel, message, phase, deadline), deadline, phase)
+                if isinstance(message, Commit):
+                    return
         except BaseException as error:
             problem = foreign(error, who=self._name, phase=phase)
             try:

@@ -315,8 +315,10 @@ class Receiver:
                 nbytes += self._load_tensor(name, self._push)
             for quantiser in self._quantisers[bucket]:
                 quantiser.run()
-            _synchronise(self._host.device)
             self._push.done.add(bucket)
+            if len(self._push.done) == self._push.buckets and not self._push.reloaded:
+                self._check_addresses()  # a GPU copies meanwhile
+            _synchronise(self._host.device)
         loaded = time.perf_counter()
         return Timing(nbytes, fetched - started, verified - fetched, loaded - verified)
 
@@ -365,7 +367,9 @@ class Receiver:
         with self._host.scope():
             self._host.refresh()
             _synchronise(self._host.device)
-        self._check_addresses(push.reloaded)
+        if push.reloaded:
+            assert self._units is not None
+            _refuse_moved(moved(self._addresses, live_addresses(self._units, self._host.live, self._host.parts)))
         if push.buckets == len(self._buckets):
             self._outlived.clear()
         self._push = None
@@ -373,20 +377,11 @@ class Receiver:
         self.version, self.state = version, CLEAN
         return time.perf_counter() - started
 
-    def _check_addresses(self, reloaded: bool) -> None:
-        """Everything is looked at that the engine can reach where its own code has run, and else the parameters."""
-        assert self._units is not None
-        if reloaded:
-            paths = moved(self._addresses, live_addresses(self._units, self._host.live, self._host.parts))
-        else:
-            paths = [place.path for place in self._parameters if not place.is_kept()]
-            paths += [name for name, at in self._others.items() if _tensor(self._host.live, name).data_ptr() != at]
-        if paths:
-            raise UnsupportedError(
-                f"{len(paths)} tensors that the engine works with are not where they were before the push, and CUDA "
-                f"graphs have captured their addresses: {', '.join(paths[:5])}. Start the engine anew from a "
-                "checkpoint, and with another quantisation or kernel backend if this comes back"
-            )
+    def _check_addresses(self) -> None:
+        """Where none of the engine's own code has run, parameters alone can have moved."""
+        paths = [place.path for place in self._parameters if not place.is_kept()]
+        paths += [name for name, at in self._others.items() if _tensor(self._host.live, name).data_ptr() != at]
+        _refuse_moved(paths)
 
     def disconnect(self) -> None:
         """Give back what was mapped or joined, and forget a push under way (the state stays what it is)."""
@@ -634,6 +629,15 @@ def _tensor(model: nn.Module, name: str) -> torch.Tensor:
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def _refuse_moved(paths: Sequence[str]) -> None:
+    if paths:
+        raise UnsupportedError(
+            f"{len(paths)} tensors that the engine works with are not where they were before the push, and CUDA graphs "
+            f"have captured their addresses: {', '.join(paths[:5])}. Start the engine anew from a checkpoint, and with "
+            "another quantisation or kernel backend if this comes back"
+        )
 
 
 def _region(param: str, boxes: list[Box], held: dict[str, torch.Tensor]) -> str:
