@@ -56,14 +56,19 @@ class Digests:
 
     def __init__(self, runs: Sequence[torch.Tensor]) -> None:
         self._runs = list(runs)
+        self._on_cpu: list[int] = []  # numbers of runs
+        self._on_gpu: dict[torch.device, list[int]] = {}
+        for number, run in enumerate(self._runs):
+            (self._on_gpu.setdefault(run.device, []) if run.is_cuda else self._on_cpu).append(number)
         self._launches: dict[tuple[torch.device, bool], Any] = {}  # by device, and whether of all bytes
 
     def of(self, part: int) -> list[int]:
         """`digest(run, part)` of each, of what they hold now. On a GPU it waits for the current stream."""
         _check(part)
-        found = [0 if run.is_cuda else digest(run, part) for run in self._runs]
-        for device in {run.device for run in self._runs if run.is_cuda}:
-            numbers = [number for number, run in enumerate(self._runs) if run.device == device]
+        found = [0] * len(self._runs)
+        for number in self._on_cpu:
+            found[number] = digest(self._runs[number], part)
+        for device, numbers in self._on_gpu.items():
             if (device, part == WHOLE) not in self._launches:
                 from weightsync.kernels.digest_triton import Launch
 
