@@ -117,10 +117,10 @@ def test_an_engine_that_pauses_late_goes_on_when_the_push_has_failed_meanwhile(m
             patch.setattr(IpcTransport, "stage", run_out)
             with pytest.raises(WeightSyncError, match="no room for this bucket"):
                 sync.push(model)
-            assert engine.log == ["resume"]
+            assert engine.log == ["start", "finish", "resume"]
             go_on.set()
             late = time.monotonic() + TIMEOUT_S
-            while engine.log != ["resume", "pause keep", "resume"]:
+            while engine.log[3:] != ["pause keep", "resume"]:
                 assert time.monotonic() < late, engine.log
                 time.sleep(0.01)
         assert engine.version() == "1"
@@ -160,8 +160,10 @@ def test_an_engine_is_let_go_when_the_models_tensors_have_moved() -> None:
         engine.log.clear()
         model.embed.weight = nn.Parameter(checkpoint(3)["embed.weight"])
         assert sync.push(model).version == 2
-        withdrawn, pushed = ["pause keep", "start", "finish", "resume"], ["pause keep", "start", "finish"]
-        assert engine.log == [*withdrawn, *pushed, "reset caches", "resume"]
+        opened, ended = {"pause keep", "start"}, {"finish", "reset caches"}
+        withdrawn, pushed = engine.log[:4], engine.log[4:]
+        assert ({*withdrawn[:2]}, withdrawn[2:]) == (opened, ["finish", "resume"])
+        assert ({*pushed[:2]}, {*pushed[2:4]}, pushed[4:]) == (opened, ended, ["resume"])
     assert torch.equal(host.live.embed.weight, cold(checkpoint(3)).embed.weight)
 
 
@@ -173,7 +175,7 @@ def test_a_model_that_no_longer_fits_is_refused_and_the_engine_goes_on() -> None
         model.embed.weight = nn.Parameter(torch.ones(1, 1))
         with pytest.raises(ManifestError):
             sync.push(model)
-        assert engine.log == ["pause keep", "start", "finish", "resume"]
+        assert ({*engine.log[:2]}, engine.log[2:]) == ({"pause keep", "start"}, ["finish", "resume"])
         assert engine.version() == "1"
 
 

@@ -1,9 +1,9 @@
 """The trainer's way to call a running vLLM: one `Engine` for an `LLM`, an `AsyncLLM`, a Ray actor or a server.
 
 `connect` turns whatever the user handed over into engines. Every method of an engine blocks until vLLM has answered,
-for at most `timeout_s` (`init` and `update` for longer: see `_SERVING_S`), and raises only `weightsync.errors`. No
-call is ever repeated: none of vLLM's weight calls may run twice, so a connection that breaks in the middle is an
-error, not a retry.
+for at most `timeout_s` (`init` and `update` for longer: see `_SERVING_S`), and raises only `weightsync.errors`. `pause`
+and `start` are called at the same time, from two threads, and so are `finish` and `reset_caches`. No call is ever
+repeated: none of vLLM's weight calls may run twice, so a connection that breaks in the middle is an error, not a retry.
 
 vLLM is not imported here, but for the class that an `LLM` or `AsyncLLM` wants adapters in, and Ray only when an engine
 is a Ray actor. This module knows nothing about weights, transports or sessions.
@@ -17,6 +17,7 @@ import http.client
 import json
 import os
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -317,7 +318,8 @@ class LlmEngine(_VllmEngine):
     def __init__(self, llm: Any, *, name: str, timeout_s: float) -> None:
         super().__init__(name, timeout_s)
         self._llm = llm
-        self._running: tuple[str, concurrent.futures.Future[Any]] | None = None
+        self._one_at_a_time = threading.Lock()
+        self._doing = ""
 
     def pause(self, mode: str) -> None:
         """Does nothing: an `LLM` runs only inside `generate`, so between two calls there is nothing to pause."""
@@ -347,24 +349,25 @@ class LlmEngine(_VllmEngine):
         return _adapters_in_use(self._llm)
 
     def _run(self, doing: str, call: Callable[[], Any]) -> Any:
+        if not self._one_at_a_time.acquire(timeout=self.timeout_s):
+            raise SyncTimeoutError(
+                f"{doing} could not start within {self.timeout_s:g} s: {self._doing} is still running",
+                who=self.name,
+                waiting_for=[self.name],
+            )
+        self._doing = doing
         deadline = Deadline(_limit_s(doing, self.timeout_s))
-        if self._running is not None:
-            earlier, answer = self._running
-            if not concurrent.futures.wait([answer], timeout=self.timeout_s).done:
-                raise SyncTimeoutError(
-                    f"{doing} could not start within {self.timeout_s:g} s: {earlier}, which passed its deadline, is "
-                    "still running",
-                    who=self.name,
-                    waiting_for=[self.name],
-                )
-        answer = concurrent.futures.Future()
-        self._running = doing, answer
+        answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
         def run() -> None:
             try:
-                answer.set_result(call())
+                result = call()
             except BaseException as error:
+                self._one_at_a_time.release()
                 answer.set_exception(error)
+            else:
+                self._one_at_a_time.release()
+                answer.set_result(result)
 
         in_thread(run)
         return _wait(answer, doing, deadline, self.name, lambda: _died(self._llm))

@@ -84,6 +84,7 @@ class EngineSession:
         self._id = secrets.token_hex(8)
         self._calls: list[Call] = []
         self._opening: Call | None = None
+        self._opener: int | None = None  # the thread that it runs in
         self._paused = self._touched = self._poisoned = False
         self._over = False  # it has failed
         self._undoing = threading.Lock()
@@ -148,7 +149,7 @@ class EngineSession:
         meeting = Call(self._hub, "join", join, deadline)
         self._calls.append(meeting)
         self._collect(Connected, deadline, "connect")
-        self._wait([meeting], deadline, "connect", self._check_ranks)
+        self._wait([meeting], deadline, "connect")
         self._calls.remove(meeting)
 
     def release(self, phase: str) -> None:
@@ -159,7 +160,7 @@ class EngineSession:
 
     def _await_calls(self, deadline: Deadline, phase: str) -> None:
         calls, self._calls = self._calls, []
-        self._wait(calls, deadline, phase, self._check_ranks)
+        self._wait(calls, deadline, phase)
 
     def begin(self) -> None:
         """Set going what leads up to the first `load`: pause generation, open the update. Does not wait."""
@@ -170,6 +171,7 @@ class EngineSession:
         time.sleep(_HEAD_START_S)
 
     def _begin(self) -> None:
+        self._opener = threading.get_ident()
         try:
             self._open_update()
         except WeightSyncError as error:
@@ -181,13 +183,11 @@ class EngineSession:
 
     def _open_update(self) -> None:
         self._paused = True
-        self._all("pause", self._engines, lambda engine: engine.pause(self._pause))
-        self._paused = True  # a `fail` meanwhile has resumed too early
-        if self._over:
-            return
         self._all("finish", self._left_open, lambda engine: engine.finish(None))
         self._left_open = []
-        self._all("start", self._engines, self._start)
+        # Both at once: over HTTP to pause takes vLLM 20 ms, most of which it sleeps.
+        self._all("pause", self._engines, lambda engine: engine.pause(self._pause), self._start)
+        self._paused = True  # a `fail` meanwhile has resumed too early
         if self._over:
             return
         for engine in self._engines:
@@ -207,9 +207,9 @@ class EngineSession:
         """Take `begin` back, before the first `load`: the engines generate as if nothing had been."""
         self.begun()
         self.release("pause")
-        self._all("finish", self._open, lambda engine: engine.finish(None), self._check_ranks)
+        self._all("finish", self._open, lambda engine: engine.finish(None))
         self._open = []
-        self._all("resume", self._engines, lambda engine: engine.resume(), self._check_ranks)
+        self._all("resume", self._engines, lambda engine: engine.resume())
         self._paused = False
 
     def load(self, version: int, bucket: int, digests: list[list[Any]]) -> None:
@@ -229,11 +229,11 @@ class EngineSession:
         self._send(Commit(self._version), deadline, "commit")
         answers = self._collect(Committed, deadline, "commit")
         self._await_calls(deadline, "commit")
-        self._all("finish", self._engines, lambda engine: engine.finish(str(self._version)), self._check_ranks)
+        version = str(self._version)
+        self._all("commit", self._engines, lambda engine: engine.finish(version), lambda engine: engine.reset_caches())
         self._open = []
-        self._all("reset caches", self._engines, lambda engine: engine.reset_caches(), self._check_ranks)
         self._touched = self._poisoned = False  # only now: an engine that remembers old weights must not resume
-        self._all("resume", self._engines, lambda engine: engine.resume(), self._check_ranks)
+        self._all("resume", self._engines, lambda engine: engine.resume())
         self._paused = False
         return answers
 
@@ -315,35 +315,42 @@ class EngineSession:
         engine.start()
         self._open.append(engine)
 
-    def _all(
-        self,
-        phase: str,
-        engines: Sequence[Engine],
-        method: Callable[[Engine], None],
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        """The same call on each of these engines, at once; `check` may raise meanwhile."""
-        if len(engines) == 1:
-            method(engines[0])
-            return
-        calls = [Call(self._hub, f"{phase} of {engine.name}", method, engine) for engine in engines]
-        self._wait(calls, Deadline(self._timeout_s), phase, check)
+    def _all(self, phase: str, engines: Sequence[Engine], *methods: Callable[[Engine], None]) -> None:
+        """These calls on each of these engines, all at once."""
+        jobs = [(method, engine) for method in methods for engine in engines]
+        here = jobs.pop() if len(engines) == 1 else None  # which saves a thread
+        calls = [Call(self._hub, f"{phase} of {engine.name}", method, engine) for method, engine in jobs]
+        if here is not None:
+            method, engine = here
+            try:
+                method(engine)
+            except WeightSyncError:
+                _let_end(calls)
+                raise
+        self._wait(calls, Deadline(self._timeout_s), phase)
 
     def _try_all(self, phase: str, engines: Sequence[Engine], method: Callable[[Engine], None]) -> None:
-        deadline = Deadline(_FAREWELL_S)
-        calls = [Call(self._hub, f"{phase} of {engine.name}", method, engine) for engine in engines]
-        for call in calls:
-            call.join(deadline.left_s())
+        _let_end([Call(self._hub, f"{phase} of {engine.name}", method, engine) for engine in engines])
 
-    def _wait(self, calls: Sequence[Call], deadline: Deadline, phase: str, check: Callable[[], None]) -> None:
+    def _wait(self, calls: Sequence[Call], deadline: Deadline, phase: str) -> None:
         for call in calls:
             while call.is_alive() and not deadline.passed():
                 call.join(min(_LOOK_S, deadline.left_s()))
-                check()
+                if threading.get_ident() != self._opener:  # or whoever has called `begin` does
+                    self._check_ranks()
             if call.is_alive():
                 raise SyncTimeoutError(
                     f"{call.name} did not return within {deadline.timeout_s:g} s", phase=phase, waiting_for=[call.name]
                 )
             if call.error is not None:
                 call.error.phase = call.error.phase or phase
+                _let_end(calls)
                 raise call.error
+
+
+def _let_end(calls: Sequence[Call]) -> None:
+    """Wait for a moment, whatever becomes of them: when one has failed, what others do is to be taken back after they
+    have done it."""
+    deadline = Deadline(_FAREWELL_S)
+    for call in calls:
+        call.join(deadline.left_s())
