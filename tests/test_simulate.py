@@ -15,13 +15,17 @@ RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 ONE_GPU = "gpus_per_host=1,ranks=1,tp=1"
 TWO_GPUS = "gpus_per_host=2,ranks=2,tp=2"
 ONE_TO_ANOTHER = "gpus_per_host=2,ranks=1,tp=1"
-# Two of these have set the constants (ipc-batched, fsdp-batched); the others test them.
+THREE_GPUS = "gpus_per_host=3,ranks=2,tp=1"
+ONE_TO_THREE = "gpus_per_host=4,ranks=1,engines=3,tp=1"
+# Two of these have set the constants (ipc-opened-early, fsdp-opened-early); the others test them.
 MEASURED = [
-    ("2026-11-22-h200-ipc-batched", "ipc", ONE_GPU),
-    ("2026-11-22-h200-ipc-beside-others", "ipc", ONE_GPU),
-    ("2026-11-22-h200-fsdp-batched", "ipc", TWO_GPUS),
-    ("2026-11-22-h200-fsdp-beside-others", "ipc", TWO_GPUS),
-    ("2026-11-22-h200-broadcast-batched", "broadcast", f"{ONE_TO_ANOTHER},bucket_mib=1024"),
+    ("ipc-opened-early", "ipc", ONE_GPU),
+    ("ipc-opened-early-again", "ipc", ONE_GPU),
+    ("ipc-0.5B", "ipc", ONE_GPU),
+    ("fsdp-opened-early", "ipc", TWO_GPUS),
+    ("broadcast-opened-early", "broadcast", f"{ONE_TO_ANOTHER},bucket_mib=1187"),
+    ("megatron-to-another-gpu", "broadcast", f"{THREE_GPUS},bucket_mib=1187"),
+    ("broadcast-three-engines", "broadcast", f"{ONE_TO_THREE},bucket_mib=1187"),
 ]
 
 
@@ -31,7 +35,7 @@ def prediction(nbytes: int, transport: str, topology: str):
 
 @pytest.mark.parametrize(("name", "transport", "topology"), MEASURED)
 def test_predictions_lie_within_45_percent_of_what_was_measured(name, transport, topology):
-    found = json.loads((RESULTS / f"{name}.json").read_text())
+    found = json.loads((RESULTS / f"2026-11-22-h200-{name}.json").read_text())
     measured_s = next(row["median_s"] for row in found["rows"] if row["label"] == "weightsync push")
     predicted_s = prediction(found["nbytes"], transport, topology).seconds
     assert abs(predicted_s / measured_s - 1) < 0.45

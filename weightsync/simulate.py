@@ -55,8 +55,8 @@ class Topology:
     network: float = 50
     file_write: float = 20
     file_read: float = 40
-    fixed_s: float = 0.0125
-    fixed_ranks_s: float = 0.017
+    fixed_s: float = 0.007
+    fixed_ranks_s: float = 0.0093
     message_s: float = 80e-6
 
     @classmethod
