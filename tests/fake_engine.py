@@ -52,8 +52,9 @@ class ModuleHost:
     def parts(self, module: nn.Module) -> list[Any]:
         return [module]
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         self.refreshed += 1
+        return False
 
     def scope(self) -> AbstractContextManager[Any]:
         return torch.no_grad()

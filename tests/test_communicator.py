@@ -59,8 +59,7 @@ def test_a_member_that_never_comes(kind: str, ending: str):
 def meet(rank: int, device: torch.device, place: Path, what: str) -> Communicator:
     """Where `what` is no broadcast, rank 1 will send to rank 0."""
     deadline = Deadline(20.0)
-    partners = [] if what == "broadcast" else [1 - rank]
-    ends = ([], partners) if rank == 0 else (partners, [])
+    ends = (None, None) if what == "broadcast" else ([], [1]) if rank == 0 else ([0], [])
     if rank == 0:
         rendezvous = Rendezvous(HOST)
         place.with_suffix(".new").write_text(str(rendezvous.port))

@@ -17,7 +17,15 @@ from fake_engine import ROWS, EngineModel, FakeEngine, ModuleHost, checkpoint, c
 from ranks import run_ranks
 from torch import nn
 
-from weightsync import ConfigError, ManifestError, PlacementError, ProtocolError, WeightSync, WeightSyncError
+from weightsync import (
+    ConfigError,
+    EngineError,
+    ManifestError,
+    PlacementError,
+    ProtocolError,
+    WeightSync,
+    WeightSyncError,
+)
 from weightsync.layout import Manifest, TensorMeta
 from weightsync.memory import export, open_exported
 from weightsync.receiver.receiver import Receiver
@@ -155,28 +163,59 @@ def test_a_rank_that_cannot_join_is_named_at_once_on_every_rank() -> None:
 
 def test_an_engine_is_let_go_when_the_models_tensors_have_moved() -> None:
     model, host = trainer_model(checkpoint(2)), ModuleHost(EngineModel, checkpoint(1))
+    opened, ended = {"pause keep", "start"}, {"finish", "reset caches"}
     with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
-        sync.push(model)
+        for version in range(1, 4):
+            assert sync.push(model).version == version
         engine.log.clear()
         model.embed.weight = nn.Parameter(checkpoint(3)["embed.weight"])
-        assert sync.push(model).version == 2
-        opened, ended = {"pause keep", "start"}, {"finish", "reset caches"}
+        assert sync.push(model).version == 4
         withdrawn, pushed = engine.log[:4], engine.log[4:]
         assert ({*withdrawn[:2]}, withdrawn[2:]) == (opened, ["finish", "resume"])
         assert ({*pushed[:2]}, {*pushed[2:4]}, pushed[4:]) == (opened, ended, ["resume"])
-    assert torch.equal(host.live.embed.weight, cold(checkpoint(3)).embed.weight)
+
+        engine.log.clear()
+        model.embed.weight = nn.Parameter(checkpoint(4)["embed.weight"])
+        assert sync.push(model).version == 5
+        assert len(engine.log) == 5, "what has moved once is not taken to stay where it is"
+    assert torch.equal(host.live.embed.weight, cold(checkpoint(4)).embed.weight)
 
 
-def test_a_model_that_no_longer_fits_is_refused_and_the_engine_goes_on() -> None:
+@pytest.mark.parametrize(("pushes", "pause"), [(1, "keep"), (3, "keep"), (3, "abort")])
+def test_a_model_that_no_longer_fits_is_refused_and_the_engine_goes_on(pushes: int, pause: str) -> None:
     model, host = trainer_model(checkpoint(2)), ModuleHost(EngineModel, checkpoint(1))
-    with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
-        sync.push(model)
+    sync = WeightSync("fsdp", "ipc", engine := FakeEngine(host), timeout_s=TIMEOUT_S, pause=pause)
+    with closing(engine), sync:
+        for _ in range(pushes):
+            sync.push(model)
         engine.log.clear()
         model.embed.weight = nn.Parameter(torch.ones(1, 1))
         with pytest.raises(ManifestError):
             sync.push(model)
-        assert ({*engine.log[:2]}, engine.log[2:]) == ({"pause keep", "start"}, ["finish", "resume"])
-        assert engine.version() == "1"
+        taken_back = [{"pause keep", "start"}, {"finish"}, {"resume"}]
+        by_two = [{*engine.log[:2]}, {*engine.log[2:3]}, {*engine.log[3:]}]
+        assert by_two == (taken_back if (pushes, pause) == (3, "keep") else [set(), set(), set()])
+        assert engine.version() == str(pushes)
+
+
+def test_vllm_is_told_to_finish_once_though_its_caches_cannot_be_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that are asked twice raise, and then their answers to older calls are taken for those to later ones."""
+
+    def refuse() -> None:
+        raise EngineError("the prefix cache could not be reset")
+
+    model, host = trainer_model(checkpoint(2)), ModuleHost(EngineModel, checkpoint(1))
+    with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        engine.log.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "reset_caches", refuse)
+            with pytest.raises(EngineError, match="could not be reset"):
+                sync.push(model)
+        assert engine.log.count("finish") == 1
+        assert "resume" not in engine.log
+        assert (engine.version() or "").startswith("POISONED")
+        assert sync.push(model).version == 3
 
 
 def test_a_version_that_is_not_newer_is_refused_before_the_engine_pauses() -> None:

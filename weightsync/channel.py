@@ -363,7 +363,7 @@ class Call:
         self.error: WeightSyncError | None = None
         self._hub, self._function, self._args = hub, function, args
         self._over = threading.Event()
-        in_thread(self._run)
+        in_thread(name, self._run)
 
     def is_alive(self) -> bool:
         return not self._over.is_set()

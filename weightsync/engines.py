@@ -305,6 +305,32 @@ class _VllmEngine(ABC):
         return adapter.id in self._call_lora("list_loras")
 
 
+class _Turns:
+    """For what cannot do two things at once: each call takes its turn, and gives it when it has ended, which may be
+    long after its caller has ceased to wait."""
+
+    def __init__(self, who: str, timeout_s: float) -> None:
+        self._who, self._timeout_s = who, timeout_s
+        self._lock = threading.Lock()
+        self._doing = ""
+
+    def take(self, doing: str, died: Callable[[], bool]) -> None:
+        deadline = Deadline(self._timeout_s)
+        while not self._lock.acquire(timeout=min(_POLL_S, deadline.left_s())):
+            if died():
+                raise EngineUnreachableError(f"the engine died before {doing}; its log says why", who=self._who)
+            if deadline.passed():
+                raise SyncTimeoutError(
+                    f"{doing} could not start within {self._timeout_s:g} s: {self._doing} is still running",
+                    who=self._who,
+                    waiting_for=[self._who],
+                )
+        self._doing = doing
+
+    def give(self) -> None:
+        self._lock.release()
+
+
 class LlmEngine(_VllmEngine):
     """A `vllm.LLM` in this process.
 
@@ -318,8 +344,7 @@ class LlmEngine(_VllmEngine):
     def __init__(self, llm: Any, *, name: str, timeout_s: float) -> None:
         super().__init__(name, timeout_s)
         self._llm = llm
-        self._one_at_a_time = threading.Lock()
-        self._doing = ""
+        self._turns = _Turns(name, timeout_s)
 
     def pause(self, mode: str) -> None:
         """Does nothing: an `LLM` runs only inside `generate`, so between two calls there is nothing to pause."""
@@ -349,13 +374,7 @@ class LlmEngine(_VllmEngine):
         return _adapters_in_use(self._llm)
 
     def _run(self, doing: str, call: Callable[[], Any]) -> Any:
-        if not self._one_at_a_time.acquire(timeout=self.timeout_s):
-            raise SyncTimeoutError(
-                f"{doing} could not start within {self.timeout_s:g} s: {self._doing} is still running",
-                who=self.name,
-                waiting_for=[self.name],
-            )
-        self._doing = doing
+        self._turns.take(doing, lambda: _died(self._llm))
         deadline = Deadline(_limit_s(doing, self.timeout_s))
         answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
@@ -363,13 +382,17 @@ class LlmEngine(_VllmEngine):
             try:
                 result = call()
             except BaseException as error:
-                self._one_at_a_time.release()
+                self._turns.give()
                 answer.set_exception(error)
             else:
-                self._one_at_a_time.release()
+                self._turns.give()
                 answer.set_result(result)
 
-        in_thread(run)
+        try:
+            in_thread(doing, run)
+        except RuntimeError:
+            self._turns.give()
+            raise
         return _wait(answer, doing, deadline, self.name, lambda: _died(self._llm))
 
 
@@ -447,6 +470,7 @@ class RayEngine(_VllmEngine):
     def __init__(self, handle: Any, *, name: str, timeout_s: float) -> None:
         super().__init__(name, timeout_s)
         self._handle = handle
+        self._turns = _Turns(name, timeout_s)
         self._require("collective_rpc", "reset_prefix_cache")
 
     @property
@@ -503,14 +527,24 @@ class RayEngine(_VllmEngine):
         return self._description
 
     def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
-        return self._get(getattr(self._handle, method), *args, doing=doing or method, **kwargs)
+        return self._in_turn(getattr(self._handle, method), *args, doing=doing or method, **kwargs)
+
+    def _in_turn(self, method: Any, *args: Any, doing: str, **kwargs: Any) -> Any:
+        """An `LLM` takes one call at a time, and its actor may be of a kind that takes several."""
+        if self._is_async:
+            return self._get(method, *args, doing=doing, **kwargs)
+        self._turns.take(doing, lambda: False)
+        try:
+            return self._get(method, *args, doing=doing, **kwargs)
+        finally:
+            self._turns.give()
 
     def _reset_encoder_cache(self) -> None:
         if self._is_async:
             self._require("reset_encoder_cache")
             super()._reset_encoder_cache()
         else:
-            self._get(self._handle.__ray_call__, _reset_encoder_cache_inside, doing="reset_encoder_cache")
+            self._in_turn(self._handle.__ray_call__, _reset_encoder_cache_inside, doing="reset_encoder_cache")
 
     def max_lora_rank(self) -> int | None:
         if not self._description["kind"]:

@@ -21,15 +21,15 @@ class WorkerReport:
 class PushReport:
     """One push, the same on every trainer rank.
 
-    `nbytes` is the size of the weights in the dtypes that travel, counted once. The seconds are the trainer's clock:
-    `plan_s` agreeing on what travels and how (near zero when nothing changed), `control_s` that and the engine's own
-    calls: all before the first bucket and after the last; `gather_s` making the bytes readable, `pause_s` from the
-    pause of generation to its resumption, `total_s` the whole call. `transfer_s`, `verify_s` and `load_s` are those of
-    the slowest worker; they overlap with `gather_s`, so the parts do not add up to the total. `roads` counts how the
-    engines' modules were loaded: "in place", "straight", by "reload", by the engine's own "loader". Of an adapter
-    alone, for which nothing is paused, there are `plan_s`, which is `control_s` too, `gather_s`, `load_s` and
-    `total_s`, and a row for each engine in `workers`; of a restart, what it takes is `control_s`, `load_s` and
-    `pause_s`.
+    `nbytes` is the size of the weights in the dtypes that travel, counted once. The seconds are the trainer's
+    clock: `plan_s` agreeing on what travels and how (near zero when nothing changed), `control_s` that and the
+    engine's own calls: all before the first bucket and after the last; `gather_s` making the bytes readable,
+    `pause_s` from the pause of generation to its resumption, which may begin while it is planned, `total_s` the
+    whole call. `transfer_s`, `verify_s` and `load_s` are those of the slowest worker; they overlap with `gather_s`,
+    so the parts do not add up to the total. `roads` counts how the engines' modules were loaded: "in place",
+    "straight", by "reload", by the engine's own "loader". Of an adapter alone, for which nothing is paused, there
+    are `plan_s`, which is `control_s` too, `gather_s`, `load_s` and `total_s`, and a row for each engine in
+    `workers`; of a restart, what it takes is `control_s`, `load_s` and `pause_s`.
     """
 
     version: int

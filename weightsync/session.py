@@ -178,16 +178,13 @@ class EngineSession:
             error.phase = error.phase or "pause"
             raise
         finally:
-            if self._over:  # and `fail` may have waited for us no longer
-                self._undo()
+            self._opener = None
 
     def _open_update(self) -> None:
-        self._paused = True
-        self._all("finish", self._left_open, lambda engine: engine.finish(None))
+        self._all("pause", self._left_open, lambda engine: engine.finish(None))
         self._left_open = []
         # Both at once: over HTTP to pause takes vLLM 20 ms, most of which it sleeps.
-        self._all("pause", self._engines, lambda engine: engine.pause(self._pause), self._start)
-        self._paused = True  # a `fail` meanwhile has resumed too early
+        self._all("pause", self._engines, self._pause_one, self._start)
         if self._over:
             return
         for engine in self._engines:
@@ -204,12 +201,12 @@ class EngineSession:
             raise self._opening.error
 
     def withdraw(self) -> None:
-        """Take `begin` back, before the first `load`: the engines generate as if nothing had been."""
+        """Take `begin` back, before the first `load`: the engines generate again, as after an update of nothing."""
         self.begun()
+        self.idle()
         self.release("pause")
-        self._all("finish", self._open, lambda engine: engine.finish(None))
-        self._open = []
-        self._all("resume", self._engines, lambda engine: engine.resume())
+        self._all("pause", self._engines, lambda engine: self._finish(engine, None))
+        self._all("pause", self._engines, lambda engine: engine.resume())
         self._paused = False
 
     def load(self, version: int, bucket: int, digests: list[list[Any]]) -> None:
@@ -230,8 +227,12 @@ class EngineSession:
         answers = self._collect(Committed, deadline, "commit")
         self._await_calls(deadline, "commit")
         version = str(self._version)
-        self._all("commit", self._engines, lambda engine: engine.finish(version), lambda engine: engine.reset_caches())
-        self._open = []
+        self._all(
+            "commit",
+            self._engines,
+            lambda engine: self._finish(engine, version),
+            lambda engine: engine.reset_caches(),
+        )
         self._touched = self._poisoned = False  # only now: an engine that remembers old weights must not resume
         self._all("resume", self._engines, lambda engine: engine.resume())
         self._paused = False
@@ -264,9 +265,8 @@ class EngineSession:
     def _undo(self) -> None:
         """End the update, and go on generating where nothing was written."""
         with self._undoing:
-            given_up, self._open = self._open, []
             # vLLM takes no other way out of an update; the version stays, and what it is worth is marked.
-            self._try_all("give up", given_up, lambda engine: engine.finish(None))
+            self._try_all("give up", [*self._open], lambda engine: self._finish(engine, None))
             if self._paused and not self._touched and not self._poisoned:
                 self._paused = False
                 self._try_all("resume", self._engines, lambda engine: engine.resume())
@@ -311,9 +311,22 @@ class EngineSession:
 
         return check
 
+    def _pause_one(self, engine: Engine) -> None:
+        self._paused = True
+        engine.pause(self._pause)
+        if self._over:  # and `fail` has waited no longer: what it resumed then was not paused yet
+            self._paused = True
+            self._undo()
+
     def _start(self, engine: Engine) -> None:
         engine.start()
         self._open.append(engine)
+        if self._over:
+            self._undo()
+
+    def _finish(self, engine: Engine, version: str | None) -> None:
+        self._open.remove(engine)  # before: whatever comes of it, vLLM's workers must not be asked twice
+        engine.finish(version)
 
     def _all(self, phase: str, engines: Sequence[Engine], *methods: Callable[[Engine], None]) -> None:
         """These calls on each of these engines, all at once."""
@@ -324,7 +337,7 @@ class EngineSession:
             method, engine = here
             try:
                 method(engine)
-            except WeightSyncError:
+            except BaseException:
                 _let_end(calls)
                 raise
         self._wait(calls, Deadline(self._timeout_s), phase)

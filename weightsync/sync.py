@@ -380,7 +380,7 @@ class WeightSync:
             return pushed
         with self._in_phase("plan"):
             ranks.gather(None, "plan")  # no engine is paused for ranks that have yet to come
-            began = self._begin(version)
+            began = self._begin(version) if self._is_likely_unchanged(model) else None
             pieces = self._sender.pieces(model)
             if self._agreed is not None and self._agreed.pieces is pieces:
                 local = self._agreed.local
@@ -390,10 +390,11 @@ class WeightSync:
             if unchanged and self._agreed is not None:
                 self._agreed.pieces = pieces
             if ranks.share(not all(ranks.gather(unchanged, "plan")), "plan"):
-                if self._session is not None:
+                if began is not None and self._session is not None:
                     self._session.withdraw()
-                self._agreed = None
+                self._agreed = began = None
                 self._agreed = self._negotiate(ranks, self._sender.manifest(model), pieces, local)
+            if began is None:
                 began = self._begin(version)
             agreed, transport, session = self._agreed, self._open_transport, self._session
             assert agreed is not None
@@ -456,7 +457,14 @@ class WeightSync:
         report = PushReport.from_dict(ranks.share(asdict(report) if report is not None else None, "commit"))
         self._last_version = report.version
         agreed.pushes += 1
+        agreed.model = id(model)
         return report
+
+    def _is_likely_unchanged(self, model: Model) -> bool:
+        """Whether to let the engines get ready before it is known that nothing has moved: it was so the last time, and
+        to take it back ends nobody's request."""
+        agreed = self._agreed
+        return agreed is not None and agreed.pushes > 1 and agreed.model == id(model) and self._pause == "keep"
 
     def _begin(self, version: int | None) -> float:
         """Rank 0, once there are engines: let them get ready for this version. When that was."""
@@ -672,7 +680,8 @@ _Signature = list[tuple[Any, ...]]
 
 class _Agreement:
     """What was agreed in a negotiation, and the local facts that it rests on. `once` of the buckets, the last ones, are
-    frozen; `pushes` counts those that every engine has committed since, the first of all buckets."""
+    frozen; `pushes` counts those that every engine has committed since, the first of all buckets; `model` is the `id`
+    of what was pushed last."""
 
     def __init__(
         self,
@@ -690,6 +699,7 @@ class _Agreement:
         self.once = once
         self.roads = roads
         self.pushes = 0
+        self.model: int | None = None
 
     def due(self) -> list[int]:
         """The bytes of each bucket of the next push."""

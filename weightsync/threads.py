@@ -16,30 +16,33 @@ os.register_at_fork(after_in_child=_idle.clear)  # a child has the list, and non
 
 class _Kept(threading.Thread):
     def __init__(self) -> None:
-        super().__init__(name="weightsync", daemon=True)
-        self.work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        super().__init__(name="weightsync idle", daemon=True)
+        self.work: queue.SimpleQueue[tuple[str, Callable[[], None]]] = queue.SimpleQueue()
 
     def run(self) -> None:
         while True:
             try:
-                function = self.work.get(timeout=_KEPT_S)
+                name, function = self.work.get(timeout=_KEPT_S)
             except queue.Empty:
                 try:
                     _idle.remove(self)
                 except ValueError:  # it has been taken just now
-                    function = self.work.get()
+                    name, function = self.work.get()
                 else:
                     return
+            self.name = f"weightsync {name}"
             function()
             del function  # whatever it holds is not to be kept
+            self.name = "weightsync idle"
             _idle.append(self)
 
 
-def in_thread(function: Callable[[], None]) -> None:
-    """Run `function`, which must not raise, in a daemon thread: the interpreter does not wait for it at its end."""
+def in_thread(name: str, function: Callable[[], None]) -> None:
+    """Run `function`, which must not raise, in a daemon thread, for which the interpreter does not wait at its end.
+    The thread has this name meanwhile. Raises `RuntimeError` when no thread can be started."""
     try:
         thread = _idle.pop()
     except IndexError:
         thread = _Kept()
         thread.start()
-    thread.work.put(function)
+    thread.work.put((name, function))

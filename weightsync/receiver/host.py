@@ -45,8 +45,9 @@ class ModelHost(Protocol):
     def post_process(self, module: nn.Module) -> None:
         """What the engine does to a freshly loaded module; nothing, where it does nothing."""
 
-    def refresh(self) -> None:
-        """Bring up to date whatever the engine derives from several modules once all are loaded."""
+    def refresh(self) -> bool:
+        """Bring up to date whatever the engine derives from several modules once all are loaded; whether there was
+        any."""
 
     def scope(self) -> AbstractContextManager[Any]:
         """Every use of this object happens inside: the engine's configuration, the worker's device."""

@@ -365,8 +365,10 @@ class Receiver:
             raise ProtocolError(f"Commit of version {version}, but these are incomplete: {', '.join(unfinished[:5])}")
         started = time.perf_counter()
         with self._host.scope():
-            self._host.refresh()
+            refreshed = self._host.refresh()
             _synchronise(self._host.device)
+        if refreshed:
+            self._check_addresses()
         if push.reloaded:
             assert self._units is not None
             _refuse_moved(moved(self._addresses, live_addresses(self._units, self._host.live, self._host.parts)))
@@ -378,7 +380,7 @@ class Receiver:
         return time.perf_counter() - started
 
     def _check_addresses(self) -> None:
-        """Where none of the engine's own code has run, parameters alone can have moved."""
+        """Where the engine has reloaded no module, parameters alone can have moved."""
         paths = [place.path for place in self._parameters if not place.is_kept()]
         paths += [name for name, at in self._others.items() if _tensor(self._host.live, name).data_ptr() != at]
         _refuse_moved(paths)

@@ -137,7 +137,7 @@ class BroadcastSource:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._communicator: Communicator | None = None
-        self._address: tuple[str, int] | None = None
+        self._name = ""  # the communicator's
         self._slots: list[torch.Tensor] = []
         self._bucket_bytes: list[int] = []
         self._arriving: list[list[list[int]]] | None = None  # of each bucket: rank, and its run of bytes of the slot
@@ -149,21 +149,20 @@ class BroadcastSource:
             self._slots = [
                 torch.empty(fields["slot_bytes"], dtype=torch.uint8, device=self._device) for _ in range(SLOTS)
             ]
-        address = (fields["host"], fields["port"])
-        if self._address != address:
+        if self._name != fields["communicator"]:
             if self._communicator is not None:
                 self._communicator.abort()
             self._communicator = Communicator(
-                lambda: visit(*address, deadline.left_s()),
+                lambda: visit(fields["host"], fields["port"], deadline.left_s()),
                 fields["rank"],
                 fields["size"],
                 self._device,
                 fields["host"],
                 idle,
                 deadline,
-                receives_from=fields.get("senders", []),
+                receives_from=fields.get("senders"),
             )
-            self._address = address
+            self._name = fields["communicator"]
 
     def storage(self, rank: int, storage: int) -> torch.Tensor:
         return self._slots[storage % SLOTS]
@@ -189,6 +188,6 @@ class BroadcastSource:
     def close(self) -> None:
         if self._communicator is not None:
             self._communicator.abort()
-        self._communicator, self._address = None, None
+        self._communicator, self._name = None, ""
         self._posted.clear()
         self._slots = []

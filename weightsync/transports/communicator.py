@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -33,9 +34,11 @@ _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Rendezvous:
-    """Where the members of a communicator meet: a store on one interface only, held open by its first member."""
+    """Where the members of a communicator meet: a store on one interface only, held open by its first member. `name` is
+    no other communicator's, as an address may be."""
 
     def __init__(self, host: str) -> None:
+        self.name = secrets.token_hex(8)
         self._socket = socket.create_server((host, 0))
         self.host, self.port = self._socket.getsockname()[:2]
 
@@ -63,8 +66,8 @@ class Communicator:
     """`size` members on `device`s of one type; member 0 is the root of every broadcast.
 
     `open_store` gives the store where they meet; `host` is an address of the host where it is. `sends_to` and
-    `receives_from` are the members that this one will `exchange` with, and say the same of each other. Returns when all
-    members have come. Waits as `Pending.wait` does.
+    `receives_from` are the members that this one will `exchange` with, and say the same of each other; where there are
+    broadcasts instead, both are None on every member. Returns when all have come. Waits as `Pending.wait` does.
     """
 
     def __init__(
@@ -76,11 +79,12 @@ class Communicator:
         host: str,
         idle: Idle,
         deadline: Deadline,
-        sends_to: Iterable[int] = (),
-        receives_from: Iterable[int] = (),
+        sends_to: Iterable[int] | None = None,
+        receives_from: Iterable[int] | None = None,
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._partners = list(sends_to), list(receives_from)
+        self._broadcasts = sends_to is None and receives_from is None
+        self._partners = list(sends_to or ()), list(receives_from or ())
         self._group: Any = None
         self._left = False
         self._error: Exception | None = None
@@ -116,7 +120,7 @@ class Communicator:
                 self._group = group
                 # Otherwise NCCL's members meet in the first operation, on the thread that asks for it.
                 group.eager_connect_single_device(self.device)
-                self._connect_partners()
+                self._connect()
             else:
                 options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
                 options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_facing(host))]
@@ -129,20 +133,25 @@ class Communicator:
             if self._left:  # `abort` came while there was nothing to break
                 self.abort()
 
-    def _connect_partners(self) -> None:
-        """NCCL connects two members in their first exchange, where each waits for the other in the call itself."""
+    def _connect(self) -> None:
+        """NCCL connects members in the first operation between them, where each waits for the other in the call."""
+        nothing = torch.zeros(1, dtype=torch.uint8, device=self.device)
         sends_to, receives_from = self._partners
-        if sends_to or receives_from:
-            nothing = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        if self._broadcasts:
+            self._from_root(nothing).wait()
+        elif sends_to or receives_from:
             receives = [(nothing, source) for source in receives_from]
             self._together(0, [(nothing, to) for to in sends_to], receives).wait()
-            torch.cuda.current_stream(self.device).synchronize()
+        torch.cuda.current_stream(self.device).synchronize()
 
     def broadcast(self, data: torch.Tensor) -> Pending:
         """Start a broadcast of member 0's `data` (1-D uint8) into the others'; every member calls it in one order."""
+        return self._begin(lambda: self._from_root(data), f"broadcast of {data.numel()} bytes")
+
+    def _from_root(self, data: torch.Tensor) -> Any:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        return self._begin(lambda: self._group.broadcast([data], options), f"broadcast of {data.numel()} bytes")
+        return self._group.broadcast([data], options)
 
     def exchange(
         self, number: int, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]

@@ -97,6 +97,7 @@ class ToAll:
         return {
             "host": self._engines.host,
             "port": self._engines.port,
+            "communicator": self._engines.name,
             "rank": 1 + worker,
             "size": 1 + self._workers,
         }

@@ -82,10 +82,11 @@ class ToEach:
         return Offer(tuple(tuple(those) for those in received), shipment.buckets, {})
 
     def invite(self, worker: int) -> dict[str, Any]:
-        assert self._address is not None
+        assert self._rendezvous is not None
         return {
-            "host": self._address[0],
-            "port": self._address[1],
+            "host": self._rendezvous.host,
+            "port": self._rendezvous.port,
+            "communicator": self._rendezvous.name,
             "rank": self._group.size + worker,
             "size": self._group.size + self._workers,
             "slot_bytes": self._exchange.slot_bytes(worker),

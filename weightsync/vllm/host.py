@@ -87,7 +87,7 @@ class VllmHost:
             if (update := getattr(module, "update_param_tp_status", None)) is not None:
                 update()  # what post-processing has put in place of a parameter knows only the global rank
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         if self._attention is None:
             self._attention = compat.post_processed_attention(self.live)
         for module in self._attention:
@@ -98,6 +98,7 @@ class VllmHost:
                 if new is not old and isinstance(new, torch.Tensor):
                     old.copy_(new)  # CUDA graphs hold the old address
                     setattr(module, key, old)
+        return bool(self._attention)
 
     def scope(self) -> AbstractContextManager[Any]:
         return compat.vllm_scope(self._config, self.device)
