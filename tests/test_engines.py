@@ -593,9 +593,31 @@ def test_llm_whose_process_dies_in_a_call_is_unreachable_at_once():
     begin = time.monotonic()
     with pytest.raises(EngineUnreachableError, match="died in update_weights"):
         engine.update({})
+    with pytest.raises(EngineUnreachableError, match="died before reset_prefix_cache"):
+        engine.reset_caches()
     assert time.monotonic() - begin < 5
     assert not engine.is_alive()
     release.set()
+
+
+def test_an_llm_is_entered_by_one_call_at_a_time():
+    llm = fake_llm()
+    (engine,) = connect(llm, 5.0)
+    inside, together = [], []
+
+    def stay(method, args):
+        inside.append(method)
+        time.sleep(0.1)
+        together.append(len(inside))
+        inside.remove(method)
+
+    llm.on_rpc = stay
+    calls = [threading.Thread(target=call) for call in (engine.start, lambda: engine.finish(None))]
+    for call in calls:
+        call.start()
+    for call in calls:
+        call.join()
+    assert together == [1, 1]
 
 
 # ---------------------------------------------------------------------------------------------------------------
