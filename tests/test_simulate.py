@@ -21,9 +21,11 @@ ONE_TO_THREE = "gpus_per_host=4,ranks=1,engines=3,tp=1"
 MEASURED = [
     ("ipc-opened-early", "ipc", ONE_GPU),
     ("ipc-opened-early-again", "ipc", ONE_GPU),
+    ("ipc-last", "ipc", ONE_GPU),
     ("ipc-0.5B", "ipc", ONE_GPU),
     ("fsdp-opened-early", "ipc", TWO_GPUS),
     ("broadcast-opened-early", "broadcast", f"{ONE_TO_ANOTHER},bucket_mib=1187"),
+    ("broadcast-last", "broadcast", f"{ONE_TO_ANOTHER},bucket_mib=1187"),
     ("megatron-to-another-gpu", "broadcast", f"{THREE_GPUS},bucket_mib=1187"),
     ("broadcast-three-engines", "broadcast", f"{ONE_TO_THREE},bucket_mib=1187"),
 ]
