@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -385,9 +386,30 @@ class Deaf(FakeEngine):
         raise RuntimeError("no such method")
 
 
+class Single(FakeEngine):
+    """Does one thing at a time, and does not let another wait."""
+
+    busy = False
+
+    def pause(self, mode: str) -> None:
+        self.take_a_while()
+
+    def start(self) -> None:
+        self.take_a_while()
+        super().start()
+
+    def take_a_while(self) -> None:
+        if self.busy:
+            raise RuntimeError("busy")
+        self.busy = True
+        time.sleep(0.2)
+        self.busy = False
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
+        (Single, r"called at once with .*, raised RuntimeError\('busy'\)"),
         (Impatient, "init returned before its workers were released"),
         (Unversioned, r"after finish version\(\) is 'conformance 0'"),
         (Unable, r"pause\('wait'\) raised NotImplementedError"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,10 +42,11 @@ def check_engine(engine: Engine, *, timeout_s: float = 60.0) -> None:
         first.call_in_again()
         first.release("init, called by the same trainer again,")
 
-        _succeed("start()", engine.start)
+        _succeed_at_once({"pause('keep')": lambda: engine.pause("keep"), "start()": engine.start})
         first.update()
         first.release("update")
-        _succeed("finish()", lambda: engine.finish("conformance 1"))
+        _succeed_at_once({"finish()": lambda: engine.finish("conformance 1"), "reset_caches()": engine.reset_caches})
+        _succeed("resume()", engine.resume)
         _require_version(engine, "conformance 1", "after finish")
 
         _succeed("start(), for a second update,", engine.start)
@@ -69,6 +71,16 @@ def _succeed(what: str, call: Callable[[], None]) -> None:
         call()
     except Exception as error:
         raise AssertionError(f"{what} raised {error!r}") from error
+
+
+def _succeed_at_once(calls: dict[str, Callable[[], None]]) -> None:
+    """As a push makes them: from one thread each."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        ended = {what: threads.submit(call) for what, call in calls.items()}
+    for what, future in ended.items():
+        _succeed(
+            f"{what}, called at once with {' and '.join(other for other in calls if other != what)},", future.result
+        )
 
 
 def _require_version(engine: Engine, expected: str, when: str) -> None:
