@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -16,8 +17,7 @@ TIMEOUT_S = 10.0
 
 
 @pytest.fixture(autouse=True)
-def nobody_idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(threads, "_KEPT_S", 0.2)
+def nobody_idle() -> Iterator[None]:
     others = threads._idle[:]
     threads._idle.clear()
     yield
@@ -52,7 +52,8 @@ def test_a_call_does_not_wait_for_the_one_before_it() -> None:
     go_on.set()
 
 
-def test_a_thread_that_nobody_wants_ends() -> None:
+def test_a_thread_that_nobody_wants_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_KEPT_S", 0.2)
     thread = run_one()
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()
@@ -61,10 +62,11 @@ def test_a_thread_that_nobody_wants_ends() -> None:
 
 
 def test_a_thread_that_is_wanted_when_it_is_about_to_end_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_KEPT_S", 1.0)
     thread = run_one()
     done = threading.Event()
     assert threads._idle.pop() is thread  # as `in_thread` does, which is then held up until the thread has given up
-    threading.Event().wait(0.5)
+    time.sleep(1.5)
     assert thread.is_alive()
     thread.work.put(("late", done.set))
     assert done.wait(TIMEOUT_S)
