@@ -389,21 +389,19 @@ class Deaf(FakeEngine):
 class Single(FakeEngine):
     """Does one thing at a time, and does not let another wait."""
 
-    busy = False
+    def __init__(self, *hosts: ModuleHost) -> None:
+        super().__init__(*hosts)
+        self.begun = threading.Event()
 
     def pause(self, mode: str) -> None:
-        self.take_a_while()
+        if mode == "keep" and self.begun.wait(0.5):
+            raise RuntimeError("busy")
 
     def start(self) -> None:
-        self.take_a_while()
+        self.begun.set()
+        time.sleep(1.0)
+        self.begun.clear()
         super().start()
-
-    def take_a_while(self) -> None:
-        if self.busy:
-            raise RuntimeError("busy")
-        self.busy = True
-        time.sleep(0.2)
-        self.busy = False
 
 
 @pytest.mark.parametrize(

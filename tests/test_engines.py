@@ -607,7 +607,7 @@ def test_an_llm_is_entered_by_one_call_at_a_time():
 
     def stay(method, args):
         inside.append(method)
-        time.sleep(0.1)
+        time.sleep(0.5)
         together.append(len(inside))
         inside.remove(method)
 

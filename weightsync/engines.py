@@ -535,9 +535,12 @@ class RayEngine(_VllmEngine):
             return self._get(method, *args, doing=doing, **kwargs)
         self._turns.take(doing, lambda: False)
         try:
-            return self._get(method, *args, doing=doing, **kwargs)
-        finally:
+            answer = method.remote(*args, **kwargs)
+        except BaseException:
             self._turns.give()
+            raise
+        answer.future().add_done_callback(lambda _: self._turns.give())
+        return self._answer_to(doing, answer, _limit_s(doing, self.timeout_s))
 
     def _reset_encoder_cache(self) -> None:
         if self._is_async:
@@ -570,11 +573,14 @@ class RayEngine(_VllmEngine):
         return found
 
     def _get(self, method: Any, *args: Any, doing: str, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        timeout_s = _limit_s(doing, self.timeout_s) if timeout_s is None else timeout_s
+        return self._answer_to(doing, method.remote(*args, **kwargs), timeout_s)
+
+    def _answer_to(self, doing: str, answer: Any, timeout_s: float) -> Any:
         import ray
 
-        timeout_s = _limit_s(doing, self.timeout_s) if timeout_s is None else timeout_s
         try:
-            return ray.get(method.remote(*args, **kwargs), timeout=timeout_s)
+            return ray.get(answer, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as error:
             raise _too_late(doing, timeout_s, self.name) from error
         except ray.exceptions.RayActorError as error:

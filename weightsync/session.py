@@ -83,6 +83,7 @@ class EngineSession:
         self._timeout_s = timeout_s
         self._id = secrets.token_hex(8)
         self._calls: list[Call] = []
+        self._changing: list[Call] = []  # this push's calls that change what an engine does
         self._opening: Call | None = None
         self._opener: int | None = None  # the thread that it runs in
         self._paused = self._touched = self._poisoned = False
@@ -166,6 +167,7 @@ class EngineSession:
         """Set going what leads up to the first `load`: pause generation, open the update. Does not wait."""
         for worker in self.workers:  # another engine may have been started at the same address; leave it alone
             worker.channel.check("pause")
+        self._changing = []
         self._opening = Call(self._hub, "begin", self._begin)
         self._calls.append(self._opening)
         time.sleep(_HEAD_START_S)
@@ -254,7 +256,7 @@ class EngineSession:
                 worker.channel.send(Failure(error.to_fields()), deadline, "fail")
             worker.channel.close()
         self._hub.close()  # or a worker that is only just connecting would wait to be admitted, and its engine with it
-        for call in self._calls:
+        for call in (*self._calls, *self._changing):
             call.join(deadline.left_s())
         self._undo()
         if self._touched:
@@ -270,6 +272,19 @@ class EngineSession:
             if self._paused and not self._touched and not self._poisoned:
                 self._paused = False
                 self._try_all("resume", self._engines, lambda engine: engine.resume())
+
+    def let_end(self) -> None:
+        """After `fail`, before another session begins: wait for the calls that it has ceased to wait for, since each of
+        them may yet pause an engine, or resume it."""
+        deadline = Deadline(self._timeout_s)
+        while under_way := [call for call in (self._opening, *self._changing) if call is not None and call.is_alive()]:
+            if deadline.passed():
+                raise SyncTimeoutError(
+                    f"{under_way[0].name}, of the push that failed, did not return within {self._timeout_s:g} s",
+                    phase="init",
+                    waiting_for=[call.name for call in under_way],
+                )
+            under_way[0].join(min(_LOOK_S, deadline.left_s()))
 
     def close(self) -> None:
         for worker in self.workers:
@@ -312,13 +327,19 @@ class EngineSession:
         return check
 
     def _pause_one(self, engine: Engine) -> None:
+        if self._over:
+            return
         self._paused = True
-        engine.pause(self._pause)
-        if self._over:  # and `fail` has waited no longer: what it resumed then was not paused yet
-            self._paused = True
-            self._undo()
+        try:
+            engine.pause(self._pause)
+        finally:
+            if self._over:  # and `fail` has waited no longer: what it resumed then was not paused yet
+                self._paused = True
+                self._undo()
 
     def _start(self, engine: Engine) -> None:
+        if self._over:
+            return
         engine.start()
         self._open.append(engine)
         if self._over:
@@ -332,18 +353,21 @@ class EngineSession:
         """These calls on each of these engines, all at once."""
         jobs = [(method, engine) for method in methods for engine in engines]
         here = jobs.pop() if len(engines) == 1 else None  # which saves a thread
-        calls = [Call(self._hub, f"{phase} of {engine.name}", method, engine) for method, engine in jobs]
+        calls = [self._call(phase, engine, method) for method, engine in jobs]
         if here is not None:
             method, engine = here
-            try:
-                method(engine)
-            except BaseException:
-                _let_end(calls)
-                raise
+            method(engine)
         self._wait(calls, Deadline(self._timeout_s), phase)
 
     def _try_all(self, phase: str, engines: Sequence[Engine], method: Callable[[Engine], None]) -> None:
-        _let_end([Call(self._hub, f"{phase} of {engine.name}", method, engine) for engine in engines])
+        deadline = Deadline(_FAREWELL_S)
+        for call in [self._call(phase, engine, method) for engine in engines]:
+            call.join(deadline.left_s())
+
+    def _call(self, phase: str, engine: Engine, method: Callable[[Engine], None]) -> Call:
+        call = Call(self._hub, f"{phase} of {engine.name}", method, engine)
+        self._changing.append(call)
+        return call
 
     def _wait(self, calls: Sequence[Call], deadline: Deadline, phase: str) -> None:
         for call in calls:
@@ -357,13 +381,4 @@ class EngineSession:
                 )
             if call.error is not None:
                 call.error.phase = call.error.phase or phase
-                _let_end(calls)
                 raise call.error
-
-
-def _let_end(calls: Sequence[Call]) -> None:
-    """Wait for a moment, whatever becomes of them: when one has failed, what others do is to be taken back after they
-    have done it."""
-    deadline = Deadline(_FAREWELL_S)
-    for call in calls:
-        call.join(deadline.left_s())

@@ -170,6 +170,7 @@ class WeightSync:
         self._hub: Hub | None = None
         self._ranks: RankGroup | None = None
         self._session: EngineSession | None = None
+        self._failed: EngineSession | None = None  # the last one that has, and may still have calls under way
         self._agreed: _Agreement | None = None
         self._attached: AttachedModel | None = None
         self._shareable: Manifest | None = None
@@ -498,6 +499,9 @@ class WeightSync:
             named = engine is not None or ENGINE_VARIABLE in os.environ
             if not named and isinstance(self._transport, SingleCopyTransport):
                 engine = self._transport.engine_url()
+            if self._failed is not None:
+                self._failed.let_end()
+                self._failed = None
             engines = connect(engine, self._timeout_s)
             ranks = self._ranks
             assert ranks is not None
@@ -665,6 +669,7 @@ class WeightSync:
                 error = self._ranks.fail(error)
             if self._session is not None:
                 self._session.fail(error)
+                self._failed = self._session
         finally:
             self._disconnect()
         return error
