@@ -380,13 +380,11 @@ class LlmEngine(_VllmEngine):
 
         def run() -> None:
             try:
-                result = call()
+                answer.set_result(call())
             except BaseException as error:
-                self._turns.give()
                 answer.set_exception(error)
-            else:
+            finally:
                 self._turns.give()
-                answer.set_result(result)
 
         try:
             in_thread(doing, run)
