@@ -183,8 +183,8 @@ def _show_header(console: Console, layout: Layout, transport: str, layers: int, 
     way = {
         ("ipc", False): "shared memory of this host",
         ("ipc", True): "CUDA IPC, the engine reads the trainers' memory",
-        ("broadcast", False): "gloo, from trainer rank 0 to the engine",
-        ("broadcast", True): "NCCL, from trainer rank 0 to the engine",
+        ("broadcast", False): "gloo, from the trainer to the engine",
+        ("broadcast", True): "NCCL, from the trainer to the engine",
     }[transport, on_gpu]
     grid = Table.grid(padding=(0, 2))
     ranks = f"{len(layout.trainers)} rank{'s' if len(layout.trainers) > 1 else ''}"
