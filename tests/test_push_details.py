@@ -113,7 +113,11 @@ def test_bytes_are_made_readable_while_the_engine_pauses(monkeypatch: pytest.Mon
 def test_an_engine_that_pauses_late_goes_on_when_the_push_has_failed_meanwhile(
     monkeypatch: pytest.MonkeyPatch, lost: bool
 ) -> None:
-    def run_out(*args: Any) -> Any:
+    asked, started, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def run_out(*args: Any) -> Any:  # once both have been asked of the engine, or they never will be
+        assert asked.wait(TIMEOUT_S)
+        assert started.wait(TIMEOUT_S)
         raise MemoryError("no room for this bucket")
 
     monkeypatch.setattr("weightsync.session._FAREWELL_S", 1.0)
@@ -121,10 +125,14 @@ def test_an_engine_that_pauses_late_goes_on_when_the_push_has_failed_meanwhile(
     with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
         sync.push(model)
         engine.log.clear()
-        go_on = threading.Event()
-        pause = engine.pause
+        pause, start = engine.pause, engine.start
+
+        def start_and_tell() -> None:
+            start()
+            started.set()
 
         def pause_late(mode: str) -> None:
+            asked.set()
             go_on.wait(TIMEOUT_S)
             pause(mode)
             if lost:
@@ -132,6 +140,7 @@ def test_an_engine_that_pauses_late_goes_on_when_the_push_has_failed_meanwhile(
 
         with monkeypatch.context() as patch:
             patch.setattr(engine, "pause", pause_late)
+            patch.setattr(engine, "start", start_and_tell)
             patch.setattr(IpcTransport, "stage", run_out)
             with pytest.raises(WeightSyncError, match="no room for this bucket"):
                 sync.push(model)
