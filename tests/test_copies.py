@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from weightsync.kernels import copies_cpu
 from weightsync.kernels.copies import BatchedCopy, Copy, collapse
 from weightsync.testing.promises import same_bytes
 
@@ -114,6 +118,52 @@ def test_it_copies_what_the_sources_hold_at_each_run(device: str):
         source.mul_(1.5).add_(1)
         batched.run()
         assert torch.equal(target, source)
+
+
+def test_what_is_long_is_shared_out_among_threads(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(copies_cpu, "_TILE_BYTES", 1000)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(copies_cpu, "_cores", lambda: {*os.sched_getaffinity(0), 500, 501})  # as on a larger machine
+    took_part = set()
+
+    def copy_slowly(*tile: int) -> None:
+        took_part.add(threading.current_thread())
+        time.sleep(0.01)
+        ctypes.memmove(*tile)
+
+    monkeypatch.setattr(copies_cpu, "memmove", copy_slowly)
+    pairs = [(filled(n, torch.int32, "cpu", n), filled(n, torch.int32, "cpu", n + 1)) for n in (1, 250, 251, 9999)]
+    check(pairs, [target for target, _ in pairs])
+    assert len(took_part) == 3
+
+
+def test_it_copies_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(copies_cpu, "_TILE_BYTES", 1000)
+    monkeypatch.setattr(copies_cpu, "in_thread", refuse)
+    pairs = [(filled(9999, torch.int32, "cpu", 1), filled(9999, torch.int32, "cpu", 2))]
+    check(pairs, [pairs[0][0]])
+
+
+def test_threads_run_where_any_thread_of_the_process_may() -> None:
+    """OpenMP binds the main thread to its first core, and whatever that starts inherits it."""
+    cores = os.sched_getaffinity(0)
+    ask, told = threading.Event(), threading.Event()
+
+    def bound() -> None:
+        os.sched_setaffinity(0, {min(cores)})
+        told.set()
+        ask.wait(10.0)
+
+    thread = threading.Thread(target=bound)
+    thread.start()
+    assert told.wait(10.0)
+    found = copies_cpu._cores()
+    ask.set()
+    thread.join()
+    assert found == cores
 
 
 @pytest.mark.gpu(1)

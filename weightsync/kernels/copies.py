@@ -1,7 +1,7 @@
 """Many copies in one go, between views of any strides and of any element size; cast on the way, where dtypes differ.
 
-On a GPU all that are alike in dtypes and alignment take one launch, however many they are; on a CPU, and to check the
-other, torch copies them one after the other, on all its threads.
+On a GPU all that are alike in dtypes and alignment take one launch, however many they are. On a CPU, runs of bytes are
+shared out among threads. Torch copies what is left, and all of it to check the others.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
+from weightsync.kernels.copies_cpu import Tiles, can_tile
 
 Copy = tuple[torch.Tensor, torch.Tensor, int]
 """(target, source, link): views of equal shape. Copies that have different numbers as their `link` come over different
@@ -32,12 +34,17 @@ class BatchedCopy:
             kept = [copy for copy in kept if not can_launch(*copy[:2])]
             if launched:
                 self._launches = Launches(launched)
+        tiled = [copy[:2] for copy in kept if can_tile(*copy[:2])]
+        self._tiles = Tiles(tiled) if tiled else None
+        kept = [copy for copy in kept if not can_tile(*copy[:2])]
         self._one_by_one = [(target, source) for target, source, _ in kept]
 
     def run(self) -> None:
         """Copy what the sources hold now. On a GPU it is ordered on the current stream, and returns at once."""
         if self._launches is not None:
             self._launches.run()
+        if self._tiles is not None:
+            self._tiles.run()
         for target, source in self._one_by_one:
             target.copy_(source)
 
