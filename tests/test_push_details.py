@@ -219,9 +219,10 @@ def test_a_model_that_no_longer_fits_is_refused_and_the_engine_goes_on(pushes: i
 
 
 def test_vllm_is_told_to_finish_once_though_its_caches_cannot_be_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that are asked twice raise, and then their answers to older calls are taken for those to later ones."""
+    """Workers that are asked twice raise, and then their answers to older calls are taken for those to later ones. The
+    weights are whole then, and what was computed with older ones is still there."""
 
-    def refuse() -> None:
+    def refuse(*_: object) -> None:
         raise EngineError("the prefix cache could not be reset")
 
     model, host = trainer_model(checkpoint(2)), ModuleHost(EngineModel, checkpoint(1))
@@ -237,7 +238,15 @@ def test_vllm_is_told_to_finish_once_though_its_caches_cannot_be_reset(monkeypat
         assert engine.log.count("finish") == 1
         assert "resume" not in engine.log
         assert (engine.version() or "").startswith("POISONED")
+        for _ in range(2):
+            with monkeypatch.context() as patch:
+                patch.setattr(IpcTransport, "stage", refuse)
+                with pytest.raises(EngineError, match="could not be reset"):
+                    sync.push(model)
+        assert "pause keep" in engine.log
+        assert "resume" not in engine.log
         assert sync.push(model).version == 3
+        assert engine.log[-1] == "resume"
 
 
 def test_a_version_that_is_not_newer_is_refused_before_the_engine_pauses() -> None:

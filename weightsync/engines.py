@@ -558,7 +558,7 @@ class RayEngine(_VllmEngine):
 
     def _call_lora(self, method: str, argument: LoraAdapter | int | None = None) -> Any:
         if self._description["kind"] == "LLM":
-            return self._get(self._handle.__ray_call__, _call_lora_inside, method, argument, doing=method)
+            return self._in_turn(self._handle.__ray_call__, _call_lora_inside, method, argument, doing=method)
         self._require("add_lora", "remove_lora", "list_loras")
         arguments = [] if argument is None else [argument]
         if isinstance(argument, LoraAdapter):

@@ -72,9 +72,16 @@ class EngineSession:
     """Rank 0 only."""
 
     def __init__(
-        self, engines: Sequence[Engine], hub: Hub, pause: str, timeout_s: float, check_ranks: Callable[[], None]
+        self,
+        engines: Sequence[Engine],
+        hub: Hub,
+        pause: str,
+        timeout_s: float,
+        check_ranks: Callable[[], None],
+        spoiled: int | None = None,
     ) -> None:
-        """`check_ranks` raises when a trainer rank has failed; it is called by whoever calls the methods."""
+        """`check_ranks` raises when a trainer rank has failed; it is called by whoever calls the methods. `spoiled` is
+        that of the session before."""
         self.workers: list[Worker] = []
         self._check_ranks = check_ranks
         self._engines = list(engines)
@@ -87,6 +94,7 @@ class EngineSession:
         self._opening: Call | None = None
         self._opener: int | None = None  # the thread that it runs in
         self._paused = self._touched = self._poisoned = False
+        self._spoiled = spoiled
         self._over = False  # it has failed
         self._undoing = threading.Lock()
         self._left_open: list[Engine] = []  # engines whose update another trainer has started and not finished
@@ -98,6 +106,12 @@ class EngineSession:
         """This process's address that every engine reaches."""
         addresses = [self._hub.listen(engine.host)[0] for engine in self._engines]
         return next((address for address in addresses if not address.startswith("127.")), addresses[0])
+
+    @property
+    def spoiled(self) -> int | None:
+        """The version that failed last: an engine whose workers have all of it may remember what was computed with
+        older weights."""
+        return self._version if self._touched else self._spoiled
 
     def last_version(self) -> int:
         """The newest version that any worker says it has."""
@@ -127,7 +141,9 @@ class EngineSession:
             # Whoever pushed last may have died: between start and finish, or with the weights half loaded.
             left_open = {worker.hello.group for worker in self.workers if worker.hello.update_open}
             self._left_open = [self._engines[number] for number in left_open]
-            self._poisoned = any(worker.hello.state == "POISONED" for worker in self.workers)
+            self._poisoned = any(
+                worker.hello.state == "POISONED" or worker.hello.version == self._spoiled for worker in self.workers
+            )
         return self.workers
 
     def plan(self, tensors: list[list[Any]]) -> list[Planned]:
@@ -236,6 +252,7 @@ class EngineSession:
             lambda engine: engine.reset_caches(),
         )
         self._touched = self._poisoned = False  # only now: an engine that remembers old weights must not resume
+        self._spoiled = None
         self._all("resume", self._engines, lambda engine: engine.resume())
         self._paused = False
         return answers
