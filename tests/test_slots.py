@@ -62,25 +62,33 @@ def laid_out(ranks: int, reads: tuple[Reads, ...]) -> Exchange:
 @pytest.mark.parametrize("reads", [tensor_parallel(2), tensor_parallel(4), replicas(2)])
 def test_each_worker_gets_what_it_reads_once_and_runs_do_not_overlap(ranks: int, reads: tuple[Reads, ...]):
     exchange = laid_out(ranks, reads)
+    arriving = [exchange.arriving(worker) for worker in range(len(reads))]
     for worker, wanted in enumerate(reads):
         for name, (box,) in wanted.items():
             came = [
-                Box(tuple(a - b for a, b in zip(cut.received.box.start, box.start, strict=True)), cut.received.box.size)
-                for cut in exchange.cuts
-                if cut.received.name == name and cut.received.storage // SLOTS == worker
+                Box(tuple(a - b for a, b in zip(p.box.start, box.start, strict=True)), p.box.size)
+                for p in arriving[worker]
+                if p.name == name
             ]
             assert coverage(box.size, came) == ([], []), (name, worker)
+    number = {name: bucket for bucket, names in enumerate(BUCKETS) for name in names}
+    left = {}
+    for rank in range(ranks):
+        for bucket, own, sent in exchange.leaving(rank):
+            assert (own.rank, sent.rank, bucket) == (rank, rank, number[own.name])
+            left[rank, sent.storage // SLOTS, sent.name, sent.box] = sent
+    came_from = {(p.rank, worker, p.name, p.box): p for worker, those in enumerate(arriving) for p in those}
+    assert left.keys() == came_from.keys()
+    for (rank, worker, name, _), received in came_from.items():
+        bucket, size = number[name], itemsize(received.dtype)
+        sent = left[rank, worker, name, received.box]
+        assert (sent.dtype, sent.stride, sent.storage) == (received.dtype, received.stride, received.storage)
+        (first, last), (begin, end) = (runs[bucket][rank, worker] for runs in (exchange.received, exchange.sent))
+        assert first <= received.offset * size < last
+        assert sent.offset * size - begin == received.offset * size - first
+        assert end - begin == last - first
+        assert received.storage == worker * SLOTS + bucket % SLOTS
     for bucket in range(len(BUCKETS)):
-        cuts = [cut for cut in exchange.cuts if cut.bucket == bucket]
-        for key, (first, last) in exchange.received[bucket].items():
-            begin, end = exchange.sent[bucket][key]
-            assert end - begin == last - first
-            those = [c for c in cuts if (c.own.rank, c.received.storage // SLOTS) == key]
-            for cut in those:
-                size = itemsize(cut.received.dtype)
-                assert first <= cut.received.offset * size < last
-                assert cut.sent.offset * size - begin == cut.received.offset * size - first
-                assert cut.received.storage % SLOTS == bucket % SLOTS
         for end, runs in (("worker", exchange.received[bucket]), ("rank", exchange.sent[bucket])):
             for number in {key[end == "worker"] for key in runs}:
                 mine = sorted(run for key, run in runs.items() if key[end == "worker"] == number)
@@ -100,7 +108,10 @@ def test_buckets_grow_to_what_a_member_has_room_for_and_what_is_frozen_stays_apa
 def test_a_region_that_is_read_in_overlapping_parts_is_sent_whole():
     halves = (Box((0, 0), (ROWS // 2, COLUMNS)), Box((ROWS // 4, 0), (ROWS // 2, COLUMNS)))
     exchange = laid_out(1, ({"embed": halves}, {"embed": (halves[0], halves[0])}))
-    assert [cut.received.box.size[0] for cut in exchange.cuts] == [ROWS, ROWS // 2]
+    assert [[placement.box.size[0] for placement in exchange.arriving(worker)] for worker in range(2)] == [
+        [ROWS],
+        [ROWS // 2],
+    ]
 
 
 @pytest.mark.parametrize(

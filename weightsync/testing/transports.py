@@ -214,9 +214,9 @@ class _Rank:
         self.version = max(self.version, self.offer.newest)
         offered = [name for names in self.offer.buckets for name in names]
         require(sorted(offered) == sorted(_TRIAL), "the buckets of the offer are not every tensor once")
-        require(len(self.offer.placements) == len(workers), "the offer has not placements for each of the workers")
         rows = self.group.gather([self.transport.storages(worker) for worker in workers], "connect")
         if self.rank == 0:
+            require(len(self.offer.placements) == len(workers), "the offer has not placements for each of the workers")
             for worker in workers:
                 invitation = self.transport.invite(worker)
                 order = {

@@ -69,8 +69,8 @@ class WorkerInfo:
 @dataclass(frozen=True)
 class Offer:
     """What workers are told: for each of them placements over storages, which cover what it reads, and in which buckets
-    to read them. `newest` is the newest version that the transport has kept of earlier sessions, 0 without any; a push
-    must be newer."""
+    to read them. Of `placements` those that rank 0 offers are told. `newest` is the newest version that the transport
+    has kept of earlier sessions, 0 without any; a push must be newer."""
 
     placements: tuple[tuple[Placement, ...], ...]
     buckets: tuple[tuple[str, ...], ...]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from weightsync.layout import Box, Manifest, Placement, choose_owners, coverage, itemsize, row_major
@@ -41,14 +42,24 @@ def slot_layout(
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A region on its way to one worker: `own` where its rank holds it, `sent` and `received` where it lies in the
-    slots of that rank and of the worker."""
+class _Cut:
+    """A region of a bucket on its way to workers: `own` where its rank holds it, `first` the byte of their slots at
+    which it begins, in the dtype that travels."""
 
     bucket: int
     own: Placement
-    sent: Placement
-    received: Placement
+    box: Box
+    first: int
+    dtype: str
+
+    @property
+    def last(self) -> int:
+        """The byte after the last."""
+        return self.first + self.box.numel * itemsize(self.dtype)
+
+    def placed(self, storage: int, shift: int) -> Placement:
+        offset = (self.first + shift) // itemsize(self.dtype)
+        return Placement(self.own.name, self.box, self.own.rank, storage, offset, row_major(self.box.size), self.dtype)
 
 
 @dataclass(frozen=True)
@@ -56,12 +67,26 @@ class Exchange:
     """Each rank sends every worker what that reads of what the rank holds, and nothing else.
 
     `sent[bucket]` and `received[bucket]` tell of each (rank, worker) between whom anything travels, which run of bytes
-    of the rank's slot and of the worker's it is.
+    of the rank's slot and of the worker's it is. `cuts` has every worker's, by rank; workers that read the same have
+    the same.
     """
 
-    cuts: list[Cut]
+    cuts: list[dict[int, list[_Cut]]]
     sent: list[dict[tuple[int, int], Part]]
     received: list[dict[tuple[int, int], Part]]
+
+    def leaving(self, rank: int) -> list[tuple[int, Placement, Placement]]:
+        """What this rank sends: the bucket, where the rank holds it, and where it lies in the rank's slot."""
+        found = []
+        for worker, by_rank in enumerate(self.cuts):
+            for cut in by_rank.get(rank, ()):
+                shift = self.sent[cut.bucket][rank, worker][0] - self.received[cut.bucket][rank, worker][0]
+                found.append((cut.bucket, cut.own, cut.placed(_storage(worker, cut.bucket), shift)))
+        return found
+
+    def arriving(self, worker: int) -> tuple[Placement, ...]:
+        """What this worker receives, and where it lies in the worker's slots."""
+        return tuple(cut.placed(_storage(worker, cut.bucket), 0) for cuts in self.cuts[worker].values() for cut in cuts)
 
     def slot_bytes(self, worker: int) -> int:
         """The largest bucket that this worker receives."""
@@ -89,38 +114,46 @@ def exchange_layout(
     """Who sends what to whom, in the dtypes that travel. Of what several ranks hold, one of them sends."""
     number = {name: i for i, names in enumerate(buckets) for name in names}
     owned = sorted(choose_owners(placements), key=lambda p: (number[p.name], p.rank))
-    received: list[dict[tuple[int, int], Part]] = [{} for _ in buckets]
-    found: list[tuple[int, Placement, Box, int, int]] = []  # with the worker, and the first byte in its slot
     places: dict[str, list[int]] = defaultdict(list)  # in `owned`
     for place, own in enumerate(owned):
         places[own.name].append(place)
-    for worker, wanted in enumerate(reads):
+
+    def read_by(wanted: Reads) -> dict[int, list[_Cut]]:
+        found: dict[int, list[_Cut]] = defaultdict(list)
         used = [0] * len(buckets)
         apart = {name: _apart(manifest[name].shape, boxes) for name, boxes in wanted.items()}
         for own in [owned[place] for place in sorted(place for name in wanted for place in places[name])]:
-            bucket, size = number[own.name], itemsize(manifest[own.name].dtype)
+            bucket, dtype = number[own.name], manifest[own.name].dtype
             for box in _common(own.box, apart[own.name]):
-                first = used[bucket]
-                used[bucket] = align(first + box.numel * size)
-                begin, _ = received[bucket].setdefault((own.rank, worker), (first, first))
-                received[bucket][own.rank, worker] = (begin, used[bucket])
-                found.append((bucket, own, box, worker, first))
+                cut = _Cut(bucket, own, box, used[bucket], dtype)
+                found[own.rank].append(cut)
+                used[bucket] = align(cut.last)
+        return found
+
+    cuts: list[dict[int, list[_Cut]]] = []
+    received: list[dict[tuple[int, int], Part]] = [{} for _ in buckets]
     sent: list[dict[tuple[int, int], Part]] = [{} for _ in buckets]
+    seen: dict[Hashable, dict[int, list[_Cut]]] = {}  # the replicas of an engine read the same
+    for worker, wanted in enumerate(reads):
+        alike = tuple(wanted.items())
+        if alike not in seen:
+            seen[alike] = read_by(wanted)
+        cuts.append(seen[alike])
+        for rank, those in cuts[-1].items():
+            for bucket, run in groupby(those, lambda cut: cut.bucket):
+                side_by_side = list(run)
+                received[bucket][rank, worker] = (side_by_side[0].first, align(side_by_side[-1].last))
     for arriving, leaving in zip(received, sent, strict=True):
         filled: dict[int, int] = defaultdict(int)
         for (rank, worker), (first, last) in sorted(arriving.items()):
             leaving[rank, worker] = (filled[rank], filled[rank] + last - first)
             filled[rank] += last - first
-    cuts = []
-    for bucket, own, box, worker, first in found:
-        dtype, key = manifest[own.name].dtype, (own.rank, worker)
-        storage = worker * SLOTS + bucket % SLOTS  # no other worker has one of this number
-        offset = first // itemsize(dtype)
-        there = Placement(own.name, box, own.rank, storage, offset, row_major(box.size), dtype)
-        shift = (sent[bucket][key][0] - received[bucket][key][0]) // itemsize(dtype)
-        here = Placement(own.name, box, own.rank, storage, offset + shift, row_major(box.size), dtype)
-        cuts.append(Cut(bucket, own, here, there))
     return Exchange(cuts, sent, received)
+
+
+def _storage(worker: int, bucket: int) -> int:
+    """A number that no other worker's slot has."""
+    return worker * SLOTS + bucket % SLOTS
 
 
 def merge(

@@ -69,17 +69,15 @@ class ToEach:
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
         self._posted.clear()  # all has arrived, or the workers would not have asked for more
         regions: list[list[tuple[Placement, Placement, Region]]] = [[] for _ in shipment.buckets]
-        received: list[list[Placement]] = [[] for _ in shipment.reads]
-        for cut in exchange.cuts:
-            if cut.own.rank == group.rank:
-                regions[cut.bucket].append((cut.sent, cut.own, pieces[cut.own]))
-            received[cut.received.storage // SLOTS].append(cut.received)
+        for bucket, own, new in exchange.leaving(group.rank):
+            regions[bucket].append((new, own, pieces[own]))
         self._packers = [Packer(self._slots[bucket % SLOTS], those) for bucket, those in enumerate(regions)]
         self._digests = [
             Digests([self._slots[bucket % SLOTS][first:last] for _, (first, last) in runs])
             for bucket, runs in enumerate(self._runs)
         ]
-        return Offer(tuple(tuple(those) for those in received), shipment.buckets, {})
+        placements = tuple(exchange.arriving(worker) for worker in range(self._workers) if group.rank == 0)
+        return Offer(placements, shipment.buckets, {})
 
     def invite(self, worker: int) -> dict[str, Any]:
         assert self._rendezvous is not None
