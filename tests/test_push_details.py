@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -26,12 +27,15 @@ from weightsync import (
     WeightSync,
     WeightSyncError,
 )
+from weightsync.channel import Channel
 from weightsync.layout import Manifest, TensorMeta
 from weightsync.memory import export, open_exported
 from weightsync.receiver.receiver import Receiver
 from weightsync.transports import broadcast
 from weightsync.transports.ipc import IpcTransport
+from weightsync.transports.slots import SLOTS
 from weightsync.transports.to_each import ToEach
+from weightsync.wire import Load
 
 TIMEOUT_S = 10.0
 
@@ -152,6 +156,33 @@ def test_an_engine_that_pauses_late_goes_on_when_the_push_has_failed_meanwhile(
         assert late == ["pause keep", "resume"]
         assert sorted(pushed) == ["finish", "pause keep", "reset caches", "resume", "start"]
         assert pushed[-1] == "resume"
+
+
+def note_digests(rank: int) -> None:
+    broadcast.spares = lambda *_: True  # the model is so small that alignment decides
+    told: dict[str, set[tuple[int, int]]] = defaultdict(set)
+    send = Channel.send
+
+    def note_and_send(channel: Channel, message: Any, *args: Any) -> None:
+        if isinstance(message, Load):
+            told[channel.peer] |= {(row[0], row[1]) for row in message.digests}
+        send(channel, message, *args)
+
+    Channel.send = note_and_send
+    with ExitStack() as stack:
+        hosts = [ModuleHost(EngineModel, checkpoint(1)) for _ in range(2)]
+        engines = [stack.enter_context(closing(FakeEngine(host))) for host in hosts] if rank == 0 else None
+        sync = stack.enter_context(WeightSync("fsdp", "broadcast", engines, timeout_s=TIMEOUT_S))
+        sync.push(trainer_model(checkpoint(2)))
+    if rank == 0:
+        for worker in range(2):
+            rows = told[f"engine {worker} worker tp=0"]
+            assert {rank for rank, _ in rows} == {0, 1}
+            assert {storage // SLOTS for _, storage in rows} == {worker}
+
+
+def test_each_worker_is_told_the_digests_of_what_it_receives() -> None:
+    run_ranks(note_digests, 2)
 
 
 def fail_to_join(rank: int) -> None:

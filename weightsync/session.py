@@ -227,11 +227,13 @@ class EngineSession:
         self._all("pause", self._engines, lambda engine: engine.resume())
         self._paused = False
 
-    def load(self, version: int, bucket: int, digests: list[list[Any]]) -> None:
-        """Announce a bucket of this version to every worker."""
+    def load(self, version: int, bucket: int, digests: Sequence[list[list[Any]]] | None = None) -> None:
+        """Announce a bucket of this version to every worker, to each with its own digests."""
         self._version = version
         self._touched = True
-        self._send(Load(self._version, bucket, digests), Deadline(self._timeout_s), "transfer")
+        deadline = Deadline(self._timeout_s)
+        for number, worker in enumerate(self.workers):
+            worker.channel.send(Load(version, bucket, digests[number] if digests else []), deadline, "transfer")
 
     def loaded(self) -> list[Loaded]:
         """Every worker's answer to the oldest announcement that is still open."""

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -261,7 +262,7 @@ class WeightSync:
                 if session is not None:
                     session.begin()
                     session.begun()
-                    session.load(version, 0, [])  # from here on the weights are a mixture
+                    session.load(version, 0)  # from here on the weights are a mixture
                     session.loaded()
                 ranks.share(None, "pause")
             paused = time.perf_counter()
@@ -424,7 +425,7 @@ class WeightSync:
                             session.begun()
                         opening_s = time.perf_counter() - staged
                     self._phase = "transfer"
-                    session.load(version, bucket, rows)
+                    session.load(version, bucket, agreed.by_worker(rows, len(session.workers)))
                     transport.post(bucket)
                 bar.advance(nbytes)
         report: PushReport | None = None
@@ -612,7 +613,7 @@ class WeightSync:
         ranks.share(None, "connect")
         transport.joined()
         nbytes = [sum(travelling[name].nbytes for name in names) for names in offer.buckets]
-        return _Agreement(pieces, local, offer.buckets, nbytes, once, answer["roads"])
+        return _Agreement(pieces, local, offer.buckets, nbytes, once, answer["roads"], _readers(offer.placements))
 
     def _wire_manifest(self, manifest: Manifest, plans: Sequence[Planned], as_it_is: Set[str]) -> Manifest:
         """The manifest with the dtypes that travel: what the policy declares, else what the trainer has, or what all
@@ -688,7 +689,8 @@ _Signature = list[tuple[Any, ...]]
 class _Agreement:
     """What was agreed in a negotiation, and the local facts that it rests on. `once` of the buckets, the last ones, are
     frozen; `pushes` counts those that every engine has committed since, the first of all buckets; `model` is the `id`
-    of what was pushed last."""
+    of what was pushed last. `readers` has, on rank 0, the numbers of the workers that were told of each rank's
+    storages."""
 
     def __init__(
         self,
@@ -698,6 +700,7 @@ class _Agreement:
         bucket_bytes: list[int],
         once: int,
         roads: dict[str, int],
+        readers: Mapping[tuple[int, int], Sequence[int]],
     ) -> None:
         self.pieces = pieces
         self.local = local
@@ -705,12 +708,21 @@ class _Agreement:
         self.bucket_bytes = bucket_bytes
         self.once = once
         self.roads = roads
+        self.readers = readers
         self.pushes = 0
         self.model: int | None = None
 
     def due(self) -> list[int]:
         """The bytes of each bucket of the next push."""
         return self.bucket_bytes[: len(self.bucket_bytes) - (self.once if self.pushes else 0)]
+
+    def by_worker(self, rows: Sequence[list[Any]], workers: int) -> list[list[list[Any]]]:
+        """Of rows that begin with a rank and its storage, those that each worker can make use of."""
+        found: list[list[list[Any]]] = [[] for _ in range(workers)]
+        for row in rows:
+            for worker in self.readers.get((row[0], row[1]), ()):
+                found[worker].append(row)
+        return found
 
 
 def _device(placed: Mapping[Placement, Region]) -> torch.device:
@@ -747,6 +759,14 @@ def _frozen(everyone: Sequence[dict[str, Any]]) -> set[str]:
 def _frozen_buckets(buckets: Sequence[Sequence[str]], frozen: frozenset[str]) -> int:
     """How many of the buckets, counted from the end, hold nothing but what is frozen."""
     return next((n for n, names in enumerate(reversed(buckets)) if not frozen.issuperset(names)), len(buckets))
+
+
+def _readers(placements: Sequence[Sequence[Placement]]) -> dict[tuple[int, int], list[int]]:
+    found: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for worker, those in enumerate(placements):
+        for storage in dict.fromkeys((p.rank, p.storage) for p in those):
+            found[storage].append(worker)
+    return found
 
 
 def _check_quantized(manifest: Manifest, together: Sequence[tuple[str, str]], plans: Sequence[Planned]) -> None:
