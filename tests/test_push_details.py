@@ -269,14 +269,24 @@ def test_vllm_is_told_to_finish_once_though_its_caches_cannot_be_reset(monkeypat
         assert engine.log.count("finish") == 1
         assert "resume" not in engine.log
         assert (engine.version() or "").startswith("POISONED")
-        for _ in range(2):
-            with monkeypatch.context() as patch:
-                patch.setattr(IpcTransport, "stage", refuse)
-                with pytest.raises(EngineError, match="could not be reset"):
-                    sync.push(model)
-        assert "pause keep" in engine.log
+        with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as another:
+            for one, method in (
+                (sync, (IpcTransport, "stage")),
+                (sync, (Receiver, "load")),
+                (another, (IpcTransport, "stage")),
+            ):
+                with monkeypatch.context() as patch:
+                    patch.setattr(*method, refuse)
+                    with pytest.raises(EngineError, match="could not be reset"):
+                        one.push(model)
+        assert engine.log.count("pause keep") == 4
         assert "resume" not in engine.log
-        assert sync.push(model).version == 3
+        sync.push(model)
+        assert engine.log[-1] == "resume"
+        with monkeypatch.context() as patch:
+            patch.setattr(IpcTransport, "stage", refuse)
+            with pytest.raises(EngineError, match="could not be reset"):
+                sync.push(model)
         assert engine.log[-1] == "resume"
 
 

@@ -45,6 +45,8 @@ from weightsync.wire import (
 
 M = TypeVar("M", bound=Message)
 
+_MARK = "POISONED"
+"""How the version of an engine begins whose last push failed after its first bucket had been announced."""
 _FAREWELL_S = 5.0
 """How long an engine may take to end its calls after a failure."""
 _LOOK_S = 0.1
@@ -72,16 +74,9 @@ class EngineSession:
     """Rank 0 only."""
 
     def __init__(
-        self,
-        engines: Sequence[Engine],
-        hub: Hub,
-        pause: str,
-        timeout_s: float,
-        check_ranks: Callable[[], None],
-        spoiled: int | None = None,
+        self, engines: Sequence[Engine], hub: Hub, pause: str, timeout_s: float, check_ranks: Callable[[], None]
     ) -> None:
-        """`check_ranks` raises when a trainer rank has failed; it is called by whoever calls the methods. `spoiled` is
-        that of the session before."""
+        """`check_ranks` raises when a trainer rank has failed; it is called by whoever calls the methods."""
         self.workers: list[Worker] = []
         self._check_ranks = check_ranks
         self._engines = list(engines)
@@ -94,7 +89,6 @@ class EngineSession:
         self._opening: Call | None = None
         self._opener: int | None = None  # the thread that it runs in
         self._paused = self._touched = self._poisoned = False
-        self._spoiled = spoiled
         self._over = False  # it has failed
         self._undoing = threading.Lock()
         self._left_open: list[Engine] = []  # engines whose update another trainer has started and not finished
@@ -106,12 +100,6 @@ class EngineSession:
         """This process's address that every engine reaches."""
         addresses = [self._hub.listen(engine.host)[0] for engine in self._engines]
         return next((address for address in addresses if not address.startswith("127.")), addresses[0])
-
-    @property
-    def spoiled(self) -> int | None:
-        """The version that failed last: an engine whose workers have all of it may remember what was computed with
-        older weights."""
-        return self._version if self._touched else self._spoiled
 
     def last_version(self) -> int:
         """The newest version that any worker says it has."""
@@ -141,9 +129,7 @@ class EngineSession:
             # Whoever pushed last may have died: between start and finish, or with the weights half loaded.
             left_open = {worker.hello.group for worker in self.workers if worker.hello.update_open}
             self._left_open = [self._engines[number] for number in left_open]
-            self._poisoned = any(
-                worker.hello.state == "POISONED" or worker.hello.version == self._spoiled for worker in self.workers
-            )
+            self._poisoned = any(worker.hello.state == "POISONED" for worker in self.workers)
         return self.workers
 
     def plan(self, tensors: list[list[Any]]) -> list[Planned]:
@@ -254,7 +240,6 @@ class EngineSession:
             lambda engine: engine.reset_caches(),
         )
         self._touched = self._poisoned = False  # only now: an engine that remembers old weights must not resume
-        self._spoiled = None
         self._all("resume", self._engines, lambda engine: engine.resume())
         self._paused = False
         return answers
@@ -280,7 +265,7 @@ class EngineSession:
         self._undo()
         if self._touched:
             # Say so where people look: the version that vLLM reports with every answer. Generation stays paused.
-            mark = f"POISONED: the push of version {self._version} failed"
+            mark = f"{_MARK}: the push of version {self._version} failed"
             self._try_all("mark", self._engines, lambda engine: engine.set_version(mark))
 
     def _undo(self) -> None:
@@ -290,7 +275,12 @@ class EngineSession:
             self._try_all("give up", [*self._open], lambda engine: self._finish(engine, None))
             if self._paused and not self._touched and not self._poisoned:
                 self._paused = False
-                self._try_all("resume", self._engines, lambda engine: engine.resume())
+                self._try_all("resume", self._engines, self._resume_unmarked)
+
+    def _resume_unmarked(self, engine: Engine) -> None:
+        # Its workers' weights may be whole, and what it remembers not be theirs. (vLLM before 0.27 keeps no mark.)
+        if not (engine.version() or "").startswith(_MARK):
+            engine.resume()
 
     def let_end(self) -> None:
         """After `fail`, before another session begins: wait for the calls that it has ceased to wait for, since each of

@@ -500,16 +500,14 @@ class WeightSync:
             named = engine is not None or ENGINE_VARIABLE in os.environ
             if not named and isinstance(self._transport, SingleCopyTransport):
                 engine = self._transport.engine_url()
-            spoiled = None
             if self._failed is not None:
                 self._failed.let_end()
-                spoiled = self._failed.spoiled
                 self._failed = None
             engines = connect(engine, self._timeout_s)
             ranks = self._ranks
             assert ranks is not None
             self._session = EngineSession(
-                engines, self._hub, self._pause, self._timeout_s, lambda: ranks.idle(0.0), spoiled
+                engines, self._hub, self._pause, self._timeout_s, check_ranks=lambda: ranks.idle(0.0)
             )
         workers = self._session.meet()
         self._last_version = max(self._last_version, self._session.last_version())

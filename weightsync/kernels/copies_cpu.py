@@ -24,7 +24,7 @@ _TILE_BYTES = 2**22
 def can_tile(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether this copy is one of bytes, side by side on both sides, in a CPU's memory."""
     alike = target.dtype == source.dtype and target.device.type == source.device.type == "cpu"
-    return alike and target.is_contiguous() and source.is_contiguous()
+    return alike and all(one.is_contiguous() and not (one.is_neg() or one.is_conj()) for one in (target, source))
 
 
 class Tiles:
@@ -38,7 +38,9 @@ class Tiles:
             for first in range(0, target.nbytes, _TILE_BYTES)
         ]
         self._cores = _cores()
-        self._others = min(torch.get_num_threads(), len(self._cores), len(self._tiles)) - 1
+        # With many small tiles threads would wait for Python more than they copy.
+        worthwhile = sum(target.nbytes for target, _ in copies) // _TILE_BYTES
+        self._others = max(min(torch.get_num_threads(), len(self._cores), worthwhile) - 1, 0)
 
     def run(self) -> None:
         left, done, started = deque(self._tiles), Semaphore(0), 0
