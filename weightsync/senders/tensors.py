@@ -161,18 +161,31 @@ class ModuleSender(ABC):
 def marks(found: list[nn.Module], local: Callable[[torch.Tensor], torch.Tensor | None]) -> list[Any] | None:
     """What tells whether the model that has these modules is as it was: the modules, and for each tensor which it is,
     where that lies which `local` gives for it, and whether it trains. None when `local` gives None for any."""
-    seen: list[Any] = []
+    places: list[Any] = []
+    tensors: list[torch.Tensor | None] = []
     for module in found:
-        seen.append(module)
-        seen += module._modules
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    if (held := local(tensor)) is None:
-                        return None
-                    at = held.data_ptr(), held.shape, held.stride(), held.dtype
-                    seen.append((name, id(tensor), *at, tensor.requires_grad))
-    return seen
+        places.append(module)
+        places += module._modules
+        for named in (module._parameters, module._buffers):
+            if named:
+                places += named
+                tensors += named.values()
+    there = [tensor for tensor in tensors if tensor is not None]
+    held = []
+    for tensor in there:
+        if (one := local(tensor)) is None:
+            return None
+        held.append(one)
+    # Lists of each, since a tuple for each tensor takes twice the time.
+    return [
+        places,
+        [id(tensor) for tensor in tensors],
+        [one.data_ptr() for one in held],
+        [one.shape for one in held],
+        [one.stride() for one in held],
+        [one.dtype for one in held],
+        [tensor.requires_grad for tensor in there],
+    ]
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor | None:
