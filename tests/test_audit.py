@@ -14,7 +14,7 @@ from torch import nn
 from weightsync import UnsupportedError, WeightSync
 from weightsync.receiver import modules
 from weightsync.receiver.audit import Counterparts, addresses, counterparts, moved
-from weightsync.receiver.receiver import POISONED
+from weightsync.wire import POISONED
 
 TIMEOUT_S = 10.0
 ROWS, COLUMNS = 6, 4

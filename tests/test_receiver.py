@@ -19,10 +19,11 @@ from weightsync.kernels.digest import WHOLE
 from weightsync.layout import Box, Manifest, Placement, TensorMeta
 from weightsync.ranks import RankGroup
 from weightsync.receiver.modules import choose_roads, units
-from weightsync.receiver.receiver import CLEAN, Receiver
+from weightsync.receiver.receiver import Receiver
 from weightsync.receiver.trace import Trace, trace_loader, uncovered
 from weightsync.transports.base import Region, Shipment
 from weightsync.transports.ipc import IpcTransport
+from weightsync.wire import CLEAN
 
 TIMEOUT_S = 10.0
 Start = Callable[..., FakeEngine]

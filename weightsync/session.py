@@ -27,6 +27,7 @@ from weightsync.engines import Engine
 from weightsync.errors import EngineError, EngineUnreachableError, PeerError, SyncTimeoutError, WeightSyncError
 from weightsync.transports.base import WorkerInfo
 from weightsync.wire import (
+    POISONED,
     Commit,
     Committed,
     Connect,
@@ -45,8 +46,6 @@ from weightsync.wire import (
 
 M = TypeVar("M", bound=Message)
 
-_MARK = "POISONED"
-"""How the version of an engine begins whose last push failed after its first bucket had been announced."""
 _FAREWELL_S = 5.0
 """How long an engine may take to end its calls after a failure."""
 _LOOK_S = 0.1
@@ -129,7 +128,7 @@ class EngineSession:
             # Whoever pushed last may have died: between start and finish, or with the weights half loaded.
             left_open = {worker.hello.group for worker in self.workers if worker.hello.update_open}
             self._left_open = [self._engines[number] for number in left_open]
-            self._poisoned = any(worker.hello.state == "POISONED" for worker in self.workers)
+            self._poisoned = any(worker.hello.state == POISONED for worker in self.workers)
         return self.workers
 
     def plan(self, tensors: list[list[Any]]) -> list[Planned]:
@@ -265,7 +264,7 @@ class EngineSession:
         self._undo()
         if self._touched:
             # Say so where people look: the version that vLLM reports with every answer. Generation stays paused.
-            mark = f"{_MARK}: the push of version {self._version} failed"
+            mark = f"{POISONED}: the push of version {self._version} failed"
             self._try_all("mark", self._engines, lambda engine: engine.set_version(mark))
 
     def _undo(self) -> None:
@@ -279,7 +278,7 @@ class EngineSession:
 
     def _resume_unmarked(self, engine: Engine) -> None:
         # Its workers' weights may be whole, and what it remembers not be theirs. (vLLM before 0.27 keeps no mark.)
-        if not (engine.version() or "").startswith(_MARK):
+        if not (engine.version() or "").startswith(POISONED):
             engine.resume()
 
     def let_end(self) -> None:

@@ -591,8 +591,10 @@ class WeightSync:
         self._last_version = max(self._last_version, offer.newest)
         once = _frozen_buckets(offer.buckets, shipment.frozen)
         storages = ranks.gather([transport.storages(worker) for worker in range(len(shipment.reads))], "connect")
+        readers: dict[tuple[int, int], list[int]] = {}
         if self._session is not None:
             session = self._session
+            readers = _readers(offer.placements)
             messages = [
                 Connect(
                     transport=transport.name,
@@ -611,7 +613,7 @@ class WeightSync:
         ranks.share(None, "connect")
         transport.joined()
         nbytes = [sum(travelling[name].nbytes for name in names) for names in offer.buckets]
-        return _Agreement(pieces, local, offer.buckets, nbytes, once, answer["roads"], _readers(offer.placements))
+        return _Agreement(pieces, local, offer.buckets, nbytes, once, answer["roads"], readers)
 
     def _wire_manifest(self, manifest: Manifest, plans: Sequence[Planned], as_it_is: Set[str]) -> Manifest:
         """The manifest with the dtypes that travel: what the policy declares, else what the trainer has, or what all

@@ -19,6 +19,9 @@ from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.layout import Box, Manifest, Placement, TensorMeta
 
 PROTOCOL = 1
+CLEAN, POISONED = "CLEAN", "POISONED"
+"""States of a worker's model. The version of an engine begins with the second one when a push into it has failed after
+its first bucket was announced."""
 MAX_FRAME_BYTES = 1 << 28
 _LENGTH = struct.Struct("<I")
 
@@ -51,7 +54,7 @@ class Hello(Message):
     gpu_uuid: str  # "" on a CPU
     name: str  # for people: "tp=1 pp=0 dp=0"
     version: int  # worker: the last version that was committed, 0 when none; rank: 0
-    state: str  # worker: "CLEAN" or "POISONED"; rank: ""
+    state: str  # worker: CLEAN or POISONED; rank: ""
     update_open: bool  # worker: whether its engine has an update started and not finished; rank: False
 
 

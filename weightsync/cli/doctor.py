@@ -49,12 +49,11 @@ from weightsync.kernels.copies import BatchedCopy
 from weightsync.kernels.digest import digest
 from weightsync.layout import Box, Manifest, Placement, TensorMeta
 from weightsync.ranks import RankGroup
-from weightsync.receiver.receiver import POISONED
 from weightsync.report import format_bytes
 from weightsync.sync import DEFAULT_MAX_BYTES, SLOTS, WeightSync
 from weightsync.transports.base import Region, Shipment
 from weightsync.transports.ipc import IpcSource, IpcTransport
-from weightsync.wire import PROTOCOL
+from weightsync.wire import POISONED, PROTOCOL
 
 _PROMPTS = ([5, 6, 7, 8], [40, 41], [100, 101, 102])
 _VLLM_VERSIONS = ((0, 25), (0, 33))

@@ -21,8 +21,9 @@ from weightsync.channel import Channel, Deadline, dial
 from weightsync.errors import EngineBusyError, ProtocolError, WeightSyncError, foreign
 from weightsync.machine import boot_id, describe_device
 from weightsync.receiver.host import ModelHost
-from weightsync.receiver.receiver import POISONED, Receiver
+from weightsync.receiver.receiver import Receiver
 from weightsync.wire import (
+    POISONED,
     PROTOCOL,
     Commit,
     Committed,

@@ -36,8 +36,7 @@ from weightsync.receiver.straight import pieces_of
 from weightsync.receiver.trace import Trace, named_tensors, paddings, trace_loader, uncovered, writers
 from weightsync.transports import make_source
 from weightsync.transports.base import Idle, Nothing, Source, strided
-
-CLEAN, POISONED = "CLEAN", "POISONED"
+from weightsync.wire import CLEAN, POISONED
 
 
 @dataclass(frozen=True)

@@ -81,12 +81,14 @@ class Exchange:
         for worker, by_rank in enumerate(self.cuts):
             for cut in by_rank.get(rank, ()):
                 shift = self.sent[cut.bucket][rank, worker][0] - self.received[cut.bucket][rank, worker][0]
-                found.append((cut.bucket, cut.own, cut.placed(_storage(worker, cut.bucket), shift)))
+                found.append((cut.bucket, cut.own, cut.placed(storage_of(worker, cut.bucket), shift)))
         return found
 
     def arriving(self, worker: int) -> tuple[Placement, ...]:
         """What this worker receives, and where it lies in the worker's slots."""
-        return tuple(cut.placed(_storage(worker, cut.bucket), 0) for cuts in self.cuts[worker].values() for cut in cuts)
+        return tuple(
+            cut.placed(storage_of(worker, cut.bucket), 0) for cuts in self.cuts[worker].values() for cut in cuts
+        )
 
     def slot_bytes(self, worker: int) -> int:
         """The largest bucket that this worker receives."""
@@ -151,7 +153,7 @@ def exchange_layout(
     return Exchange(cuts, sent, received)
 
 
-def _storage(worker: int, bucket: int) -> int:
+def storage_of(worker: int, bucket: int) -> int:
     """A number that no other worker's slot has."""
     return worker * SLOTS + bucket % SLOTS
 

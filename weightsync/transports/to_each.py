@@ -19,7 +19,7 @@ from weightsync.layout import Placement
 from weightsync.transports.base import Group, Idle, Offer, Region, Shipment
 from weightsync.transports.communicator import Communicator, Pending, Rendezvous, visit
 from weightsync.transports.packing import Packer
-from weightsync.transports.slots import SLOTS, Exchange
+from weightsync.transports.slots import SLOTS, Exchange, storage_of
 
 _LOOPBACK = "127."
 
@@ -127,7 +127,7 @@ class ToEach:
             sent, rank = self._exchange.received[bucket], self._group.rank
             for (worker, _), value in zip(self._runs[bucket], self._digests[bucket].of(part), strict=True):
                 first, last = sent[rank, worker]
-                rows.append([rank, worker * SLOTS + bucket % SLOTS, first, last - first, part, value])
+                rows.append([rank, storage_of(worker, bucket), first, last - first, part, value])
         if self._group.rank != 0:
             self._send(bucket)  # the workers receive when they are told to
         return rows
