@@ -190,6 +190,16 @@ def test_dimensions_that_lie_behind_one_another_are_one():
     assert collapse(whole[:1, :1, :1], whole[1:2, 1:2, 1:2]) == [(1, 1, 1)]
 
 
+def test_what_is_whole_and_columns_of_matrices_are_of_one_launch():
+    """Launches come one after the other: the links that one of them does not need would idle meanwhile."""
+    copies_triton = pytest.importorskip("weightsync.kernels.copies_triton")
+    shapes = [(1536, 512), (512, 1536), (640, 12288)]
+    views = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+    halves = [whole[:, : whole.shape[1] // 2] for whole in views]
+    pairs = [*zip(views, views, strict=True), *((half.contiguous(), half) for half in halves)]
+    assert len({kind for pair in pairs for kind, *_ in copies_triton._pieces(*pair)}) == 1
+
+
 def test_the_kernels_for_gpus_in_tritons_interpreter():
     """Those of digests too. What a GPU makes of them, and how fast, only a GPU shows."""
     script = Path(__file__).with_name("interpreted_kernels.py")

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weightsync.kernels.copies import Copy, collapse
+from weightsync.kernels.copies import Copy, Dimension, collapse
 
 _FIELDS = 10
 _DTYPES = {
@@ -26,8 +26,9 @@ _DTYPES = {
 _UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _VECTOR_BYTES = 16
 _TILE = 2048
-_COLUMNS = (2048, 1024, 256, 64, 16)
-"""Of a tile of `_TILE` units."""
+_COLUMNS = (64, 16)
+"""Of a tile of `_TILE` units. No wider, though runs are: launches come one after the other, so that a link which one of
+them does not read from idles meanwhile, and in tiles of 64 columns nearly all copies of a model are of one kind."""
 _WARPS = 2
 """Measured on an H200, as is `_TILE`: 1.05 times a device copy of the same bytes; a cast takes what its bytes take."""
 
@@ -141,11 +142,29 @@ class Launches:
 
 def _pieces(target: torch.Tensor, source: torch.Tensor) -> list[tuple[_Kind, list[int], int]]:
     """A copy as pieces of at most three dimensions: the kind, the fields of the table, and the number of tiles."""
-    dims = collapse(target, source)
-    outer, (columns, *column_strides) = dims[:-1], dims[-1]
+    (size, *strides), *others = dims = collapse(target, source)
+    addresses = [target.data_ptr(), source.data_ptr()]
+    if others or strides != [1, 1]:
+        return _grids(target, source, dims, addresses)
+    # One run of bytes: it may as well be rows, and what is left of it.
+    width = _COLUMNS[0] * (max(_UNITS) // target.element_size() if target.dtype == source.dtype else 1)
+    found = []
+    if rows := size // width:
+        found += _grids(target, source, [(rows, width, width), (width, 1, 1)], addresses)
+    if rest := size % width:
+        done = size - rest
+        moved = [target.data_ptr() + done * target.element_size(), source.data_ptr() + done * source.element_size()]
+        found += _grids(target, source, [(rest, 1, 1)], moved)
+    return found
+
+
+def _grids(
+    target: torch.Tensor, source: torch.Tensor, dims: Sequence[Dimension], addresses: Sequence[int]
+) -> list[tuple[_Kind, list[int], int]]:
+    """As `_pieces`, of these dimensions at these addresses."""
+    outer, (columns, *column_strides) = list(dims[:-1]), dims[-1]
     dense = column_strides == [1, 1]
     sizes = [target.element_size(), source.element_size()]
-    addresses = [target.data_ptr(), source.data_ptr()]
     if target.dtype == source.dtype:
         unit = sizes[0]
         if dense:  # as bytes, in the widest units that fit both sides
