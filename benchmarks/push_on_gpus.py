@@ -245,7 +245,9 @@ def save_checkpoint(shape: str, seed: int, folder: Path, device: torch.device) -
 def start_engine(folder: Path, tp: int, backend: str | None, args: argparse.Namespace, **options: Any) -> Any:
     from vllm import LLM
 
-    if backend:
+    if backend == "weightsync" and args.extension:
+        options["worker_extension_cls"] = "weightsync.vllm.extension.WeightSyncWorkerExtension"
+    elif backend:
         options["weight_transfer_config"] = {"backend": backend}
     if args.no_compile:
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -420,6 +422,7 @@ def run_trainer(rank: int, size: int, args: argparse.Namespace, folder: Path, re
         "shape": shape,
         "quantization": args.quantization,
         "trainer_dtype": args.dtype,
+        "extension": args.extension,
         "nbytes": nbytes,
         "trainer_ranks": size,
         "rows": [],
@@ -547,6 +550,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--quantization", help="as vLLM's")
     parser.add_argument("--no-compile", action="store_true", help="CUDA graphs, but no torch.compile: starts sooner")
+    parser.add_argument("--extension", action="store_true", help="weightsync's worker extension, not its plug-in")
     parser.add_argument("--port", type=int, default=29640)
     parser.add_argument("--folder", type=Path, help="of the checkpoint of weights A; it is made when it is missing")
 

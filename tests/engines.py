@@ -166,7 +166,7 @@ class Engines:
         """Start an `LLM`, `self.llm`, after ending the one that runs."""
         self.end()
         gc.freeze()  # vLLM collects garbage five times as it starts, and would look through all that is imported
-        self.llm = self._vllm.LLM(**self.options(checkpoint), **options)
+        self.llm = self._vllm.LLM(**{**self.options(checkpoint), **options})
 
     def ask(self) -> Answer:
         return [answer_of(self.generate(prompt)) for prompt in PROMPTS]

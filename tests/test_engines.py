@@ -447,36 +447,32 @@ def push_once(engine: Any) -> None:
     engine.resume()
 
 
+TO_THE_PLUG_IN = ["init_weight_transfer_engine", "start_weight_update"], ["update_weights", "finish_weight_update"]
+TO_THE_EXTENSION = ["weightsync_init"], ["weightsync_update"]
+
+
+@pytest.mark.parametrize("idle", [True, False])
 @pytest.mark.parametrize(
     ("vllm_config", "methods"),
     [
-        (
-            config("weightsync", "weightsync.vllm.extension.WeightSyncWorkerExtension"),
-            ["init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"],
-        ),
-        (
-            config(None, "weightsync.vllm.extension.WeightSyncWorkerExtension"),
-            ["weightsync_init", "weightsync_start", "weightsync_update", "weightsync_finish"],
-        ),
-        (
-            config("nccl", "my.own.ExtensionThatMixesOursIn"),
-            ["weightsync_init", "weightsync_start", "weightsync_update", "weightsync_finish"],
-        ),
+        (config("weightsync", "weightsync.vllm.extension.WeightSyncWorkerExtension"), TO_THE_PLUG_IN),
+        (config(None, "weightsync.vllm.extension.WeightSyncWorkerExtension"), TO_THE_EXTENSION),
+        (config("nccl", "my.own.ExtensionThatMixesOursIn"), TO_THE_EXTENSION),
     ],
 )
-def test_llm_calls_its_workers_in_a_thread_of_its_own(vllm_config, methods):
+def test_llm_calls_its_workers_in_a_thread_of_its_own(vllm_config, methods, idle):
+    """And forgets before the update, or after it what requests under way may have computed meanwhile."""
     llm = fake_llm(vllm_config)
+    if idle:
+        llm.adapters.output_processor.request_states.clear()
     (engine,) = connect(llm, 5.0)
     push_once(engine)
-    assert llm.calls == [
-        (methods[0], {"a": 1}),
-        (methods[1],),
-        (methods[2], {"b": 2}),
-        (methods[3],),
-        ("update_weight_version", "5"),
-        ("reset_prefix_cache", True, True),
-        ("reset_encoder_cache",),
-    ]
+    forgets = ["reset_prefix_cache", "reset_encoder_cache"]
+    first, then = methods
+    then = [*then, "update_weight_version"]
+    assert [call[0] for call in llm.calls] == first + (forgets + then if idle else then + forgets)
+    expected = [(first[0], {"a": 1}), (then[0], {"b": 2}), ("reset_prefix_cache", True, True), (then[-1], "5")]
+    assert all(call in llm.calls for call in expected)
     assert threading.current_thread() not in llm.threads
     engine.set_version("6")
     assert engine.version() == "6"
@@ -961,17 +957,11 @@ class Recorder:
     def weightsync_init(self, init_info):
         self.weightsync_seen = [("init", init_info)]
 
-    def weightsync_start(self):
-        self.weightsync_seen.append(("start",))
-
     def weightsync_update(self, update_info):
         self.weightsync_seen.append(("update", update_info))
         if update_info.get("refuse"):
             raise ManifestError("one tensor is missing", missing=["q"])
         time.sleep(update_info.get("sleep_s", 0))
-
-    def weightsync_finish(self):
-        self.weightsync_seen.append(("finish",))
 
     def weightsync_report(self):
         return self.weightsync_seen
@@ -1057,9 +1047,7 @@ def test_a_real_llm_in_this_process(model_dir, monkeypatch):
         assert engine.is_alive()
         assert engine.version() == "default"
         push_once(engine)
-        assert llm.collective_rpc("weightsync_report") == [
-            [("init", {"a": 1}), ("start",), ("update", {"b": 2}), ("finish",)]
-        ]
+        assert llm.collective_rpc("weightsync_report") == [[("init", {"a": 1}), ("update", {"b": 2})]]
         assert engine.version() == "5"
         with pytest.raises(ManifestError) as raised:
             engine.update({"refuse": True})
@@ -1128,9 +1116,7 @@ def test_a_real_async_llm_with_a_request_in_flight(model_dir):
             (report,) = asyncio.run_coroutine_threadsafe(llm.collective_rpc("weightsync_report"), loop).result(60)
             assert report == [
                 ["init", {"a": 1, "bytes": b"\x00\xff", "list": [1.5, None, True]}],
-                ["start"],
                 ["update", {"b": 2}],
-                ["finish"],
             ]
 
             # Aborted, and finished first.

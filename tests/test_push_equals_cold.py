@@ -15,6 +15,7 @@ from engines import PROMPTS, TIMEOUT_S, Answer, Engines, Remote, Trainer, Traine
 
 from weightsync import PushReport, WeightSync
 from weightsync.engines import connect
+from weightsync.errors import ManifestError
 from weightsync.testing import check_engine
 
 pytest_plugins = ["engine_fixtures"]
@@ -171,6 +172,45 @@ def test_nothing_is_answered_from_what_older_weights_left_in_the_prefix_cache(en
     cached, pushed = engines.call(ask_long)
     assert cached == 0
     assert_same(pushed, cold, "a prompt that had been answered before the push")
+
+
+EXTENSION = {
+    "weight_transfer_config": None,
+    "worker_extension_cls": "weightsync.vllm.extension.WeightSyncWorkerExtension",
+}
+
+
+def push_by_the_extension(engines: Engines, tp: int) -> list[tuple[int, Answer, Answer]]:
+    """For each push, of B, what cannot be pushed, and A: how many tokens came from the prefix cache after it, and the
+    answers."""
+    engines.start(engines.checkpoint("qwen3", "A"), tensor_parallel_size=tp, **EXTENSION)
+    found = []
+    load(engines, "qwen3", "ipc", {})
+    for weights in "BxA":
+        ask_long(engines)
+        if weights == "x":
+            bias = torch.nn.Parameter(torch.zeros(7))
+            engines.model.model.norm.register_parameter("bias", bias)
+            with pytest.raises(ManifestError, match=r"unexpected 1: model\.norm\.bias"):
+                engines.sync.push(engines.model)
+            del engines.model.model.norm.bias
+        else:
+            push(engines, weights)
+        cached, long = ask_long(engines)
+        found.append((cached, engines.ask(), long))
+    return found
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_engine_with_the_worker_extension_in_place_of_the_plug_in(engines: Remote, tp: int):
+    cold = engines.call(Engines.serve, "qwen3", tp, timeout_s=240)
+    after_b, after_nothing, after_a = engines.call(push_by_the_extension, tp, timeout_s=240)
+    assert_same(after_b[1], cold["B"], "push of B")
+    assert_same(after_nothing[1], cold["B"], "nothing was pushed")
+    assert_same(after_a[1], cold["A"], "push of A")
+    assert (after_b[0], after_a[0]) == (0, 0)
+    assert after_nothing[0] > 0, "the prompt is not cached at all, so this test would show nothing"
+    assert after_nothing[2] == after_b[2] != after_a[2]
 
 
 # ---------------------------------------------------------------------------------------------------------------

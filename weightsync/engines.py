@@ -46,7 +46,7 @@ _SERVING_S = 3600.0
 these has its own deadline, on the connections to the workers. This one is for an engine that never answers at all."""
 _HEALTH_TIMEOUT_S = 10.0
 
-# What a call is named on the workers, with the plug-in and with the worker extension.
+# What a call is named on the workers, with the plug-in and with the worker extension, to which an update is one call.
 _PLUG_IN_METHODS = {
     "init": "init_weight_transfer_engine",
     "start": "start_weight_update",
@@ -55,9 +55,7 @@ _PLUG_IN_METHODS = {
 }
 _EXTENSION_METHODS = {
     "init": "weightsync_init",
-    "start": "weightsync_start",
     "update": "weightsync_update",
-    "finish": "weightsync_finish",
 }
 
 # vLLM's words for "no weight transfer", "another backend's init_info" and "the worker has no such method".
@@ -236,8 +234,8 @@ class _VllmEngine(ABC):
         raise _no_plug_in(found, self.name)
 
     def _call_workers(self, call: str, *args: Any) -> None:
-        method = self._worker_methods[call]
-        self._call("collective_rpc", method, args=args, doing=method)
+        if (method := self._worker_methods.get(call)) is not None:
+            self._call("collective_rpc", method, args=args, doing=method)
 
     def init(self, init_info: dict[str, Any]) -> None:
         self._call_workers("init", init_info)
@@ -345,6 +343,20 @@ class LlmEngine(_VllmEngine):
         super().__init__(name, timeout_s)
         self._llm = llm
         self._turns = _Turns(name, timeout_s)
+        self._has_forgotten = False
+
+    def start(self) -> None:
+        """As for all engines. Where no request is under way none can begin before the update ends, and what is
+        remembered may go at once, while the trainer is getting ready, and not after all else."""
+        super().start()
+        self._has_forgotten = not self._llm.llm_engine.output_processor.request_states
+        if self._has_forgotten:
+            super().reset_caches()
+
+    def reset_caches(self) -> None:
+        """Does nothing where `start` has done it."""
+        if not self._has_forgotten:
+            super().reset_caches()
 
     def pause(self, mode: str) -> None:
         """Does nothing: an `LLM` runs only inside `generate`, so between two calls there is nothing to pause."""
