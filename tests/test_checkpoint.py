@@ -234,7 +234,7 @@ def test_a_full_disk_is_found_before_anything_is_loaded(
 class Suicidal(CheckpointTransport):
     """Kills its process in the middle of the second push."""
 
-    def stage(self, bucket: int, *args: Any) -> list[list[Any]]:
+    def stage(self, bucket: int, *args: Any) -> list[int]:
         rows = super().stage(bucket, *args)
         if self._pushes == 2 and bucket == 3:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -318,7 +318,7 @@ def test_a_file_that_is_changed_on_the_way_is_noticed(
 ):
     stage = CheckpointTransport.stage
 
-    def stage_and_spoil(self: CheckpointTransport, bucket: int, *args: Any) -> list[list[Any]]:
+    def stage_and_spoil(self: CheckpointTransport, bucket: int, *args: Any) -> list[int]:
         rows = stage(self, bucket, *args)
         place = self._shards.buckets[bucket]
         with (self._current() / self._shards.files[place.shard].name).open("r+b") as file:

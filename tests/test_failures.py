@@ -107,7 +107,7 @@ class Wrapped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def stage(self, bucket: int, *args: Any) -> list[list[Any]]:
+    def stage(self, bucket: int, *args: Any) -> list[int]:
         if self.before_stage is not None:
             self.before_stage(bucket)
         rows = self.inner.stage(bucket, *args)

@@ -347,7 +347,7 @@ def connected(post_process: Callable[[nn.Module], None], monkeypatch: pytest.Mon
         if receiver is None:
             receiver = Receiver(ModuleHost(EngineModel, checkpoint(1), post_process))
             receiver.plan(Manifest(tuple(TensorMeta(n, tuple(t.shape), "float32") for n, t in tensors.items())))
-        receiver.connect("test", [], arena.placements, buckets, once, {}, time.sleep, Deadline(1.0))
+        receiver.connect("test", [], arena.placements, buckets, once, [], {}, time.sleep, Deadline(1.0))
         return receiver
 
     return connect
@@ -361,7 +361,7 @@ BUCKETS.append([name for name in checkpoint(1) if not any(name in names for name
 
 def load(receiver: Receiver, version: int, *buckets: int) -> None:
     for bucket in buckets:
-        receiver.load(version, bucket, [], lambda seconds: None, Deadline(1.0))
+        receiver.load(version, bucket, None, b"", lambda seconds: None, Deadline(1.0))
 
 
 def test_an_engine_commits_what_is_whole_and_nothing_else(connected: Callable[..., Receiver]):

@@ -35,7 +35,7 @@ from weightsync.transports import broadcast
 from weightsync.transports.ipc import IpcTransport
 from weightsync.transports.slots import SLOTS
 from weightsync.transports.to_each import ToEach
-from weightsync.wire import Load
+from weightsync.wire import Connect, Load
 
 TIMEOUT_S = 10.0
 
@@ -160,12 +160,16 @@ def test_an_engine_that_pauses_late_goes_on_when_the_push_has_failed_meanwhile(
 
 def note_digests(rank: int) -> None:
     broadcast.spares = lambda *_: True  # the model is so small that alignment decides
-    told: dict[str, set[tuple[int, int]]] = defaultdict(set)
+    spans: dict[str, list[list[int]]] = {}
+    digests: dict[str, list[int]] = defaultdict(list)
     send = Channel.send
 
     def note_and_send(channel: Channel, message: Any, *args: Any) -> None:
+        if isinstance(message, Connect):
+            spans[channel.peer] = message.spans
         if isinstance(message, Load):
-            told[channel.peer] |= {(row[0], row[1]) for row in message.digests}
+            own = [span for span in spans[channel.peer] if span[0] == message.bucket]
+            digests[channel.peer].append(len(message.digests) - 8 * len(own))
         send(channel, message, *args)
 
     Channel.send = note_and_send
@@ -176,9 +180,10 @@ def note_digests(rank: int) -> None:
         sync.push(trainer_model(checkpoint(2)))
     if rank == 0:
         for worker in range(2):
-            rows = told[f"engine {worker} worker tp=0"]
-            assert {rank for rank, _ in rows} == {0, 1}
-            assert {storage // SLOTS for _, storage in rows} == {worker}
+            rows = spans[f"engine {worker} worker tp=0"]
+            assert {rank for _, rank, *_ in rows} == {0, 1}
+            assert {storage // SLOTS for _, _, storage, *_ in rows} == {worker}
+            assert set(digests[f"engine {worker} worker tp=0"]) == {0}
 
 
 def test_each_worker_is_told_the_digests_of_what_it_receives() -> None:

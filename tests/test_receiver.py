@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 from weightsync import ManifestError, UnsupportedError, WeightSync, WeightSyncError
 from weightsync.channel import Deadline
-from weightsync.errors import DigestError
+from weightsync.errors import DigestError, ProtocolError
 from weightsync.kernels.digest import WHOLE
 from weightsync.layout import Box, Manifest, Placement, TensorMeta
 from weightsync.ranks import RankGroup
@@ -557,8 +558,11 @@ def test_versions_only_grow(start: Start):
 # Digests
 
 
-def connected_to(world: int, rank: int, gpu_uuid: str) -> tuple[Receiver, IpcTransport, list[list[Any]]]:
-    """A worker's receiver, and the trainer's end with its digest rows; the bytes are said to lie on that GPU."""
+def connected_to(
+    world: int, rank: int, gpu_uuid: str, others: Sequence[Sequence[int]] = ()
+) -> tuple[Receiver, IpcTransport, int]:
+    """A worker's receiver, and the trainer's end with the digest of its third sample; the bytes are said to lie on that
+    GPU. `others` are spans besides."""
     host = ModuleHost(
         functools.partial(OneParameter, torch.Tensor.copy_), {"weight": torch.zeros(4, 6)}, rank=rank, world=world
     )
@@ -570,18 +574,25 @@ def connected_to(world: int, rank: int, gpu_uuid: str) -> tuple[Receiver, IpcTra
     shipment = Shipment(manifest, (("weight",),), (placement,), ({"weight": (placement.box,)},), "127.0.0.1")
     offer = transport.prepare(shipment, {placement: Region(tensor)}, RankGroup(None, TIMEOUT_S))
     storages = [[*row[:3], {**row[3], "gpu_uuid": gpu_uuid}] for row in transport.storages(0)]
-    receiver.connect("ipc", storages, offer.placements[0], offer.buckets, 0, {}, time.sleep, Deadline(TIMEOUT_S))
-    return receiver, transport, transport.stage(0, 3, time.sleep, Deadline(TIMEOUT_S))
+    spans = [*transport.spans(), *others]
+    deadline = Deadline(TIMEOUT_S)
+    try:
+        receiver.connect("ipc", storages, offer.placements[0], offer.buckets, 0, spans, {}, time.sleep, deadline)
+    except ProtocolError:
+        transport.abort()
+        raise
+    (value,) = transport.stage(0, 3, time.sleep, deadline)
+    return receiver, transport, value
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_workers_take_samples_of_other_gpus_in_turn(rank: int):
-    receiver, transport, (right,) = connected_to(2, rank, "GPU-elsewhere")
-    wrong = [*right[:5], right[5] ^ 1]
+    receiver, transport, right = connected_to(2, rank, "GPU-elsewhere")
+    wrong = struct.pack("<Q", right ^ 1)
     checked = []
     for version in (1, 15, 16, 31, 32):  # the sample is the third at each of them
         try:
-            receiver.load(version, 0, [wrong], time.sleep, Deadline(TIMEOUT_S))
+            receiver.load(version, 0, 3, wrong, time.sleep, Deadline(TIMEOUT_S))
             checked.append(False)
         except DigestError:
             checked.append(True)
@@ -593,15 +604,26 @@ def test_workers_take_samples_of_other_gpus_in_turn(rank: int):
 def test_all_bytes_and_what_lies_on_the_own_gpu_are_compared_by_every_worker():
     for world, gpu_uuid, part in ((4, "", 3), (4, "GPU-elsewhere", WHOLE)):
         for rank in range(world):
-            receiver, transport, (row,) = connected_to(world, rank, gpu_uuid)
+            receiver, transport, right = connected_to(world, rank, gpu_uuid)
             with pytest.raises(DigestError):
-                receiver.load(1, 0, [[*row[:4], part, row[5] ^ 1]], time.sleep, Deadline(TIMEOUT_S))
+                receiver.load(1, 0, part, struct.pack("<Q", right ^ 1), time.sleep, Deadline(TIMEOUT_S))
             assert receiver.state == CLEAN
             transport.abort()
 
 
 def test_digests_of_what_is_not_read_are_left_to_others():
-    receiver, transport, (row,) = connected_to(1, 0, "")
-    receiver.load(1, 0, [row, [7, *row[1:5], row[5] ^ 1]], time.sleep, Deadline(TIMEOUT_S))  # another rank's
+    receiver, transport, right = connected_to(1, 0, "", others=[[0, 7, 1, 0, 96]])  # another rank's
+    receiver.load(1, 0, 3, struct.pack("<2Q", right, right ^ 1), time.sleep, Deadline(TIMEOUT_S))
     receiver.commit(1)
     transport.abort()
+
+
+def test_digests_that_do_not_tell_of_every_span_are_refused():
+    receiver, transport, right = connected_to(1, 0, "")
+    for digests in (b"", struct.pack("<2Q", right, right)):
+        with pytest.raises(ProtocolError, match=f"{len(digests)} bytes of digests for 1 spans"):
+            receiver.load(1, 0, 3, digests, time.sleep, Deadline(TIMEOUT_S))
+    assert receiver.state == CLEAN
+    transport.abort()
+    with pytest.raises(ProtocolError, match="digests were announced of bucket 1, of 1"):
+        connected_to(1, 0, "", others=[[1, 0, 1, 0, 96]])

@@ -212,13 +212,14 @@ class EngineSession:
         self._all("pause", self._engines, lambda engine: engine.resume())
         self._paused = False
 
-    def load(self, version: int, bucket: int, digests: Sequence[list[list[Any]]] | None = None) -> None:
-        """Announce a bucket of this version to every worker, to each with its own digests."""
+    def load(self, version: int, bucket: int, part: int | None = None, digests: Sequence[bytes] = ()) -> None:
+        """Announce a bucket of this version to every worker, to each with its own digests of this part."""
         self._version = version
         self._touched = True
         deadline = Deadline(self._timeout_s)
         for number, worker in enumerate(self.workers):
-            worker.channel.send(Load(version, bucket, digests[number] if digests else []), deadline, "transfer")
+            own = digests[number] if digests else b""
+            worker.channel.send(Load(version, bucket, part, own), deadline, "transfer")
 
     def loaded(self) -> list[Loaded]:
         """Every worker's answer to the oldest announcement that is still open."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import struct
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -415,8 +416,8 @@ class WeightSync:
                 ranks.share(None, "gather")
                 staging = time.perf_counter()
                 self._sender.gather(agreed.buckets[bucket])
-                rows = transport.stage(bucket, part, self._idle, Deadline(self._timeout_s))
-                rows = [row for rank_rows in ranks.gather(rows, "gather") for row in rank_rows]
+                own = transport.stage(bucket, part, self._idle, Deadline(self._timeout_s))
+                digests = b"".join(ranks.gather(struct.pack(f"<{len(own)}Q", *own), "gather"))
                 gather_s += time.perf_counter() - staging
                 if session is not None:
                     if bucket == 0:
@@ -425,7 +426,7 @@ class WeightSync:
                             session.begun()
                         opening_s = time.perf_counter() - staged
                     self._phase = "transfer"
-                    session.load(version, bucket, agreed.by_worker(rows, len(session.workers)))
+                    session.load(version, bucket, part, agreed.by_worker(bucket, digests))
                     transport.post(bucket)
                 bar.advance(nbytes)
         report: PushReport | None = None
@@ -590,18 +591,21 @@ class WeightSync:
         offer = transport.prepare(shipment, mine, ranks)
         self._last_version = max(self._last_version, offer.newest)
         once = _frozen_buckets(offer.buckets, shipment.frozen)
-        storages = ranks.gather([transport.storages(worker) for worker in range(len(shipment.reads))], "connect")
-        readers: dict[tuple[int, int], list[int]] = {}
+        storages = [transport.storages(worker) for worker in range(len(shipment.reads))]
+        everyone = ranks.gather({"storages": storages, "spans": transport.spans()}, "connect")
+        told: list[list[list[int]]] = []
         if self._session is not None:
             session = self._session
-            readers = _readers(offer.placements)
+            spans = _by_bucket([row["spans"] for row in everyone], len(offer.buckets))
+            told = _told(spans, offer.placements)
             messages = [
                 Connect(
                     transport=transport.name,
-                    storages=[row for per_rank in storages for row in per_rank[number]],
+                    storages=[storage for row in everyone for storage in row["storages"][number]],
                     placements=pack_placements(offer.placements[number]),
                     buckets=[list(names) for names in offer.buckets],
                     once=once,
+                    spans=[spans[bucket][n] for bucket, numbers in enumerate(told[number]) for n in numbers],
                     fields={**offer.fields, **transport.invite(number)},
                 )
                 for number in range(len(session.workers))
@@ -613,7 +617,7 @@ class WeightSync:
         ranks.share(None, "connect")
         transport.joined()
         nbytes = [sum(travelling[name].nbytes for name in names) for names in offer.buckets]
-        return _Agreement(pieces, local, offer.buckets, nbytes, once, answer["roads"], readers)
+        return _Agreement(pieces, local, offer.buckets, nbytes, once, answer["roads"], told)
 
     def _wire_manifest(self, manifest: Manifest, plans: Sequence[Planned], as_it_is: Set[str]) -> Manifest:
         """The manifest with the dtypes that travel: what the policy declares, else what the trainer has, or what all
@@ -689,8 +693,7 @@ _Signature = list[tuple[Any, ...]]
 class _Agreement:
     """What was agreed in a negotiation, and the local facts that it rests on. `once` of the buckets, the last ones, are
     frozen; `pushes` counts those that every engine has committed since, the first of all buckets; `model` is the `id`
-    of what was pushed last. `readers` has, on rank 0, the numbers of the workers that were told of each rank's
-    storages."""
+    of what was pushed last. `told` has, on rank 0, for each worker and bucket, which of the ranks' digests are its."""
 
     def __init__(
         self,
@@ -700,7 +703,7 @@ class _Agreement:
         bucket_bytes: list[int],
         once: int,
         roads: dict[str, int],
-        readers: Mapping[tuple[int, int], Sequence[int]],
+        told: Sequence[Sequence[Sequence[int]]],
     ) -> None:
         self.pieces = pieces
         self.local = local
@@ -708,7 +711,7 @@ class _Agreement:
         self.bucket_bytes = bucket_bytes
         self.once = once
         self.roads = roads
-        self.readers = readers
+        self.told = told
         self.pushes = 0
         self.model: int | None = None
 
@@ -716,13 +719,13 @@ class _Agreement:
         """The bytes of each bucket of the next push."""
         return self.bucket_bytes[: len(self.bucket_bytes) - (self.once if self.pushes else 0)]
 
-    def by_worker(self, rows: Sequence[list[Any]], workers: int) -> list[list[list[Any]]]:
-        """Of rows that begin with a rank and its storage, those that each worker can make use of."""
-        found: list[list[list[Any]]] = [[] for _ in range(workers)]
-        for row in rows:
-            for worker in self.readers.get((row[0], row[1]), ()):
-                found[worker].append(row)
-        return found
+    def by_worker(self, bucket: int, digests: bytes) -> list[bytes]:
+        """Of the digests of all ranks' spans of a bucket, those for each worker."""
+        own = [buckets[bucket] for buckets in self.told]
+        return [
+            digests if 8 * len(numbers) == len(digests) else b"".join(digests[8 * n : 8 * n + 8] for n in numbers)
+            for numbers in own
+        ]
 
 
 def _device(placed: Mapping[Placement, Region]) -> torch.device:
@@ -761,11 +764,29 @@ def _frozen_buckets(buckets: Sequence[Sequence[str]], frozen: frozenset[str]) ->
     return next((n for n, names in enumerate(reversed(buckets)) if not frozen.issuperset(names)), len(buckets))
 
 
-def _readers(placements: Sequence[Sequence[Placement]]) -> dict[tuple[int, int], list[int]]:
-    found: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for worker, those in enumerate(placements):
-        for storage in dict.fromkeys((p.rank, p.storage) for p in those):
-            found[storage].append(worker)
+def _by_bucket(spans: Sequence[Sequence[list[int]]], buckets: int) -> list[list[list[int]]]:
+    """The rows of all ranks' spans, rank after rank in each bucket: the order in which their digests come."""
+    found: list[list[list[int]]] = [[] for _ in range(buckets)]
+    for rows in spans:
+        for row in rows:
+            found[row[0]].append(row)
+    return found
+
+
+def _told(spans: Sequence[Sequence[list[int]]], placements: Sequence[Sequence[Placement]]) -> list[list[list[int]]]:
+    """For each worker and bucket, the numbers of those spans that are of storages which the worker is told of."""
+    of_storage: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for bucket, rows in enumerate(spans):
+        for number, (_, rank, storage, *_) in enumerate(rows):
+            of_storage[rank, storage].append((bucket, number))
+    found: list[list[list[int]]] = []
+    for own in placements:
+        found.append([[] for _ in spans])
+        for known in {(p.rank, p.storage) for p in own}:
+            for bucket, number in of_storage.get(known, ()):
+                found[-1][bucket].append(number)
+        for numbers in found[-1]:
+            numbers.sort()
     return found
 
 

@@ -11,7 +11,8 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, ClassVar, TypeVar, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 import msgpack
 
@@ -95,6 +96,7 @@ class Connect(Message):
     placements: list[list[Any]]
     buckets: list[list[str]]
     once: int  # how many of the buckets, the last ones, no push has any more after one was committed
+    spans: list[list[int]]  # [bucket, rank, storage, first byte, bytes] of what comes with digests, in this order
     fields: dict[str, Any]  # what else this transport needs
 
 
@@ -124,7 +126,8 @@ class Load(Message):
 
     version: int
     bucket: int
-    digests: list[list[Any]]  # [rank, storage, first byte, number of bytes, part, digest]
+    part: int | None  # of the bucket's spans, of which there are digests
+    digests: bytes  # little-endian, 8 bytes for each of the bucket's spans; empty with part None
 
 
 @dataclass(frozen=True)
@@ -198,18 +201,23 @@ def decode(body: bytes) -> Message:
             f"{name} has fields {sorted(map(str, content))}, expected {sorted(expected)}; this side speaks protocol "
             f"{PROTOCOL}"
         )
-    for key, kind in expected.items():
+    for key, kinds in expected.items():
         found = type(content[key])
-        if kind is not Any and found is not kind:
-            raise ProtocolError(f"field {key!r} of {name} is of type {found.__name__}, expected {kind.__name__}")
+        if Any not in kinds and found not in kinds:
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise ProtocolError(f"field {key!r} of {name} is of type {found.__name__}, expected {wanted}")
     return cls(**content)
 
 
 @cache
-def _field_types(name: str) -> dict[str, Any]:
-    """The fields of the message `name`, and the type that each has once decoded, `Any` where any will do."""
+def _field_types(name: str) -> dict[str, tuple[Any, ...]]:
+    """The fields of the message `name`, and the types that each may have once decoded, `Any` where any will do."""
     hints = get_type_hints(Message.types[name])
-    return {f.name: get_origin(hints[f.name]) or hints[f.name] for f in fields(Message.types[name])}
+    kinds = {
+        f.name: get_args(hint) if isinstance(hint := hints[f.name], UnionType) else (hint,)
+        for f in fields(Message.types[name])
+    }
+    return {key: tuple(get_origin(kind) or kind for kind in those) for key, those in kinds.items()}
 
 
 def _refuse_extension(code: int, data: bytes) -> None:

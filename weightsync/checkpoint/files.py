@@ -79,13 +79,28 @@ def create(folder: Path, shards: Shards, beside: Mapping[str, bytes]) -> None:
             (folder / name).write_bytes(content)
 
 
+def spans(shards: Shards, region: Placement) -> list[tuple[int, int]]:
+    """What `write` gives digests of: the first byte in its bucket and the bytes of each run of `region`, or of some of
+    them where these are many, as of columns."""
+    if not region.box.numel:
+        return []
+    meta = shards.manifest[region.name]
+    length, starts = runs(meta.shape, region.box)
+    size, first = itemsize(meta.dtype), shards.in_bucket[region.name]
+    return [(first + start * size, length * size) for start in starts[:: _every(starts)]]
+
+
+def _every(starts: Sequence[int]) -> int:
+    return -(-len(starts) // _MOST_DIGESTS)
+
+
 def write(
     folder: Path, shards: Shards, bucket: int, regions: Iterable[tuple[Placement, torch.Tensor]], part: int | None
-) -> list[list[int]]:
+) -> list[int]:
     """Write a rank's regions of a bucket, in the manifest's dtypes, and wait until they are on the disk: so readers on
-    other hosts find them too. Gives [first byte in the bucket, bytes, part, digest] rows, of a region that lies in many
-    runs, such as columns, for some of them; none with `part` None. Raises `PlacementError`."""
-    rows: list[list[int]] = []
+    other hosts find them too. Gives the digest of `part` of each of their `spans`, or nothing with `part` None. Raises
+    `PlacementError`."""
+    digests: list[int] = []
     shard = shards.files[shards.buckets[bucket].shard]
     with _io(f"cannot write to {folder / shard.name}"), _opened(folder / shard.name, os.O_RDWR) as fd:
         for placement, region in regions:
@@ -97,15 +112,13 @@ def write(
             memory = memory_of(data)
             length, starts = runs(meta.shape, placement.box)
             nbytes = length * itemsize(meta.dtype)
-            digested = range(0, 0 if part is None else len(starts), -(-len(starts) // _MOST_DIGESTS))
             for number, start in enumerate(starts):
                 at, first = number * nbytes, start * itemsize(meta.dtype)
                 _write_at(fd, memory[at : at + nbytes], shards.in_file[meta.name] + first)
-                if part is not None and number in digested:
-                    found = digest(data[at : at + nbytes], part)
-                    rows.append([shards.in_bucket[meta.name] + first, nbytes, part, found])
+                if part is not None and number % _every(starts) == 0:
+                    digests.append(digest(data[at : at + nbytes], part))
         os.fdatasync(fd)
-    return rows
+    return digests
 
 
 def publish(incoming: Path, target: Path) -> None:

@@ -188,6 +188,7 @@ class Conversation:
                     placements,
                     message.buckets,
                     message.once,
+                    message.spans,
                     message.fields,
                     idle,
                     deadline,
@@ -197,7 +198,9 @@ class Conversation:
                 exported, placements = self.receiver.share()
                 return Shared(self.epoch, exported, pack_placements(placements))
             case Load():
-                timing = self.receiver.load(message.version, message.bucket, message.digests, idle, deadline)
+                timing = self.receiver.load(
+                    message.version, message.bucket, message.part, message.digests, idle, deadline
+                )
                 return Loaded(bucket=message.bucket, **asdict(timing))
             case Commit():
                 return Committed(message.version, self.receiver.commit(message.version))

@@ -10,11 +10,12 @@ about vLLM, and nothing about who talks to it.
 from __future__ import annotations
 
 import math
+import struct
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -77,6 +78,15 @@ class _Route:
     nbytes: int = 0
 
 
+class _Span(NamedTuple):
+    """Bytes of a storage that come with a digest."""
+
+    rank: int
+    storage: int
+    first: int
+    nbytes: int
+
+
 class Receiver:
     """One worker's. Not safe for use by two threads. `version` is the last committed one; `state` CLEAN or POISONED."""
 
@@ -104,7 +114,8 @@ class Receiver:
         self._routes: dict[str, _Route] = {}
         self._read: set[tuple[int, int]] = set()  # storages that something is read of
         self._elsewhere: set[tuple[int, int]] = set()  # those in the memory of another GPU
-        self._digests: dict[tuple[int, tuple[Any, ...]], Digests] = {}  # by bucket, and what of it
+        self._spans: list[list[_Span]] = []  # of each bucket
+        self._digests: dict[tuple[int, int | None], tuple[list[int], Digests]] = {}  # by bucket and turn: spans, theirs
         self._copies: list[BatchedCopy] = []  # of each bucket, into live parameters
         self._quantisers: list[list[RowQuantiser]] = []  # of each bucket
         self._constants: list[tuple[torch.Tensor, float]] = []  # in parameters that are loaded in place
@@ -196,6 +207,7 @@ class Receiver:
         placements: Sequence[Placement],
         buckets: Sequence[Sequence[str]],
         once: int,
+        spans: Sequence[Sequence[int]],
         fields: dict[str, Any],
         idle: Idle,
         deadline: Deadline,
@@ -232,6 +244,11 @@ class Receiver:
         for placement in placements:
             self._placements[placement.name].append(placement)
         self._buckets, self._once, self._settled = [list(names) for names in buckets], once, False
+        self._spans = [[] for _ in buckets]
+        for bucket, *span in spans:
+            if not 0 <= bucket < len(buckets):
+                raise ProtocolError(f"digests were announced of bucket {bucket}, of {len(buckets)}")
+            self._spans[bucket].append(_Span(*span))
         with self._host.scope():
             # What several ranks have is read from the one on this worker's own GPU, if there is one.
             nearest = next((rank for rank, _, _, row in storages if own and row.get("gpu_uuid") == own), None)
@@ -280,7 +297,9 @@ class Receiver:
             self._find_routes([])
         return storages, placements
 
-    def load(self, version: int, bucket: int, digests: list[list[Any]], idle: Idle, deadline: Deadline) -> Timing:
+    def load(
+        self, version: int, bucket: int, part: int | None, digests: bytes, idle: Idle, deadline: Deadline
+    ) -> Timing:
         """Load one bucket. Marks the model `POISONED` before the first byte is written."""
         if self._source is None:
             raise ProtocolError("Load came before Connect")
@@ -302,7 +321,8 @@ class Receiver:
             following = bucket + 1 if bucket + 1 < self._push.buckets else None
             self._source.fetch(bucket, following, idle, deadline)
             fetched = time.perf_counter()
-            self._verify(version, bucket, digests)
+            if part is not None:
+                self._verify(version, bucket, part, digests)
             verified = time.perf_counter()
             self.state = POISONED
             if not self._push.done and self._push.buckets == len(self._buckets):
@@ -321,35 +341,36 @@ class Receiver:
         loaded = time.perf_counter()
         return Timing(nbytes, fetched - started, verified - fetched, loaded - verified)
 
-    def _verify(self, version: int, bucket: int, rows: list[list[Any]]) -> None:
+    def _verify(self, version: int, bucket: int, part: int, digests: bytes) -> None:
         """Raise `DigestError` where what is about to be read is not what was sent. Of memory on other GPUs the workers
         of an engine take samples in turn: that costs a link more than all of a bucket costs a GPU."""
-        assert self._source is not None
+        spans = self._spans[bucket]
+        if len(digests) != 8 * len(spans):
+            raise ProtocolError(f"bucket {bucket} came with {len(digests)} bytes of digests for {len(spans)} spans")
         own, turns = self._host.identity.rank, self._host.identity.world
-        runs, expected, parts = [], [], set()
-        for number, (rank, storage, first, nbytes, part, sent) in enumerate(rows):
-            if (rank, storage) not in self._read:
-                continue
-            is_ours = (number + part + version // PARTS) % turns == own
-            if part == WHOLE or is_ours or (rank, storage) not in self._elsewhere:
-                runs.append((rank, storage, first, nbytes))
-                expected.append(sent)
-                parts.add(part)
-        if len(parts) > 1:
-            raise ProtocolError(f"bucket {bucket} came with digests of several parts: {sorted(parts)}")
-        if not runs:
-            return
-        key = bucket, tuple(runs)
-        if key not in self._digests:
-            self._digests[key] = Digests(
-                [self._source.storage(rank, storage)[first : first + nbytes] for rank, storage, first, nbytes in runs]
-            )
-        for (rank, *_), sent, found in zip(runs, expected, self._digests[key].of(parts.pop()), strict=True):
-            if found != sent:
+        turn = (own - part - version // PARTS) % turns if part != WHOLE and self._elsewhere else None
+        if (bucket, turn) not in self._digests:
+            self._digests[bucket, turn] = self._digests_of(spans, turn)
+        numbers, own_digests = self._digests[bucket, turn]
+        sent = struct.unpack(f"<{len(spans)}Q", digests)
+        for number, found in zip(numbers, own_digests.of(part), strict=True):
+            if found != sent[number]:
                 raise DigestError(
-                    f"bucket {bucket} from trainer rank {rank} arrived with digest {found:016x}, it was sent with "
-                    f"{sent:016x}; nothing of it was loaded"
+                    f"bucket {bucket} from trainer rank {spans[number].rank} arrived with digest {found:016x}, it was "
+                    f"sent with {sent[number]:016x}; nothing of it was loaded"
                 )
+
+    def _digests_of(self, spans: Sequence[_Span], turn: int | None) -> tuple[list[int], Digests]:
+        """The numbers of the spans that this worker compares when it is its `turn`, or of all that it reads; and what
+        tells their digests."""
+        assert self._source is not None
+        numbers, runs = [], []
+        for number, (rank, storage, first, nbytes) in enumerate(spans):
+            ours = turn is None or number % self._host.identity.world == turn or (rank, storage) not in self._elsewhere
+            if ours and (rank, storage) in self._read:
+                numbers.append(number)
+                runs.append(self._source.storage(rank, storage)[first : first + nbytes])
+        return numbers, Digests(runs)
 
     def commit(self, version: int) -> float:
         """Declare the model complete at `version`. Gives the seconds that derived state took.
@@ -389,7 +410,7 @@ class Receiver:
         self._push = None
         self._settled = False
         self._routes, self._copies, self._quantisers, self._constants = {}, [], [], []
-        self._digests = {}
+        self._spans, self._digests = [], {}
         if self._source is not None:
             self._source.close()
             self._source = None

@@ -156,6 +156,7 @@ class _Rank:
         self.group = MailGroup(rank, mail)
         self.held: list[tuple[_Tensor, Box, torch.Tensor]] = []
         self.offer = Offer((), (), {})
+        self.spans: list[list[int]] = []
         self.version = 0
         self.contents = 0  # of what it holds
 
@@ -215,6 +216,8 @@ class _Rank:
         offered = [name for names in self.offer.buckets for name in names]
         require(sorted(offered) == sorted(_TRIAL), "the buckets of the offer are not every tensor once")
         rows = self.group.gather([self.transport.storages(worker) for worker in workers], "connect")
+        self.spans = self.transport.spans()
+        spans = self.group.gather(self.spans, "connect")
         if self.rank == 0:
             require(len(self.offer.placements) == len(workers), "the offer has not placements for each of the workers")
             for worker in workers:
@@ -223,6 +226,7 @@ class _Rank:
                     "do": "connect",
                     "storages": [row for rank_rows in rows for row in rank_rows[worker]],
                     "placements": pack_placements(self.offer.placements[worker]),
+                    "spans": [span for rank_spans in spans for span in rank_spans],
                     "cut": [worker, len(workers), cut],
                     "buckets": [list(names) for names in self.offer.buckets],
                     "fields": {**self.offer.fields, **invitation},
@@ -245,23 +249,27 @@ class _Rank:
         for bucket in range(len(buckets)):
             if bucket >= 2:
                 self.hear()
-            rows = self.send(bucket, contents, bucket + 1 if bucket + 1 < len(buckets) else None, part)
-            require(all(row[4] == part for row in rows), f"stage gives digests that nobody wants: part is {part}")
+            self.send(bucket, contents, bucket + 1 if bucket + 1 < len(buckets) else None, part)
         for _ in buckets[-2:]:
             self.hear()
         if self.rank == 0:
             self.transport.finish(self.version, self.mail.idle, Deadline(self.mail.timeout_s))
         self.group.share(None, "commit")  # until now workers may have been reading this rank's memory
 
-    def send(self, bucket: int, contents: int, following: int | None, part: int | None = WHOLE) -> list[Any]:
-        """One bucket, up to where the workers load it. Gives the digests of all ranks, on rank 0."""
+    def send(self, bucket: int, contents: int, following: int | None, part: int | None = WHOLE) -> None:
+        """One bucket, up to where the workers load it."""
         self.group.share(None, "gather")
-        staged = self.transport.stage(bucket, part, self.mail.idle, Deadline(self.mail.timeout_s))
-        rows = [row for rank_rows in self.group.gather(staged, "gather") for row in rank_rows]
-        self.tell({"do": "load", "bucket": bucket, "following": following, "digests": rows, "contents": contents})
+        digests = self.transport.stage(bucket, part, self.mail.idle, Deadline(self.mail.timeout_s))
+        expected = 0 if part is None else [row[0] for row in self.spans].count(bucket)
+        require(
+            len(digests) == expected,
+            f"stage gives {len(digests)} digests of bucket {bucket} where part is {part}, expected {expected}",
+        )
+        sent = [value for values in self.group.gather(digests, "gather") for value in values]
+        order = {"do": "load", "bucket": bucket, "following": following, "contents": contents}
+        self.tell({**order, "part": part, "digests": sent})
         if self.rank == 0:
             self.transport.post(bucket)
-        return rows
 
     def break_off(self, ending: str) -> None:
         """The first bucket of a push, and then a second that workers wait for and nobody posts."""
@@ -332,12 +340,13 @@ class _Worker:
         self.placements: dict[str, list[Placement]] = {}
         self.reads: Reads = {}
         self.buckets: list[list[str]] = []
+        self.spans: list[list[int]] = []
 
     def connect(self, order: dict[str, Any]) -> None:
         if self.source is None:
             self.source = self.make_source()
         self.source.connect(order["storages"], order["fields"], self.mail.idle, Deadline(self.mail.timeout_s))
-        self.placements, self.buckets = defaultdict(list), order["buckets"]
+        self.placements, self.buckets, self.spans = defaultdict(list), order["buckets"], order["spans"]
         self.reads = _reads(*order["cut"])
         for placement in unpack_placements(order["placements"]):
             self.placements[placement.name].append(placement)
@@ -346,10 +355,11 @@ class _Worker:
         assert self.source is not None
         self.source.fetch(order["bucket"], order["following"], self.mail.idle, Deadline(self.mail.timeout_s))
         read = {(placement.rank, placement.storage) for those in self.placements.values() for placement in those}
-        for rank, storage, first, nbytes, part, sent in order["digests"]:
+        spans = [span for bucket, *span in self.spans if bucket == order["bucket"]]
+        for (rank, storage, first, nbytes), sent in zip(spans, order["digests"], strict=order["part"] is not None):
             if (rank, storage) not in read:
                 continue  # another worker's
-            found = digest(self.source.storage(rank, storage)[first : first + nbytes], part)
+            found = digest(self.source.storage(rank, storage)[first : first + nbytes], order["part"])
             where = f"bytes {first} to {first + nbytes} of storage {storage} of rank {rank}"
             require(found == sent, f"{where} arrived with another digest than they were sent with")
         for name in self.buckets[order["bucket"]]:

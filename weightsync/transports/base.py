@@ -103,8 +103,8 @@ class Group(Protocol):
 class Transport(Protocol):
     """The trainer's end. Made for one session; `abort` may be called at any time and from any state.
 
-    Life: `check` (rank 0), `prepare`, `storages`, `invite` (rank 0), `join`, `joined`; then for each push, `stage` and
-    `post` (rank 0) for each bucket from the first on, though not always to the last, and `finish` (rank 0).
+    Life: `check` (rank 0), `prepare`, `storages`, `spans`, `invite` (rank 0), `join`, `joined`; then for each push,
+    `stage` and `post` (rank 0) for each bucket from the first on, though not always to the last, and `finish` (rank 0).
     """
 
     name: str
@@ -119,6 +119,10 @@ class Transport(Protocol):
     def storages(self, worker: int) -> list[list[Any]]:
         """This rank's storages for one worker, as [rank, storage, kind, fields] rows of a `Connect` message."""
 
+    def spans(self) -> list[list[int]]:
+        """Of what `stage` gives digests on this rank: all that it copies, and perhaps what is read in place. Rows of
+        [bucket, rank, storage, first byte, bytes], in the order of the buckets. Settled by `prepare`."""
+
     def invite(self, worker: int) -> dict[str, Any]:
         """Rank 0: what else worker number `worker` must know to join."""
 
@@ -129,11 +133,10 @@ class Transport(Protocol):
     def joined(self) -> None:
         """Every rank, once every worker has connected."""
 
-    def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[list[Any]]:
+    def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
         """Collective: every trainer rank calls this. When it returns on all ranks the bucket's bytes are in place.
-        Gives this rank's [rank, storage, first byte, bytes, part, digest] rows of what was copied, and perhaps of what
-        is read in place, each with `digest(those bytes, part)`; none with `part` None. Called for bucket n only when
-        every worker has loaded bucket n - 2."""
+        Gives `digest(bytes, part)` of each of the bucket's `spans`, or nothing with `part` None. Called for bucket n
+        only when every worker has loaded bucket n - 2."""
 
     def post(self, bucket: int) -> None:
         """Rank 0, once the workers have been told to load the bucket: set it going, without waiting."""

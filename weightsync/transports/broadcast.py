@@ -88,6 +88,9 @@ class BroadcastTransport:
     def storages(self, worker: int) -> list[list[Any]]:
         return []
 
+    def spans(self) -> list[list[int]]:
+        return self._prepared().spans()
+
     def invite(self, worker: int) -> dict[str, Any]:
         return self._prepared().invite(worker)
 
@@ -97,7 +100,7 @@ class BroadcastTransport:
     def joined(self) -> None:
         return
 
-    def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[list[Any]]:
+    def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
         return self._prepared().stage(bucket, part, idle, deadline)
 
     def post(self, bucket: int) -> None:

@@ -31,6 +31,7 @@ from weightsync.checkpoint.files import (
     memory_of,
     prune,
     publish,
+    spans,
     unlock,
     version_name,
     versions,
@@ -147,6 +148,14 @@ class CheckpointTransport:
     def storages(self, worker: int) -> list[list[Any]]:
         return []
 
+    def spans(self) -> list[list[int]]:
+        return [
+            [bucket, 0, _SLOT, *span]
+            for bucket, mine in enumerate(self._mine)
+            for placement, _ in mine
+            for span in spans(self._shards, placement)
+        ]
+
     def invite(self, worker: int) -> dict[str, Any]:
         return {}
 
@@ -156,15 +165,14 @@ class CheckpointTransport:
     def joined(self) -> None:
         return
 
-    def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[list[Any]]:
+    def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
         if bucket == 0:
             self._pushes += 1
             if self._group.rank == 0:
                 create(self._current(), self._shards, self._beside)
             self._group.share(None, "gather")  # the files are there
         regions = ((placement, region.read()) for placement, region in self._mine[bucket])
-        rows = write(self._current(), self._shards, bucket, regions, part)
-        return [[0, _SLOT, *row] for row in rows]
+        return write(self._current(), self._shards, bucket, regions, part)
 
     def _current(self) -> Path:
         if self._incoming is None:

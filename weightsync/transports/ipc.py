@@ -125,6 +125,13 @@ class IpcTransport:
             rows.append([self._rank, number, *self._handles[key]])
         return rows
 
+    def spans(self) -> list[list[int]]:
+        return [
+            [bucket, self._rank, span.storage, span.first, span.data.numel()]
+            for bucket, spans in enumerate(self._spans)
+            for span in spans
+        ]
+
     def invite(self, worker: int) -> dict[str, Any]:
         return {}
 
@@ -136,7 +143,7 @@ class IpcTransport:
         if self._arena is not None:
             self._arena.unlink()
 
-    def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[list[Any]]:
+    def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
         for device in self._gpus:
             # Readers are other processes: what the optimizer has queued must have happened.
             torch.cuda.current_stream(device).synchronize()
@@ -144,12 +151,7 @@ class IpcTransport:
             self._packers[bucket].fill()
             if self._arena.data.is_cuda:
                 torch.cuda.current_stream(self._arena.data.device).synchronize()
-        if part is None:
-            return []
-        return [
-            [self._rank, span.storage, span.first, span.data.numel(), part, value]
-            for span, value in zip(self._spans[bucket], self._digests[bucket].of(part), strict=True)
-        ]
+        return [] if part is None else self._digests[bucket].of(part)
 
     def _find_spans(self, buckets: list[tuple[str, ...]], direct: list[Placement]) -> list[list[_Span]]:
         """What this rank stages of each bucket, and what it has in GPU memory. (To look at a sample takes a GPU nothing

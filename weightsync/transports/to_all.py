@@ -92,6 +92,10 @@ class ToAll:
             receives_from=others if group.rank == 0 else [],
         )
 
+    def spans(self) -> list[list[int]]:
+        nbytes = self._bucket_bytes if self._rank == 0 else []
+        return [[bucket, 0, bucket % SLOTS, 0, count] for bucket, count in enumerate(nbytes)]
+
     def invite(self, worker: int) -> dict[str, Any]:
         assert self._engines is not None
         return {
@@ -120,7 +124,7 @@ class ToAll:
                 deadline,
             )
 
-    def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[list[Any]]:
+    def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
         parts = self._parts[bucket]
         if self._rank != 0:
             if self._rank in parts:
@@ -143,9 +147,7 @@ class ToAll:
             except WeightSyncError as error:
                 error.who = error.who or f"trainer rank {rank}"
                 raise
-        if part is None:
-            return []
-        return [[0, bucket % SLOTS, 0, self._bucket_bytes[bucket], part, *self._digests[bucket].of(part)]]
+        return [] if part is None else self._digests[bucket].of(part)
 
     def post(self, bucket: int) -> None:
         if self._to_engines is not None:

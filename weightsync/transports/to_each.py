@@ -79,6 +79,15 @@ class ToEach:
         placements = tuple(exchange.arriving(worker) for worker in range(self._workers) if group.rank == 0)
         return Offer(placements, shipment.buckets, {})
 
+    def spans(self) -> list[list[int]]:
+        rank = self._group.rank
+        rows = []
+        for bucket, runs in enumerate(self._runs):
+            for worker, _ in runs:
+                first, last = self._exchange.received[bucket][rank, worker]
+                rows.append([bucket, rank, storage_of(worker, bucket), first, last - first])
+        return rows
+
     def invite(self, worker: int) -> dict[str, Any]:
         assert self._rendezvous is not None
         return {
@@ -118,19 +127,14 @@ class ToEach:
             sends_to=[group.size + worker for rank, worker in sorted(self._pairs) if rank == group.rank],
         )
 
-    def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[list[Any]]:
+    def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
         if (earlier := self._posted.pop(bucket % SLOTS, None)) is not None:
             earlier.wait(idle, deadline, "transfer")
         self._packers[bucket].fill()
-        rows: list[list[Any]] = []
-        if part is not None:
-            sent, rank = self._exchange.received[bucket], self._group.rank
-            for (worker, _), value in zip(self._runs[bucket], self._digests[bucket].of(part), strict=True):
-                first, last = sent[rank, worker]
-                rows.append([rank, storage_of(worker, bucket), first, last - first, part, value])
+        digests = [] if part is None else self._digests[bucket].of(part)
         if self._group.rank != 0:
             self._send(bucket)  # the workers receive when they are told to
-        return rows
+        return digests
 
     def post(self, bucket: int) -> None:
         self._send(bucket)
