@@ -404,6 +404,7 @@ class LLM:
         self.threads: set[threading.Thread] = set()
         self.on_rpc: Any = lambda method, args: None
         self.reset_answer = True
+        self.request_counter = SimpleNamespace(counter=2)
         self.adapters = Adapters()
         self.llm_engine = SimpleNamespace(
             **{name: getattr(self.adapters, name) for name in ("add_lora", "remove_lora", "list_loras")},
@@ -470,12 +471,68 @@ def test_llm_calls_its_workers_in_a_thread_of_its_own(vllm_config, methods, idle
     forgets = ["reset_prefix_cache", "reset_encoder_cache"]
     first, then = methods
     then = [*then, "update_weight_version"]
-    assert [call[0] for call in llm.calls] == first + (forgets + then if idle else then + forgets)
+    assert [call[0] for call in llm.calls] == first[:1] + (forgets * idle) + first[1:] + then + (forgets * (not idle))
     expected = [(first[0], {"a": 1}), (then[0], {"b": 2}), ("reset_prefix_cache", True, True), (then[-1], "5")]
     assert all(call in llm.calls for call in expected)
     assert threading.current_thread() not in llm.threads
     engine.set_version("6")
     assert engine.version() == "6"
+
+
+def idle_llm() -> VersionedLLM:
+    llm = fake_llm()
+    llm.adapters.output_processor.request_states.clear()
+    return llm
+
+
+def resets(llm: LLM) -> int:
+    return llm.calls.count(("reset_prefix_cache", True, True))
+
+
+def test_an_llm_forgets_once_for_each_push():
+    llm = idle_llm()
+    (engine,) = connect(llm, 5.0)
+    for push in (1, 2):
+        push_once(engine)
+        assert resets(llm) == push
+    engine.reset_caches()  # asked for outside of any push
+    assert resets(llm) == 3
+
+
+@pytest.mark.parametrize("still_runs", [True, False])
+def test_an_llm_that_was_asked_during_a_push_forgets_again(still_runs):
+    llm = idle_llm()
+    (engine,) = connect(llm, 5.0)
+    engine.start()
+    llm.request_counter.counter += 1
+    if still_runs:
+        llm.adapters.output_processor.request_states[2] = SimpleNamespace(lora_name=None)
+    engine.update({})
+    engine.finish(None)
+    assert resets(llm) == 1
+    engine.reset_caches()
+    assert resets(llm) == 2
+
+
+def test_an_llm_that_cannot_forget_as_a_push_begins_is_asked_at_its_end():
+    llm = idle_llm()
+    (engine,) = connect(llm, 5.0)
+    llm.reset_answer = False
+    engine.start()
+    assert llm.calls[-1] == ("start_weight_update",)
+    llm.reset_answer = True
+    engine.reset_caches()
+    assert resets(llm) == 2
+
+
+def test_what_an_llm_was_asked_may_be_hidden():
+    llm = idle_llm()
+    del llm.request_counter
+    (engine,) = connect(llm, 5.0)
+    engine.start()
+    assert resets(llm) == 0
+    engine.reset_caches()
+    assert resets(llm) == 1
 
 
 @pytest.mark.parametrize(("multimodal", "encoder", "resets"), [(False, False, 0), (True, False, 1), (False, True, 1)])

@@ -190,6 +190,21 @@ def test_each_worker_is_told_the_digests_of_what_it_receives() -> None:
     run_ranks(note_digests, 2)
 
 
+def test_a_transport_that_gives_other_digests_than_it_announced_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, host = trainer_model(checkpoint(2)), ModuleHost(EngineModel, checkpoint(1))
+    stage, spans = IpcTransport.stage, IpcTransport.spans
+    with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        monkeypatch.setattr(IpcTransport, "stage", lambda *args: [*stage(*args), 7])
+        with pytest.raises(ProtocolError, match=r"gave \d digests of bucket 0, expected \d"):
+            sync.push(model)
+        monkeypatch.setattr(IpcTransport, "stage", stage)
+        monkeypatch.setattr(IpcTransport, "spans", lambda self: [[-1, *row[1:]] for row in spans(self)])
+        with pytest.raises(ProtocolError, match="digests of bucket -1, of "):
+            sync.push(model)
+        monkeypatch.setattr(IpcTransport, "spans", spans)
+        assert sync.push(model).version == 1
+
+
 def fail_to_join(rank: int) -> None:
     broadcast.spares = lambda *_: True  # the model is so small that alignment decides
     engine = FakeEngine(ModuleHost(EngineModel, checkpoint(1))) if rank == 0 else None

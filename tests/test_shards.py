@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from weightsync import ConfigError, PlacementError
-from weightsync.checkpoint.files import check_whole, create, publish, write
+from weightsync.checkpoint.files import check_whole, create, publish, spans, write
 from weightsync.checkpoint.shards import INDEX, lay_out, runs
 from weightsync.kernels.digest import WHOLE, digest
 from weightsync.layout import Box, Manifest, Placement, TensorMeta, itemsize, row_major
@@ -112,8 +112,10 @@ def test_safetensors_reads_what_was_written_in_pieces(tmp_path: Path, max_bytes:
                     continue
                 view = expected[name][tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
                 own.append((Placement(name, box, part, 1, 0, view.stride(), manifest[name].dtype), view))
-            rows = write(incoming, shards, number, own, part=WHOLE)
-            assert sum(nbytes for _, nbytes, _, _ in rows) == sum(v.nbytes for _, v in own)  # all, of so few runs
+            digests = write(incoming, shards, number, own, part=WHOLE)
+            told = [span for placement, _ in own for span in spans(shards, placement)]
+            assert len(digests) == len(told)
+            assert sum(nbytes for _, nbytes in told) == sum(v.nbytes for _, v in own)  # all, of so few runs
     assert not target.exists()
     publish(incoming, target)
     assert (target / "more/config.json").read_bytes() == b"{}"
@@ -169,7 +171,9 @@ def test_of_many_runs_some_are_digested(tmp_path: Path):
     for start, part in ((0, WHOLE), (2, None)):
         region = values[:, start : start + 2]
         owned = Placement("w", Box((0, start), (100, 2)), 0, 1, start, (4, 1), "int8")
-        rows = write(tmp_path / "incoming", shards, 0, [(owned, region)], part)
-        assert len(rows) == (15 if part is not None else 0)
-        assert all(digest(values.view(-1).view(torch.uint8)[at : at + n].clone()) == d for at, n, _, d in rows)
+        digests = write(tmp_path / "incoming", shards, 0, [(owned, region)], part)
+        told = spans(shards, owned)
+        assert len(told) == 15
+        expected = [digest(values.view(-1).view(torch.uint8)[at : at + nbytes].clone()) for at, nbytes in told]
+        assert digests == (expected if part is not None else [])
     assert torch.equal(load_file(tmp_path / "incoming" / "model.safetensors")["w"], values)

@@ -334,7 +334,7 @@ class LlmEngine(_VllmEngine):
 
     Each call runs in another thread than the caller's: one into an engine whose process has died never returns. (CUDA's
     current device belongs to a thread: code that runs beside the model must set its own.) The caller must not generate
-    while a call runs, nor must another thread.
+    nor enqueue while a call runs, nor must another thread.
     """
 
     host = _LOCAL
@@ -343,23 +343,36 @@ class LlmEngine(_VllmEngine):
         super().__init__(name, timeout_s)
         self._llm = llm
         self._turns = _Turns(name, timeout_s)
-        self._has_forgotten = False
+        self._forgot: int | None = None
 
     def start(self) -> None:
-        """As for all engines. Where no request is under way none can begin before the update ends, and what is
-        remembered may go at once, while the trainer is getting ready, and not after all else."""
+        """As for all engines. What an idle `LLM` remembers goes now, while the trainer is getting ready, and not after
+        all else."""
+        self._forgot = None
+        if (asked := self._asked_while_idle()) is not None:
+            try:
+                super().reset_caches()
+                self._forgot = asked
+            except EngineUnreachableError:
+                raise
+            except EngineError:
+                pass  # it still stores what it remembers elsewhere; `reset_caches` will see
         super().start()
-        self._has_forgotten = not self._llm.llm_engine.output_processor.request_states
-        if self._has_forgotten:
-            super().reset_caches()
 
     def reset_caches(self) -> None:
-        """Does nothing where `start` has done it."""
-        if not self._has_forgotten:
+        """Does nothing where `start` has done it, and nothing was asked since."""
+        forgot, self._forgot = self._forgot, None
+        if forgot is None or forgot != self._asked_while_idle():
             super().reset_caches()
 
+    def _asked_while_idle(self) -> int | None:
+        """How many requests it has ever been given; None while one is under way, and where that cannot be seen."""
+        counter = getattr(self._llm, "request_counter", None)
+        idle = not self._llm.llm_engine.output_processor.request_states
+        return getattr(counter, "counter", None) if idle else None
+
     def pause(self, mode: str) -> None:
-        """Does nothing: an `LLM` runs only inside `generate`, so between two calls there is nothing to pause."""
+        """Does nothing: an `LLM` cannot be paused, and whoever drives it is here, and not asking it."""
 
     def resume(self) -> None:
         """Does nothing; see `pause`."""

@@ -21,7 +21,7 @@ from weightsync.channel import Deadline, Hub
 from weightsync.checkpoint.restart import push_and_restart
 from weightsync.checkpoint.save import save
 from weightsync.engines import ENGINE_VARIABLE, LoraAdapter, connect
-from weightsync.errors import ConfigError, EngineError, ManifestError, WeightSyncError, foreign
+from weightsync.errors import ConfigError, EngineError, ManifestError, ProtocolError, WeightSyncError, foreign
 from weightsync.kernels.digest import PARTS, WHOLE
 from weightsync.layout import Box, Manifest, Placement, TensorMeta, connected, coverage, itemsize, merge_manifests
 from weightsync.lora import LoraPush
@@ -417,6 +417,7 @@ class WeightSync:
                 staging = time.perf_counter()
                 self._sender.gather(agreed.buckets[bucket])
                 own = transport.stage(bucket, part, self._idle, Deadline(self._timeout_s))
+                agreed.check(bucket, part, own)
                 digests = b"".join(ranks.gather(struct.pack(f"<{len(own)}Q", *own), "gather"))
                 gather_s += time.perf_counter() - staging
                 if session is not None:
@@ -592,7 +593,8 @@ class WeightSync:
         self._last_version = max(self._last_version, offer.newest)
         once = _frozen_buckets(offer.buckets, shipment.frozen)
         storages = [transport.storages(worker) for worker in range(len(shipment.reads))]
-        everyone = ranks.gather({"storages": storages, "spans": transport.spans()}, "connect")
+        own_spans = transport.spans() if self._verify != "none" else []
+        everyone = ranks.gather({"storages": storages, "spans": own_spans}, "connect")
         told: list[list[list[int]]] = []
         if self._session is not None:
             session = self._session
@@ -617,7 +619,8 @@ class WeightSync:
         ranks.share(None, "connect")
         transport.joined()
         nbytes = [sum(travelling[name].nbytes for name in names) for names in offer.buckets]
-        return _Agreement(pieces, local, offer.buckets, nbytes, once, answer["roads"], told)
+        digested = [len(rows) for rows in _by_bucket([own_spans], len(offer.buckets))]
+        return _Agreement(pieces, local, offer.buckets, nbytes, once, answer["roads"], digested, told)
 
     def _wire_manifest(self, manifest: Manifest, plans: Sequence[Planned], as_it_is: Set[str]) -> Manifest:
         """The manifest with the dtypes that travel: what the policy declares, else what the trainer has, or what all
@@ -693,7 +696,8 @@ _Signature = list[tuple[Any, ...]]
 class _Agreement:
     """What was agreed in a negotiation, and the local facts that it rests on. `once` of the buckets, the last ones, are
     frozen; `pushes` counts those that every engine has committed since, the first of all buckets; `model` is the `id`
-    of what was pushed last. `told` has, on rank 0, for each worker and bucket, which of the ranks' digests are its."""
+    of what was pushed last. `digested` counts the spans of each bucket on this rank; `told` has, on rank 0, for each
+    worker and bucket, which of the ranks' digests are its."""
 
     def __init__(
         self,
@@ -703,6 +707,7 @@ class _Agreement:
         bucket_bytes: list[int],
         once: int,
         roads: dict[str, int],
+        digested: Sequence[int],
         told: Sequence[Sequence[Sequence[int]]],
     ) -> None:
         self.pieces = pieces
@@ -711,6 +716,7 @@ class _Agreement:
         self.bucket_bytes = bucket_bytes
         self.once = once
         self.roads = roads
+        self.digested = digested
         self.told = told
         self.pushes = 0
         self.model: int | None = None
@@ -718,6 +724,12 @@ class _Agreement:
     def due(self) -> list[int]:
         """The bytes of each bucket of the next push."""
         return self.bucket_bytes[: len(self.bucket_bytes) - (self.once if self.pushes else 0)]
+
+    def check(self, bucket: int, part: int | None, digests: Sequence[int]) -> None:
+        """Raise `ProtocolError` unless a transport gives this rank's digests as it has announced them."""
+        expected = 0 if part is None else self.digested[bucket]
+        if len(digests) != expected:
+            raise ProtocolError(f"the transport gave {len(digests)} digests of bucket {bucket}, expected {expected}")
 
     def by_worker(self, bucket: int, digests: bytes) -> list[bytes]:
         """Of the digests of all ranks' spans of a bucket, those for each worker."""
@@ -765,11 +777,13 @@ def _frozen_buckets(buckets: Sequence[Sequence[str]], frozen: frozenset[str]) ->
 
 
 def _by_bucket(spans: Sequence[Sequence[list[int]]], buckets: int) -> list[list[list[int]]]:
-    """The rows of all ranks' spans, rank after rank in each bucket: the order in which their digests come."""
+    """The rows of all ranks' spans, rank after rank in each bucket: the order in which their digests come. Raises
+    `ProtocolError` for those of no bucket."""
     found: list[list[list[int]]] = [[] for _ in range(buckets)]
-    for rows in spans:
-        for row in rows:
-            found[row[0]].append(row)
+    for row in (row for rows in spans for row in rows):
+        if not 0 <= row[0] < buckets:
+            raise ProtocolError(f"the transport announced digests of bucket {row[0]}, of {buckets}")
+        found[row[0]].append(row)
     return found
 
 

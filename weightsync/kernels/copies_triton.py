@@ -142,19 +142,21 @@ class Launches:
 
 def _pieces(target: torch.Tensor, source: torch.Tensor) -> list[tuple[_Kind, list[int], int]]:
     """A copy as pieces of at most three dimensions: the kind, the fields of the table, and the number of tiles."""
-    (size, *strides), *others = dims = collapse(target, source)
+    *outer, (size, to, of) = collapse(target, source)
+    sizes = [target.element_size(), source.element_size()]
     addresses = [target.data_ptr(), source.data_ptr()]
-    if others or strides != [1, 1]:
-        return _grids(target, source, dims, addresses)
-    # One run of bytes: it may as well be rows, and what is left of it.
-    width = _COLUMNS[0] * (max(_UNITS) // target.element_size() if target.dtype == source.dtype else 1)
-    found = []
-    if rows := size // width:
-        found += _grids(target, source, [(rows, width, width), (width, 1, 1)], addresses)
+    width = _COLUMNS[0]
+    if to == of == 1 and target.dtype == source.dtype:
+        width *= max(_UNITS) // sizes[0]
+    down, tile_rows = outer[-1][0] if outer else 1, _TILE // _COLUMNS[0]
+    if down * -(-(size // width) // tile_rows) >= -(-down // tile_rows) * -(-size // width):
+        return _grids(target, source, [*outer, (size, to, of)], addresses)
+    # A few long rows fill a tile better when each of them is cut into rows itself, and what is left.
+    found = _grids(target, source, [*outer, (size // width, width * to, width * of), (width, to, of)], addresses)
     if rest := size % width:
-        done = size - rest
-        moved = [target.data_ptr() + done * target.element_size(), source.data_ptr() + done * source.element_size()]
-        found += _grids(target, source, [(rest, 1, 1)], moved)
+        strides = zip(addresses, sizes, (to, of), strict=True)
+        moved = [address + (size - rest) * stride * nbytes for address, nbytes, stride in strides]
+        found += _grids(target, source, [*outer, (rest, to, of)], moved)
     return found
 
 
