@@ -174,7 +174,8 @@ def test_http_sends_what_vllm_expects(server, monkeypatch):
     assert engine.version() == "7"
     assert engine.is_alive()
     assert server.requests == [
-        ("POST", "/pause?mode=keep&clear_cache=true", None),
+        ("POST", "/sleep?level=0&mode=keep", None),
+        ("POST", "/reset_prefix_cache?reset_running_requests=true&reset_external=true", None),
         ("POST", "/init_weight_transfer_engine", {"init_info": {"protocol": 1}}),
         ("POST", "/start_weight_update", None),
         ("POST", "/update_weights", {"update_info": {"bucket": [1, 2]}}),
@@ -182,7 +183,7 @@ def test_http_sends_what_vllm_expects(server, monkeypatch):
         ("POST", "/reset_prefix_cache?reset_running_requests=true&reset_external=true", None),
         ("POST", "/reset_encoder_cache", None),
         ("POST", "/update_weight_version", {"new_version": "8"}),
-        ("POST", "/resume", None),
+        ("POST", "/wake_up?tags=scheduling", None),
         ("GET", "/weight_info", None),
         ("GET", "/health", None),
     ]
@@ -1282,7 +1283,7 @@ def test_a_real_server_without_the_plug_in(model_dir, tmp_path, monkeypatch):
             engine.pause(mode)
             engine.reset_caches()
             engine.resume()
-        with pytest.raises(EngineError, match=r"pause.*400"):
+        with pytest.raises(EngineError, match=r"sleep.*400"):
             engine.pause("never")
         assert engine.version() == "default"
         engine.set_version("6")
