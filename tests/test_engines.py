@@ -703,6 +703,12 @@ class AsyncLLM:
     async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
         return await self.record(method, *args)
 
+    async def sleep(self, level=1, mode="abort"):
+        await self.record("sleep", level, mode)
+
+    async def wake_up(self, tags=None):
+        await self.record("wake_up", tags)
+
     async def pause_generation(self, *, mode="abort", clear_cache=True):
         await self.record("pause", mode, clear_cache)
 
@@ -767,7 +773,8 @@ def test_async_calls_run_in_the_loop_of_the_engine():
         push_once(engine)
         assert llm.loops == {loop}
     assert llm.calls == [
-        ("pause", "wait", True),
+        ("sleep", 0, "wait"),
+        ("reset_prefix_cache", True, True),
         ("init_weight_transfer_engine", {"a": 1}),
         ("start_weight_update",),
         ("update_weights", {"b": 2}),
@@ -775,7 +782,7 @@ def test_async_calls_run_in_the_loop_of_the_engine():
         ("update_weight_version", "5"),
         ("reset_prefix_cache", True, True),
         ("reset_encoder_cache",),
-        ("resume",),
+        ("wake_up", ["scheduling"]),
     ]
     assert engine.version() is None  # this one cannot tell
 
@@ -839,7 +846,7 @@ def test_async_engine_that_hangs_or_dies_ends_the_wait():
         assert engine.is_alive()
         begin = time.monotonic()
         threading.Timer(0.2, setattr, (llm, "errored", True)).start()
-        with pytest.raises(EngineUnreachableError, match="died in pause_generation"):
+        with pytest.raises(EngineUnreachableError, match="died in pause"):
             engine.pause("keep")
         assert time.monotonic() - begin < 5
         assert not engine.is_alive()
@@ -1158,6 +1165,7 @@ def test_a_real_async_llm_with_a_request_in_flight(model_dir):
             # Frozen in the middle, pushed to, and then finished to its last token.
             request = in_flight("kept")
             engine.pause("keep")
+            time.sleep(0.2)  # what had been computed is still on its way
             frozen = len(seen["kept"])
             assert frozen < 240
             engine.init({"a": 1, "bytes": b"\x00\xff", "list": [1.5, None, True]})
@@ -1185,6 +1193,7 @@ def test_a_real_async_llm_with_a_request_in_flight(model_dir):
             engine.resume()
             request = in_flight("waited")
             engine.pause("wait")
+            request.result(5)
             assert (len(seen["waited"]), ended["waited"]) == (240, "length")
             engine.resume()
 
@@ -1203,7 +1212,7 @@ def test_a_real_async_llm_with_a_request_in_flight(model_dir):
 
             with pytest.raises(EngineError, match="one tensor is missing"):
                 engine.update({"refuse": True})
-            with pytest.raises(EngineError, match="pause"):
+            with pytest.raises(EngineError, match="Invalid pause mode"):
                 engine.pause("never")
             assert engine.is_alive()
 

@@ -258,10 +258,13 @@ class _VllmEngine(ABC):
         self._call("resume_generation")
 
     def reset_caches(self) -> None:
-        if self._call("reset_prefix_cache", reset_running_requests=True, reset_connector=True) is False:
-            raise _caches_not_reset(self.name)
+        self._reset_prefix_cache()
         if self._encodes:
             self._reset_encoder_cache()
+
+    def _reset_prefix_cache(self) -> None:
+        if self._call("reset_prefix_cache", reset_running_requests=True, reset_connector=True) is False:
+            raise _caches_not_reset(self.name)
 
     @cached_property
     def _encodes(self) -> bool:
@@ -431,6 +434,13 @@ class AsyncEngine(_VllmEngine):
             self._loop_here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
             self._loop_here = None
+
+    def pause(self, mode: str) -> None:
+        self._call("sleep", 0, mode, doing="pause")  # for the reasons that `HttpEngine` has
+        self._reset_prefix_cache()
+
+    def resume(self) -> None:
+        self._call("wake_up", ["scheduling"], doing="resume")
 
     def is_alive(self) -> bool:
         return not _died(self._engine)

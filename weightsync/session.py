@@ -186,7 +186,7 @@ class EngineSession:
     def _open_update(self) -> None:
         self._all("pause", self._left_open, lambda engine: engine.finish(None))
         self._left_open = []
-        # Both at once: to pause takes an `AsyncLLM` 20 ms, most of which it sleeps.
+        # Both at once: what is running has to end its step, or all of its tokens.
         self._all("pause", self._engines, self._pause_one, self._start)
         if self._over:
             return
