@@ -175,7 +175,7 @@ def test_http_sends_what_vllm_expects(server, monkeypatch):
     assert engine.is_alive()
     assert server.requests == [
         ("POST", "/sleep?level=0&mode=keep", None),
-        ("POST", "/reset_prefix_cache?reset_running_requests=true&reset_external=true", None),
+        ("POST", "/reset_prefix_cache?reset_running_requests=true&reset_external=false", None),
         ("POST", "/init_weight_transfer_engine", {"init_info": {"protocol": 1}}),
         ("POST", "/start_weight_update", None),
         ("POST", "/update_weights", {"update_info": {"bucket": [1, 2]}}),
@@ -187,6 +187,22 @@ def test_http_sends_what_vllm_expects(server, monkeypatch):
         ("GET", "/weight_info", None),
         ("GET", "/health", None),
     ]
+
+
+def test_who_wakes_an_engine_whose_memory_sleeps_is_told(server, caplog):
+    server.replies["/wake_up"] = (200, '{"status": "sleeping", "tags": ["scheduling"]}')
+    http_engine(server.url).resume()
+    assert "its memory, which somebody has put to sleep" in caplog.text
+    caplog.clear()
+    llm = AsyncLLM()
+    (engine,) = connect(llm, 5.0)
+    with loop_in_a_thread() as loop:
+        serve(llm, loop)
+        engine.resume()
+        assert "put to sleep" not in caplog.text
+        llm.memory_sleeps = True
+        engine.resume()
+    assert "its memory, which somebody has put to sleep" in caplog.text
 
 
 def test_http_keeps_the_path_of_the_url(server):
@@ -687,6 +703,7 @@ class AsyncLLM:
         self.calls: list[Any] = []
         self.loops: set[asyncio.AbstractEventLoop] = set()
         self.errored = False
+        self.memory_sleeps = False
         self.hang = False
         self.output_handler: Any = None
         self.adapters = Adapters()
@@ -708,6 +725,7 @@ class AsyncLLM:
 
     async def wake_up(self, tags=None):
         await self.record("wake_up", tags)
+        return not self.memory_sleeps
 
     async def pause_generation(self, *, mode="abort", clear_cache=True):
         await self.record("pause", mode, clear_cache)
@@ -774,7 +792,7 @@ def test_async_calls_run_in_the_loop_of_the_engine():
         assert llm.loops == {loop}
     assert llm.calls == [
         ("sleep", 0, "wait"),
-        ("reset_prefix_cache", True, True),
+        ("reset_prefix_cache", True, False),
         ("init_weight_transfer_engine", {"a": 1}),
         ("start_weight_update",),
         ("update_weights", {"b": 2}),
@@ -1292,7 +1310,7 @@ def test_a_real_server_without_the_plug_in(model_dir, tmp_path, monkeypatch):
             engine.pause(mode)
             engine.reset_caches()
             engine.resume()
-        with pytest.raises(EngineError, match=r"sleep.*400"):
+        with pytest.raises(EngineError, match=r"sleep.*(400|500)"):
             engine.pause("never")
         assert engine.version() == "default"
         engine.set_version("6")

@@ -15,6 +15,7 @@ import asyncio
 import concurrent.futures
 import http.client
 import json
+import logging
 import os
 import re
 import threading
@@ -39,6 +40,8 @@ ENGINE_VARIABLE = "WEIGHTSYNC_ENGINE"
 DEFAULT_URL = "http://localhost:8000"
 BACKEND = "weightsync"
 
+logger = logging.getLogger(__name__)
+
 _LOCAL = "127.0.0.1"
 _POLL_S = 0.1
 _SERVING_S = 3600.0
@@ -58,6 +61,7 @@ _EXTENSION_METHODS = {
     "update": "weightsync_update",
 }
 
+_STILL_ASLEEP = "%s generates again only when its memory, which somebody has put to sleep, has been woken up"
 # vLLM's words for "no weight transfer", "another backend's init_info" and "the worker has no such method".
 _NO_PLUG_IN = re.compile(
     r"Weight transfer not configured|Invalid init_info for (?!WeightSync)\w+|Method 'weightsync_\w+' is not implemented"
@@ -262,8 +266,8 @@ class _VllmEngine(ABC):
         if self._encodes:
             self._reset_encoder_cache()
 
-    def _reset_prefix_cache(self) -> None:
-        if self._call("reset_prefix_cache", reset_running_requests=True, reset_connector=True) is False:
+    def _reset_prefix_cache(self, connector: bool = True) -> None:
+        if self._call("reset_prefix_cache", reset_running_requests=True, reset_connector=connector) is False:
             raise _caches_not_reset(self.name)
 
     @cached_property
@@ -437,10 +441,11 @@ class AsyncEngine(_VllmEngine):
 
     def pause(self, mode: str) -> None:
         self._call("sleep", 0, mode, doing="pause")  # for the reasons that `HttpEngine` has
-        self._reset_prefix_cache()
+        self._reset_prefix_cache(connector=False)
 
     def resume(self) -> None:
-        self._call("wake_up", ["scheduling"], doing="resume")
+        if self._call("wake_up", ["scheduling"], doing="resume") is False:
+            logger.warning(_STILL_ASLEEP, self.name)
 
     def is_alive(self) -> bool:
         return not _died(self._engine)
@@ -662,19 +667,22 @@ class HttpEngine:
     def pause(self, mode: str) -> None:
         # Level 0 is to pause, without the 20 ms that vLLM's route of that name sleeps afterwards.
         self._post(f"/sleep?level=0&mode={quote(mode)}")
-        self._reset_prefix_cache()  # also now: where that cannot be done, nothing has been written yet
+        # Also now: where that cannot be done, nothing has been written yet. Not the connector, which may take it once.
+        self._reset_prefix_cache(connector=False)
 
     def resume(self) -> None:
         # Which does not resume an engine whose memory somebody has put to sleep.
-        self._post("/wake_up?tags=scheduling")
+        if self._post("/wake_up?tags=scheduling").get("status") == "sleeping":
+            logger.warning(_STILL_ASLEEP, self.name)
 
     def reset_caches(self) -> None:
         self._reset_prefix_cache()
         self._post("/reset_encoder_cache")
 
-    def _reset_prefix_cache(self) -> None:
-        answer = self._post("/reset_prefix_cache?reset_running_requests=true&reset_external=true")
-        # vLLM 0.25 has no field for it: there a failure is a status 500.
+    def _reset_prefix_cache(self, connector: bool = True) -> None:
+        external = str(connector).lower()
+        answer = self._post(f"/reset_prefix_cache?reset_running_requests=true&reset_external={external}")
+        # vLLM 0.25 has no field for it: there a failure is a status 500, and a connector's is not told.
         if not answer.get("success", True):
             raise _caches_not_reset(self.name)
 
