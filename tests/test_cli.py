@@ -98,7 +98,7 @@ def test_plan_predicts_a_push_on_other_machines(capsys):
     assert cli.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "70B, 140.00 GB in bfloat16: predicted, not measured"
-    assert [line for line in lines if line.startswith("| 8 | 1 | 8 | 1 x TP=8 | 256 MiB | ipc | 0.05 s | peer copy")]
+    assert [line for line in lines if line.startswith("| 8 | 1 | 8 | 1 x TP=8 | 256 MiB | ipc | 0.02 s | peer copy")]
     assert [
         line
         for line in lines
