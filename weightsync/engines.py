@@ -255,12 +255,6 @@ class _VllmEngine(ABC):
         if version is not None:
             self.set_version(version)
 
-    def pause(self, mode: str) -> None:
-        self._call("pause_generation", mode=mode, clear_cache=True)
-
-    def resume(self) -> None:
-        self._call("resume_generation")
-
     def reset_caches(self) -> None:
         self._reset_prefix_cache()
         if self._encodes:
@@ -523,12 +517,12 @@ class RayEngine(_VllmEngine):
         """Around an `LLM` does nothing, as for `LlmEngine`: the actor runs one call at a time."""
         if self._is_async:
             self._require("pause_generation", "resume_generation")
-            super().pause(mode)
+            self._call("pause_generation", mode=mode, clear_cache=True)
 
     def resume(self) -> None:
         """See `pause`."""
         if self._is_async:
-            super().resume()
+            self._call("resume_generation")
 
     def is_alive(self) -> bool:
         try:

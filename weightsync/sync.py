@@ -733,10 +733,9 @@ class _Agreement:
 
     def by_worker(self, bucket: int, digests: bytes) -> list[bytes]:
         """Of the digests of all ranks' spans of a bucket, those for each worker."""
-        own = [buckets[bucket] for buckets in self.told]
         return [
             digests if 8 * len(numbers) == len(digests) else b"".join(digests[8 * n : 8 * n + 8] for n in numbers)
-            for numbers in own
+            for numbers in (buckets[bucket] for buckets in self.told)
         ]
 
 

@@ -111,11 +111,11 @@ def write(
             data = values.view(-1).view(torch.uint8)
             memory = memory_of(data)
             length, starts = runs(meta.shape, placement.box)
-            nbytes = length * itemsize(meta.dtype)
+            nbytes, every = length * itemsize(meta.dtype), _every(starts)
             for number, start in enumerate(starts):
                 at, first = number * nbytes, start * itemsize(meta.dtype)
                 _write_at(fd, memory[at : at + nbytes], shards.in_file[meta.name] + first)
-                if part is not None and number % _every(starts) == 0:
+                if part is not None and number % every == 0:
                     digests.append(digest(data[at : at + nbytes], part))
         os.fdatasync(fd)
     return digests
