@@ -49,10 +49,12 @@ class DeepSpeedSender(ModuleSender):
     Nothing is gathered, and DeepSpeed's state stays as it is. Push outside of `GatheredParameters`, after `step`.
     """
 
-    def local(self, tensor: Any) -> torch.Tensor | None:
-        if not hasattr(tensor, "ds_tensor"):
-            return plain(tensor)
-        return tensor.ds_tensor if _is_settled(tensor) else None
+    def local(self, tensors: list[Any]) -> list[torch.Tensor] | None:
+        partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_tensor")]
+        whole = plain([tensor for tensor in tensors if not hasattr(tensor, "ds_tensor")])
+        if whole is None or not all(map(_is_settled, partitioned)):
+            return None
+        return [*whole, *(param.ds_tensor for param in partitioned)]
 
     def sources(self, model: nn.Module) -> Iterator[Source]:
         pipeline = getattr(sys.modules.get("deepspeed"), "PipelineModule", ())  # nothing to look for if not imported

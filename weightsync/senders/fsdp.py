@@ -50,16 +50,18 @@ class FsdpSender(ModuleSender):
     """
 
     def settle(self, found: list[nn.Module]) -> None:
-        self._is_flat = False
-        for module in found:
-            if isinstance(module, FSDPModule):
-                module.reshard()
-            self._is_flat |= isinstance(module, FullyShardedDataParallel)
+        kinds = {*map(type, found)}
+        self._is_flat = any(issubclass(kind, FullyShardedDataParallel) for kind in kinds)
+        if any(issubclass(kind, FSDPModule) for kind in kinds):
+            for module in found:
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
-    def local(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if isinstance(tensor, DTensor):
-            tensor = tensor._local_tensor  # `to_local` takes longer than all else here
-        return None if self._is_flat or hasattr(tensor, "ds_tensor") else plain(tensor)
+    def local(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        if any(issubclass(kind, DTensor) for kind in {*map(type, tensors)}):
+            # `to_local` takes longer than all else here.
+            tensors = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return None if self._is_flat else plain(tensors)
 
     def sources(self, model: nn.Module) -> Iterator[Source]:
         flattened = _flattened(model)
