@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weightsync.bucketing import Bucketer, lasting, make_bucketer, split
+from weightsync.bucketing import Bucketer, ParameterBucketer, lasting, make_bucketer, split
 from weightsync.channel import Deadline, Hub
 from weightsync.checkpoint.restart import push_and_restart
 from weightsync.checkpoint.save import save
@@ -587,6 +587,7 @@ class WeightSync:
             tuple(_unpack_reads(rows) for rows in answer["reads"]),
             answer["host"],
             frozenset(answer["frozen"]),
+            as_cut=isinstance(self._bucketer, ParameterBucketer),
         )
         self._phase = "connect"
         offer = transport.prepare(shipment, mine, ranks)

@@ -32,7 +32,7 @@ class Shipment:
     `manifest` has the dtypes that travel; `buckets` its names, each once; `placements` where every rank's bytes lie.
     `reads` has every worker, in the order of their numbers; `host` is an address of trainer rank 0 that all of them
     reach. The names in `frozen` have the last buckets to themselves, and travel only once as long as an offer keeps it
-    so.
+    so. With `as_cut` what is sent goes in just these buckets, though fewer may be faster.
     """
 
     manifest: Manifest
@@ -41,6 +41,7 @@ class Shipment:
     reads: tuple[Reads, ...]
     host: str
     frozen: frozenset[str] = frozenset()
+    as_cut: bool = False
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class BroadcastTransport:
                 exchange = None
         warm_up(device)
         if exchange is None:
-            shipment = with_fewer_buckets(
+            shipment = _with_fewer_buckets(
                 shipment,
                 [{"root": sum(shipment.manifest[name].nbytes for name in names)} for names in shipment.buckets],
             )
@@ -78,7 +78,7 @@ class BroadcastTransport:
                 self.abort()
                 self._way = ToAll(self._timeout_s)
             return self._way.prepare(shipment, pieces, group, device)
-        shipment = with_fewer_buckets(shipment, exchange.loads())
+        shipment = _with_fewer_buckets(shipment, exchange.loads())
         exchange = exchange_layout(shipment.manifest, shipment.buckets, shipment.placements, shipment.reads)
         if not isinstance(self._way, ToEach):
             self.abort()
@@ -120,9 +120,11 @@ class BroadcastTransport:
         return self._way
 
 
-def with_fewer_buckets(shipment: Shipment, loads: Sequence[Mapping[Any, int]]) -> Shipment:
+def _with_fewer_buckets(shipment: Shipment, loads: Sequence[Mapping[Any, int]]) -> Shipment:
     """With fewer buckets, which are fewer messages: there is room for the largest part of one that any member has, and
     `loads` are the bytes of each bucket by member. Pure."""
+    if shipment.as_cut:
+        return shipment
     largest = max(max(load.values(), default=0) for load in loads)
     return replace(shipment, buckets=merge(shipment.buckets, loads, shipment.frozen, largest))
 
