@@ -118,19 +118,18 @@ class FakeEngine:
             thread.join()
 
 
-def fail_once_at(receiver: Any, at: int) -> None:
-    """Let a receiver raise once, when it is about to load tensor number `at`."""
-    load, count = receiver._load_tensor, 0
+def fail_once_after(receiver: Any, bucket: int) -> None:
+    """Let a receiver raise once, when it has loaded this bucket, or the last one where there are fewer."""
+    load = receiver.load
 
-    def load_or_fail(*args: Any) -> int:
-        nonlocal count
-        count += 1
-        if count > at:
-            del receiver._load_tensor
-            raise MemoryError("no memory left for this tensor")
-        return load(*args)
+    def load_and_fail(version: int, number: int, *args: Any) -> Any:
+        timing = load(version, number, *args)
+        if number == bucket or len(receiver._push.done) == receiver._push.buckets:
+            del receiver.load
+            raise MemoryError("no memory left for this bucket")
+        return timing
 
-    receiver._load_tensor = load_or_fail
+    receiver.load = load_and_fail
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import tiny_models
 import torch
 import zero
 from engines import TIMEOUT_S, Answer, Engines, Remote, Trainer, Trainers, assert_same
-from fake_engine import EngineModel, FakeEngine, ModuleHost, checkpoint, cold, fail_once_at, trainer_model
+from fake_engine import EngineModel, FakeEngine, ModuleHost, checkpoint, cold, fail_once_after, trainer_model
 from megatron_models import Mesh
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -196,7 +196,7 @@ def test_a_config_without_a_class_is_refused_before_anything_is_written(
 def test_a_push_that_fails_leaves_the_last_version_and_no_other(host: ModuleHost, engine: FakeEngine, tmp_path: Path):
     pusher = Pusher(engine, tmp_path)
     pusher.push(2)
-    fail_once_at(engine.conversations[0].receiver, at=5)
+    fail_once_after(engine.conversations[0].receiver, 2)
     with pytest.raises(WeightSyncError, match="no memory left"):
         pusher.push(3)
     assert names_in(tmp_path) == [".lock", "version-00000001"]

@@ -23,7 +23,7 @@ import pytest
 import tiny_models
 import torch
 from engines import PROMPTS, Answer, Engines, Remote, Trainer, Trainers, assert_same
-from fake_engine import fail_once_at
+from fake_engine import fail_once_after
 from ranks import run_ranks
 from torch import nn
 
@@ -162,9 +162,9 @@ def raise_in_sender(side: Side, rank: int) -> None:
         sender.pieces = pieces
 
 
-def raise_in_worker(engines: Engines, at: int) -> None:
-    """Once, when it is about to load tensor number `at`."""
-    fail_once_at(worker_of(engines).weight_transfer_engine.conversation.receiver, at)
+def raise_in_worker(engines: Engines, bucket: int) -> None:
+    """Once, when it has loaded this bucket."""
+    fail_once_after(worker_of(engines).weight_transfer_engine.conversation.receiver, bucket)
 
 
 def worker_of(engines: Engines) -> Any:
@@ -701,12 +701,12 @@ def test_a_byte_that_changes_on_the_way_from_several_ranks(served: Http, trainer
 
 
 @pytest.mark.parametrize("transport", ["ipc", "broadcast"])
-@pytest.mark.parametrize("at", [0, 7])
-def test_a_worker_that_raises_while_it_loads(llm: Remote, cold: dict[str, Answer], at: int, transport: str):
+@pytest.mark.parametrize("bucket", [0, 7])
+def test_a_worker_that_raises_while_it_loads(llm: Remote, cold: dict[str, Answer], bucket: int, transport: str):
     llm.call(connect, "LLM", transport)
-    llm.call(raise_in_worker, at)
+    llm.call(raise_in_worker, bucket)
     error = failed([llm.call(push, "B")], WeightSyncError, GRACE_S)
-    assert error.message == "MemoryError: no memory left for this tensor"
+    assert error.message == "MemoryError: no memory left for this bucket"
     assert error.who == "engine 0 worker tp=0 pp=0 dp=0"
     heal_llm(llm, cold, untouched=False)
 

@@ -19,7 +19,7 @@ from fake_engine import (
     ModuleHost,
     checkpoint,
     cold,
-    fail_once_at,
+    fail_once_after,
     trainer_model,
 )
 from torch import nn
@@ -202,13 +202,13 @@ def test_tensors_that_are_read_where_they_lie_are_one_bucket_or_two():
 
 
 @pytest.mark.parametrize("transport", ["ipc", "broadcast"])
-@pytest.mark.parametrize("at", [0, 2])
-def test_after_a_failed_push_everything_is_sent(host: ModuleHost, engine: FakeEngine, at: int, transport: str):
+@pytest.mark.parametrize("bucket", [0, 2])
+def test_after_a_failed_push_everything_is_sent(host: ModuleHost, engine: FakeEngine, bucket: int, transport: str):
     trainer = Pusher(engine, TensorPolicy(frozen=PATTERNS), transport)
     trainer.push()
     trainer.change(3, "layers.0.attn")
     receiver = engine.conversations[0].receiver
-    fail_once_at(receiver, at)
+    fail_once_after(receiver, bucket)
     with pytest.raises(WeightSyncError, match="no memory left"):
         trainer.push()
     assert receiver.state == "POISONED"

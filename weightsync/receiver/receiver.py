@@ -14,7 +14,7 @@ import struct
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -69,15 +69,6 @@ class Timing:
     load_s: float
 
 
-@dataclass
-class _Route:
-    """What becomes of one tensor in every push over a connection: steps that lead into fresh parameters, and the bytes
-    that they, copies into live parameters and quantisers read. What a loader takes whole is extra."""
-
-    fresh: list[CopyStep] = field(default_factory=list)
-    nbytes: int = 0
-
-
 class _Span(NamedTuple):
     """Bytes of a storage that come with a digest."""
 
@@ -111,7 +102,9 @@ class Receiver:
         self._once = 0
         self._settled = False  # a push of all buckets was committed since `connect`, and nothing was begun after it
         self._placements: dict[str, list[Placement]] = {}
-        self._routes: dict[str, _Route] = {}
+        self._fresh: dict[str, list[CopyStep]] = {}  # by tensor: what leads into fresh parameters
+        self._singly: list[list[str]] = []  # of each bucket: tensors that take more than copies and quantisers
+        self._nbytes: list[int] = []  # of each bucket: what is read of it, but for what a loader takes whole
         self._read: set[tuple[int, int]] = set()  # storages that something is read of
         self._elsewhere: set[tuple[int, int]] = set()  # those in the memory of another GPU
         self._spans: list[list[_Span]] = []  # of each bucket
@@ -197,7 +190,7 @@ class Receiver:
             hints=_hints(landed, missing),
             roads=roads,
         )
-        self._routes = {}
+        self._copies = []  # they are of another plan
         return self._plan
 
     def connect(
@@ -301,7 +294,7 @@ class Receiver:
         self, version: int, bucket: int, part: int | None, digests: bytes, idle: Idle, deadline: Deadline
     ) -> Timing:
         """Load one bucket. Marks the model `POISONED` before the first byte is written."""
-        if self._source is None:
+        if self._source is None or not self._copies:
             raise ProtocolError("Load came before Connect")
         if self._push is None or self._push.version != version:
             if version <= self.version:
@@ -309,8 +302,8 @@ class Receiver:
                     f"version {version} is not newer than {self.version}, which this engine serves: versions only grow"
                 )
             count = len(self._buckets) - (self._once if self._settled else 0)
-            routes = {name: self._routes[name] for names in self._buckets[:count] for name in names}
-            self._push = _Push(version, count, routes, self._host, self._trace, self._pairs, self._unit_of)
+            singly = {name for names in self._singly[:count] for name in names}
+            self._push = _Push(version, count, singly, self._fresh, self._host, self._trace, self._pairs, self._unit_of)
             self._settled = False
         if not 0 <= bucket < self._push.buckets:
             raise ProtocolError(f"bucket {bucket} of version {version} was announced, which has {self._push.buckets}")
@@ -329,8 +322,8 @@ class Receiver:
                 for constant, value in self._constants:
                     constant.fill_(value)  # later pushes leave these alone
             self._copies[bucket].run()
-            nbytes = 0
-            for name in self._buckets[bucket]:
+            nbytes = self._nbytes[bucket]
+            for name in self._singly[bucket]:
                 nbytes += self._load_tensor(name, self._push)
             for quantiser in self._quantisers[bucket]:
                 quantiser.run()
@@ -409,21 +402,20 @@ class Receiver:
         """Give back what was mapped or joined, and forget a push under way (the state stays what it is)."""
         self._push = None
         self._settled = False
-        self._routes, self._copies, self._quantisers, self._constants = {}, [], [], []
+        self._fresh, self._singly, self._nbytes = {}, [], []
+        self._copies, self._quantisers, self._constants = [], [], []
         self._spans, self._digests = [], {}
         if self._source is not None:
             self._source.close()
             self._source = None
 
     def _load_tensor(self, name: str, push: _Push) -> int:
-        route = self._routes[name]
-        for step in route.fresh:
+        """Gives the bytes that a loader takes whole."""
+        for step in self._fresh.get(name, ()):
             target = push.fresh(step.param)
             torch.as_strided(target, step.size, step.dst_stride, step.dst_offset).copy_(self._view(step))
             push.arrived(step)
-        nbytes = route.nbytes
-        if push.wanted_whole(name):
-            nbytes += push.take_whole(name, self._whole(name))
+        nbytes = push.take_whole(name, self._whole(name)) if push.wanted_whole(name) else 0
         push.close_finished()
         return nbytes
 
@@ -436,7 +428,8 @@ class Receiver:
         for step in steps:
             of_param[step.param].append(step)
             views[step.param].append(self._view(step))
-        routes = {name: _Route() for names in self._buckets for name in names}
+        fresh: dict[str, list[CopyStep]] = defaultdict(list)
+        nbytes = [0 for _ in self._buckets]
         bucket_of = {name: number for number, names in enumerate(self._buckets) for name in names}
         direct = self._direct(of_param, views, bucket_of, computed)
         copies: list[list[Copy]] = [[] for _ in self._buckets]
@@ -446,7 +439,7 @@ class Receiver:
             if unit is not None and id(unit) in computed:
                 continue
             for step, view in zip(steps, views[param], strict=True):
-                routes[step.name].nbytes += view.numel() * view.element_size()
+                nbytes[bucket_of[step.name]] += view.numel() * view.element_size()
             if unit is None or unit.takes_in_place(param):
                 for step, view in zip(steps, views[param], strict=True):
                     target = torch.as_strided(live[param].data, step.size, step.dst_stride, step.dst_offset)
@@ -454,12 +447,15 @@ class Receiver:
                 continue
             if unit.recipe is None or param not in direct:
                 for step in steps:
-                    routes[step.name].fresh.append(step)
+                    fresh[step.name].append(step)
             else:
                 job = unit.recipe.job(dict(unit.live[0].named_parameters(recurse=False)), direct[param])
                 jobs[bucket_of[steps[0].name]][unit.recipe.form, unit.recipe.shared].append(job)
         self._others = {param: live[param].data_ptr() for param in of_param if param not in self._unit_of}
-        self._routes = routes
+        self._fresh, self._nbytes = dict(fresh), nbytes
+        by_loader = [names for key, names in _sources(self._trace, self._unit_of).items() if key in computed]
+        singly = set(fresh).union(*by_loader)
+        self._singly = [[name for name in names if name in singly] for names in self._buckets]
         self._constants = []  # the parameters may never have been loaded
         for fill in paddings(self._host.pristine(), self._trace):
             unit = self._unit_of.get(fill.param)
@@ -535,13 +531,15 @@ class Receiver:
 
 
 class _Push:
-    """One version on its way in: which units are open, and what each still waits for."""
+    """One version on its way in: which units are open, and what each still waits for. `arriving` are the tensors of its
+    buckets of which more is done than copying, `fresh` has the steps of these and perhaps others."""
 
     def __init__(
         self,
         version: int,
         buckets: int,
-        routes: Mapping[str, _Route],
+        arriving: Set[str],
+        fresh: Mapping[str, Sequence[CopyStep]],
         host: ModelHost,
         trace: Trace,
         pairs: dict[str, Pair],
@@ -560,14 +558,14 @@ class _Push:
         if trace.computed:
             by_loader = _computed_units(trace, unit_of)
             sources = {key: set(names) for key, names in _sources(trace, unit_of).items() if key in by_loader}
-            self._computed = {key: names for key, names in sources.items() if routes.keys() >= names}
+            self._computed = {key: names for key, names in sources.items() if arriving >= names}
         self._whole: dict[str, torch.Tensor] = {}
         self._open: dict[int, Reload] = {}
         self._complete: list[int] = []  # units that have all they need
-        self._units = {id(unit): unit for unit in unit_of.values()}
+        self._units = {id(unit): unit for unit in unit_of.values()} if arriving else {}
         self._waiting: dict[int, int] = defaultdict(int)  # unit -> elements still to come
-        for route in routes.values():
-            for step in route.fresh:
+        for name in arriving & fresh.keys():
+            for step in fresh[name]:
                 self._waiting[id(unit_of[step.param])] += math.prod(step.size)
 
     def fresh(self, param: str) -> torch.Tensor:
