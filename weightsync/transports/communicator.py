@@ -214,8 +214,6 @@ class Communicator:
 def _nccl(store: dist.Store, rank: int, size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)  # deadlines are kept here, on the host
-    # Or NCCL's kernel waits for room beside the kernels that fill and empty the other slot: a seventh of its time.
-    options.is_high_priority_stream = True
     # NCCL's watchdog would end the process, and with it the trainer or the engine, when a member has died. Read by the
     # constructor alone.
     before = os.environ.get(_WATCHDOG)
