@@ -105,24 +105,6 @@ def test_buckets_grow_to_what_a_member_has_room_for_and_what_is_frozen_stays_apa
     assert merge(BUCKETS, loads, frozenset(), max(loads[1].values())) == BUCKETS
 
 
-def test_light_buckets_go_first_and_last():
-    names = ("embed", "a", "b", "c", "d", "e", "norm", "head", "frozen")
-    nbytes = (100, 25, 25, 24, 25, 25, 1, 100, 7)
-    buckets, loads = tuple((name,) for name in names), [{"root": count} for count in nbytes]
-    assert merge(buckets, loads, frozenset({"frozen"}), 100) == (
-        ("d",),
-        ("embed",),
-        ("a", "b", "c", "norm"),
-        ("head",),
-        ("e",),
-        ("frozen",),
-    )
-    assert merge(buckets[:5], loads[:5], frozenset(), 100) == (("embed",), ("a", "b", "c", "d")), "two are enough"
-    assert merge(buckets[1:3] + buckets[:1], loads[1:3] + loads[:1], frozenset(), 100) == (("a", "b"), ("embed",))
-    heavy = [{"root": 26 + count} for count in nbytes]
-    assert [len(those) for those in merge(buckets, heavy, frozenset(), 126)] == [1, 2, 2, 2, 1, 1], "none is light"
-
-
 def test_a_region_that_is_read_in_overlapping_parts_is_sent_whole():
     halves = (Box((0, 0), (ROWS // 2, COLUMNS)), Box((ROWS // 4, 0), (ROWS // 2, COLUMNS)))
     exchange = laid_out(1, ({"embed": halves}, {"embed": (halves[0], halves[0])}))

@@ -165,36 +165,19 @@ def merge(
     max_bytes: int,
 ) -> tuple[tuple[str, ...], ...]:
     """Neighbouring buckets made one as long as no member has more than `max_bytes` of it to hold; `loads` are the bytes
-    of each bucket by member. What is frozen is kept apart, at the end. Of three or more, two light ones are kept apart
-    to be the first and the last: nothing travels while the first is filled, nor while the last is emptied."""
-    changing = [n for n, names in enumerate(buckets) if not frozen.issuperset(names)]
-    lasting = [n for n, names in enumerate(buckets) if frozen.issuperset(names)]
-    heaviest = [max(load.values(), default=0) for load in loads]
-    light = sorted((n for n in changing if heaviest[n] <= max_bytes // _LIGHT), key=lambda n: heaviest[n])[-2:]
-    runs = [changing]
-    if len(light) == 2 and len(_joined(changing, loads, max_bytes)) > 2:
-        runs = [light[:1], [n for n in changing if n not in light], light[1:]]
-    joined = [together for run in (*runs, lasting) for together in _joined(run, loads, max_bytes)]
-    return tuple(tuple(name for n in together for name in buckets[n]) for together in joined)
-
-
-_LIGHT = 4
-"""A light bucket is at most this part of the largest. It travels while a heavy one is filled or emptied, which takes
-memory about a sixth of the time that it takes a link."""
-
-
-def _joined(numbers: Sequence[int], loads: Sequence[Mapping[Any, int]], max_bytes: int) -> list[list[int]]:
-    """Numbers of buckets, those together that are made one."""
-    found: list[list[int]] = []
+    of each bucket by member. What is frozen is kept apart."""
+    merged: list[list[str]] = []
     held: Counter[Hashable] = Counter()
-    for number in numbers:
-        held += Counter(loads[number])
-        if found and max(held.values(), default=0) <= max_bytes:
-            found[-1].append(number)
+    for names, load in zip(buckets, loads, strict=True):
+        together = held + Counter(load)
+        alike = bool(merged) and frozen.issuperset(names) == frozen.issuperset(merged[-1])
+        if alike and max(together.values(), default=0) <= max_bytes:
+            merged[-1] += names
+            held = together
         else:
-            found.append([number])
-            held = Counter(loads[number])
-    return found
+            merged.append(list(names))
+            held = Counter(load)
+    return tuple(tuple(names) for names in merged)
 
 
 def _apart(shape: Sequence[int], boxes: Sequence[Box]) -> Sequence[Box]:
