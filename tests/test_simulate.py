@@ -17,15 +17,15 @@ TWO_GPUS = "gpus_per_host=2,ranks=2,tp=2"
 ONE_TO_ANOTHER = "gpus_per_host=2,ranks=1,tp=1"
 THREE_GPUS = "gpus_per_host=3,ranks=2,tp=1"
 ONE_TO_THREE = "gpus_per_host=4,ranks=1,engines=3,tp=1"
-# Two of these have set the constants (ipc-extension, fsdp-extension); the others test them.
+# Two of these have set the constants (ipc-last, fsdp-last); the others test them.
 MEASURED = [
-    ("2026-11-23-h200-ipc-extension", "ipc", ONE_GPU),
+    ("2026-11-23-h200-ipc-last", "ipc", ONE_GPU),
     ("2026-11-23-h200-ipc-beside-native", "ipc", ONE_GPU),
-    ("2026-11-23-h200-ipc-0.5B-extension", "ipc", ONE_GPU),
-    ("2026-11-23-h200-fsdp-extension", "ipc", TWO_GPUS),
+    ("2026-11-23-h200-ipc-0.5B-last", "ipc", ONE_GPU),
+    ("2026-11-23-h200-fsdp-last", "ipc", TWO_GPUS),
     ("2026-11-23-h200-zero3-extension", "ipc", TWO_GPUS),
     ("2026-11-23-h200-megatron-extension", "ipc", TWO_GPUS),
-    ("2026-11-23-h200-broadcast-extension", "broadcast", f"{ONE_TO_ANOTHER},bucket_mib=1187"),
+    ("2026-11-23-h200-broadcast-last", "broadcast", f"{ONE_TO_ANOTHER},bucket_mib=1187"),
     ("2026-11-23-h200-broadcast-beside-native", "broadcast", f"{ONE_TO_ANOTHER},bucket_mib=1187"),
     ("2026-11-22-h200-megatron-to-another-gpu", "broadcast", f"{THREE_GPUS},bucket_mib=1187"),
     ("2026-11-22-h200-broadcast-three-engines", "broadcast", f"{ONE_TO_THREE},bucket_mib=1187"),
