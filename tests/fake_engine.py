@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightsync.kernels.copies import BatchedCopy
 from weightsync.receiver.conversation import Conversation
 from weightsync.receiver.host import WorkerIdentity
 
@@ -119,17 +120,29 @@ class FakeEngine:
 
 
 def fail_once_after(receiver: Any, bucket: int) -> None:
-    """Let a receiver raise once, when it has loaded this bucket, or the last one where there are fewer."""
+    """Let a receiver raise once, in the middle of this bucket, or of the last one where there are fewer: what is copied
+    into live parameters has been, and nothing else."""
     load = receiver.load
 
     def load_and_fail(version: int, number: int, *args: Any) -> Any:
-        timing = load(version, number, *args)
-        if number == bucket or len(receiver._push.done) == receiver._push.buckets:
+        due = len(receiver._buckets) - (receiver._once if receiver._settled else 0)
+        if number in (bucket, due - 1):
             del receiver.load
-            raise MemoryError("no memory left for this bucket")
-        return timing
+            fail_once_copied(receiver._copies[number])
+        return load(version, number, *args)
 
     receiver.load = load_and_fail
+
+
+def fail_once_copied(copies: BatchedCopy) -> None:
+    """Let these copies raise once, when they have been made."""
+
+    def run_and_fail() -> None:
+        del copies.run
+        copies.run()
+        raise MemoryError("no memory left for this bucket")
+
+    copies.run = run_and_fail
 
 
 # ---------------------------------------------------------------------------------------------------------------

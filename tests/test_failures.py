@@ -163,7 +163,7 @@ def raise_in_sender(side: Side, rank: int) -> None:
 
 
 def raise_in_worker(engines: Engines, bucket: int) -> None:
-    """Once, when it has loaded this bucket."""
+    """Once, in the middle of this bucket."""
     fail_once_after(worker_of(engines).weight_transfer_engine.conversation.receiver, bucket)
 
 

@@ -18,6 +18,7 @@ import quantised_checkpoints
 import tiny_models
 import torch
 from engines import TIMEOUT_S, Answer, Engines, Remote, assert_same
+from fake_engine import fail_once_copied
 
 from weightsync import ManifestError, UnsupportedError, WeightSync, WeightSyncError
 from weightsync.bucketing import Bucket
@@ -180,7 +181,7 @@ def failing_after(owner: Any, method: str, calls: int) -> Any:
         count += 1
         result = original(*args)
         if count == calls:
-            raise MemoryError("no memory left for this layer")
+            raise MemoryError("no memory left for this bucket")
         return result
 
     setattr(owner, method, call)
@@ -201,14 +202,7 @@ def die_in_quantising(engines: Engines, calls: int) -> WeightSyncError:
 def die_after_the_copies(engines: Engines, bucket: int) -> WeightSyncError:
     """Of this bucket what is not quantised has been written, and nothing else."""
     worker = engines.llm.llm_engine.model_executor.driver_worker.worker
-    copies = worker.weight_transfer_engine.conversation.receiver._copies[bucket]
-    run = copies.run
-
-    def run_and_fail() -> None:
-        run()
-        raise MemoryError("no memory left for this layer")
-
-    copies.run = run_and_fail
+    fail_once_copied(worker.weight_transfer_engine.conversation.receiver._copies[bucket])
     return push_and_fail(engines, "B")
 
 
@@ -219,7 +213,7 @@ def test_a_push_that_dies_in_the_middle_of_a_layer(engines: Remote, die: Any, at
     engines.call(push, "A")
     before = engines.call(tensors)
     error = engines.call(die, at)
-    assert "no memory left for this layer" in str(error)
+    assert "no memory left for this bucket" in str(error)
     assert engines.call(version).startswith("POISONED")
     assert engines.call(tensors) == before
     assert engines.call(Engines.ask) != cold["B"]  # it lives, and it is a mixture

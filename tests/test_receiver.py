@@ -13,7 +13,7 @@ import torch
 from fake_engine import HEADS, WIDTH, Attention, EngineModel, FakeEngine, ModuleHost, checkpoint, cold, trainer_model
 from torch import nn
 
-from weightsync import ManifestError, UnsupportedError, WeightSync, WeightSyncError
+from weightsync import ManifestError, TensorPolicy, UnsupportedError, WeightSync, WeightSyncError
 from weightsync.channel import Deadline
 from weightsync.errors import DigestError, ProtocolError
 from weightsync.kernels.digest import WHOLE
@@ -378,6 +378,40 @@ def test_pushed_equals_cold(start: Start, process: Any, options: dict[str, Any],
     assert [host.refreshed for host in hosts] == [4, 4]
     if process is not hide_in_closure and process is not remove_and_keep_in_object:
         assert places == [[tensor.data_ptr() for tensor in outputs(host.live)] for host in hosts]
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = nn.Parameter(torch.empty(4))
+
+
+class CountingModel(EngineModel):
+    """Its loader copies all that comes as it is, and makes one parameter out of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counting = Counting()
+        for layer in self.layers:
+            del layer.decay
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(weights)
+        numbers = self.counting.numbers.data
+        numbers.copy_(torch.arange(4.0, device=numbers.device))
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": TensorPolicy(frozen=("embed*",))}])
+def test_a_parameter_that_is_made_of_no_tensor_is_made_in_every_push(start: Start, options: dict[str, Any]):
+    tensors = [{n: t for n, t in checkpoint(seed).items() if "decay" not in n} for seed in (1, 2)]
+    host = ModuleHost(CountingModel, tensors[0])
+    with WeightSync("fsdp", "ipc", start(host), timeout_s=TIMEOUT_S, **options) as sync:
+        model = trainer_model(tensors[1])
+        for _ in range(3):
+            with torch.no_grad():
+                host.live.counting.numbers.zero_()
+            assert sync.push(model).roads["loader"] == 1
+            assert host.live.counting.numbers.tolist() == [0, 1, 2, 3]
 
 
 def test_constants_of_the_loader_reach_an_engine_that_started_with_dummy_weights(start: Start):

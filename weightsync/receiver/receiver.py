@@ -325,6 +325,7 @@ class Receiver:
             nbytes = self._nbytes[bucket]
             for name in self._singly[bucket]:
                 nbytes += self._load_tensor(name, self._push)
+            self._push.close_finished()  # and what a loader computes out of no tensor
             for quantiser in self._quantisers[bucket]:
                 quantiser.run()
             self._push.done.add(bucket)
@@ -562,11 +563,10 @@ class _Push:
         self._whole: dict[str, torch.Tensor] = {}
         self._open: dict[int, Reload] = {}
         self._complete: list[int] = []  # units that have all they need
-        self._units = {id(unit): unit for unit in unit_of.values()} if arriving else {}
+        self._units = {id(unit): unit for unit in unit_of.values()} if arriving or self._computed else {}
         self._waiting: dict[int, int] = defaultdict(int)  # unit -> elements still to come
-        for name in arriving & fresh.keys():
-            for step in fresh[name]:
-                self._waiting[id(unit_of[step.param])] += math.prod(step.size)
+        for step in (step for name, steps in fresh.items() if name in arriving for step in steps):
+            self._waiting[id(unit_of[step.param])] += math.prod(step.size)
 
     def fresh(self, param: str) -> torch.Tensor:
         """The storage-wide tensor that a step into the fresh parameter `param` writes to."""

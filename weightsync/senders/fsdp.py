@@ -61,6 +61,7 @@ class FsdpSender(ModuleSender):
         if any(issubclass(kind, DTensor) for kind in {*map(type, tensors)}):
             # `to_local` takes longer than all else here.
             tensors = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        # One that DeepSpeed has partitioned is refused when it is read, and since then lies elsewhere.
         return None if self._is_flat else plain(tensors)
 
     def sources(self, model: nn.Module) -> Iterator[Source]:

@@ -62,7 +62,8 @@ class ModuleSender(ABC):
         """Bring the tensors of the model, which has these modules, to where `sources` reads them."""
 
     def local(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        """What of parameters and buffers this rank has in memory; None where that alone does not tell what is read."""
+        """What of parameters and buffers this rank has in memory, in any order; None where that alone does not tell
+        what is read."""
         return None
 
     def manifest(self, model: Model) -> Manifest:
@@ -172,13 +173,12 @@ def marks(found: list[nn.Module], local: Callable[[list[torch.Tensor]], list[tor
     tensors: list[torch.Tensor | None] = []
     for module in found:
         places.append(module)
-        own = module.__dict__
-        if children := own["_modules"]:
+        if children := module._modules:
             places += children
-        if parameters := own["_parameters"]:
+        if parameters := module._parameters:
             places += parameters
             tensors += parameters.values()
-        if buffers := own["_buffers"]:
+        if buffers := module._buffers:
             places += buffers
             tensors += buffers.values()
     there = [tensor for tensor in tensors if tensor is not None]
