@@ -17,7 +17,7 @@ TWO_GPUS = "gpus_per_host=2,ranks=2,tp=2"
 ONE_TO_ANOTHER = "gpus_per_host=2,ranks=1,tp=1"
 THREE_GPUS = "gpus_per_host=3,ranks=2,tp=1"
 ONE_TO_THREE = "gpus_per_host=4,ranks=1,engines=3,tp=1"
-# Two of these have set the constants (ipc-last, fsdp-last); the others test them.
+# `fixed_s` and `fixed_ranks_s` were chosen between these.
 MEASURED = [
     ("2026-11-23-h200-ipc-last", "ipc", ONE_GPU),
     ("2026-11-23-h200-ipc-beside-native", "ipc", ONE_GPU),
