@@ -28,7 +28,9 @@ def digests(start: int) -> int:
     sizes = [0, 5, 8, 4096, PARTS * test_digest.PART_BYTES, 2 * PARTS * test_digest.PART_BYTES + 70_007, 9]
     runs = [test_digest.noise(start + size, seed)[start:] for seed, size in enumerate(sizes)]
     for part in (WHOLE, 0, 7, PARTS - 1):
-        found = digest_triton.Launch(runs, sampled=part != WHOLE).of(max(part, 0))
+        launch = digest_triton.Launch(runs, sampled=part != WHOLE)
+        launch.begin(max(part, 0))
+        found = launch.found()
         assert found == [digest(run, part) for run in runs]
     return len(runs)
 

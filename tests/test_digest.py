@@ -184,6 +184,20 @@ def test_many_at_once_are_as_each_alone_on_a_cpu(device: str, start: int) -> Non
 
 
 @pytest.mark.gpu(1)
+@pytest.mark.parametrize("part", [WHOLE, 7])
+def test_what_is_begun_is_of_what_a_gpu_finds_then(part: int) -> None:
+    old, new = noise(PARTS * PART_BYTES + 5, 1), noise(PARTS * PART_BYTES + 5, 2)
+    data = old.cuda()
+    digests = Digests([data])
+    digests.begin(part)
+    data.copy_(new)
+    assert digests.of(part) == [digest(old, part)]
+    assert digests.of(part) == [digest(new, part)]
+    digests.begin(part)
+    assert digests.of(3) == [digest(new, 3)], "begun in vain"
+
+
+@pytest.mark.gpu(1)
 def test_a_gpu_takes_no_scratch_memory() -> None:
     data = noise(1 << 28).cuda()
     digests = Digests([data])

@@ -251,6 +251,22 @@ def test_an_engine_is_let_go_when_the_models_tensors_have_moved() -> None:
     assert torch.equal(host.live.embed.weight, cold(checkpoint(4)).embed.weight)
 
 
+def test_a_gpu_begins_with_the_first_bucket_only_while_its_memory_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[tuple[int, int | None]] = []
+    monkeypatch.setattr(IpcTransport, "stage_ahead", lambda self, bucket, part: begun.append((bucket, part)))
+    model, host = trainer_model(checkpoint(2)), ModuleHost(EngineModel, checkpoint(1))
+    with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        for _ in range(4):
+            sync.push(model)
+        assert begun == [(0, 2), (0, 3)], "from when the model has once stayed where it was"
+        begun.clear()
+        model.embed.weight.data.untyped_storage().resize_(0)  # as those do that offload a model
+        model.embed.weight.data = checkpoint(3)["embed.weight"]
+        sync.push(model)
+        assert begun == []
+    assert torch.equal(host.live.embed.weight, cold(checkpoint(3)).embed.weight)
+
+
 @pytest.mark.parametrize(("pushes", "pause"), [(1, "keep"), (3, "keep"), (3, "abort")])
 def test_a_model_that_no_longer_fits_is_refused_and_the_engine_goes_on(pushes: int, pause: str) -> None:
     model, host = trainer_model(checkpoint(2)), ModuleHost(EngineModel, checkpoint(1))

@@ -2,8 +2,9 @@
 
 `connect` turns whatever the user handed over into engines. Every method of an engine blocks until vLLM has answered,
 for at most `timeout_s` (`init` and `update` for longer: see `_SERVING_S`), and raises only `weightsync.errors`. `pause`
-and `start` are called at the same time, from two threads, and so are `finish` and `reset_caches`. No call is ever
-repeated: none of vLLM's weight calls may run twice, so a connection that breaks in the middle is an error, not a retry.
+and `start` are called at the same time, from two threads; `reset_caches` once every worker has committed, though the
+call of `update` may still be returning, and `finish` when it has. No call is ever repeated: none of vLLM's weight calls
+may run twice, so a connection that breaks in the middle is an error, not a retry.
 
 vLLM is not imported here, but for the class that an `LLM` or `AsyncLLM` wants adapters in, and Ray only when an engine
 is a Ray actor. This module knows nothing about weights, transports or sessions.
@@ -61,6 +62,7 @@ _EXTENSION_METHODS = {
     "update": "weightsync_update",
 }
 
+_RESET = "reset_prefix_cache"
 _STILL_ASLEEP = "%s generates again only when its memory, which somebody has put to sleep, has been woken up"
 # vLLM's words for "no weight transfer", "another backend's init_info" and "the worker has no such method".
 _NO_PLUG_IN = re.compile(
@@ -261,7 +263,7 @@ class _VllmEngine(ABC):
             self._reset_encoder_cache()
 
     def _reset_prefix_cache(self, connector: bool = True) -> None:
-        if self._call("reset_prefix_cache", reset_running_requests=True, reset_connector=connector) is False:
+        if self._call(_RESET, reset_running_requests=True, reset_connector=connector) is False:
             raise _caches_not_reset(self.name)
 
     @cached_property
@@ -311,7 +313,9 @@ class _Turns:
     def __init__(self, who: str, timeout_s: float) -> None:
         self._who, self._timeout_s = who, timeout_s
         self._lock = threading.Lock()
+        self._counting = threading.Lock()
         self._doing = ""
+        self._calls = 0  # that have a part in the turn
 
     def take(self, doing: str, died: Callable[[], bool]) -> None:
         deadline = Deadline(self._timeout_s)
@@ -324,10 +328,22 @@ class _Turns:
                     who=self._who,
                     waiting_for=[self._who],
                 )
-        self._doing = doing
+        with self._counting:
+            self._doing, self._calls = doing, 1
+
+    def join(self, doing: str) -> bool:
+        """Have a part in the turn of a call that is `doing` this, if it is under way: whether it was."""
+        with self._counting:
+            joined = self._calls > 0 and self._doing == doing
+            self._calls += joined
+        return joined
 
     def give(self) -> None:
-        self._lock.release()
+        """The last call that has a part in the turn ends it."""
+        with self._counting:
+            self._calls -= 1
+            if self._calls == 0:
+                self._lock.release()
 
 
 class LlmEngine(_VllmEngine):
@@ -344,33 +360,6 @@ class LlmEngine(_VllmEngine):
         super().__init__(name, timeout_s)
         self._llm = llm
         self._turns = _Turns(name, timeout_s)
-        self._forgot: int | None = None
-
-    def start(self) -> None:
-        """As for all engines. What an idle `LLM` remembers goes now, while the trainer is getting ready, and not after
-        all else."""
-        self._forgot = None
-        if (asked := self._asked_while_idle()) is not None:
-            try:
-                super().reset_caches()
-                self._forgot = asked
-            except EngineUnreachableError:
-                raise
-            except EngineError:
-                pass  # it still stores what it remembers elsewhere; `reset_caches` will see
-        super().start()
-
-    def reset_caches(self) -> None:
-        """Does nothing where `start` has done it, and nothing was asked since."""
-        forgot, self._forgot = self._forgot, None
-        if forgot is None or forgot != self._asked_while_idle():
-            super().reset_caches()
-
-    def _asked_while_idle(self) -> int | None:
-        """How many requests it has ever been given; None while one is under way, and where that cannot be seen."""
-        counter = getattr(self._llm, "request_counter", None)
-        idle = not self._llm.llm_engine.output_processor.request_states
-        return getattr(counter, "counter", None) if idle else None
 
     def pause(self, mode: str) -> None:
         """Does nothing: an `LLM` cannot be paused, and whoever drives it is here, and not asking it."""
@@ -399,8 +388,14 @@ class LlmEngine(_VllmEngine):
     def adapters_in_use(self) -> set[str]:
         return _adapters_in_use(self._llm)
 
+    def _can_follow_update(self) -> bool:
+        """Whether a call may be sent while that of an update, which the workers have served, returns: an engine core in
+        a process of its own does one thing after the other, and an update's messages to it have all been sent."""
+        return _core_process(self._llm) is not None
+
     def _run(self, doing: str, call: Callable[[], Any]) -> Any:
-        self._turns.take(doing, lambda: _died(self._llm))
+        if not (doing == _RESET and self._can_follow_update() and self._turns.join(self._worker_methods["update"])):
+            self._turns.take(doing, lambda: _died(self._llm))
         deadline = Deadline(_limit_s(doing, self.timeout_s))
         answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
@@ -857,9 +852,12 @@ def _died(engine: Any) -> bool:
     """Whether the process that runs the model of an `LLM` or `AsyncLLM` is gone."""
     if _vllm_class(engine) == "AsyncLLM":
         return bool(engine.errored)
-    # Only an engine core in a process of its own has `resources`, and only such a one can die alone.
-    resources = getattr(getattr(engine.llm_engine, "engine_core", None), "resources", None)
-    return bool(getattr(resources, "engine_dead", False))
+    return bool(getattr(_core_process(engine), "engine_dead", False))
+
+
+def _core_process(llm: Any) -> Any:
+    """What an `LLM` has of the process of its engine core; None where that is in this process, and cannot die alone."""
+    return getattr(getattr(llm.llm_engine, "engine_core", None), "resources", None)
 
 
 def _inside(actor: Any) -> Any:

@@ -231,14 +231,11 @@ class EngineSession:
         deadline = Deadline(self._timeout_s)
         self._send(Commit(self._version), deadline, "commit")
         answers = self._collect(Committed, deadline, "commit")
-        self._await_calls(deadline, "commit")
+        resets = [self._call("commit", engine, lambda engine: engine.reset_caches()) for engine in self._engines]
+        self._await_calls(deadline, "commit")  # which have nothing left to do but to return
         version = str(self._version)
-        self._all(
-            "commit",
-            self._engines,
-            lambda engine: self._finish(engine, version),
-            lambda engine: engine.reset_caches(),
-        )
+        self._all("commit", self._engines, lambda engine: self._finish(engine, version))
+        self._wait(resets, Deadline(self._timeout_s), "commit")
         self._touched = self._poisoned = False  # only now: an engine that remembers old weights must not resume
         self._all("resume", self._engines, lambda engine: engine.resume())
         self._paused = False

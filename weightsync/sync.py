@@ -383,15 +383,18 @@ class WeightSync:
             return pushed
         with self._in_phase("plan"):
             ranks.gather(None, "plan")  # no engine is paused for ranks that have yet to come
-            began = self._begin(version) if self._is_likely_unchanged(model) else None
+            likely = self._is_likely_unchanged(model)
+            began = self._begin(version) if likely else None
+            if likely:
+                self._stage_ahead()
             pieces = self._sender.pieces(model)
             if self._agreed is not None and self._agreed.pieces is pieces:
                 local = self._agreed.local
             else:
                 local = _signature(pieces, self._policy)
             unchanged = self._agreed is not None and self._agreed.local == local
-            if unchanged and self._agreed is not None:
-                self._agreed.pieces = pieces
+            if unchanged and self._agreed is not None and self._agreed.pieces is not pieces:
+                self._agreed.rest_on(pieces)
             if ranks.share(not all(ranks.gather(unchanged, "plan")), "plan"):
                 if began is not None and self._session is not None:
                     self._session.withdraw()
@@ -478,6 +481,12 @@ class WeightSync:
                 self._session.begin()
             self._phase = "plan"
         return time.perf_counter()
+
+    def _stage_ahead(self) -> None:
+        """Let the GPU begin with the first bucket, while it is looked whether the model is as it was."""
+        agreed, transport = self._agreed, self._open_transport
+        if agreed is not None and transport is not None and agreed.holds_its_memory():
+            transport.stage_ahead(0, self._part(agreed))
 
     def _part(self, agreed: _Agreement) -> int | None:
         """What of each bucket gets a digest in the next push."""
@@ -711,7 +720,7 @@ class _Agreement:
         digested: Sequence[int],
         told: Sequence[Sequence[Sequence[int]]],
     ) -> None:
-        self.pieces = pieces
+        self.rest_on(pieces)
         self.local = local
         self.buckets = buckets
         self.bucket_bytes = bucket_bytes
@@ -721,6 +730,17 @@ class _Agreement:
         self.told = told
         self.pushes = 0
         self.model: int | None = None
+
+    def rest_on(self, pieces: Sequence[Piece]) -> None:
+        """These pieces are what was agreed on; perhaps in other objects than before."""
+        self.pieces = pieces
+        self._tensors = [p.tensor for p in pieces]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
+
+    def holds_its_memory(self) -> bool:
+        """Whether the memory of the tensors that were agreed on can be read, though the model may have others now: it
+        goes away under them where their storages are emptied, as those do that offload a model."""
+        return list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
 
     def due(self) -> list[int]:
         """The bytes of each bucket of the next push."""

@@ -61,20 +61,31 @@ class Digests:
         for number, run in enumerate(self._runs):
             (self._on_gpu.setdefault(run.device, []) if run.is_cuda else self._on_cpu).append(number)
         self._launches: dict[tuple[torch.device, bool], Any] = {}  # by device, and whether of all bytes
+        self._begun: int | None = None  # this part is on its way on the GPUs
 
-    def of(self, part: int) -> list[int]:
-        """`digest(run, part)` of each, of what they hold now. On a GPU it waits for the current stream."""
+    def begin(self, part: int) -> None:
+        """Let GPUs begin with what `of` of this part, the next to be asked for, will wait for: what the runs hold when
+        the current stream comes to it. Returns at once."""
         _check(part)
-        found = [0] * len(self._runs)
-        for number in self._on_cpu:
-            found[number] = digest(self._runs[number], part)
         for device, numbers in self._on_gpu.items():
             if (device, part == WHOLE) not in self._launches:
                 from weightsync.kernels.digest_triton import Launch
 
                 own = [self._runs[number] for number in numbers]
                 self._launches[device, part == WHOLE] = Launch(own, sampled=part != WHOLE)
-            for number, value in zip(numbers, self._launches[device, part == WHOLE].of(max(part, 0)), strict=True):
+            self._launches[device, part == WHOLE].begin(max(part, 0))
+        self._begun = part
+
+    def of(self, part: int) -> list[int]:
+        """`digest(run, part)` of each, of what they hold now. On a GPU it waits for the current stream."""
+        if self._begun != part:
+            self.begin(part)
+        self._begun = None
+        found = [0] * len(self._runs)
+        for number in self._on_cpu:
+            found[number] = digest(self._runs[number], part)
+        for device, numbers in self._on_gpu.items():
+            for number, value in zip(numbers, self._launches[device, part == WHOLE].found(), strict=True):
                 found[number] = value
         return found
 

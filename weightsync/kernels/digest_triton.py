@@ -79,11 +79,15 @@ class Launch:
         unit = torch.stack([table[:, 0] % n == 0 for n in _UNITS]).int().argmax(0)
         self._tables = [(own.to(self._device), n) for place, n in enumerate(_UNITS) if len(own := table[unit == place])]
 
-    def of(self, part: int) -> list[int]:
+    def begin(self, part: int) -> None:
+        """Ordered on the current stream; returns at once."""
         self._out.zero_()
         with torch.cuda.device(self._device):
             for table, unit in self._tables:
                 _sum[(len(table),)](table, self._out, part, **_constants(unit))
+
+    def found(self) -> list[int]:
+        """What was begun last; waits for the current stream."""
         return [value & MASK for value in self._out.tolist()]
 
 

@@ -258,6 +258,8 @@ class _Rank:
 
     def send(self, bucket: int, contents: int, following: int | None, part: int | None = WHOLE) -> None:
         """One bucket, up to where the workers load it."""
+        if bucket == 0 and self.version % 2:
+            self.transport.stage_ahead(bucket, part)
         self.group.share(None, "gather")
         digests = self.transport.stage(bucket, part, self.mail.idle, Deadline(self.mail.timeout_s))
         expected = 0 if part is None else [row[0] for row in self.spans].count(bucket)

@@ -105,7 +105,8 @@ class Transport(Protocol):
     """The trainer's end. Made for one session; `abort` may be called at any time and from any state.
 
     Life: `check` (rank 0), `prepare`, `storages`, `spans`, `invite` (rank 0), `join`, `joined`; then for each push,
-    `stage` and `post` (rank 0) for each bucket from the first on, though not always to the last, and `finish` (rank 0).
+    perhaps `stage_ahead`, then `stage` and `post` (rank 0) for each bucket from the first on, though not always to the
+    last, and `finish` (rank 0).
     """
 
     name: str
@@ -133,6 +134,12 @@ class Transport(Protocol):
 
     def joined(self) -> None:
         """Every rank, once every worker has connected."""
+
+    def stage_ahead(self, bucket: int, part: int | None) -> None:
+        """Local: let this rank's GPU begin, without waiting, with what the next `stage`, of this bucket and part, will
+        need; not where regions are computed. May do nothing. Called when the tensors of `prepare` are where they were
+        and hold the values to push, before it is known whether they still are what the model consists of: where they
+        are not, `prepare` or `abort` comes next."""
 
     def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
         """Collective: every trainer rank calls this. When it returns on all ranks the bucket's bytes are in place.

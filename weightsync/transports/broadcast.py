@@ -100,6 +100,9 @@ class BroadcastTransport:
     def joined(self) -> None:
         return
 
+    def stage_ahead(self, bucket: int, part: int | None) -> None:
+        self._prepared().stage_ahead(bucket, part)
+
     def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
         return self._prepared().stage(bucket, part, idle, deadline)
 

@@ -165,6 +165,9 @@ class CheckpointTransport:
     def joined(self) -> None:
         return
 
+    def stage_ahead(self, bucket: int, part: int | None) -> None:
+        return
+
     def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
         if bucket == 0:
             self._pushes += 1

@@ -143,6 +143,10 @@ class IpcTransport:
         if self._arena is not None:
             self._arena.unlink()
 
+    def stage_ahead(self, bucket: int, part: int | None) -> None:
+        if part is not None and self._arena is None:
+            self._digests[bucket].begin(part)
+
     def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
         for device in self._gpus:
             # Readers are other processes: what the optimizer has queued must have happened.

@@ -124,6 +124,11 @@ class ToAll:
                 deadline,
             )
 
+    def stage_ahead(self, bucket: int, part: int | None) -> None:
+        alone = self._rank == 0 and self._parts[bucket].keys() <= {0}
+        if self._packers[bucket].begin() and alone and part is not None:
+            self._digests[bucket].begin(part)
+
     def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
         parts = self._parts[bucket]
         if self._rank != 0:

@@ -127,6 +127,11 @@ class ToEach:
             sends_to=[group.size + worker for rank, worker in sorted(self._pairs) if rank == group.rank],
         )
 
+    def stage_ahead(self, bucket: int, part: int | None) -> None:
+        earlier = self._posted.get(bucket % SLOTS)
+        if (earlier is None or earlier.is_done()) and self._packers[bucket].begin() and part is not None:
+            self._digests[bucket].begin(part)
+
     def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
         if (earlier := self._posted.pop(bucket % SLOTS, None)) is not None:
             earlier.wait(idle, deadline, "transfer")
