@@ -6,6 +6,7 @@ In a process of its own, because Triton asks for that variable as it is imported
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import test_copies
 import test_digest
@@ -20,7 +21,8 @@ def copies(of: torch.dtype, to: torch.dtype) -> int:
     sizes = [size for size in test_copies.SIZES if 0 not in size]
     pairs, wholes = test_copies.some_pairs(of, to, "cpu", sizes)
     assert all(copies_triton.can_launch(*pair) for pair in pairs)
-    test_copies.check(pairs, wholes, links=3, batched=copies_triton.Launches)
+    for lightly in (False, True):
+        test_copies.check(pairs, wholes, links=3, batched=copies_triton.Launches, lightly=lightly)
     return len(pairs)
 
 
@@ -37,6 +39,7 @@ def digests(start: int) -> int:
 
 if __name__ == "__main__":
     torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment, misc]
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=3)  # type: ignore[assignment]
     same = [torch.int64, torch.float32, torch.bfloat16, torch.float8_e4m3fn]  # of each size one
     print(sum(copies(dtype, dtype) for dtype in same), "copies")
     casts = [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)]  # to bfloat16 it does not round

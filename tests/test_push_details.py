@@ -24,6 +24,7 @@ from weightsync import (
     ManifestError,
     PlacementError,
     ProtocolError,
+    UnsupportedError,
     WeightSync,
     WeightSyncError,
 )
@@ -31,6 +32,7 @@ from weightsync.channel import Channel
 from weightsync.layout import Manifest, TensorMeta
 from weightsync.memory import export, open_exported
 from weightsync.receiver.receiver import Receiver
+from weightsync.session import EngineSession
 from weightsync.transports import broadcast
 from weightsync.transports.ipc import IpcTransport
 from weightsync.transports.slots import SLOTS
@@ -251,9 +253,79 @@ def test_an_engine_is_let_go_when_the_models_tensors_have_moved() -> None:
     assert torch.equal(host.live.embed.weight, cold(checkpoint(4)).embed.weight)
 
 
-def test_a_gpu_begins_with_the_first_bucket_only_while_its_memory_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def push_and_move(rank: int, transport: str, way: str, is_ready: bool) -> None:
+    """Three pushes of a model that stays where it is, one when it has moved on the last rank, two more; and one of what
+    the last rank cannot read."""
+    if way == "to each":
+        broadcast.spares = lambda *_: True  # the model is so small that alignment decides
+    EngineSession.has_begun = lambda self: is_ready  # else it depends on who is faster
+    expected: list[tuple[int, int, int | None]] = []
+    expect = Receiver.expect
+
+    def expect_and_tell(self: Receiver, version: int, bucket: int, part: int | None) -> None:
+        expected.append((version, bucket, part))
+        expect(self, version, bucket, part)
+
+    Receiver.expect = expect_and_tell
+    last = torch.distributed.get_world_size() - 1
+    tensors = checkpoint(1)
+    if way == "of both" and rank == 0:
+        tensors = {name: tensor for name, tensor in tensors.items() if "norm" not in name}
+    model, host = trainer_model(tensors), ModuleHost(EngineModel, checkpoint(9))
+    engine = FakeEngine(host) if rank == 0 else None
+
+    def equal(seed: int) -> bool:
+        return engine is None or all(map(torch.equal, host.live.parameters(), cold(checkpoint(seed)).parameters()))
+
+    with WeightSync("fsdp", transport, engine, timeout_s=TIMEOUT_S) as sync, torch.no_grad():
+        for seed in range(1, 7):
+            if seed == 4 and rank == last:
+                model.embed.weight = nn.Parameter(torch.empty_like(model.embed.weight))
+            for name, param in model.named_parameters():
+                param.copy_(checkpoint(seed)[name])
+            assert sync.push(model).version == seed
+            assert equal(seed), seed
+        for name, param in model.named_parameters():
+            param.copy_(checkpoint(7)[name])
+        weight = model.embed.weight
+        if rank == last:
+            model.embed.weight = nn.Parameter(torch.empty_like(weight, device="meta"))
+        with pytest.raises(UnsupportedError, match="meta"):
+            sync.push(model)
+        assert equal(6)
+        if engine is not None:
+            assert engine.log.count("resume") == engine.log.count("pause keep")
+            assert host.live.embed.weight.isfinite().all()
+        model.embed.weight = weight
+        assert sync.push(model).version == 7
+        assert equal(7)
+    if engine is not None:
+        sent = [(3, 0, 2), (4, 0, 3), (6, 0, 2)] if is_ready else [(4, 0, 3)]
+        assert [row for row in expected if row[0] < 7] == ([] if way == "of both" else sent)
+        engine.close()
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+@pytest.mark.parametrize(
+    ("ranks", "transport", "way"),
+    [
+        (1, "ipc", ""),
+        (2, "ipc", ""),
+        (1, "broadcast", "to all"),
+        (2, "broadcast", "to all"),
+        (2, "broadcast", "of both"),
+        (2, "broadcast", "to each"),
+    ],
+)
+def test_a_first_bucket_is_sent_before_it_is_known_whether_the_model_has_moved(
+    ranks: int, transport: str, way: str, is_ready: bool
+) -> None:
+    run_ranks(push_and_move, ranks, transport, way, is_ready)
+
+
+def test_nothing_is_staged_ahead_out_of_memory_that_has_been_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[tuple[int, int | None]] = []
-    monkeypatch.setattr(IpcTransport, "stage_ahead", lambda self, bucket, part: begun.append((bucket, part)))
+    monkeypatch.setattr(IpcTransport, "stage_ahead", lambda self, bucket, part, *_: begun.append((bucket, part)))
     model, host = trainer_model(checkpoint(2)), ModuleHost(EngineModel, checkpoint(1))
     with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
         for _ in range(4):

@@ -24,6 +24,7 @@ from weightsync.wire import (
     Committed,
     Connect,
     Connected,
+    Expect,
     Failure,
     Hello,
     Load,
@@ -130,6 +131,10 @@ GOLDEN: list[tuple[Message, str]] = [
             "6000000084a174a6536861726564a565706f6368a165a873746f7261676573919300a2666482a470617468ac2f70726f632f"
             "312f66642f33a66e62797465730caa706c6163656d656e74739198a177920000920203000000920301a862666c6f61743136"
         ),
+    ),
+    (
+        Expect(7, 0, 15),
+        "2100000084a174a6457870656374a776657273696f6e07a66275636b657400a4706172740f",
     ),
     (
         Load(7, 0, -1, bytes(range(248, 256))),

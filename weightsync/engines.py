@@ -2,9 +2,9 @@
 
 `connect` turns whatever the user handed over into engines. Every method of an engine blocks until vLLM has answered,
 for at most `timeout_s` (`init` and `update` for longer: see `_SERVING_S`), and raises only `weightsync.errors`. `pause`
-and `start` are called at the same time, from two threads; `reset_caches` once every worker has committed, though the
-call of `update` may still be returning, and `finish` when it has. No call is ever repeated: none of vLLM's weight calls
-may run twice, so a connection that breaks in the middle is an error, not a retry.
+and `start` are called at the same time, from two threads; `reset_caches` while `update` is about to return, since every
+worker has loaded all; and `finish` when it has returned. No call is ever repeated: none of vLLM's weight calls may run
+twice, so a connection that breaks in the middle is an error, not a retry.
 
 vLLM is not imported here, but for the class that an `LLM` or `AsyncLLM` wants adapters in, and Ray only when an engine
 is a Ray actor. This module knows nothing about weights, transports or sessions.
@@ -389,8 +389,8 @@ class LlmEngine(_VllmEngine):
         return _adapters_in_use(self._llm)
 
     def _can_follow_update(self) -> bool:
-        """Whether a call may be sent while that of an update, which the workers have served, returns: an engine core in
-        a process of its own does one thing after the other, and an update's messages to it have all been sent."""
+        """Whether a call may be sent while that of an update, which the workers are serving, returns: an engine core in
+        a process of its own does one thing after the other, and nothing else is being sent to it."""
         return _core_process(self._llm) is not None
 
     def _run(self, doing: str, call: Callable[[], Any]) -> Any:

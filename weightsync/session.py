@@ -3,10 +3,10 @@
     negotiate            once, and again whenever what travels or where it lies has changed
         init call  ->  every worker connects, and answers Plan and Connect
     push
-        pause -> start -> update call -> Load* -> Commit -> finish (version) -> caches reset -> resume
+        pause -> start -> update call -> Expect -> Load* -> Commit, caches reset -> finish (version) -> resume
 
 Up to the first Load nothing is written, and all can be taken back: the trainer sees meanwhile whether anything has
-changed, and makes its first bucket readable.
+changed, and sends its first bucket.
 
 The engine's calls are made in threads, since each returns only when its workers are released. This module knows
 nothing about models, placements or how bytes travel.
@@ -32,6 +32,7 @@ from weightsync.wire import (
     Committed,
     Connect,
     Connected,
+    Expect,
     Failure,
     Hello,
     Load,
@@ -193,24 +194,36 @@ class EngineSession:
         for engine in self._engines:
             self._calls.append(Call(self._hub, f"update of {engine.name}", engine.update, {"session": self._id}))
 
+    def has_begun(self) -> bool:
+        """Whether `begun` would return at once."""
+        return self._opening is None or not self._opening.is_alive()
+
     def begun(self) -> None:
         """What `begin` set going has been done: generation is paused, and the workers wait for `load`."""
-        assert self._opening is not None
-        while self._opening.is_alive():  # each of its calls has a deadline of its own
-            self._opening.join(_LOOK_S)
+        if (opening := self._opening) is None:
+            return
+        while opening.is_alive():  # each of its calls has a deadline of its own
+            opening.join(_LOOK_S)
             self._check_ranks()
-        self._calls.remove(self._opening)
-        if self._opening.error is not None:
-            raise self._opening.error
+        self._opening = None
+        self._calls.remove(opening)
+        if opening.error is not None:
+            raise opening.error
 
     def withdraw(self) -> None:
-        """Take `begin` back, before the first `load`: the engines generate again, as after an update of nothing."""
+        """Take `begin` back, before the first `load`: the engines generate again, as after an update of nothing. What
+        they `expect` must be on its way."""
         self.begun()
         self.idle()
         self.release("pause")
         self._all("pause", self._engines, lambda engine: self._finish(engine, None))
         self._all("pause", self._engines, lambda engine: engine.resume())
         self._paused = False
+
+    def expect(self, version: int, bucket: int, part: int | None) -> None:
+        """Tell every worker that a bucket is on its way which `load` will announce, or else `withdraw` follow. They
+        write nothing."""
+        self._send(Expect(version, bucket, part), Deadline(self._timeout_s), "transfer")
 
     def load(self, version: int, bucket: int, part: int | None = None, digests: Sequence[bytes] = ()) -> None:
         """Announce a bucket of this version to every worker, to each with its own digests of this part."""
@@ -230,8 +243,9 @@ class EngineSession:
         weights, and resume. Gives the workers' answers."""
         deadline = Deadline(self._timeout_s)
         self._send(Commit(self._version), deadline, "commit")
-        answers = self._collect(Committed, deadline, "commit")
+        # Engines do what they are asked in turn: their caches are reset when the update has returned.
         resets = [self._call("commit", engine, lambda engine: engine.reset_caches()) for engine in self._engines]
+        answers = self._collect(Committed, deadline, "commit")
         self._await_calls(deadline, "commit")  # which have nothing left to do but to return
         version = str(self._version)
         self._all("commit", self._engines, lambda engine: self._finish(engine, version))

@@ -382,11 +382,14 @@ class WeightSync:
             self._last_version = pushed.version
             return pushed
         with self._in_phase("plan"):
-            ranks.gather(None, "plan")  # no engine is paused for ranks that have yet to come
             likely = self._is_likely_unchanged(model)
+            # Together, since no engine is paused for ranks that have yet to come.
+            ahead = ranks.share(all(ranks.gather(likely and self._is_ready(), "plan")), "plan")
             began = self._begin(version) if likely else None
-            if likely:
-                self._stage_ahead()
+            ahead = ahead and self._stage_ahead()
+            sent = ahead and self._session is not None and self._session.has_begun()
+            if sent:  # or what takes longer than to look is not waited for
+                self._send_ahead(version)
             pieces = self._sender.pieces(model)
             if self._agreed is not None and self._agreed.pieces is pieces:
                 local = self._agreed.local
@@ -396,6 +399,9 @@ class WeightSync:
             if unchanged and self._agreed is not None and self._agreed.pieces is not pieces:
                 self._agreed.rest_on(pieces)
             if ranks.share(not all(ranks.gather(unchanged, "plan")), "plan"):
+                if ahead:
+                    self._take_back(version, sent)
+                    sent = False
                 if began is not None and self._session is not None:
                     self._session.withdraw()
                 self._agreed = began = None
@@ -431,7 +437,8 @@ class WeightSync:
                         opening_s = time.perf_counter() - staged
                     self._phase = "transfer"
                     session.load(version, bucket, part, agreed.by_worker(bucket, digests))
-                    transport.post(bucket)
+                    if bucket > 0 or not sent:
+                        transport.post(bucket)
                 bar.advance(nbytes)
         report: PushReport | None = None
         if session is not None:
@@ -473,6 +480,11 @@ class WeightSync:
         agreed = self._agreed
         return agreed is not None and agreed.pushes > 1 and agreed.model == id(model) and self._pause == "keep"
 
+    def _is_ready(self) -> bool:
+        """Whether what was agreed on can be read before it is known to be the model: none of it is computed, and its
+        memory is there, which goes away under it where storages are emptied, as those do that offload a model."""
+        return self._agreed is not None and self._agreed.holds_its_memory()
+
     def _begin(self, version: int | None) -> float:
         """Rank 0, once there are engines: let them get ready for this version. When that was."""
         if self._session is not None:
@@ -482,11 +494,31 @@ class WeightSync:
             self._phase = "plan"
         return time.perf_counter()
 
-    def _stage_ahead(self) -> None:
-        """Let the GPU begin with the first bucket, while it is looked whether the model is as it was."""
+    def _stage_ahead(self) -> bool:
+        """Collective, while it is not known whether the model is as it was: begin with the first bucket. Whether it may
+        be sent, and then must be."""
         agreed, transport = self._agreed, self._open_transport
-        if agreed is not None and transport is not None and agreed.holds_its_memory():
-            transport.stage_ahead(0, self._part(agreed))
+        assert agreed is not None
+        assert transport is not None
+        return transport.stage_ahead(0, self._part(agreed), self._idle, Deadline(self._timeout_s))
+
+    def _send_ahead(self, version: int | None) -> None:
+        """Rank 0, once the workers listen: the first bucket, which they let arrive and do not load."""
+        agreed, transport, session = self._agreed, self._open_transport, self._session
+        assert agreed is not None
+        assert transport is not None
+        assert session is not None
+        session.begun()
+        session.expect(self._next_version(version), 0, self._part(agreed))
+        transport.post(0)
+
+    def _take_back(self, version: int | None, sent: bool) -> None:
+        """Collective: the first bucket, which was staged ahead, is not to be. What some ranks may have sent must be
+        received, and so all of it is."""
+        if self._session is not None and not sent:
+            self._send_ahead(version)
+        assert self._open_transport is not None
+        self._open_transport.withdraw(self._idle, Deadline(self._timeout_s))
 
     def _part(self, agreed: _Agreement) -> int | None:
         """What of each bucket gets a digest in the next push."""
@@ -736,11 +768,11 @@ class _Agreement:
         self.pieces = pieces
         self._tensors = [p.tensor for p in pieces]
         self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
+        self._computes = any(p.compute is not None for p in pieces)
 
     def holds_its_memory(self) -> bool:
-        """Whether the memory of the tensors that were agreed on can be read, though the model may have others now: it
-        goes away under them where their storages are emptied, as those do that offload a model."""
-        return list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
+        """Whether all that was agreed on still lies where it did, though the model may consist of something else."""
+        return not self._computes and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
 
     def due(self) -> list[int]:
         """The bytes of each bucket of the next push."""

@@ -121,6 +121,16 @@ class Shared(Message):
 
 
 @dataclass(frozen=True)
+class Expect(Message):
+    """To a worker: bucket number `bucket` of version `version` is on its way; `Load` will announce it, or `Release`
+    come in its place. Let it arrive, and write nothing."""
+
+    version: int
+    bucket: int
+    part: int | None  # as `Load` will have it
+
+
+@dataclass(frozen=True)
 class Load(Message):
     """To a worker: bucket number `bucket` of version `version` is readable; load it."""
 

@@ -39,10 +39,11 @@ class BatchedCopy:
         kept = [copy for copy in kept if not can_tile(*copy[:2])]
         self._one_by_one = [(target, source) for target, source, _ in kept]
 
-    def run(self) -> None:
-        """Copy what the sources hold now. On a GPU it is ordered on the current stream, and returns at once."""
+    def run(self, lightly: bool = False) -> None:
+        """Copy what the sources hold now. On a GPU it is ordered on the current stream, and returns at once; `lightly`
+        lets what runs beside it go first, as NCCL that sends the next bucket."""
         if self._launches is not None:
-            self._launches.run()
+            self._launches.run(lightly)
         if self._tiles is not None:
             self._tiles.run()
         for target, source in self._one_by_one:

@@ -22,6 +22,7 @@ from weightsync.errors import EngineBusyError, ProtocolError, WeightSyncError, f
 from weightsync.machine import boot_id, describe_device
 from weightsync.receiver.host import ModelHost
 from weightsync.receiver.receiver import Receiver
+from weightsync.transports.base import Idle
 from weightsync.wire import (
     POISONED,
     PROTOCOL,
@@ -29,6 +30,7 @@ from weightsync.wire import (
     Committed,
     Connect,
     Connected,
+    Expect,
     Failure,
     Hello,
     Load,
@@ -149,16 +151,25 @@ class Conversation:
     def _serve(self, phase: str) -> None:
         channel = self._channel
         assert channel is not None
+
+        def idle(seconds: float) -> None:
+            channel.check(phase, seconds)
+
         self._serving = True
         try:
             while True:
                 deadline = Deadline(self._timeout_s + _GRACE_S)
                 message = channel.receive(deadline, phase)
-                if isinstance(message, Release):
-                    return
-                channel.send(self._answer(channel, message, phase, deadline), deadline, phase)
-                if isinstance(message, Commit):
-                    return
+                match message:
+                    case Expect():
+                        self.receiver.expect(message.version, message.bucket, message.part)
+                    case Release():
+                        self.receiver.withdraw(idle, deadline)
+                        return
+                    case _:
+                        channel.send(self._answer(message, idle, deadline), deadline, phase)
+                        if isinstance(message, Commit):
+                            return
         except BaseException as error:
             problem = foreign(error, who=self._name, phase=phase)
             try:
@@ -172,11 +183,7 @@ class Conversation:
         finally:
             self._serving = False
 
-    def _answer(self, channel: Channel, message: Message, phase: str, deadline: Deadline) -> Message:
-
-        def idle(seconds: float) -> None:
-            channel.check(phase, seconds)
-
+    def _answer(self, message: Message, idle: Idle, deadline: Deadline) -> Message:
         match message:
             case Plan():
                 return Planned(**_plain(asdict(self.receiver.plan(unpack_manifest(message.tensors)))))

@@ -290,6 +290,22 @@ class Receiver:
             self._find_routes([])
         return storages, placements
 
+    def expect(self, version: int, bucket: int, part: int | None) -> None:
+        """Let a bucket arrive, without waiting for it, that `load` may follow for, or `withdraw`. Writes nothing."""
+        if self._source is None or not self._copies:
+            raise ProtocolError("Expect came before Connect")
+        if not 0 <= bucket < len(self._buckets):
+            raise ProtocolError(f"bucket {bucket} of version {version} was announced, of {len(self._buckets)}")
+        with self._host.scope():
+            if self._source.expect(bucket) and part is not None:
+                self._own_digests(version, bucket, part)[1].begin(part)
+
+    def withdraw(self, idle: Idle, deadline: Deadline) -> None:
+        """What was expected will not be loaded: return when nothing of it is on its way any more."""
+        if self._source is not None:
+            self._source.withdraw(idle, deadline)
+        self._digests = {}  # some may have begun
+
     def load(
         self, version: int, bucket: int, part: int | None, digests: bytes, idle: Idle, deadline: Deadline
     ) -> Timing:
@@ -321,7 +337,7 @@ class Receiver:
             if not self._push.done and self._push.buckets == len(self._buckets):
                 for constant, value in self._constants:
                     constant.fill_(value)  # later pushes leave these alone
-            self._copies[bucket].run()
+            self._copies[bucket].run(lightly=following is not None)  # which is on its way meanwhile
             nbytes = self._nbytes[bucket]
             for name in self._singly[bucket]:
                 nbytes += self._load_tensor(name, self._push)
@@ -336,16 +352,11 @@ class Receiver:
         return Timing(nbytes, fetched - started, verified - fetched, loaded - verified)
 
     def _verify(self, version: int, bucket: int, part: int, digests: bytes) -> None:
-        """Raise `DigestError` where what is about to be read is not what was sent. Of memory on other GPUs the workers
-        of an engine take samples in turn: that costs a link more than all of a bucket costs a GPU."""
+        """Raise `DigestError` where what is about to be read is not what was sent."""
         spans = self._spans[bucket]
         if len(digests) != 8 * len(spans):
             raise ProtocolError(f"bucket {bucket} came with {len(digests)} bytes of digests for {len(spans)} spans")
-        own, turns = self._host.identity.rank, self._host.identity.world
-        turn = (own - part - version // PARTS) % turns if part != WHOLE and self._elsewhere else None
-        if (bucket, turn) not in self._digests:
-            self._digests[bucket, turn] = self._digests_of(spans, turn)
-        numbers, own_digests = self._digests[bucket, turn]
+        numbers, own_digests = self._own_digests(version, bucket, part)
         sent = struct.unpack(f"<{len(spans)}Q", digests)
         for number, found in zip(numbers, own_digests.of(part), strict=True):
             if found != sent[number]:
@@ -353,6 +364,15 @@ class Receiver:
                     f"bucket {bucket} from trainer rank {spans[number].rank} arrived with digest {found:016x}, it was "
                     f"sent with {sent[number]:016x}; nothing of it was loaded"
                 )
+
+    def _own_digests(self, version: int, bucket: int, part: int) -> tuple[list[int], Digests]:
+        """The numbers of the bucket's spans that this worker compares, and what tells their digests. Of memory on other
+        GPUs the workers of an engine take samples in turn: that costs a link more than all of a bucket costs a GPU."""
+        own, turns = self._host.identity.rank, self._host.identity.world
+        turn = (own - part - version // PARTS) % turns if part != WHOLE and self._elsewhere else None
+        if (bucket, turn) not in self._digests:
+            self._digests[bucket, turn] = self._digests_of(self._spans[bucket], turn)
+        return self._digests[bucket, turn]
 
     def _digests_of(self, spans: Sequence[_Span], turn: int | None) -> tuple[list[int], Digests]:
         """The numbers of the spans that this worker compares when it is its `turn`, or of all that it reads; and what

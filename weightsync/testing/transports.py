@@ -36,7 +36,8 @@ def check_transport(
 
     The ranks hold tensors of many dtypes in uneven shards, replicas and strided views, some of which are computed as
     they are staged. They are delivered twice with other contents, then twice without those that are frozen, again after
-    their storages have moved, again to workers that read different parts, and then three deliveries are broken off: a
+    their storages have moved, again to workers that read different parts, some of them staged ahead; others are staged
+    ahead and taken back; and then three deliveries are broken off: a
     deadline passes, the trainer aborts, bad news comes. After each the same transport must serve a new session, of
     workers that read everything or parts.
 
@@ -171,12 +172,17 @@ class _Rank:
             self.push(contents=2, part=3)
             self.push(contents=3, only_changed=True)
             self.push(contents=4, only_changed=True)
+            self.take_back(contents=9)
             self.connect()  # its storages have moved
             self.push(contents=5, part=None)
+            self.take_back(contents=9)
             self.connect(cut=True)
             self.push(contents=1)
             self.push(contents=2, part=3)
             self.push(contents=3, only_changed=True)
+            self.take_back(contents=9)
+            self.connect(cut=True)
+            self.push(contents=5)
             for ending, cut in (("deadline", False), ("abort", True), ("news", False)):
                 self.break_off(ending)
                 self.connect(cut)
@@ -238,10 +244,9 @@ class _Rank:
         self.transport.joined()
 
     def push(self, contents: int, part: int | None = WHOLE, only_changed: bool = False) -> None:
-        for tensor, box, view in self.held:
-            view.copy_(tensor.values(contents)[region(box)])
-        self.contents = contents
+        self.hold(contents)
         self.version += 1
+        sent = self.version % 2 > 0 and self.send_ahead(part)
         buckets = self.offer.buckets
         if only_changed:
             while _FROZEN.issuperset(buckets[-1]):
@@ -249,17 +254,42 @@ class _Rank:
         for bucket in range(len(buckets)):
             if bucket >= 2:
                 self.hear()
-            self.send(bucket, contents, bucket + 1 if bucket + 1 < len(buckets) else None, part)
+            self.send(bucket, contents, bucket + 1 if bucket + 1 < len(buckets) else None, part, sent and bucket == 0)
         for _ in buckets[-2:]:
             self.hear()
         if self.rank == 0:
             self.transport.finish(self.version, self.mail.idle, Deadline(self.mail.timeout_s))
         self.group.share(None, "commit")  # until now workers may have been reading this rank's memory
 
-    def send(self, bucket: int, contents: int, following: int | None, part: int | None = WHOLE) -> None:
-        """One bucket, up to where the workers load it."""
-        if bucket == 0 and self.version % 2:
-            self.transport.stage_ahead(bucket, part)
+    def hold(self, contents: int) -> None:
+        for tensor, box, view in self.held:
+            view.copy_(tensor.values(contents)[region(box)])
+        self.contents = contents
+
+    def send_ahead(self, part: int | None = WHOLE) -> bool:
+        """The first bucket, up to where it is to be known whether the workers shall load it. Whether it was sent."""
+        can = self.transport.stage_ahead(0, part, self.mail.idle, Deadline(self.mail.timeout_s))
+        answers = self.group.share(self.group.gather(can, "plan"), "plan")
+        require(len({*answers}) == 1, f"stage_ahead gives {answers} on the ranks")
+        if can:
+            self.tell({"do": "expect", "bucket": 0})
+            if self.rank == 0:
+                self.transport.post(0)
+            self.hear()
+        return can
+
+    def take_back(self, contents: int) -> None:
+        """A push that is not to be."""
+        self.hold(contents)
+        if self.send_ahead():
+            self.tell({"do": "withdraw"})
+            self.transport.withdraw(self.mail.idle, Deadline(self.mail.timeout_s))
+            self.hear()
+
+    def send(
+        self, bucket: int, contents: int, following: int | None, part: int | None = WHOLE, sent: bool = False
+    ) -> None:
+        """One bucket, up to where the workers load it; it may have been sent already."""
         self.group.share(None, "gather")
         digests = self.transport.stage(bucket, part, self.mail.idle, Deadline(self.mail.timeout_s))
         expected = 0 if part is None else [row[0] for row in self.spans].count(bucket)
@@ -267,10 +297,10 @@ class _Rank:
             len(digests) == expected,
             f"stage gives {len(digests)} digests of bucket {bucket} where part is {part}, expected {expected}",
         )
-        sent = [value for values in self.group.gather(digests, "gather") for value in values]
+        together = [value for values in self.group.gather(digests, "gather") for value in values]
         order = {"do": "load", "bucket": bucket, "following": following, "contents": contents}
-        self.tell({**order, "part": part, "digests": sent})
-        if self.rank == 0:
+        self.tell({**order, "part": part, "digests": together})
+        if self.rank == 0 and not sent:
             self.transport.post(bucket)
 
     def break_off(self, ending: str) -> None:
@@ -326,7 +356,7 @@ class _RunWorker:
         worker = _Worker(lambda: self.make_source(device), mail)
         try:
             while (order := mail.receive(0, patient=True))["do"] != "end":
-                {"connect": worker.connect, "load": worker.load, "wait": worker.wait}[order["do"]](order)
+                getattr(worker, order["do"])(order)
                 mail.send(0, "done")
         finally:
             worker.leave()
@@ -366,6 +396,14 @@ class _Worker:
             require(found == sent, f"{where} arrived with another digest than they were sent with")
         for name in self.buckets[order["bucket"]]:
             self.compare(self.source, name, order["contents"])
+
+    def expect(self, order: dict[str, Any]) -> None:
+        assert self.source is not None
+        self.source.expect(order["bucket"])
+
+    def withdraw(self, order: dict[str, Any]) -> None:
+        assert self.source is not None
+        self.source.withdraw(self.mail.idle, Deadline(self.mail.timeout_s))
 
     def compare(self, source: Source, name: str, contents: int) -> None:
         tensor = _TRIAL[name]

@@ -106,7 +106,7 @@ class Transport(Protocol):
 
     Life: `check` (rank 0), `prepare`, `storages`, `spans`, `invite` (rank 0), `join`, `joined`; then for each push,
     perhaps `stage_ahead`, then `stage` and `post` (rank 0) for each bucket from the first on, though not always to the
-    last, and `finish` (rank 0).
+    last, and `finish` (rank 0); or `withdraw` after `stage_ahead`.
     """
 
     name: str
@@ -135,11 +135,11 @@ class Transport(Protocol):
     def joined(self) -> None:
         """Every rank, once every worker has connected."""
 
-    def stage_ahead(self, bucket: int, part: int | None) -> None:
-        """Local: let this rank's GPU begin, without waiting, with what the next `stage`, of this bucket and part, will
-        need; not where regions are computed. May do nothing. Called when the tensors of `prepare` are where they were
-        and hold the values to push, before it is known whether they still are what the model consists of: where they
-        are not, `prepare` or `abort` comes next."""
+    def stage_ahead(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> bool:
+        """Collective: what the next `stage`, of this bucket and part, would do, as far as nobody waits for it; before
+        it is known whether the push is to be. Whether, on all ranks, workers may expect the bucket and rank 0 `post` it
+        already: then it is posted in any case, here or after `stage`, or before `withdraw`. Where not, `prepare` or
+        `abort` takes it back."""
 
     def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
         """Collective: every trainer rank calls this. When it returns on all ranks the bucket's bytes are in place.
@@ -147,7 +147,11 @@ class Transport(Protocol):
         only when every worker has loaded bucket n - 2."""
 
     def post(self, bucket: int) -> None:
-        """Rank 0, once the workers have been told to load the bucket: set it going, without waiting."""
+        """Rank 0, once the workers have been told to load the bucket, or to expect it: set it going without waiting."""
+
+    def withdraw(self, idle: Idle, deadline: Deadline) -> None:
+        """Every rank, after a `stage_ahead` that was True, once rank 0 has posted: the push is not to be. Returns when
+        nothing of it is under way any more."""
 
     def finish(self, version: int, idle: Idle, deadline: Deadline) -> None:
         """Rank 0, once every worker has loaded every bucket of this version: nothing of this push is under way any
@@ -171,6 +175,13 @@ class Source(Protocol):
         """Return when the bucket's bytes can be read. `following` is the bucket that this push has after it, which may
         begin to arrive; None when it is the last. Wherever it waits it calls `idle(seconds)`, which may raise."""
 
+    def expect(self, bucket: int) -> bool:
+        """The bucket has been staged ahead, and `fetch` of it will follow, or `withdraw`: let it arrive, without
+        waiting. Whether its bytes can be read already."""
+
+    def withdraw(self, idle: Idle, deadline: Deadline) -> None:
+        """What was expected is not to be fetched: return when it has arrived. Does nothing where nothing was."""
+
     def close(self) -> None:
         """Unmap, leave."""
 
@@ -185,6 +196,12 @@ class Nothing:
         raise ProtocolError(f"storage {storage} of trainer rank {rank} is read, but nothing is moved")
 
     def fetch(self, bucket: int, following: int | None, idle: Idle, deadline: Deadline) -> None:
+        return
+
+    def expect(self, bucket: int) -> bool:
+        return True
+
+    def withdraw(self, idle: Idle, deadline: Deadline) -> None:
         return
 
     def close(self) -> None:

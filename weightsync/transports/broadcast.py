@@ -100,14 +100,17 @@ class BroadcastTransport:
     def joined(self) -> None:
         return
 
-    def stage_ahead(self, bucket: int, part: int | None) -> None:
-        self._prepared().stage_ahead(bucket, part)
+    def stage_ahead(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> bool:
+        return self._prepared().stage_ahead(bucket, part, idle, deadline)
 
     def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
         return self._prepared().stage(bucket, part, idle, deadline)
 
     def post(self, bucket: int) -> None:
         self._prepared().post(bucket)
+
+    def withdraw(self, idle: Idle, deadline: Deadline) -> None:
+        self._prepared().finish(idle, deadline)
 
     def finish(self, version: int, idle: Idle, deadline: Deadline) -> None:
         self._prepared().finish(idle, deadline)
@@ -182,6 +185,14 @@ class BroadcastSource:
             # Its slot held bucket - 1, which has been loaded; so it follows this one without a pause.
             self._post(following)
         self._posted.pop(bucket).wait(idle, deadline, "transfer")
+
+    def expect(self, bucket: int) -> bool:
+        self._post(bucket)
+        return False
+
+    def withdraw(self, idle: Idle, deadline: Deadline) -> None:
+        while self._posted:
+            self._posted.popitem()[1].wait(idle, deadline, "transfer")
 
     def _post(self, bucket: int) -> None:
         if self._communicator is None:

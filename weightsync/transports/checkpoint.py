@@ -165,8 +165,8 @@ class CheckpointTransport:
     def joined(self) -> None:
         return
 
-    def stage_ahead(self, bucket: int, part: int | None) -> None:
-        return
+    def stage_ahead(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> bool:
+        return False  # a version that is not to be would have to be removed again
 
     def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
         if bucket == 0:
@@ -183,6 +183,9 @@ class CheckpointTransport:
         return self._incoming / str(self._pushes)
 
     def post(self, bucket: int) -> None:
+        return
+
+    def withdraw(self, idle: Idle, deadline: Deadline) -> None:
         return
 
     def finish(self, version: int, idle: Idle, deadline: Deadline) -> None:
@@ -236,6 +239,12 @@ class CheckpointSource:
                 os.close(fd)
         except OSError as error:
             raise PlacementError(f"cannot read bucket {bucket} from {path}: {error}") from error
+
+    def expect(self, bucket: int) -> bool:
+        return False
+
+    def withdraw(self, idle: Idle, deadline: Deadline) -> None:
+        return
 
     def _read(self, fd: int, at: int, target: torch.Tensor, idle: Idle, deadline: Deadline) -> None:
         """Fill `target` with a file's bytes from `at` on, on a GPU by way of pinned memory."""

@@ -258,10 +258,6 @@ class Pending:
     def __init__(self, work: Any, device: torch.device, what: str) -> None:
         self._work, self._device, self.what = work, device, what
 
-    def is_done(self) -> bool:
-        """Whether it has ended, as `wait` will tell."""
-        return bool(self._work.is_completed())
-
     def wait(self, idle: Idle, deadline: Deadline, phase: str) -> None:
         """Return once it is done, with later work on the current stream ordered after it.
 
@@ -269,7 +265,7 @@ class Pending:
         operation breaks, `SyncTimeoutError` past the deadline.
         """
         poll_s = _GPU_POLL_S if self._device.type == "cuda" else _POLL_S
-        while not self.is_done():
+        while not self._work.is_completed():
             if deadline.passed():
                 raise SyncTimeoutError(
                     f"the {self.what} did not finish within {deadline.timeout_s:g} s",

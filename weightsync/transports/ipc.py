@@ -52,6 +52,7 @@ class IpcTransport:
         self._exports: dict[int, torch.UntypedStorage] = {}
         self._handles: dict[tuple[int, int], list[Any]] = {}
         self._gpus: set[torch.device] = set()
+        self._ahead = False  # the first bucket of the next push has been made readable
 
     def check(self, ranks: Sequence[WorkerInfo], workers: Sequence[WorkerInfo]) -> None:
         strangers = [w.peer for w in workers if w.boot_id != ranks[0].boot_id]
@@ -143,11 +144,20 @@ class IpcTransport:
         if self._arena is not None:
             self._arena.unlink()
 
-    def stage_ahead(self, bucket: int, part: int | None) -> None:
-        if part is not None and self._arena is None:
+    def stage_ahead(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> bool:
+        self._make_readable(bucket)
+        if part is not None:
             self._digests[bucket].begin(part)
+        self._ahead = True
+        return True
 
     def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
+        if not self._ahead:
+            self._make_readable(bucket)
+        self._ahead = False
+        return [] if part is None else self._digests[bucket].of(part)
+
+    def _make_readable(self, bucket: int) -> None:
         for device in self._gpus:
             # Readers are other processes: what the optimizer has queued must have happened.
             torch.cuda.current_stream(device).synchronize()
@@ -155,7 +165,6 @@ class IpcTransport:
             self._packers[bucket].fill()
             if self._arena.data.is_cuda:
                 torch.cuda.current_stream(self._arena.data.device).synchronize()
-        return [] if part is None else self._digests[bucket].of(part)
 
     def _find_spans(self, buckets: list[tuple[str, ...]], direct: list[Placement]) -> list[list[_Span]]:
         """What this rank stages of each bucket, and what it has in GPU memory. (To look at a sample takes a GPU nothing
@@ -182,6 +191,9 @@ class IpcTransport:
     def post(self, bucket: int) -> None:
         return
 
+    def withdraw(self, idle: Idle, deadline: Deadline) -> None:
+        return
+
     def finish(self, version: int, idle: Idle, deadline: Deadline) -> None:
         return
 
@@ -195,6 +207,7 @@ class IpcTransport:
             self._arena.unlink()
             self._arena = None
         self._packers, self._spans, self._digests = [], [], []
+        self._ahead = False
 
 
 class IpcSource:
@@ -219,6 +232,12 @@ class IpcSource:
         return self._open[rank, storage][1]
 
     def fetch(self, bucket: int, following: int | None, idle: Idle, deadline: Deadline) -> None:
+        return
+
+    def expect(self, bucket: int) -> bool:
+        return True
+
+    def withdraw(self, idle: Idle, deadline: Deadline) -> None:
         return
 
     def close(self) -> None:

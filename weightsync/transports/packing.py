@@ -32,23 +32,11 @@ class Packer:
                 self._computed.setdefault(own, (region, []))[1].append((place, new.box))
             ends += [offset * size, (offset + new.box.numel) * size]
         self._copy = BatchedCopy(ready)
-        self._may_begin = data.is_cuda and not self._computed
-        self._begun = False
         self.span = (min(ends), max(ends)) if ends else (0, 0)
 
-    def begin(self) -> bool:
-        """Let a GPU begin with the next `fill`, of the values that there are when the current stream comes to it.
-        Returns at once; False where that is not to be had, and nothing has begun."""
-        if self._may_begin:
-            self._copy.run()
-            self._begun = True
-        return self._may_begin
-
-    def fill(self) -> None:
-        """Of the values of now. Collective where regions are computed together."""
-        if not self._begun:
-            self._copy.run()
-        self._begun = False
+    def fill(self, lightly: bool = False) -> None:
+        """Of the values of now; `lightly` as in `BatchedCopy.run`. Collective where regions are computed together."""
+        self._copy.run(lightly)
         for own, (region, places) in self._computed.items():
             values = region.read()
             for place, box in places:

@@ -37,6 +37,7 @@ class ToAll:
         self._slots: list[torch.Tensor] = []
         self._packers: list[Packer] = []  # of each bucket
         self._digests: list[Digests] = []  # of each bucket, on rank 0
+        self._filled = False  # the first bucket of the next push, ahead
         self._aborted = threading.Event()
 
     def prepare(
@@ -53,6 +54,7 @@ class ToAll:
         self._meet_ranks(group, device)
         if group.rank == 0 and self._engines is None:
             self._engines = Rendezvous(shipment.host)
+        self._filled = False
         slot_bytes = max(self._bucket_bytes)
         ranges = [parts.get(group.rank, (0, 0)) for parts in self._parts]
         sizes = [slot_bytes] * SLOTS if group.rank == 0 else [max(last - first for first, last in ranges)]
@@ -124,20 +126,25 @@ class ToAll:
                 deadline,
             )
 
-    def stage_ahead(self, bucket: int, part: int | None) -> None:
-        alone = self._rank == 0 and self._parts[bucket].keys() <= {0}
-        if self._packers[bucket].begin() and alone and part is not None:
+    def stage_ahead(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> bool:
+        is_alone = self._parts[bucket].keys() <= {0}
+        self._packers[bucket].fill()
+        if self._rank == 0 and is_alone and part is not None:
             self._digests[bucket].begin(part)
+        self._filled = True
+        return is_alone
 
     def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
-        parts = self._parts[bucket]
+        parts, filled = self._parts[bucket], self._filled
+        self._filled = False
         if self._rank != 0:
             if self._rank in parts:
                 first, last = parts[self._rank]
-                self._packers[bucket].fill()
+                if not filled:
+                    self._packers[bucket].fill(lightly=bucket > 0)
                 self._ranks().exchange(bucket, [(self._slots[0][: last - first], 0)], []).wait(idle, deadline, "gather")
             return []
-        if (earlier := self._posted.pop(bucket % SLOTS, None)) is not None:
+        if not filled and (earlier := self._posted.pop(bucket % SLOTS, None)) is not None:
             earlier.wait(idle, deadline, "transfer")
         data = self._slots[bucket % SLOTS]
         arriving = [
@@ -145,7 +152,8 @@ class ToAll:
             for rank, (first, last) in parts.items()
             if rank != 0
         ]
-        self._packers[bucket].fill()
+        if not filled:
+            self._packers[bucket].fill(lightly=bucket > 0)
         for rank, pending in arriving:
             try:
                 pending.wait(idle, deadline, "gather")

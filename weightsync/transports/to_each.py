@@ -36,6 +36,7 @@ class ToEach:
         self._slots: list[torch.Tensor] = []
         self._packers: list[Packer] = []  # of each bucket
         self._digests: list[Digests] = []  # of each bucket, by worker
+        self._ahead = False  # the first bucket of the next push has been filled
         self._aborted = threading.Event()
 
     def prepare(
@@ -68,6 +69,7 @@ class ToEach:
         self._slots, self._packers, self._digests = [], [], []  # before there are others
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
         self._posted.clear()  # all has arrived, or the workers would not have asked for more
+        self._ahead = False
         regions: list[list[tuple[Placement, Placement, Region]]] = [[] for _ in shipment.buckets]
         for bucket, own, new in exchange.leaving(group.rank):
             regions[bucket].append((new, own, pieces[own]))
@@ -127,19 +129,25 @@ class ToEach:
             sends_to=[group.size + worker for rank, worker in sorted(self._pairs) if rank == group.rank],
         )
 
-    def stage_ahead(self, bucket: int, part: int | None) -> None:
-        earlier = self._posted.get(bucket % SLOTS)
-        if (earlier is None or earlier.is_done()) and self._packers[bucket].begin() and part is not None:
+    def stage_ahead(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> bool:
+        self._fill(bucket, idle, deadline)
+        if part is not None:
             self._digests[bucket].begin(part)
+        self._ahead = True
+        return True
 
     def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
+        if not self._ahead:
+            self._fill(bucket, idle, deadline)
+        self._ahead = False
+        return [] if part is None else self._digests[bucket].of(part)
+
+    def _fill(self, bucket: int, idle: Idle, deadline: Deadline) -> None:
         if (earlier := self._posted.pop(bucket % SLOTS, None)) is not None:
             earlier.wait(idle, deadline, "transfer")
-        self._packers[bucket].fill()
-        digests = [] if part is None else self._digests[bucket].of(part)
+        self._packers[bucket].fill(lightly=bucket > 0)
         if self._group.rank != 0:
             self._send(bucket)  # the workers receive when they are told to
-        return digests
 
     def post(self, bucket: int) -> None:
         self._send(bucket)
