@@ -114,6 +114,7 @@ def test_any_views_of_any_type(dtype: torch.dtype, device: str):
 def test_casts_round_as_torch_does(of: torch.dtype, to: torch.dtype, device: str):
     pairs, wholes = some_pairs(of, to, device, SIZES)
     check(pairs, wholes)
+    check(pairs, wholes, lightly=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
