@@ -137,9 +137,9 @@ def fail_once_after(receiver: Any, bucket: int) -> None:
 def fail_once_copied(copies: BatchedCopy) -> None:
     """Let these copies raise once, when they have been made."""
 
-    def run_and_fail() -> None:
+    def run_and_fail(lightly: bool) -> None:
         del copies.run
-        copies.run()
+        copies.run(lightly)
         raise MemoryError("no memory left for this bucket")
 
     copies.run = run_and_fail

@@ -37,7 +37,7 @@ from weightsync.transports import broadcast
 from weightsync.transports.ipc import IpcTransport
 from weightsync.transports.slots import SLOTS
 from weightsync.transports.to_each import ToEach
-from weightsync.wire import Connect, Load
+from weightsync.wire import Commit, Connect, Load
 
 TIMEOUT_S = 10.0
 
@@ -396,6 +396,45 @@ def test_vllm_is_told_to_finish_once_though_its_caches_cannot_be_reset(monkeypat
             with pytest.raises(EngineError, match="could not be reset"):
                 sync.push(model)
         assert engine.log[-1] == "resume"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_need_not_wait_for_the_last_bucket_is_asked_for_before_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """Caches are reset when all workers are known to be in the update; a worker that is alone is told to commit."""
+    committing, forgot = threading.Event(), threading.Event()
+    found: list[tuple[bool, bool]] = []
+    send, load = Channel.send, Receiver.load
+
+    def send_and_tell(channel: Channel, message: Any, *args: Any) -> None:
+        send(channel, message, *args)
+        if isinstance(message, Commit):
+            committing.set()
+
+    def load_late(*args: Any) -> Any:
+        timing = load(*args)
+        wait_s = TIMEOUT_S / 2 if workers == 1 else 0.3
+        found.append((committing.wait(wait_s), forgot.wait(TIMEOUT_S / 2 if args[1] == 3 else 0.3)))
+        return timing
+
+    monkeypatch.setattr(Channel, "send", send_and_tell)
+    monkeypatch.setattr(Receiver, "load", load_late)
+    monkeypatch.setattr(EngineSession, "has_begun", lambda self: True)
+    model = trainer_model(checkpoint(2))
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(closing(FakeEngine(ModuleHost(EngineModel, checkpoint(1))))) for _ in range(workers)
+        ]
+        for engine in engines:
+            monkeypatch.setattr(engine, "reset_caches", forgot.set)
+        sync = stack.enter_context(WeightSync("fsdp", "ipc", engines, timeout_s=TIMEOUT_S))
+        for _ in range(3):
+            committing.clear()
+            forgot.clear()
+            sync.push(model)
+    # The third push is the first whose workers have answered anything before they load the only bucket.
+    assert found == [(workers == 1, push == 3) for push in (1, 2, 3) for _ in range(workers)]
 
 
 def test_a_version_that_is_not_newer_is_refused_before_the_engine_pauses() -> None:

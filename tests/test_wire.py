@@ -25,6 +25,7 @@ from weightsync.wire import (
     Connect,
     Connected,
     Expect,
+    Expecting,
     Failure,
     Hello,
     Load,
@@ -135,6 +136,10 @@ GOLDEN: list[tuple[Message, str]] = [
     (
         Expect(7, 0, 15),
         "2100000084a174a6457870656374a776657273696f6e07a66275636b657400a4706172740f",
+    ),
+    (
+        Expecting(),
+        "0d00000081a174a9457870656374696e67",
     ),
     (
         Load(7, 0, -1, bytes(range(248, 256))),

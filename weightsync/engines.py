@@ -2,9 +2,9 @@
 
 `connect` turns whatever the user handed over into engines. Every method of an engine blocks until vLLM has answered,
 for at most `timeout_s` (`init` and `update` for longer: see `_SERVING_S`), and raises only `weightsync.errors`. `pause`
-and `start` are called at the same time, from two threads; `reset_caches` while `update` is about to return, since every
-worker has loaded all; and `finish` when it has returned. No call is ever repeated: none of vLLM's weight calls may run
-twice, so a connection that breaks in the middle is an error, not a retry.
+and `start` are called at the same time, from two threads; `reset_caches` while `update` still runs, and `finish` when
+that has returned. No call is ever repeated: none of vLLM's weight calls may run twice, so a connection that breaks in
+the middle is an error, not a retry.
 
 vLLM is not imported here, but for the class that an `LLM` or `AsyncLLM` wants adapters in, and Ray only when an engine
 is a Ray actor. This module knows nothing about weights, transports or sessions.
@@ -107,7 +107,8 @@ class Engine(Protocol):
     def reset_caches(self) -> None:
         """Forget everything computed with older weights: prefix cache, KV connector, encoder outputs.
 
-        Requests in flight compute their KV again. Raises `EngineError` when vLLM says that it did not succeed.
+        Requests in flight compute their KV again. Raises `EngineError` when vLLM says that it did not succeed. Called
+        once the last bucket has been announced; nothing is generated from then on until `resume`.
         """
 
     def set_version(self, version: str) -> None:
@@ -318,13 +319,13 @@ class _Turns:
         self._calls = 0  # that have a part in the turn
 
     def take(self, doing: str, died: Callable[[], bool]) -> None:
-        deadline = Deadline(self._timeout_s)
+        deadline = Deadline(_limit_s(doing, self._timeout_s) if doing == _RESET else self._timeout_s)
         while not self._lock.acquire(timeout=min(_POLL_S, deadline.left_s())):
             if died():
                 raise EngineUnreachableError(f"the engine died before {doing}; its log says why", who=self._who)
             if deadline.passed():
                 raise SyncTimeoutError(
-                    f"{doing} could not start within {self._timeout_s:g} s: {self._doing} is still running",
+                    f"{doing} could not start within {deadline.timeout_s:g} s: {self._doing} is still running",
                     who=self._who,
                     waiting_for=[self._who],
                 )
@@ -954,6 +955,8 @@ def _caches_not_reset(who: str) -> EngineError:
 def _limit_s(doing: str, timeout_s: float) -> float:
     """How long to wait for an answer to this call."""
     serving = {methods[call] for methods in (_PLUG_IN_METHODS, _EXTENSION_METHODS) for call in ("init", "update")}
+    if doing.partition("?")[0] == _RESET:
+        return 3 * timeout_s  # it may have to wait until the last bucket is loaded, and until that is committed
     return max(_SERVING_S, timeout_s) if doing in serving else timeout_s
 
 

@@ -33,6 +33,7 @@ from weightsync.wire import (
     Connect,
     Connected,
     Expect,
+    Expecting,
     Failure,
     Hello,
     Load,
@@ -51,7 +52,7 @@ _FAREWELL_S = 5.0
 """How long an engine may take to end its calls after a failure."""
 _LOOK_S = 0.1
 """How often a wait for an engine looks at the trainer's other ranks."""
-_HEAD_START_S = 0.0003
+_HEAD_START_S = 0.0002
 """What the first call into an engine gets before the trainer goes on: Python lets one thread at a time run, and would
 leave the call waiting for as long as the trainer has anything to compute, up to 5 ms."""
 _ARRIVAL_S = 3.0
@@ -86,8 +87,12 @@ class EngineSession:
         self._id = secrets.token_hex(8)
         self._calls: list[Call] = []
         self._changing: list[Call] = []  # this push's calls that change what an engine does
+        self._resets: list[Call] = []  # of these, those that reset caches
         self._opening: Call | None = None
         self._opener: int | None = None  # the thread that it runs in
+        self._is_expected = False  # a bucket, and not every worker has answered
+        self._is_served = False  # an answer shows that every worker serves this push's update
+        self._is_to_commit = False
         self._paused = self._touched = self._poisoned = False
         self._over = False  # it has failed
         self._undoing = threading.Lock()
@@ -169,7 +174,8 @@ class EngineSession:
         """Set going what leads up to the first `load`: pause generation, open the update. Does not wait."""
         for worker in self.workers:  # another engine may have been started at the same address; leave it alone
             worker.channel.check("pause")
-        self._changing = []
+        self._changing, self._resets = [], []
+        self._is_expected = self._is_served = self._is_to_commit = False
         self._opening = Call(self._hub, "begin", self._begin)
         self._calls.append(self._opening)
         time.sleep(_HEAD_START_S)
@@ -214,6 +220,7 @@ class EngineSession:
         """Take `begin` back, before the first `load`: the engines generate again, as after an update of nothing. What
         they `expect` must be on its way."""
         self.begun()
+        self._hear_expecting()
         self.idle()
         self.release("pause")
         self._all("pause", self._engines, lambda engine: self._finish(engine, None))
@@ -224,6 +231,12 @@ class EngineSession:
         """Tell every worker that a bucket is on its way which `load` will announce, or else `withdraw` follow. They
         write nothing."""
         self._send(Expect(version, bucket, part), Deadline(self._timeout_s), "transfer")
+        self._is_expected = True
+
+    def _hear_expecting(self) -> None:
+        if self._is_expected:
+            self._collect(Expecting, Deadline(self._timeout_s), "transfer")
+            self._is_expected, self._is_served = False, True
 
     def load(self, version: int, bucket: int, part: int | None = None, digests: Sequence[bytes] = ()) -> None:
         """Announce a bucket of this version to every worker, to each with its own digests of this part."""
@@ -236,20 +249,41 @@ class EngineSession:
 
     def loaded(self) -> list[Loaded]:
         """Every worker's answer to the oldest announcement that is still open."""
-        return self._collect(Loaded, Deadline(self._timeout_s), "load")
+        self._hear_expecting()
+        answers = self._collect(Loaded, Deadline(self._timeout_s), "load")
+        self._is_served = True
+        return answers
+
+    def announced(self) -> None:
+        """Every bucket has been announced: ask for what follows and need not wait for the answers. A worker that is
+        alone commits when it has loaded them, and engines, which do one thing after the other, forget what older
+        weights computed when their update is over."""
+        if len(self.workers) == 1:
+            self._ask_to_commit()
+        self._hear_expecting()
+        if self._is_served:  # else a call of the update may yet be on its way to the engine
+            self._reset_caches()
+
+    def _ask_to_commit(self) -> None:
+        if not self._is_to_commit:
+            self._send(Commit(self._version), Deadline(self._timeout_s), "commit")
+            self._is_to_commit = True
+
+    def _reset_caches(self) -> None:
+        if not self._resets:
+            self._resets = [self._call("commit", engine, lambda one: one.reset_caches()) for engine in self._engines]
 
     def commit(self) -> list[Committed]:
         """Every worker has everything: declare it complete, stamp the version, drop what was computed with the old
         weights, and resume. Gives the workers' answers."""
         deadline = Deadline(self._timeout_s)
-        self._send(Commit(self._version), deadline, "commit")
-        # Engines do what they are asked in turn: their caches are reset when the update has returned.
-        resets = [self._call("commit", engine, lambda engine: engine.reset_caches()) for engine in self._engines]
+        self._ask_to_commit()
+        self._reset_caches()
         answers = self._collect(Committed, deadline, "commit")
         self._await_calls(deadline, "commit")  # which have nothing left to do but to return
         version = str(self._version)
         self._all("commit", self._engines, lambda engine: self._finish(engine, version))
-        self._wait(resets, Deadline(self._timeout_s), "commit")
+        self._wait(self._resets, Deadline(self._timeout_s), "commit")
         self._touched = self._poisoned = False  # only now: an engine that remembers old weights must not resume
         self._all("resume", self._engines, lambda engine: engine.resume())
         self._paused = False

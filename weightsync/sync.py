@@ -443,6 +443,7 @@ class WeightSync:
         report: PushReport | None = None
         if session is not None:
             with self._in_phase("load"):
+                session.announced()
                 while len(loads) < len(bucket_bytes) * len(session.workers):
                     loads += self._collect(session)
                 transport.finish(version, self._idle, Deadline(self._timeout_s))

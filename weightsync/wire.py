@@ -131,6 +131,11 @@ class Expect(Message):
 
 
 @dataclass(frozen=True)
+class Expecting(Message):
+    """From a worker: it does."""
+
+
+@dataclass(frozen=True)
 class Load(Message):
     """To a worker: bucket number `bucket` of version `version` is readable; load it."""
 
@@ -153,7 +158,8 @@ class Loaded(Message):
 
 @dataclass(frozen=True)
 class Commit(Message):
-    """To a worker: every bucket has been loaded by every worker. It checks that nothing is missing."""
+    """To a worker: every bucket has been announced to it, and loaded by every other worker. It checks that nothing is
+    missing."""
 
     version: int
 

@@ -31,6 +31,7 @@ from weightsync.wire import (
     Connect,
     Connected,
     Expect,
+    Expecting,
     Failure,
     Hello,
     Load,
@@ -160,16 +161,12 @@ class Conversation:
             while True:
                 deadline = Deadline(self._timeout_s + _GRACE_S)
                 message = channel.receive(deadline, phase)
-                match message:
-                    case Expect():
-                        self.receiver.expect(message.version, message.bucket, message.part)
-                    case Release():
-                        self.receiver.withdraw(idle, deadline)
-                        return
-                    case _:
-                        channel.send(self._answer(message, idle, deadline), deadline, phase)
-                        if isinstance(message, Commit):
-                            return
+                if isinstance(message, Release):
+                    self.receiver.withdraw(idle, deadline)
+                    return
+                channel.send(self._answer(message, idle, deadline), deadline, phase)
+                if isinstance(message, Commit):
+                    return
         except BaseException as error:
             problem = foreign(error, who=self._name, phase=phase)
             try:
@@ -204,6 +201,9 @@ class Conversation:
             case Share():
                 exported, placements = self.receiver.share()
                 return Shared(self.epoch, exported, pack_placements(placements))
+            case Expect():
+                self.receiver.expect(message.version, message.bucket, message.part)
+                return Expecting()
             case Load():
                 timing = self.receiver.load(
                     message.version, message.bucket, message.part, message.digests, idle, deadline
