@@ -127,12 +127,9 @@ class ToAll:
             )
 
     def stage_ahead(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> bool:
-        is_alone = self._parts[bucket].keys() <= {0}
         self._packers[bucket].fill()
-        if self._rank == 0 and is_alone and part is not None:
-            self._digests[bucket].begin(part)
         self._filled = True
-        return is_alone
+        return self._parts[bucket].keys() <= {0}  # else what the other ranks have must come first
 
     def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
         parts, filled = self._parts[bucket], self._filled

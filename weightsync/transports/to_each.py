@@ -36,7 +36,7 @@ class ToEach:
         self._slots: list[torch.Tensor] = []
         self._packers: list[Packer] = []  # of each bucket
         self._digests: list[Digests] = []  # of each bucket, by worker
-        self._ahead = False  # the first bucket of the next push has been filled
+        self._filled = False  # the first bucket of the next push, ahead
         self._aborted = threading.Event()
 
     def prepare(
@@ -69,7 +69,7 @@ class ToEach:
         self._slots, self._packers, self._digests = [], [], []  # before there are others
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
         self._posted.clear()  # all has arrived, or the workers would not have asked for more
-        self._ahead = False
+        self._filled = False
         regions: list[list[tuple[Placement, Placement, Region]]] = [[] for _ in shipment.buckets]
         for bucket, own, new in exchange.leaving(group.rank):
             regions[bucket].append((new, own, pieces[own]))
@@ -131,15 +131,13 @@ class ToEach:
 
     def stage_ahead(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> bool:
         self._fill(bucket, idle, deadline)
-        if part is not None:
-            self._digests[bucket].begin(part)
-        self._ahead = True
+        self._filled = True
         return True
 
     def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
-        if not self._ahead:
+        if not self._filled:
             self._fill(bucket, idle, deadline)
-        self._ahead = False
+        self._filled = False
         return [] if part is None else self._digests[bucket].of(part)
 
     def _fill(self, bucket: int, idle: Idle, deadline: Deadline) -> None:
