@@ -298,6 +298,15 @@ def test_a_connection_is_open_until_the_peer_closes_or_gives_up(keep):
     assert not one.is_open()
 
 
+def test_a_connection_is_over_though_what_the_peer_said_before_has_not_been_read(pair):
+    one, other = pair
+    say(other, Release())
+    say(other, Commit(3))
+    other.close()
+    time.sleep(0.05)
+    assert not one.is_open()
+
+
 def test_closing_counts_though_a_forked_child_has_a_copy_of_the_descriptor(keep):
     """So have a data loader's workers; with a copy still open, `close` alone tells the peer nothing."""
     one, other = connected(keep)

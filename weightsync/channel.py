@@ -110,18 +110,19 @@ class Channel:
         if (error := self.reported()) is not None:
             raise error
 
-    def read(self, phase: str) -> None:
-        """Take in what has arrived, without waiting. Raises `PeerError` when the peer has closed, or what it reported
-        before it went; `ProtocolError` when what arrived is no message."""
+    def read(self, phase: str) -> bool:
+        """Take in what has arrived, without waiting; False where nothing had. Raises `PeerError` when the peer has
+        closed, or what it reported before it went; `ProtocolError` when what arrived is no message."""
         try:
             data = self._sock.recv(1 << 20)
         except BlockingIOError:
-            return
+            return False
         except OSError as error:
             raise self._gone(phase) from error
         if not data:
             raise self._gone(phase)
         self._take(data)
+        return True
 
     def _take(self, data: bytes) -> None:
         self._buffer += data
@@ -157,6 +158,8 @@ class Channel:
         if self._closed:
             return False
         try:
+            while self.read("idle"):
+                pass  # that it has gone comes behind all that it has said
             self.check("idle")
         except WeightSyncError:
             return False
