@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import tiny_models
 
+from weightsync.channel import Deadline
 from weightsync.engines import AdapterEngine, AsyncEngine, HttpEngine, LlmEngine, LoraAdapter, RayEngine, connect
 from weightsync.errors import (
     ConfigError,
@@ -421,7 +422,6 @@ class LLM:
         self.threads: set[threading.Thread] = set()
         self.on_rpc: Any = lambda method, args: None
         self.reset_answer = True
-        self.request_counter = SimpleNamespace(counter=2)
         self.adapters = Adapters()
         self.llm_engine = SimpleNamespace(
             **{name: getattr(self.adapters, name) for name in ("add_lora", "remove_lora", "list_loras")},
@@ -469,7 +469,6 @@ TO_THE_PLUG_IN = ["init_weight_transfer_engine", "start_weight_update"], ["updat
 TO_THE_EXTENSION = ["weightsync_init"], ["weightsync_update"]
 
 
-@pytest.mark.parametrize("idle", [True, False])
 @pytest.mark.parametrize(
     ("vllm_config", "methods"),
     [
@@ -478,19 +477,14 @@ TO_THE_EXTENSION = ["weightsync_init"], ["weightsync_update"]
         (config("nccl", "my.own.ExtensionThatMixesOursIn"), TO_THE_EXTENSION),
     ],
 )
-def test_llm_calls_its_workers_in_a_thread_of_its_own(vllm_config, methods, idle):
-    """And forgets before the update, or after it what requests under way may have computed meanwhile; what encoders
-    have made always after it."""
+def test_llm_calls_its_workers_in_a_thread_of_its_own(vllm_config, methods):
     llm = fake_llm(vllm_config)
-    if idle:
-        llm.adapters.output_processor.request_states.clear()
     (engine,) = connect(llm, 5.0)
     push_once(engine)
-    forgets = ["reset_prefix_cache"]
+    forgets = ["reset_prefix_cache", "reset_encoder_cache"]
     first, then = methods
     then = [*then, "update_weight_version"]
-    called = first[:1] + (forgets * idle) + first[1:] + then + (forgets * (not idle)) + ["reset_encoder_cache"]
-    assert [call[0] for call in llm.calls] == called
+    assert [call[0] for call in llm.calls] == first + then + forgets
     expected = [(first[0], {"a": 1}), (then[0], {"b": 2}), ("reset_prefix_cache", True, True), (then[-1], "5")]
     assert all(call in llm.calls for call in expected)
     assert threading.current_thread() not in llm.threads
@@ -498,91 +492,45 @@ def test_llm_calls_its_workers_in_a_thread_of_its_own(vllm_config, methods, idle
     assert engine.version() == "6"
 
 
-def idle_llm() -> VersionedLLM:
+@pytest.mark.parametrize("core", ["in a process of its own", "in this process"])
+def test_an_llm_forgets_while_its_update_returns(core):
+    """If its calls are messages to another process, which does one thing after the other; else when it has."""
     llm = fake_llm()
-    llm.adapters.output_processor.request_states.clear()
-    return llm
+    if core == "in this process":
+        del llm.llm_engine.engine_core.resources
+    in_update, returning = threading.Event(), threading.Event()
 
+    def on_rpc(method: str, args: Any) -> None:
+        if method == "update_weights":
+            in_update.set()
+            assert returning.wait(30.0)
 
-def resets(llm: LLM) -> int:
-    return llm.calls.count(("reset_prefix_cache", True, True))
-
-
-def test_an_llm_forgets_once_for_each_push():
-    llm = idle_llm()
-    (engine,) = connect(llm, 5.0)
-    for push in (1, 2):
-        push_once(engine)
-        assert resets(llm) == push
-    engine.reset_caches()  # asked for outside of any push
-    assert resets(llm) == 3
-
-
-@pytest.mark.parametrize("follows", [True, False])
-def test_an_update_follows_when_an_llm_has_been_told_to_forget(follows):
-    """And does not wait until it has, where that is a message to a process which does one thing after the other."""
-    llm = idle_llm()
-    told, answer = threading.Event(), Future[bool]()
-
-    def call_utility() -> bool:
-        told.set()
-        return answer.result()
-
-    def call_otherwise() -> bool:
-        told.set()
-        return answer.result()
-
-    llm.reset_prefix_cache = lambda **_: call_utility() if follows else call_otherwise()
+    llm.on_rpc = on_rpc
     (engine,) = connect(llm, 30.0)
-    start = threading.Thread(target=engine.start, daemon=True)
-    start.start()
-    assert told.wait(30.0)
-    start.join(30.0 if follows else 0.3)
-    assert start.is_alive() is not follows
-    assert (("start_weight_update",) in llm.calls) is follows
-    answer.set_result(True)
-    start.join(30.0)
-    assert ("start_weight_update",) in llm.calls
-    engine.update({})
-    del llm.reset_prefix_cache
-    engine.reset_caches()
-    assert resets(llm) == 0
-
-
-@pytest.mark.parametrize("still_runs", [True, False])
-def test_an_llm_that_was_asked_during_a_push_forgets_again(still_runs):
-    llm = idle_llm()
-    (engine,) = connect(llm, 5.0)
     engine.start()
-    llm.request_counter.counter += 1
-    if still_runs:
-        llm.adapters.output_processor.request_states[2] = SimpleNamespace(lora_name=None)
-    engine.update({})
-    engine.finish(None)
-    assert resets(llm) == 1
-    engine.reset_caches()
-    assert resets(llm) == 2
-
-
-def test_an_llm_that_cannot_forget_as_a_push_begins_is_asked_at_its_end():
-    llm = idle_llm()
-    (engine,) = connect(llm, 5.0)
-    llm.reset_answer = False
-    engine.start()
-    assert llm.calls[-1] == ("start_weight_update",)
-    llm.reset_answer = True
-    engine.reset_caches()
-    assert resets(llm) == 2
-
-
-def test_what_an_llm_was_asked_may_be_hidden():
-    llm = idle_llm()
-    del llm.request_counter
-    (engine,) = connect(llm, 5.0)
-    engine.start()
-    assert resets(llm) == 0
-    engine.reset_caches()
-    assert resets(llm) == 1
+    threads = [threading.Thread(target=call, daemon=True) for call in (lambda: engine.update({}), engine.reset_caches)]
+    threads[0].start()
+    assert in_update.wait(30.0)
+    threads[1].start()
+    follows = core == "in a process of its own"
+    deadline = Deadline(30.0 if follows else 0.3)
+    while ("reset_prefix_cache", True, True) not in llm.calls and not deadline.passed():
+        time.sleep(0.01)
+    assert (("reset_prefix_cache", True, True) in llm.calls) is follows
+    if follows:  # and nothing else may be sent meanwhile
+        other = threading.Thread(target=engine.finish, args=(None,), daemon=True)
+        other.start()
+        other.join(0.3)
+        assert ("finish_weight_update",) not in llm.calls
+        threads.append(other)
+    returning.set()
+    for thread in threads:
+        thread.join(30.0)
+        assert not thread.is_alive()
+    assert ("reset_prefix_cache", True, True) in llm.calls
+    assert (("finish_weight_update",) in llm.calls) is follows
+    engine.reset_caches()  # asked for outside of any push
+    assert llm.calls.count(("reset_prefix_cache", True, True)) == 2
 
 
 @pytest.mark.parametrize(("multimodal", "encoder", "resets"), [(False, False, 0), (True, False, 1), (False, True, 1)])

@@ -160,10 +160,9 @@ class Channel:
         try:
             while self.read("idle"):
                 pass  # that it has gone comes behind all that it has said
-            self.check("idle")
         except WeightSyncError:
             return False
-        return True
+        return self.reported() is None
 
     def close(self) -> None:
         if not self._closed:

@@ -19,12 +19,10 @@ import json
 import logging
 import os
 import re
-import sys
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 from urllib.parse import quote, urlsplit
 
@@ -47,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 _LOCAL = "127.0.0.1"
 _POLL_S = 0.1
-_SENDING_POLL_S = 0.00002
 _SERVING_S = 3600.0
 """`init` and `update` return only when the trainer has released the workers, however many waits that takes; each of
 these has its own deadline, on the connections to the workers. This one is for an engine that never answers at all."""
@@ -66,7 +63,6 @@ _EXTENSION_METHODS = {
 }
 
 _RESET = "reset_prefix_cache"
-_WAITS_FOR_RESULT = concurrent.futures.Future.result.__code__
 _STILL_ASLEEP = "%s generates again only when its memory, which somebody has put to sleep, has been woken up"
 # vLLM's words for "no weight transfer", "another backend's init_info" and "the worker has no such method".
 _NO_PLUG_IN = re.compile(
@@ -318,7 +314,9 @@ class _Turns:
     def __init__(self, who: str, timeout_s: float) -> None:
         self._who, self._timeout_s = who, timeout_s
         self._lock = threading.Lock()
+        self._counting = threading.Lock()
         self._doing = ""
+        self._calls = 0  # that have a part in the turn
 
     def take(self, doing: str, died: Callable[[], bool]) -> None:
         deadline = Deadline(_limit_s(doing, self._timeout_s) if doing == _RESET else self._timeout_s)
@@ -331,10 +329,22 @@ class _Turns:
                     who=self._who,
                     waiting_for=[self._who],
                 )
-        self._doing = doing
+        with self._counting:
+            self._doing, self._calls = doing, 1
+
+    def join(self, doing: str) -> bool:
+        """Have a part in the turn of a call that is `doing` this, if it is under way: whether it was."""
+        with self._counting:
+            joined = self._calls > 0 and self._doing == doing
+            self._calls += joined
+        return joined
 
     def give(self) -> None:
-        self._lock.release()
+        """The last call that has a part in the turn ends it."""
+        with self._counting:
+            self._calls -= 1
+            if self._calls == 0:
+                self._lock.release()
 
 
 class LlmEngine(_VllmEngine):
@@ -351,38 +361,6 @@ class LlmEngine(_VllmEngine):
         super().__init__(name, timeout_s)
         self._llm = llm
         self._turns = _Turns(name, timeout_s)
-        self._forgetting: tuple[int, concurrent.futures.Future[Any]] | None = None
-
-    def start(self) -> None:
-        """As for all engines. An idle `LLM` begins to forget now, while the trainer is getting ready."""
-        self._forgetting = None
-        if (asked := self._asked_while_idle()) is not None:
-            forget = partial(self._llm.reset_prefix_cache, reset_running_requests=True, reset_connector=True)
-            self._forgetting = asked, self._begin(_RESET, forget, may_be_followed=True)
-        super().start()
-
-    def reset_caches(self) -> None:
-        """Leaves out what an `LLM` has forgotten since `start`, if it was asked nothing since."""
-        forgetting, self._forgetting = self._forgetting, None
-        if forgetting is None or not self._forgot(*forgetting):
-            self._reset_prefix_cache()
-        if self._encodes:
-            self._reset_encoder_cache()
-
-    def _forgot(self, asked: int, answer: concurrent.futures.Future[Any]) -> bool:
-        try:
-            done = self._end(_RESET, answer) is not False
-        except EngineUnreachableError:
-            raise
-        except EngineError:
-            return False  # it still stores what it remembers elsewhere; the next try will tell
-        return done and asked == self._asked_while_idle()
-
-    def _asked_while_idle(self) -> int | None:
-        """How many requests it has ever been given; None while one is under way, and where that cannot be seen."""
-        counter = getattr(self._llm, "request_counter", None)
-        idle = not self._llm.llm_engine.output_processor.request_states
-        return getattr(counter, "counter", None) if idle else None
 
     def pause(self, mode: str) -> None:
         """Does nothing: an `LLM` cannot be paused, and whoever drives it is here, and not asking it."""
@@ -411,47 +389,31 @@ class LlmEngine(_VllmEngine):
     def adapters_in_use(self) -> set[str]:
         return _adapters_in_use(self._llm)
 
+    def _can_follow_update(self) -> bool:
+        """Whether a call may be sent while that of an update, which the workers are serving, returns: an engine core in
+        a process of its own does one thing after the other, and nothing else is being sent to it."""
+        return _core_process(self._llm) is not None
+
     def _run(self, doing: str, call: Callable[[], Any]) -> Any:
-        return self._end(doing, self._begin(doing, call))
-
-    def _begin(
-        self, doing: str, call: Callable[[], Any], may_be_followed: bool = False
-    ) -> concurrent.futures.Future[Any]:
-        """Let a call run in its turn, which lasts until it has ended; or, where the next one may follow it, until it
-        has been sent to the engine core's process, which does one thing after the other."""
-        self._turns.take(doing, lambda: _died(self._llm))
+        if not (doing == _RESET and self._can_follow_update() and self._turns.join(self._worker_methods["update"])):
+            self._turns.take(doing, lambda: _died(self._llm))
+        deadline = Deadline(_limit_s(doing, self.timeout_s))
         answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        given = threading.Lock()  # taken by who gives the turn
-        runner: list[int] = []
-
-        def give() -> None:
-            if given.acquire(blocking=False):
-                self._turns.give()
 
         def run() -> None:
-            runner.append(threading.get_ident())
             try:
                 answer.set_result(call())
             except BaseException as error:
                 answer.set_exception(error)
             finally:
-                give()
+                self._turns.give()
 
         try:
             in_thread(doing, run)
         except RuntimeError:
-            give()
+            self._turns.give()
             raise
-        deadline = Deadline(self.timeout_s)
-        while may_be_followed and not answer.done() and not deadline.passed():
-            if runner and _has_sent(runner[0]):
-                give()
-                break
-            time.sleep(_SENDING_POLL_S)
-        return answer
-
-    def _end(self, doing: str, answer: concurrent.futures.Future[Any]) -> Any:
-        return _wait(answer, doing, Deadline(_limit_s(doing, self.timeout_s)), self.name, lambda: _died(self._llm))
+        return _wait(answer, doing, deadline, self.name, lambda: _died(self._llm))
 
 
 class AsyncEngine(_VllmEngine):
@@ -891,22 +853,12 @@ def _died(engine: Any) -> bool:
     """Whether the process that runs the model of an `LLM` or `AsyncLLM` is gone."""
     if _vllm_class(engine) == "AsyncLLM":
         return bool(engine.errored)
-    # Only an engine core in a process of its own has `resources`, and only such a one can die alone.
-    resources = getattr(getattr(engine.llm_engine, "engine_core", None), "resources", None)
-    return bool(getattr(resources, "engine_dead", False))
+    return bool(getattr(_core_process(engine), "engine_dead", False))
 
 
-def _has_sent(thread: int) -> bool:
-    """Whether this thread, which calls an `LLM`, waits for the answer of the engine core's process, so that it sends no
-    more. vLLM has no call that does not wait, and its socket is for one thread at a time. False where vLLM looks
-    otherwise than it has from 0.20 to 0.32."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        caller = frame.f_back
-        if frame.f_code is _WAITS_FOR_RESULT and caller is not None and caller.f_code.co_name == "call_utility":
-            return True
-        frame = caller
-    return False
+def _core_process(llm: Any) -> Any:
+    """What an `LLM` has of the process of its engine core; None where that is in this process, and cannot die alone."""
+    return getattr(getattr(llm.llm_engine, "engine_core", None), "resources", None)
 
 
 def _inside(actor: Any) -> Any:
