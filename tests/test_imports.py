@@ -58,7 +58,7 @@ ROOM = {
     "vllm": ["weightsync.vllm"],
     "deepspeed": ["weightsync.senders.deepspeed", "weightsync.bench.models"],
     "megatron": ["weightsync.senders.megatron", "weightsync.bench.models"],
-    "ray": ["weightsync.engines"],
+    "ray": ["weightsync.engines.ray_actor"],
     "peft": ["weightsync.senders.peft"],
     "triton": TRITON,
     "matplotlib": ["weightsync.bench.plots"],

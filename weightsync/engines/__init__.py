@@ -1,0 +1,77 @@
+"""The trainer's way to call a running vLLM: one `Engine` for an `LLM`, an `AsyncLLM`, a Ray actor or a server.
+
+`connect` turns whatever the user handed over into engines. Every method of an engine blocks until vLLM has answered,
+for at most `timeout_s` (some for longer: see `calls.limit_s`), and raises only `weightsync.errors`. `pause` and `start`
+are called at the same time, from two threads; `reset_caches` while `update` still runs, and `finish` when that has
+returned. No call is ever repeated: none of vLLM's weight calls may run twice, so a connection that breaks in the middle
+is an error, not a retry.
+
+vLLM is not imported here, but for the class that an `LLM` or `AsyncLLM` wants adapters in, and Ray only when an engine
+is a Ray actor. This package knows nothing about weights, transports or sessions.
+"""
+
+from __future__ import annotations
+
+import os
+
+from weightsync.engines.async_llm import AsyncEngine
+from weightsync.engines.base import AdapterEngine, Engine, LoraAdapter
+from weightsync.engines.http_server import DEFAULT_URL, HttpEngine
+from weightsync.engines.llm import LlmEngine
+from weightsync.engines.ray_actor import RayEngine
+from weightsync.engines.vllm_engine import vllm_class
+from weightsync.errors import ConfigError
+
+__all__ = [
+    "ENGINE_VARIABLE",
+    "AdapterEngine",
+    "AsyncEngine",
+    "Engine",
+    "HttpEngine",
+    "LlmEngine",
+    "LoraAdapter",
+    "RayEngine",
+    "connect",
+]
+
+ENGINE_VARIABLE = "WEIGHTSYNC_ENGINE"
+
+
+def connect(engines: object, timeout_s: float) -> list[Engine]:
+    """The engines that `engines` names, in order; nothing is contacted yet.
+
+    Accepts an `LLM`, an `AsyncLLM`, a Ray actor handle of either, a server's URL, what has one as its `url`
+    (`weightsync.server.VllmServer`), an `Engine`, a list or tuple of these, or None: then the comma-separated URLs in
+    $WEIGHTSYNC_ENGINE, or else http://localhost:8000.
+    Raises `ConfigError` for anything else.
+    """
+    if engines is None:
+        engines = [url.strip() for url in os.environ.get(ENGINE_VARIABLE, DEFAULT_URL).split(",") if url.strip()]
+    given = list(engines) if isinstance(engines, (list, tuple)) else [engines]
+    if not given:
+        raise ConfigError(f"no engine: the list of engines (or ${ENGINE_VARIABLE}) is empty")
+    for i, one in enumerate(given):
+        for j, other in enumerate(given[:i]):
+            if one is other or (isinstance(one, str) and one == other):
+                raise ConfigError(f"engine {i} is engine {j} once more; list each engine once")
+    return [_connect_one(one, f"engine {i}", timeout_s) for i, one in enumerate(given)]
+
+
+def _connect_one(engine: object, label: str, timeout_s: float) -> Engine:
+    url = engine if isinstance(engine, str) else getattr(engine, "url", None)
+    if isinstance(url, str):  # or a `VllmServer`
+        return HttpEngine(url, name=f"{label} ({url})", timeout_s=timeout_s)
+    kind = vllm_class(engine)
+    if kind == "AsyncLLM":
+        return AsyncEngine(engine, name=f"{label} (AsyncLLM in this process)", timeout_s=timeout_s)
+    if kind == "LLM":
+        return LlmEngine(engine, name=f"{label} (LLM in this process)", timeout_s=timeout_s)
+    if type(engine).__module__.startswith("ray.") and type(engine).__name__ == "ActorHandle":
+        return RayEngine(engine, name=f"{label} ({engine!r})", timeout_s=timeout_s)
+    if isinstance(engine, Engine):
+        return engine
+    raise ConfigError(
+        f"{label} is a {type(engine).__module__}.{type(engine).__qualname__}; expected a vLLM LLM or AsyncLLM, a Ray "
+        f"actor handle of one, a URL such as {DEFAULT_URL!r}, an object with the methods of weightsync.engines.Engine, "
+        "or a list of these"
+    )

@@ -1,0 +1,94 @@
+"""What an engine is, as the trainer sees it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """One running vLLM. A plug-in may hand its own to `connect`; every method follows the rules of this module."""
+
+    @property
+    def name(self) -> str:
+        """What error messages call it, such as "engine 0 (http://10.0.0.3:8000)"."""
+
+    @property
+    def host(self) -> str:
+        """Address of the host of its workers, as seen from here; "127.0.0.1" when that is this host."""
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        """Hand `init_info`, plain values that JSON can carry, to every worker's weightsync plug-in."""
+
+    def start(self) -> None:
+        """Begin a weight update."""
+
+    def update(self, update_info: dict[str, Any]) -> None:
+        """Hand `update_info`, plain values that JSON can carry, to every worker. Between `start` and `finish`."""
+
+    def finish(self, version: str | None) -> None:
+        """End the weight update and, from vLLM 0.27 on, stamp `version` on all output from now on."""
+
+    def pause(self, mode: str) -> None:
+        """Stop generating. Requests in flight are frozen ("keep"), finished first ("wait") or aborted ("abort")."""
+
+    def resume(self) -> None:
+        """Generate again."""
+
+    def reset_caches(self) -> None:
+        """Forget everything computed with older weights: prefix cache, KV connector, encoder outputs.
+
+        Requests in flight compute their KV again. Raises `EngineError` when vLLM says that it did not succeed. Called
+        once the last bucket has been announced; nothing is generated from then on until `resume`.
+        """
+
+    def set_version(self, version: str) -> None:
+        """Stamp `version` without an update; does nothing before vLLM 0.27."""
+
+    def version(self) -> str | None:
+        """The version stamped last; vLLM's own "default" before the first; None before vLLM 0.27."""
+
+    def is_alive(self) -> bool:
+        """Whether the engine can still answer. Never raises."""
+
+
+class LoraAdapter(NamedTuple):
+    """An adapter that engines have been given. In a process that has vLLM, `LoRARequest(*adapter)` asks for it; a
+    server is asked for the model `name`."""
+
+    name: str
+    id: int
+    path: str
+
+
+@runtime_checkable
+class AdapterEngine(Protocol):
+    """What an engine needs besides, to be pushed adapters to."""
+
+    @property
+    def name(self) -> str:
+        """As `Engine.name`."""
+
+    @property
+    def host(self) -> str:
+        """As `Engine.host`."""
+
+    def max_lora_rank(self) -> int | None:
+        """The largest rank that it was started for; None when it does not say. Raises `EngineError` when it was
+        started without adapters."""
+
+    def load_adapter(self, adapter: LoraAdapter) -> None:
+        """Load it into every worker from `adapter.path`, and make sure that the engine says so. It must not have one of
+        this name or id."""
+
+    def unload_adapter(self, adapter: LoraAdapter) -> None:
+        """Forget it; nothing, where it is not known. Requests that use it go on, and may load it again."""
+
+    def has_adapter(self, adapter: LoraAdapter) -> bool:
+        """Whether it can be asked for this adapter, by its name or else its id."""
+
+    def adapters_in_use(self) -> set[str]:
+        """The names of the adapters that requests, running or waiting, have asked for."""
+
+    def is_alive(self) -> bool:
+        """As `Engine.is_alive`."""
