@@ -25,11 +25,11 @@ from fake_engine import (
 from torch import nn
 
 from weightsync import ConfigError, PushReport, TensorPolicy, WeightSync, WeightSyncError
+from weightsync.agreement import frozen_everywhere
 from weightsync.channel import Deadline
 from weightsync.errors import ProtocolError
 from weightsync.layout import Box, Manifest, Placement, TensorMeta, row_major
 from weightsync.receiver.receiver import Receiver
-from weightsync.sync import _frozen
 from weightsync.transports.base import Shipment
 from weightsync.transports.ipc import _regroup, filled
 
@@ -183,7 +183,7 @@ def test_what_trains_on_any_rank_is_not_frozen():
         {"placements": [["a"], ["b"], ["d"]], "frozen": ["a", "d"]},
         {"placements": [], "frozen": []},
     ]
-    assert _frozen(ranks) == {"a", "d"}
+    assert frozen_everywhere(ranks) == {"a", "d"}
 
 
 def test_tensors_that_are_read_where_they_lie_are_one_bucket_or_two():

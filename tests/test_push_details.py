@@ -34,8 +34,8 @@ from weightsync.memory import export, open_exported
 from weightsync.receiver.receiver import Receiver
 from weightsync.session import EngineSession
 from weightsync.transports import broadcast
+from weightsync.transports.base import SLOTS
 from weightsync.transports.ipc import IpcTransport
-from weightsync.transports.slots import SLOTS
 from weightsync.transports.to_each import ToEach
 from weightsync.wire import Commit, Connect, Load
 
@@ -377,14 +377,23 @@ def test_vllm_is_told_to_finish_once_though_its_caches_cannot_be_reset(monkeypat
         assert engine.log.count("finish") == 1
         assert "resume" not in engine.log
         assert (engine.version() or "").startswith("POISONED")
+        paused = threading.Event()
+        pause = engine.pause
+
+        def refuse_when_paused(*_: object) -> None:  # or it never will be
+            assert paused.wait(TIMEOUT_S)
+            refuse()
+
+        monkeypatch.setattr(engine, "pause", lambda mode: (pause(mode), paused.set()))
         with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as another:
             for one, method in (
                 (sync, (IpcTransport, "stage")),
                 (sync, (Receiver, "load")),
                 (another, (IpcTransport, "stage")),
             ):
+                paused.clear()
                 with monkeypatch.context() as patch:
-                    patch.setattr(*method, refuse)
+                    patch.setattr(*method, refuse_when_paused)
                     with pytest.raises(EngineError, match="could not be reset"):
                         one.push(model)
         assert engine.log.count("pause keep") == 4

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import struct
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -16,14 +14,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weightsync.agreement import (
+    Agreement,
+    frozen_buckets,
+    frozen_everywhere,
+    signature,
+    spans_by_bucket,
+    spans_told,
+)
 from weightsync.bucketing import Bucketer, ParameterBucketer, lasting, make_bucketer, split
 from weightsync.channel import Deadline, Hub
 from weightsync.checkpoint.restart import push_and_restart
 from weightsync.checkpoint.save import save
 from weightsync.engines import ENGINE_VARIABLE, LoraAdapter, connect
-from weightsync.errors import ConfigError, EngineError, ManifestError, ProtocolError, WeightSyncError, foreign
+from weightsync.errors import ConfigError, EngineError, WeightSyncError, foreign
+from weightsync.fitting import check_plans, check_quantized, pack_reads, unpack_reads, wire_manifest
 from weightsync.kernels.digest import PARTS, WHOLE
-from weightsync.layout import Box, Manifest, Placement, TensorMeta, connected, coverage, itemsize, merge_manifests
+from weightsync.layout import Manifest, Placement, connected, merge_manifests
 from weightsync.lora import LoraPush
 from weightsync.machine import boot_id, describe_device
 from weightsync.placing import place
@@ -35,14 +42,13 @@ from weightsync.senders.base import Model, Piece, Sender, TensorPolicy
 from weightsync.senders.quantize import QuantizingSender, pairs
 from weightsync.session import EngineSession, Worker
 from weightsync.transports import make_transport
-from weightsync.transports.base import Reads, Region, Shipment, Transport, WorkerInfo
+from weightsync.transports.base import SLOTS, Region, Shipment, Transport, WorkerInfo
 from weightsync.transports.checkpoint import CheckpointTransport
 from weightsync.transports.lora import LoraTransport
 from weightsync.transports.single_copy import SingleCopyTransport
 from weightsync.wire import (
     Connect,
     Loaded,
-    Planned,
     pack_manifest,
     pack_placements,
     unpack_manifest,
@@ -54,8 +60,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SLOTS = 2
-"""Buckets that may be under way at once: one being read, one being filled."""
 DEFAULT_MAX_BYTES = 256 * 2**20
 PAUSE_MODES = ("keep", "wait", "abort")
 VERIFY_MODES = ("sampled", "full", "none")
@@ -173,7 +177,7 @@ class WeightSync:
         self._ranks: RankGroup | None = None
         self._session: EngineSession | None = None
         self._failed: EngineSession | None = None  # the last one that has, and may still have calls under way
-        self._agreed: _Agreement | None = None
+        self._agreed: Agreement | None = None
         self._attached: AttachedModel | None = None
         self._shareable: Manifest | None = None
         self._last_version = 0
@@ -307,7 +311,7 @@ class WeightSync:
             session, workers = self._call_in()
             hosts = [WorkerInfo(f"trainer rank {rank}", "", "", host) for rank, (_, host) in enumerate(everyone)]
             self._transport.check(hosts, [worker.info for worker in workers])
-            _check_plans(manifest, session.plan(pack_manifest(manifest)), False)
+            check_plans(manifest, session.plan(pack_manifest(manifest)), False)
             shared = session.share()
             self._transport.check_epochs([answer.epoch for answer in shared])
             told = zip(workers, shared, strict=True)
@@ -382,32 +386,7 @@ class WeightSync:
             self._last_version = pushed.version
             return pushed
         with self._in_phase("plan"):
-            likely = self._is_likely_unchanged(model)
-            # Together, since no engine is paused for ranks that have yet to come.
-            ahead = ranks.share(all(ranks.gather(likely and self._is_ready(), "plan")), "plan")
-            began = self._begin(version) if likely else None
-            ahead = ahead and self._stage_ahead()
-            sent = ahead and self._session is not None and self._session.has_begun()
-            if sent:  # or what takes longer than to look is not waited for
-                self._send_ahead(version)
-            pieces = self._sender.pieces(model)
-            if self._agreed is not None and self._agreed.pieces is pieces:
-                local = self._agreed.local
-            else:
-                local = _signature(pieces, self._policy)
-            unchanged = self._agreed is not None and self._agreed.local == local
-            if unchanged and self._agreed is not None and self._agreed.pieces is not pieces:
-                self._agreed.rest_on(pieces)
-            if ranks.share(not all(ranks.gather(unchanged, "plan")), "plan"):
-                if ahead:
-                    self._take_back(version, sent)
-                    sent = False
-                if began is not None and self._session is not None:
-                    self._session.withdraw()
-                self._agreed = began = None
-                self._agreed = self._negotiate(ranks, self._sender.manifest(model), pieces, local)
-            if began is None:
-                began = self._begin(version)
+            began, sent = self._agree(ranks, model, version)
             agreed, transport, session = self._agreed, self._open_transport, self._session
             assert agreed is not None
             assert transport is not None
@@ -475,16 +454,34 @@ class WeightSync:
         agreed.model = id(model)
         return report
 
-    def _is_likely_unchanged(self, model: Model) -> bool:
-        """Whether to let the engines get ready before it is known that nothing has moved: it was so the last time, and
-        to take it back ends nobody's request."""
-        agreed = self._agreed
-        return agreed is not None and agreed.pushes > 1 and agreed.model == id(model) and self._pause == "keep"
+    def _agree(self, ranks: RankGroup, model: Model, version: int | None) -> tuple[float, bool]:
+        """Collective: have in `_agreed` what the model is now, and let the engines get ready for it. Gives when they
+        began to, and whether the first bucket is on its way.
 
-    def _is_ready(self) -> bool:
-        """Whether what was agreed on can be read before it is known to be the model: none of it is computed, and its
-        memory is there, which goes away under it where storages are emptied, as those do that offload a model."""
-        return self._agreed is not None and self._agreed.holds_its_memory()
+        Once a model has stayed where it was, they begin while it is looked whether it still has, and so does the first
+        bucket; which is taken back where it has not. That ends nobody's request with pause="keep" alone.
+        """
+        agreed = self._agreed
+        likely = agreed is not None and agreed.pushes > 1 and agreed.model == id(model) and self._pause == "keep"
+        # Asked together, since no engine is paused for ranks that have yet to come.
+        everyone = ranks.gather(likely and agreed is not None and agreed.holds_its_memory(), "plan")
+        ahead = ranks.share(all(everyone), "plan")
+        began = self._begin(version) if likely else None
+        ahead = ahead and self._stage_ahead()
+        sent = ahead and self._session is not None and self._session.has_begun()
+        if sent:  # or what takes longer than to look is not waited for
+            self._send_ahead(version)
+        pieces = self._sender.pieces(model)
+        unchanged = agreed is not None and agreed.still_holds(pieces, self._policy)
+        if ranks.share(not all(ranks.gather(unchanged, "plan")), "plan"):
+            if ahead:
+                self._take_back(version, sent)
+            if began is not None and self._session is not None:
+                self._session.withdraw()
+            self._agreed = began = None
+            sent = False
+            self._agreed = self._negotiate(ranks, self._sender.manifest(model), pieces)
+        return self._begin(version) if began is None else began, sent
 
     def _begin(self, version: int | None) -> float:
         """Rank 0, once there are engines: let them get ready for this version. When that was."""
@@ -521,7 +518,7 @@ class WeightSync:
         assert self._open_transport is not None
         self._open_transport.withdraw(self._idle, Deadline(self._timeout_s))
 
-    def _part(self, agreed: _Agreement) -> int | None:
+    def _part(self, agreed: Agreement) -> int | None:
         """What of each bucket gets a digest in the next push."""
         if self._verify == "none":
             return None
@@ -557,10 +554,9 @@ class WeightSync:
         self._last_version = max(self._last_version, self._session.last_version())
         return self._session, workers
 
-    def _negotiate(
-        self, ranks: RankGroup, manifest: Manifest, pieces: Sequence[Piece], local: _Signature
-    ) -> _Agreement:
+    def _negotiate(self, ranks: RankGroup, manifest: Manifest, pieces: Sequence[Piece]) -> Agreement:
         """Collective. Agree with every engine worker on what travels, in which dtype, in which buckets, from where."""
+        local = signature(pieces, self._policy)
         mine = place(pieces, ranks.rank)
         kind, gpu_uuid = describe_device(_device(mine))
         own = {
@@ -590,15 +586,15 @@ class WeightSync:
                 self._open_transport = self._new_transport()
             self._open_transport.check(rank_infos, [worker.info for worker in workers])
             plans = session.plan(pack_manifest(manifest))
-            _check_quantized(manifest, together, plans)
-            _check_plans(manifest, plans, self._padded)
-            travelling = self._wire_manifest(manifest, plans, {name for pair in together for name in pair})
+            check_quantized(manifest, together, plans)
+            check_plans(manifest, plans, self._padded)
+            travelling = wire_manifest(manifest, plans, self._policy, {name for pair in together for name in pair})
             groups = connected(
                 (name, (n, g)) for n, plan in enumerate(plans) for g, names in enumerate(plan.groups) for name in names
             )
             groups += together
             reloads = [names for plan in plans for names in plan.reloads]
-            last = lasting(travelling, _frozen(everyone), [*groups, *reloads])
+            last = lasting(travelling, frozen_everywhere(everyone), [*groups, *reloads])
             if len(last) == len(travelling):
                 raise ConfigError(f"all {len(last)} tensors are frozen: there is nothing for a second push to change")
             buckets = split(self._bucketer, travelling, groups, last)
@@ -612,7 +608,7 @@ class WeightSync:
                 "buckets": [list(bucket.names) for bucket in buckets],
                 "frozen": sorted(last),
                 "placements": [row for rows in everyone for row in rows["placements"]],
-                "reads": [_reads(travelling, plan) for plan in plans],
+                "reads": [pack_reads(travelling, plan) for plan in plans],
                 "host": session.host,
                 "roads": {road: sum(plan.roads[road] for plan in plans) for road in plans[0].roads},
             }
@@ -626,7 +622,7 @@ class WeightSync:
             travelling,
             tuple(tuple(names) for names in answer["buckets"]),
             tuple(unpack_placements(answer["placements"])),
-            tuple(_unpack_reads(rows) for rows in answer["reads"]),
+            tuple(unpack_reads(rows) for rows in answer["reads"]),
             answer["host"],
             frozenset(answer["frozen"]),
             as_cut=isinstance(self._bucketer, ParameterBucketer),
@@ -634,15 +630,15 @@ class WeightSync:
         self._phase = "connect"
         offer = transport.prepare(shipment, mine, ranks)
         self._last_version = max(self._last_version, offer.newest)
-        once = _frozen_buckets(offer.buckets, shipment.frozen)
+        once = frozen_buckets(offer.buckets, shipment.frozen)
         storages = [transport.storages(worker) for worker in range(len(shipment.reads))]
         own_spans = transport.spans() if self._verify != "none" else []
         everyone = ranks.gather({"storages": storages, "spans": own_spans}, "connect")
         told: list[list[list[int]]] = []
         if self._session is not None:
             session = self._session
-            spans = _by_bucket([row["spans"] for row in everyone], len(offer.buckets))
-            told = _told(spans, offer.placements)
+            spans = spans_by_bucket([row["spans"] for row in everyone], len(offer.buckets))
+            told = spans_told(spans, offer.placements)
             messages = [
                 Connect(
                     transport=transport.name,
@@ -662,32 +658,8 @@ class WeightSync:
         ranks.share(None, "connect")
         transport.joined()
         nbytes = [sum(travelling[name].nbytes for name in names) for names in offer.buckets]
-        digested = [len(rows) for rows in _by_bucket([own_spans], len(offer.buckets))]
-        return _Agreement(pieces, local, offer.buckets, nbytes, once, answer["roads"], digested, told)
-
-    def _wire_manifest(self, manifest: Manifest, plans: Sequence[Planned], as_it_is: Set[str]) -> Manifest:
-        """The manifest with the dtypes that travel: what the policy declares, else what the trainer has, or what all
-        engines hold where that is narrower (a cast to a wider dtype is exact, and cheaper on the engine's side).
-        What is named in `as_it_is` keeps the manifest's."""
-        held: dict[str, str] = {}  # the widest, so that no engine gets less than it holds
-        for plan in plans:
-            for name, kind in plan.used.items():
-                held[name] = max(held.get(name, kind), kind, key=itemsize)
-        tensors, wrong = [], {}
-        for meta in manifest:
-            dtype = meta.dtype if meta.name in as_it_is else self._policy.wire_dtype(meta.name)
-            if dtype is None:
-                alike = all(plan.used.get(meta.name, held[meta.name]) == held[meta.name] for plan in plans)
-                dtype = held[meta.name] if alike and itemsize(held[meta.name]) < itemsize(meta.dtype) else meta.dtype
-            if _is_float(dtype) != _is_float(meta.dtype) or _is_float(dtype) != _is_float(held[meta.name]):
-                wrong[meta.name] = f"the trainer has {meta.dtype}, the engine holds {held[meta.name]}"
-            tensors.append(TensorMeta(meta.name, meta.shape, dtype))
-        if wrong:
-            raise ManifestError(
-                f"{len(wrong)} tensors have a dtype that the engine cannot take, such as {_first(wrong)}",
-                mismatched=wrong,
-            )
-        return Manifest(tuple(tensors))
+        digested = [len(rows) for rows in spans_by_bucket([own_spans], len(offer.buckets))]
+        return Agreement(pieces, local, offer.buckets, nbytes, once, answer["roads"], digested, told)
 
     def _next_version(self, version: int | None, newest: int = 0) -> int:
         self._last_version = max(self._last_version, newest)
@@ -733,221 +705,12 @@ class WeightSync:
         yield
 
 
-_Signature = list[tuple[Any, ...]]
-
-
-class _Agreement:
-    """What was agreed in a negotiation, and the local facts that it rests on. `once` of the buckets, the last ones, are
-    frozen; `pushes` counts those that every engine has committed since, the first of all buckets; `model` is the `id`
-    of what was pushed last. `digested` counts the spans of each bucket on this rank; `told` has, on rank 0, for each
-    worker and bucket, which of the ranks' digests are its."""
-
-    def __init__(
-        self,
-        pieces: Sequence[Piece],
-        local: _Signature,
-        buckets: Sequence[Sequence[str]],
-        bucket_bytes: list[int],
-        once: int,
-        roads: dict[str, int],
-        digested: Sequence[int],
-        told: Sequence[Sequence[Sequence[int]]],
-    ) -> None:
-        self.rest_on(pieces)
-        self.local = local
-        self.buckets = buckets
-        self.bucket_bytes = bucket_bytes
-        self.once = once
-        self.roads = roads
-        self.digested = digested
-        self.told = told
-        self.pushes = 0
-        self.model: int | None = None
-
-    def rest_on(self, pieces: Sequence[Piece]) -> None:
-        """These pieces are what was agreed on; perhaps in other objects than before."""
-        self.pieces = pieces
-        self._tensors = [p.tensor for p in pieces]
-        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
-        self._computes = any(p.compute is not None for p in pieces)
-
-    def holds_its_memory(self) -> bool:
-        """Whether all that was agreed on still lies where it did, though the model may consist of something else."""
-        return not self._computes and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
-
-    def due(self) -> list[int]:
-        """The bytes of each bucket of the next push."""
-        return self.bucket_bytes[: len(self.bucket_bytes) - (self.once if self.pushes else 0)]
-
-    def check(self, bucket: int, part: int | None, digests: Sequence[int]) -> None:
-        """Raise `ProtocolError` unless a transport gives this rank's digests as it has announced them."""
-        expected = 0 if part is None else self.digested[bucket]
-        if len(digests) != expected:
-            raise ProtocolError(f"the transport gave {len(digests)} digests of bucket {bucket}, expected {expected}")
-
-    def by_worker(self, bucket: int, digests: bytes) -> list[bytes]:
-        """Of the digests of all ranks' spans of a bucket, those for each worker."""
-        return [
-            digests if 8 * len(numbers) == len(digests) else b"".join(digests[8 * n : 8 * n + 8] for n in numbers)
-            for numbers in (buckets[bucket] for buckets in self.told)
-        ]
-
-
 def _device(placed: Mapping[Placement, Region]) -> torch.device:
     """Where this rank's tensors are; for one that holds none, where its process group works."""
     if placed:
         return next((r.tensor.device for r in placed.values() if r.tensor.is_cuda), torch.device("cpu"))
     on_gpu = _distributed() and torch.distributed.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-
-
-def _signature(pieces: Sequence[Piece], policy: TensorPolicy) -> _Signature:
-    """Compares equal as long as the tensors that this rank holds, the place of each in its memory, which are computed,
-    and which are frozen, stay what they are. All ranks' together tell of every tensor of the model."""
-    return [
-        (
-            p.meta,
-            p.box,
-            p.tensor.data_ptr(),
-            p.tensor.stride(),
-            p.tensor.device,
-            p.compute is not None,
-            policy.freezes(p.meta.name, p.trains),
-        )
-        for p in pieces
-    ]
-
-
-def _frozen(everyone: Sequence[dict[str, Any]]) -> set[str]:
-    """What is frozen on every rank that holds any of it."""
-    changing = [{row[0] for row in own["placements"]}.difference(own["frozen"]) for own in everyone]
-    return set().union(*(own["frozen"] for own in everyone)).difference(*changing)
-
-
-def _frozen_buckets(buckets: Sequence[Sequence[str]], frozen: frozenset[str]) -> int:
-    """How many of the buckets, counted from the end, hold nothing but what is frozen."""
-    return next((n for n, names in enumerate(reversed(buckets)) if not frozen.issuperset(names)), len(buckets))
-
-
-def _by_bucket(spans: Sequence[Sequence[list[int]]], buckets: int) -> list[list[list[int]]]:
-    """The rows of all ranks' spans, rank after rank in each bucket: the order in which their digests come. Raises
-    `ProtocolError` for those of no bucket."""
-    found: list[list[list[int]]] = [[] for _ in range(buckets)]
-    for row in (row for rows in spans for row in rows):
-        if not 0 <= row[0] < buckets:
-            raise ProtocolError(f"the transport announced digests of bucket {row[0]}, of {buckets}")
-        found[row[0]].append(row)
-    return found
-
-
-def _told(spans: Sequence[Sequence[list[int]]], placements: Sequence[Sequence[Placement]]) -> list[list[list[int]]]:
-    """For each worker and bucket, the numbers of those spans that are of storages which the worker is told of."""
-    of_storage: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for bucket, rows in enumerate(spans):
-        for number, (_, rank, storage, *_) in enumerate(rows):
-            of_storage[rank, storage].append((bucket, number))
-    found: list[list[list[int]]] = []
-    for own in placements:
-        found.append([[] for _ in spans])
-        for known in {(p.rank, p.storage) for p in own}:
-            for bucket, number in of_storage.get(known, ()):
-                found[-1][bucket].append(number)
-        for numbers in found[-1]:
-            numbers.sort()
-    return found
-
-
-def _check_quantized(manifest: Manifest, together: Sequence[tuple[str, str]], plans: Sequence[Planned]) -> None:
-    """Raise one `ManifestError` for all weights, each with the name of its scales, that come quantised to an engine
-    which has no place for them so."""
-    used = {name for plan in plans for name in plan.used}
-    wrong = {}
-    for weight, scale in together:
-        kinds = {plan.used[weight] for plan in plans if weight in plan.used}
-        if weight in used and (scale not in used or kinds != {manifest[weight].dtype}):
-            wrong[weight] = f"quantised to {manifest[weight].dtype}, the engine loads {' or '.join(sorted(kinds))}"
-    if wrong:
-        raise ManifestError(
-            f"{len(wrong)} weights come quantised, and the engine does not load them so: {_first(wrong)}. Start the "
-            "engine from a compressed-tensors checkpoint that has a scale for each output channel, name in "
-            "TensorPolicy.unquantized what that leaves as it is, or push without `quantize`. Nothing was written",
-            mismatched=wrong,
-        )
-
-
-def _check_plans(manifest: Manifest, plans: Sequence[Planned], padded: bool) -> None:
-    """Raise one `ManifestError` for all that is missing, misshapen, or without a place on any engine worker. `padded`:
-    the vocabulary comes with whatever padding the trainer has."""
-    mismatched = {name: reason for plan in plans for name, reason in plan.refused.items()}
-    used = set().union(*(plan.used for plan in plans))
-    mismatched |= _unread(manifest, plans)
-    unexpected = [name for name in manifest.names if name not in used and name not in mismatched]
-    missing = list(dict.fromkeys(name for plan in plans for name in (plan.hints or plan.missing)))
-    if set(mismatched) & set(missing):  # what a refused tensor would have filled is no second fault
-        missing = [name for name in missing if name not in mismatched]
-    elif mismatched and not any(plan.hints for plan in plans):
-        missing = []
-    if not (missing or unexpected or mismatched):
-        return
-    parts = []
-    if missing:
-        parts.append(f"missing {len(missing)}: {_some(missing)}")
-        if absent := _absent_layers(missing, manifest):
-            parts.append(f"nothing came of {_some(absent)}: did every pipeline stage push, with all of its chunks?")
-    if mismatched:
-        parts.append(f"not fitting {len(mismatched)}: {_some([f'{n} ({r})' for n, r in mismatched.items()])}")
-        if padded and any(name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in mismatched):
-            parts.append(
-                "Megatron pads the vocabulary: say how many rows the checkpoint has, WeightSync(vocab_size=...)"
-            )
-    if unexpected:
-        parts.append(
-            f"unexpected {len(unexpected)}: {_some(unexpected)} (leave them out with TensorPolicy(exclude=...), or "
-            "check that trainer and engine have the same model)"
-        )
-    raise ManifestError(
-        f"the trainer's tensors do not fit the engine's model; {'; '.join(parts)}. Nothing was written",
-        missing=missing,
-        unexpected=unexpected,
-        mismatched=mismatched,
-    )
-
-
-def _reads(manifest: Manifest, plan: Planned) -> dict[str, list[Any]]:
-    """Which regions a worker reads, by name of the tensor, as (start, size)."""
-    return {
-        name: plan.partial.get(name, [[(0,) * len(manifest[name].shape), manifest[name].shape]]) for name in plan.used
-    }
-
-
-def _unpack_reads(rows: Mapping[str, Sequence[Any]]) -> Reads:
-    return {name: tuple(Box(tuple(start), tuple(size)) for start, size in boxes) for name, boxes in rows.items()}
-
-
-def _absent_layers(missing: Sequence[str], manifest: Manifest) -> list[str]:
-    """The numbered modules ("model.layers.3") that tensors are missing from, and of which there is none at all."""
-    came = {_layer(name) for name in manifest.names}
-    return list(dict.fromkeys(layer for name in missing if (layer := _layer(name)) and layer not in came))
-
-
-def _layer(name: str) -> str | None:
-    found = re.match(r"\D+\.\d+(?=\.)", name)
-    return found[0] if found else None
-
-
-def _unread(manifest: Manifest, plans: Sequence[Planned]) -> dict[str, str]:
-    """Tensors of which some region is read by no worker: a loader that takes its slice of a tensor which is too large
-    does not complain."""
-    found = {}
-    for name in set().union(*(plan.partial for plan in plans)):
-        readers = [plan for plan in plans if name in plan.used]
-        if all(name in plan.partial for plan in readers):
-            boxes = [Box(tuple(start), tuple(size)) for plan in readers for start, size in plan.partial[name]]
-            if holes := coverage(manifest[name].shape, boxes)[0]:
-                found[name] = (
-                    f"shape {manifest[name].shape}: the engine has no place for {_some([str(h) for h in holes])}"
-                )
-    return found
 
 
 def _worker_reports(
@@ -967,19 +730,6 @@ def _worker_reports(
             )
         )
     return tuple(reports)
-
-
-def _is_float(dtype: str) -> bool:
-    return "float" in dtype
-
-
-def _some(names: Sequence[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
-
-
-def _first(items: dict[str, str]) -> str:
-    name = next(iter(items))
-    return f"{name}: {items[name]}"
 
 
 def _distributed() -> bool:

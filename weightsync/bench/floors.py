@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from weightsync.bench.cases import CHECKPOINT_ENGINE, FILES, NATIVE, Case
 from weightsync.bucketing import make_bucketer
 from weightsync.layout import Manifest, TensorMeta, itemsize
-from weightsync.sync import DEFAULT_MAX_BYTES, SLOTS
+from weightsync.sync import DEFAULT_MAX_BYTES
+from weightsync.transports.base import SLOTS
 
 MEMCPY = "memcpy"
 """By all cores."""

@@ -50,8 +50,8 @@ from weightsync.kernels.digest import digest
 from weightsync.layout import Box, Manifest, Placement, TensorMeta
 from weightsync.ranks import RankGroup
 from weightsync.report import format_bytes
-from weightsync.sync import DEFAULT_MAX_BYTES, SLOTS, WeightSync
-from weightsync.transports.base import Region, Shipment
+from weightsync.sync import DEFAULT_MAX_BYTES, WeightSync
+from weightsync.transports.base import SLOTS, Region, Shipment
 from weightsync.transports.ipc import IpcSource, IpcTransport
 from weightsync.wire import POISONED, PROTOCOL
 

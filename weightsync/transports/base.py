@@ -19,6 +19,8 @@ from weightsync.layout import Box, Manifest, Placement
 
 ALIGN_BYTES = 256
 """Where tensors start in a staging area; covers every dtype and the widest vector load."""
+SLOTS = 2
+"""Buckets that may be under way at once: one being read, one being filled."""
 
 
 Reads = Mapping[str, tuple[Box, ...]]

@@ -16,9 +16,9 @@ from weightsync.channel import Deadline
 from weightsync.errors import ConfigError, PlacementError, WeightSyncError
 from weightsync.kernels.digest import warm_up
 from weightsync.layout import Placement
-from weightsync.transports.base import Group, Idle, Offer, Region, Shipment, WorkerInfo
+from weightsync.transports.base import SLOTS, Group, Idle, Offer, Region, Shipment, WorkerInfo
 from weightsync.transports.communicator import Communicator, Pending, visit
-from weightsync.transports.slots import SLOTS, Exchange, exchange_layout, merge
+from weightsync.transports.slots import Exchange, exchange_layout, merge
 from weightsync.transports.to_all import ToAll
 from weightsync.transports.to_each import ToEach
 

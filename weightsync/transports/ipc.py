@@ -23,12 +23,11 @@ from weightsync.errors import PlacementError, ProtocolError
 from weightsync.kernels.digest import Digests, warm_up
 from weightsync.layout import Manifest, Placement, choose_owners, itemsize, row_major
 from weightsync.memory import SHARED_MEMORY, export, open_exported
-from weightsync.transports.base import Group, Idle, Offer, Region, Shipment, WorkerInfo, align
+from weightsync.transports.base import SLOTS, Group, Idle, Offer, Region, Shipment, WorkerInfo, align
 from weightsync.transports.packing import Packer
 
 ARENA = 0
 """The number of a rank's arena among its storages; exported tensors' storages count from 1."""
-SLOTS = 2
 
 
 class _Span(NamedTuple):

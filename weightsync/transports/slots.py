@@ -9,9 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from weightsync.layout import Box, Manifest, Placement, choose_owners, coverage, itemsize, row_major
-from weightsync.transports.base import Reads, align
-
-SLOTS = 2
+from weightsync.transports.base import SLOTS, Reads, align
 
 Part = tuple[int, int]
 """The first byte of a run of bytes, and the one after its last."""

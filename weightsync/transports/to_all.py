@@ -19,10 +19,10 @@ from weightsync.channel import Deadline
 from weightsync.errors import WeightSyncError
 from weightsync.kernels.digest import Digests
 from weightsync.layout import Placement
-from weightsync.transports.base import Group, Idle, Offer, Region, Shipment
+from weightsync.transports.base import SLOTS, Group, Idle, Offer, Region, Shipment
 from weightsync.transports.communicator import Communicator, Pending, Rendezvous, visit
 from weightsync.transports.packing import Packer
-from weightsync.transports.slots import SLOTS, slot_layout
+from weightsync.transports.slots import slot_layout
 
 
 class ToAll:

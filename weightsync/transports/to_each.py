@@ -16,10 +16,10 @@ from weightsync.channel import Deadline
 from weightsync.errors import WeightSyncError
 from weightsync.kernels.digest import Digests
 from weightsync.layout import Placement
-from weightsync.transports.base import Group, Idle, Offer, Region, Shipment
+from weightsync.transports.base import SLOTS, Group, Idle, Offer, Region, Shipment
 from weightsync.transports.communicator import Communicator, Pending, Rendezvous, visit
 from weightsync.transports.packing import Packer
-from weightsync.transports.slots import SLOTS, Exchange, storage_of
+from weightsync.transports.slots import Exchange, storage_of
 
 _LOOPBACK = "127."
 

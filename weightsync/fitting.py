@@ -1,0 +1,144 @@
+"""Whether what a trainer has fits what the engines take. Pure functions of manifests and of the workers' plans."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+from weightsync.errors import ManifestError
+from weightsync.layout import Box, Manifest, TensorMeta, coverage, itemsize
+from weightsync.senders.base import TensorPolicy
+from weightsync.transports.base import Reads
+from weightsync.wire import Planned
+
+
+def check_quantized(manifest: Manifest, together: Sequence[tuple[str, str]], plans: Sequence[Planned]) -> None:
+    """Raise one `ManifestError` for all weights, each with the name of its scales, that come quantised to an engine
+    which has no place for them so."""
+    used = {name for plan in plans for name in plan.used}
+    wrong = {}
+    for weight, scale in together:
+        kinds = {plan.used[weight] for plan in plans if weight in plan.used}
+        if weight in used and (scale not in used or kinds != {manifest[weight].dtype}):
+            wrong[weight] = f"quantised to {manifest[weight].dtype}, the engine loads {' or '.join(sorted(kinds))}"
+    if wrong:
+        raise ManifestError(
+            f"{len(wrong)} weights come quantised, and the engine does not load them so: {_first(wrong)}. Start the "
+            "engine from a compressed-tensors checkpoint that has a scale for each output channel, name in "
+            "TensorPolicy.unquantized what that leaves as it is, or push without `quantize`. Nothing was written",
+            mismatched=wrong,
+        )
+
+
+def check_plans(manifest: Manifest, plans: Sequence[Planned], padded: bool) -> None:
+    """Raise one `ManifestError` for all that is missing, misshapen, or without a place on any engine worker. `padded`:
+    the vocabulary comes with whatever padding the trainer has."""
+    mismatched = {name: reason for plan in plans for name, reason in plan.refused.items()}
+    used = set().union(*(plan.used for plan in plans))
+    mismatched |= _unread(manifest, plans)
+    unexpected = [name for name in manifest.names if name not in used and name not in mismatched]
+    missing = list(dict.fromkeys(name for plan in plans for name in (plan.hints or plan.missing)))
+    if set(mismatched) & set(missing):  # what a refused tensor would have filled is no second fault
+        missing = [name for name in missing if name not in mismatched]
+    elif mismatched and not any(plan.hints for plan in plans):
+        missing = []
+    if not (missing or unexpected or mismatched):
+        return
+    parts = []
+    if missing:
+        parts.append(f"missing {len(missing)}: {_some(missing)}")
+        if absent := _absent_layers(missing, manifest):
+            parts.append(f"nothing came of {_some(absent)}: did every pipeline stage push, with all of its chunks?")
+    if mismatched:
+        parts.append(f"not fitting {len(mismatched)}: {_some([f'{n} ({r})' for n, r in mismatched.items()])}")
+        if padded and any(name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in mismatched):
+            parts.append(
+                "Megatron pads the vocabulary: say how many rows the checkpoint has, WeightSync(vocab_size=...)"
+            )
+    if unexpected:
+        parts.append(
+            f"unexpected {len(unexpected)}: {_some(unexpected)} (leave them out with TensorPolicy(exclude=...), or "
+            "check that trainer and engine have the same model)"
+        )
+    raise ManifestError(
+        f"the trainer's tensors do not fit the engine's model; {'; '.join(parts)}. Nothing was written",
+        missing=missing,
+        unexpected=unexpected,
+        mismatched=mismatched,
+    )
+
+
+def pack_reads(manifest: Manifest, plan: Planned) -> dict[str, list[Any]]:
+    """Which regions a worker reads, by name of the tensor, as (start, size)."""
+    return {
+        name: plan.partial.get(name, [[(0,) * len(manifest[name].shape), manifest[name].shape]]) for name in plan.used
+    }
+
+
+def unpack_reads(rows: Mapping[str, Sequence[Any]]) -> Reads:
+    return {name: tuple(Box(tuple(start), tuple(size)) for start, size in boxes) for name, boxes in rows.items()}
+
+
+def _absent_layers(missing: Sequence[str], manifest: Manifest) -> list[str]:
+    """The numbered modules ("model.layers.3") that tensors are missing from, and of which there is none at all."""
+    came = {_layer(name) for name in manifest.names}
+    return list(dict.fromkeys(layer for name in missing if (layer := _layer(name)) and layer not in came))
+
+
+def _layer(name: str) -> str | None:
+    found = re.match(r"\D+\.\d+(?=\.)", name)
+    return found[0] if found else None
+
+
+def _unread(manifest: Manifest, plans: Sequence[Planned]) -> dict[str, str]:
+    """Tensors of which some region is read by no worker: a loader that takes its slice of a tensor which is too large
+    does not complain."""
+    found = {}
+    for name in set().union(*(plan.partial for plan in plans)):
+        readers = [plan for plan in plans if name in plan.used]
+        if all(name in plan.partial for plan in readers):
+            boxes = [Box(tuple(start), tuple(size)) for plan in readers for start, size in plan.partial[name]]
+            if holes := coverage(manifest[name].shape, boxes)[0]:
+                found[name] = (
+                    f"shape {manifest[name].shape}: the engine has no place for {_some([str(h) for h in holes])}"
+                )
+    return found
+
+
+def wire_manifest(manifest: Manifest, plans: Sequence[Planned], policy: TensorPolicy, as_it_is: Set[str]) -> Manifest:
+    """The manifest with the dtypes that travel: what the policy declares, else what the trainer has, or what all
+    engines hold where that is narrower (a cast to a wider dtype is exact, and cheaper on the engine's side).
+    What is named in `as_it_is` keeps the manifest's."""
+    held: dict[str, str] = {}  # the widest, so that no engine gets less than it holds
+    for plan in plans:
+        for name, kind in plan.used.items():
+            held[name] = max(held.get(name, kind), kind, key=itemsize)
+    tensors, wrong = [], {}
+    for meta in manifest:
+        dtype = meta.dtype if meta.name in as_it_is else policy.wire_dtype(meta.name)
+        if dtype is None:
+            alike = all(plan.used.get(meta.name, held[meta.name]) == held[meta.name] for plan in plans)
+            dtype = held[meta.name] if alike and itemsize(held[meta.name]) < itemsize(meta.dtype) else meta.dtype
+        if _is_float(dtype) != _is_float(meta.dtype) or _is_float(dtype) != _is_float(held[meta.name]):
+            wrong[meta.name] = f"the trainer has {meta.dtype}, the engine holds {held[meta.name]}"
+        tensors.append(TensorMeta(meta.name, meta.shape, dtype))
+    if wrong:
+        raise ManifestError(
+            f"{len(wrong)} tensors have a dtype that the engine cannot take, such as {_first(wrong)}",
+            mismatched=wrong,
+        )
+    return Manifest(tuple(tensors))
+
+
+def _is_float(dtype: str) -> bool:
+    return "float" in dtype
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+
+
+def _first(items: dict[str, str]) -> str:
+    name = next(iter(items))
+    return f"{name}: {items[name]}"
