@@ -19,6 +19,7 @@ from ranks import run_ranks
 from torch import nn
 
 from weightsync import (
+    CheckpointTransport,
     ConfigError,
     EngineError,
     ManifestError,
@@ -29,6 +30,7 @@ from weightsync import (
     WeightSyncError,
 )
 from weightsync.channel import Channel
+from weightsync.kernels.digest import Digests, digest
 from weightsync.layout import Manifest, TensorMeta
 from weightsync.memory import export, open_exported
 from weightsync.receiver.receiver import Receiver
@@ -37,7 +39,7 @@ from weightsync.transports import broadcast
 from weightsync.transports.base import SLOTS
 from weightsync.transports.ipc import IpcTransport
 from weightsync.transports.to_each import ToEach
-from weightsync.wire import Commit, Connect, Load
+from weightsync.wire import Connect, Load
 
 TIMEOUT_S = 10.0
 
@@ -323,6 +325,46 @@ def test_a_first_bucket_is_sent_before_it_is_known_whether_the_model_has_moved(
     run_ranks(push_and_move, ranks, transport, way, is_ready)
 
 
+def push_while_a_rank_is_late(rank: int) -> None:
+    """With CPU digests that begin when a GPU's would, and a rank whose optimizer takes long on its GPU."""
+
+    def begin(self: Any, part: int) -> None:
+        self._found = [digest(run, part) for run in self._runs]
+        self._begun = part
+
+    def of(self: Any, part: int) -> list[int]:
+        if self._begun != part:
+            begin(self, part)
+        self._begun = None
+        return list(self._found)
+
+    Digests.begin, Digests.of = begin, of
+    make_readable = IpcTransport._make_readable
+
+    def make_readable_late(self: IpcTransport, bucket: int) -> None:
+        time.sleep(0.3 * rank)
+        make_readable(self, bucket)
+
+    IpcTransport._make_readable = make_readable_late
+    EngineSession.has_begun = lambda self: True
+    host = ModuleHost(EngineModel, checkpoint(9))
+    model = trainer_model({name: tensor for i, (name, tensor) in enumerate(checkpoint(1).items()) if i % 2 == rank})
+    engine = FakeEngine(host) if rank == 0 else None
+    with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S, verify="full") as sync, torch.no_grad():
+        for seed in range(1, 5):
+            for name, param in model.named_parameters():
+                param.copy_(checkpoint(seed)[name])
+            sync.push(model)
+            if engine is not None:
+                assert all(map(torch.equal, host.live.parameters(), cold(checkpoint(seed)).parameters())), seed
+    if engine is not None:
+        engine.close()
+
+
+def test_workers_do_not_look_at_what_a_rank_has_yet_to_stage() -> None:
+    run_ranks(push_while_a_rank_is_late, 2)
+
+
 def test_nothing_is_staged_ahead_out_of_memory_that_has_been_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[tuple[int, int | None]] = []
     monkeypatch.setattr(IpcTransport, "stage_ahead", lambda self, bucket, part, *_: begun.append((bucket, part)))
@@ -408,26 +450,17 @@ def test_vllm_is_told_to_finish_once_though_its_caches_cannot_be_reset(monkeypat
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_what_need_not_wait_for_the_last_bucket_is_asked_for_before_it_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
-    """Caches are reset when all workers are known to be in the update; a worker that is alone is told to commit."""
-    committing, forgot = threading.Event(), threading.Event()
-    found: list[tuple[bool, bool]] = []
-    send, load = Channel.send, Receiver.load
-
-    def send_and_tell(channel: Channel, message: Any, *args: Any) -> None:
-        send(channel, message, *args)
-        if isinstance(message, Commit):
-            committing.set()
+def test_caches_are_reset_while_the_last_bucket_is_loaded(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    """When all workers are known to be in the update."""
+    forgot = threading.Event()
+    found: list[bool] = []
+    load = Receiver.load
 
     def load_late(*args: Any) -> Any:
         timing = load(*args)
-        wait_s = TIMEOUT_S / 2 if workers == 1 else 0.3
-        found.append((committing.wait(wait_s), forgot.wait(TIMEOUT_S / 2 if args[1] == 3 else 0.3)))
+        found.append(forgot.wait(TIMEOUT_S / 2 if args[1] == 3 else 0.3))
         return timing
 
-    monkeypatch.setattr(Channel, "send", send_and_tell)
     monkeypatch.setattr(Receiver, "load", load_late)
     monkeypatch.setattr(EngineSession, "has_begun", lambda self: True)
     model = trainer_model(checkpoint(2))
@@ -439,11 +472,32 @@ def test_what_need_not_wait_for_the_last_bucket_is_asked_for_before_it_is_loaded
             monkeypatch.setattr(engine, "reset_caches", forgot.set)
         sync = stack.enter_context(WeightSync("fsdp", "ipc", engines, timeout_s=TIMEOUT_S))
         for _ in range(3):
-            committing.clear()
             forgot.clear()
             sync.push(model)
     # The third push is the first whose workers have answered anything before they load the only bucket.
-    assert found == [(workers == 1, push == 3) for push in (1, 2, 3) for _ in range(workers)]
+    assert found == [push == 3 for push in (1, 2, 3) for _ in range(workers)]
+
+
+def test_a_push_whose_transport_fails_in_the_end_is_not_committed(tmp_path: Path, monkeypatch: Any) -> None:
+    """It has all been loaded then; but it is no version, and may become one yet."""
+    model, host = trainer_model(checkpoint(2)), ModuleHost(EngineModel, checkpoint(1))
+    transport = CheckpointTransport(tmp_path)
+    with closing(FakeEngine(host)) as engine, WeightSync("fsdp", transport, engine, timeout_s=TIMEOUT_S) as sync:
+        sync.push(model, 1)
+        engine.log.clear()
+
+        def refuse(*_: object) -> None:
+            time.sleep(0.3)  # a worker that had been told to commit would have
+            raise OSError("no space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointTransport, "finish", refuse)
+            with pytest.raises(WeightSyncError, match="no space left"):
+                sync.push(model, 7)
+        assert "POISONED" in engine.conversations[0].status()
+        assert "resume" not in engine.log
+        assert sync.push(model, 7).version == 7
+        assert engine.log[-1] == "resume"
 
 
 def test_a_version_that_is_not_newer_is_refused_before_the_engine_pauses() -> None:

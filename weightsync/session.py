@@ -3,7 +3,7 @@
     negotiate            once, and again whenever what travels or where it lies has changed
         init call  ->  every worker connects, and answers Plan and Connect
     push
-        pause -> start -> update call -> Expect -> Load* -> Commit, caches reset -> finish (version) -> resume
+        pause -> start -> update call -> Expect -> Load* -> caches reset, Commit -> finish (version) -> resume
 
 Up to the first Load nothing is written, and all can be taken back: the trainer sees meanwhile whether anything has
 changed, and sends its first bucket.
@@ -92,7 +92,6 @@ class EngineSession:
         self._opener: int | None = None  # the thread that it runs in
         self._is_expected = False  # a bucket, and not every worker has answered
         self._is_served = False  # an answer shows that every worker serves this push's update
-        self._is_to_commit = False
         self._paused = self._touched = self._poisoned = False
         self._over = False  # it has failed
         self._undoing = threading.Lock()
@@ -175,7 +174,7 @@ class EngineSession:
         for worker in self.workers:  # another engine may have been started at the same address; leave it alone
             worker.channel.check("pause")
         self._changing, self._resets = [], []
-        self._is_expected = self._is_served = self._is_to_commit = False
+        self._is_expected = self._is_served = False
         self._opening = Call(self._hub, "begin", self._begin)
         self._calls.append(self._opening)
         time.sleep(_HEAD_START_S)
@@ -255,19 +254,11 @@ class EngineSession:
         return answers
 
     def announced(self) -> None:
-        """Every bucket has been announced: ask for what follows and need not wait for the answers. A worker that is
-        alone commits when it has loaded them, and engines, which do one thing after the other, forget what older
-        weights computed when their update is over."""
-        if len(self.workers) == 1:
-            self._ask_to_commit()
+        """Every bucket has been announced: engines, which do one thing after the other, may be asked to forget what
+        older weights computed, and will when their update is over."""
         self._hear_expecting()
         if self._is_served:  # else a call of the update may yet be on its way to the engine
             self._reset_caches()
-
-    def _ask_to_commit(self) -> None:
-        if not self._is_to_commit:
-            self._send(Commit(self._version), Deadline(self._timeout_s), "commit")
-            self._is_to_commit = True
 
     def _reset_caches(self) -> None:
         if not self._resets:
@@ -277,7 +268,7 @@ class EngineSession:
         """Every worker has everything: declare it complete, stamp the version, drop what was computed with the old
         weights, and resume. Gives the workers' answers."""
         deadline = Deadline(self._timeout_s)
-        self._ask_to_commit()
+        self._send(Commit(self._version), deadline, "commit")
         self._reset_caches()
         answers = self._collect(Committed, deadline, "commit")
         self._await_calls(deadline, "commit")  # which have nothing left to do but to return

@@ -468,6 +468,8 @@ class WeightSync:
         ahead = ranks.share(all(everyone), "plan")
         began = self._begin(version) if likely else None
         ahead = ahead and self._stage_ahead()
+        if ahead:
+            ranks.gather(None, "plan")  # workers may look at what all ranks have staged as soon as they are told of it
         sent = ahead and self._session is not None and self._session.has_begun()
         if sent:  # or what takes longer than to look is not waited for
             self._send_ahead(version)

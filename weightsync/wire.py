@@ -158,8 +158,7 @@ class Loaded(Message):
 
 @dataclass(frozen=True)
 class Commit(Message):
-    """To a worker: every bucket has been announced to it, and loaded by every other worker. It checks that nothing is
-    missing."""
+    """To a worker: every bucket has been loaded by every worker. It checks that nothing is missing."""
 
     version: int
 

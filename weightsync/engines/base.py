@@ -39,7 +39,8 @@ class Engine(Protocol):
         """Forget everything computed with older weights: prefix cache, KV connector, encoder outputs.
 
         Requests in flight compute their KV again. Raises `EngineError` when vLLM says that it did not succeed. Called
-        once the last bucket has been announced; nothing is generated from then on until `resume`.
+        when all workers serve an update, and the last bucket has been announced to them, or later; nothing is generated
+        from then on until `resume`.
         """
 
     def set_version(self, version: str) -> None:

@@ -15,8 +15,9 @@ BACKEND = "weightsync"
 LOCAL = "127.0.0.1"
 POLL_S = 0.1
 _SERVING_S = 3600.0
-"""`init` and `update` return only when the trainer has released the workers, however many waits that takes; each of
-these has its own deadline, on the connections to the workers. This one is for an engine that never answers at all."""
+"""`init` and `update` return only when the trainer has released the workers, however many waits that takes, and so does
+a reset that is asked for meanwhile. Each of these waits has a deadline of its own, on the connections to the workers;
+this one is for an engine that never answers at all."""
 HEALTH_TIMEOUT_S = 10.0
 
 # What a call is named on the workers, with the plug-in and with the worker extension, to which an update is one call.
@@ -32,6 +33,7 @@ EXTENSION_METHODS = {
 }
 
 RESET = "reset_prefix_cache"
+_SERVING = {RESET, *(methods[call] for methods in (PLUG_IN_METHODS, EXTENSION_METHODS) for call in ("init", "update"))}
 STILL_ASLEEP = "%s generates again only when its memory, which somebody has put to sleep, has been woken up"
 # vLLM's words for "no weight transfer", "another backend's init_info" and "the worker has no such method".
 _NO_PLUG_IN = re.compile(
@@ -93,10 +95,7 @@ def caches_not_reset(who: str) -> EngineError:
 
 def limit_s(doing: str, timeout_s: float) -> float:
     """How long to wait for an answer to this call."""
-    serving = {methods[call] for methods in (PLUG_IN_METHODS, EXTENSION_METHODS) for call in ("init", "update")}
-    if doing == RESET:
-        return 3 * timeout_s  # it may have to wait until the last bucket is loaded, and until that is committed
-    return max(_SERVING_S, timeout_s) if doing in serving else timeout_s
+    return max(_SERVING_S, timeout_s) if doing in _SERVING else timeout_s
 
 
 def too_late(doing: str, timeout_s: float, who: str) -> SyncTimeoutError:

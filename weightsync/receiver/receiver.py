@@ -304,7 +304,8 @@ class Receiver:
         """What was expected will not be loaded: return when nothing of it is on its way any more."""
         if self._source is not None:
             self._source.withdraw(idle, deadline)
-        self._digests = {}  # some may have begun
+        _synchronise(self._host.device)  # digests may have begun
+        self._digests = {}
 
     def load(
         self, version: int, bucket: int, part: int | None, digests: bytes, idle: Idle, deadline: Deadline

@@ -44,8 +44,12 @@ def check_engine(engine: Engine, *, timeout_s: float = 60.0) -> None:
 
         _succeed_at_once({"pause('keep')": lambda: engine.pause("keep"), "start()": engine.start})
         first.update()
+        resetting = Call(first.hub, "reset_caches", engine.reset_caches)
         first.release("update")
-        _succeed_at_once({"finish()": lambda: engine.finish("conformance 1"), "reset_caches()": engine.reset_caches})
+        _succeed("finish()", lambda: engine.finish("conformance 1"))
+        resetting.join(timeout_s)
+        require(not resetting.is_alive(), f"reset_caches(), called during an update, took more than {timeout_s:g} s")
+        require(resetting.error is None, f"reset_caches(), called during an update, raised {resetting.error!r}")
         _succeed("resume()", engine.resume)
         _require_version(engine, "conformance 1", "after finish")
 

@@ -139,9 +139,9 @@ class Transport(Protocol):
 
     def stage_ahead(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> bool:
         """Collective: what the next `stage`, of this bucket and part, would do, as far as nobody waits for it; before
-        it is known whether the push is to be. Whether, on all ranks, workers may expect the bucket and rank 0 `post` it
-        already: then it is posted in any case, here or after `stage`, or before `withdraw`. Where not, `prepare` or
-        `abort` takes it back."""
+        it is known whether the push is to be. Whether, when it has returned on all ranks, workers may expect the bucket
+        and rank 0 `post` it: then it is posted in any case, now, after `stage`, or before `withdraw`. Where not,
+        `prepare` or `abort` takes it back."""
 
     def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
         """Collective: every trainer rank calls this. When it returns on all ranks the bucket's bytes are in place.
@@ -153,7 +153,7 @@ class Transport(Protocol):
 
     def withdraw(self, idle: Idle, deadline: Deadline) -> None:
         """Every rank, after a `stage_ahead` that was True, once rank 0 has posted: the push is not to be. Returns when
-        nothing of it is under way any more."""
+        nothing of it is under way any more. `prepare` or `abort` follows."""
 
     def finish(self, version: int, idle: Idle, deadline: Deadline) -> None:
         """Rank 0, once every worker has loaded every bucket of this version: nothing of this push is under way any
@@ -178,7 +178,7 @@ class Source(Protocol):
         begin to arrive; None when it is the last. Wherever it waits it calls `idle(seconds)`, which may raise."""
 
     def expect(self, bucket: int) -> bool:
-        """The bucket has been staged ahead, and `fetch` of it will follow, or `withdraw`: let it arrive, without
+        """Every rank has staged the bucket ahead, and `fetch` of it will follow, or `withdraw`: let it arrive, without
         waiting. Whether its bytes can be read already."""
 
     def withdraw(self, idle: Idle, deadline: Deadline) -> None:

@@ -130,20 +130,22 @@ class ToEach:
         )
 
     def stage_ahead(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> bool:
-        self._fill(bucket, idle, deadline)
+        self._fill(bucket, part, idle, deadline)
         self._filled = True
         return True
 
     def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
         if not self._filled:
-            self._fill(bucket, idle, deadline)
+            self._fill(bucket, part, idle, deadline)
         self._filled = False
         return [] if part is None else self._digests[bucket].of(part)
 
-    def _fill(self, bucket: int, idle: Idle, deadline: Deadline) -> None:
+    def _fill(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> None:
         if (earlier := self._posted.pop(bucket % SLOTS, None)) is not None:
             earlier.wait(idle, deadline, "transfer")
         self._packers[bucket].fill(lightly=bucket > 0)
+        if part is not None:
+            self._digests[bucket].begin(part)  # before a send, which keeps the GPU until workers come, who want digests
         if self._group.rank != 0:
             self._send(bucket)  # the workers receive when they are told to
 
