@@ -22,7 +22,6 @@ from weightsync.cli import bridge_report
 from weightsync.engines import connect
 from weightsync.errors import WeightSyncError
 from weightsync.machine import started_ticks
-from weightsync.memory import export
 from weightsync.server import VllmServer
 from weightsync.transports.single_copy import SingleCopyTransport
 from weightsync.vllm.serve import command_line
@@ -34,9 +33,7 @@ LIVE: list[dict[str, torch.Tensor]] = []
 def write(path: Path, parameters: dict[str, torch.Tensor], **changes: Any) -> Path:
     """As an engine with one worker, this process, does."""
     LIVE.append(parameters)
-    handles = {
-        name: bridge.handle_row(tensor, export(tensor.untyped_storage())[1]) for name, tensor in parameters.items()
-    }
+    handles = bridge.handle_rows(parameters)
     ticks = started_ticks(os.getpid())
     assert ticks is not None
     worker = {"rank": 0, "pid": os.getpid(), "started_ticks": ticks, "epoch": "e", "device": "cpu", "gpu_uuid": ""}
@@ -52,7 +49,8 @@ def change(path: Path, **fields: Any) -> Path:
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
     fused = torch.arange(24.0).view(6, 4)
-    return write(tmp_path / bridge.FILE, {"qkv.weight": fused, "v.weight": fused[4:], "norm": torch.ones(3).bfloat16()})
+    norm, packed = torch.ones(3).bfloat16(), torch.empty(0)
+    return write(tmp_path / bridge.FILE, {"qkv.weight": fused, "v.weight": fused[4:], "norm": norm, "packed": packed})
 
 
 def test_another_process_maps_what_the_file_names(written: Path):
@@ -189,13 +187,8 @@ def test_the_server_listens_on_this_host_alone_and_keeps_vllms_options(monkeypat
         command_line(["m", "--weight-transfer-config", "{}"])
 
 
-OPTIONS = (
-    "--skip-tokenizer-init",
-    "--enforce-eager",
-    "--max-model-len=64",
-    "--dtype=bfloat16",
-    "--quantization=weightsync_plain",
-)
+OPTIONS = ("--skip-tokenizer-init", "--enforce-eager", "--max-model-len=64", "--dtype=bfloat16")
+PLAIN = (*OPTIONS, "--quantization=weightsync_plain")
 
 
 def first_norm() -> torch.Tensor:
@@ -216,7 +209,7 @@ def test_a_server_shares_its_memory_starts_anew_from_a_version_and_leaves_a_stal
     monkeypatch.delenv("WEIGHTSYNC_ENGINE", raising=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_models.CONFIGS["llama"](), dtype=torch.bfloat16)
-    with VllmServer(folder, *OPTIONS, log=tmp_path / "log", start_timeout_s=400) as server:
+    with VllmServer(folder, *PLAIN, log=tmp_path / "log", start_timeout_s=400) as server:
         (engine,) = connect(server, 60.0)
         with WeightSync("fsdp", "single_copy", timeout_s=60.0) as sync:  # finds the server by its file
             sync.attach(model)
@@ -241,6 +234,15 @@ def test_a_server_shares_its_memory_starts_anew_from_a_version_and_leaves_a_stal
             time.sleep(0.05)
         with pytest.raises(PlacementError, match="stale"), WeightSync("fsdp", "single_copy") as sync:
             sync.attach(model)
+
+
+@pytest.mark.engine
+def test_a_server_whose_kernels_have_packed_its_weights_shares_what_they_left(tmp_path: Path, monkeypatch: Any):
+    """As they do on a CPU, unless `weightsync_plain` keeps them from it."""
+    folder = tiny_models.save(tiny_models.build("llama", "A"), tmp_path / "model")
+    monkeypatch.setenv("LOGDIR", str(tmp_path))
+    with VllmServer(folder, *OPTIONS, log=tmp_path / "log", start_timeout_s=400):
+        assert torch.equal(first_norm(), tiny_models.build("llama", "A").model.norm.weight)
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path):

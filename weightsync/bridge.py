@@ -11,6 +11,7 @@ import base64
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 
 from weightsync.errors import ConfigError, PlacementError, ProtocolError
 from weightsync.machine import boot_id, started_ticks
-from weightsync.memory import open_exported
+from weightsync.memory import export, open_exported
 from weightsync.transports.base import strided
 
 FILE = "vllm_bridge_config.json"
@@ -48,7 +49,7 @@ _NAMES = {
 @dataclass(frozen=True)
 class Worker:
     """One worker of the engine. `epoch` is another one for each start. `handles` has for each of its parameters where
-    it lies, as `handle_row` writes it."""
+    it lies, as `handle_rows` has it."""
 
     rank: int
     pid: int
@@ -198,6 +199,21 @@ def open_parameters(bridge: Bridge, rank: int, device: torch.device) -> dict[str
         dtype = row["dtype"].removeprefix("torch.")
         found[name] = strided(opened[key], dtype, row["offset"], row["shape"], row["stride"])
     return found
+
+
+def handle_rows(parameters: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+    """Where these lie, as the file has it. Those on a CPU move to shared memory. Left out are those without bytes, as
+    vLLM's CPU kernels leave them when they have packed what was there."""
+    exported: dict[int, dict[str, Any]] = {}
+    rows = {}
+    for name, tensor in parameters.items():
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            continue
+        if storage._cdata not in exported:
+            exported[storage._cdata] = export(storage)[1]
+        rows[name] = handle_row(tensor, exported[storage._cdata])
+    return rows
 
 
 def handle_row(tensor: torch.Tensor, fields: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from vllm.distributed.parallel_state import get_world_group
 
 from weightsync import bridge
 from weightsync.machine import describe_device, started_ticks
-from weightsync.memory import export
 
 
 def export_bridge(config: VllmConfig, model: nn.Module, device: torch.device, rank: int, epoch: str) -> Path | None:
@@ -24,13 +23,7 @@ def export_bridge(config: VllmConfig, model: nn.Module, device: torch.device, ra
     wanted = os.environ.get(bridge.VARIABLE)
     if not wanted:
         return None
-    exported: dict[int, dict[str, Any]] = {}
-    handles = {}
-    for name, param in model.named_parameters():
-        storage = param.untyped_storage()
-        if storage._cdata not in exported:
-            exported[storage._cdata] = export(storage)[1]
-        handles[name] = bridge.handle_row(param.detach(), exported[storage._cdata])
+    handles = bridge.handle_rows(dict(model.named_parameters()))
     ticks = started_ticks(os.getpid())
     assert ticks is not None
     own = bridge.Worker(rank, os.getpid(), ticks, epoch, *describe_device(device), handles)
