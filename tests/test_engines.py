@@ -87,6 +87,7 @@ def test_a_list_may_mix_kinds_and_keeps_its_order():
         ("ftp://host:1", "not the URL of a server"),
         ("http://host:8000?x=1", "not the URL of a server"),
         ("http://host:port", "not a URL"),
+        ("http://host:8000/v1", "without /v1"),
         ("http://a:1,http://b:2", "not a URL"),
         (["http://a:1", "http://b:1", "http://a:1"], "engine 2 is engine 0 once more"),
     ],
@@ -366,6 +367,11 @@ def test_nobody_at_the_address():
         assert not engine.is_alive()
     with pytest.raises(EngineUnreachableError, match="nothing answers there"):
         http_engine("http://no-such-host.invalid:8000").init({})
+
+
+def test_a_server_that_does_not_speak_https(server):
+    with pytest.raises(EngineUnreachableError, match="does not speak https"):
+        http_engine(server.url.replace("http:", "https:")).init({})
 
 
 # ---------------------------------------------------------------------------------------------------------------

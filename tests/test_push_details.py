@@ -500,6 +500,30 @@ def test_a_push_whose_transport_fails_in_the_end_is_not_committed(tmp_path: Path
         assert engine.log[-1] == "resume"
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda sync, model: sync.push(model.state_dict()), "the model itself, .* got a OrderedDict"),
+        (lambda sync, model: sync.push(model.parameters()), "the model itself, .* got a generator"),
+        (lambda sync, model: sync.push([model]), "was given 1 modules"),
+        (lambda sync, model: sync.push(model, version="step-1"), "version='step-1'; it must be a whole number"),
+        (lambda sync, model: sync.push(model, version=0), "not newer than 0.* give at least 1"),
+        (lambda sync, model: WeightSync("fsdp", None), "transport=None; it must be a name"),
+        (lambda sync, model: WeightSync("fsdp", "gloo"), "choose .*CheckpointTransport"),
+        (lambda sync, model: WeightSync("ipc", "fsdp"), "choose .*plain modules"),
+        (lambda sync, model: WeightSync("fsdp", "single_copy").push(model), "call `attach"),
+    ],
+)
+def test_what_cannot_be_pushed_is_refused_before_the_engine_pauses(call: Any, words: str) -> None:
+    with (
+        closing(FakeEngine(ModuleHost(EngineModel, checkpoint(1)))) as engine,
+        WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync,
+    ):
+        with pytest.raises(ConfigError, match=words):
+            call(sync, trainer_model(checkpoint(2)))
+        assert "pause keep" not in engine.log
+
+
 def test_a_version_that_is_not_newer_is_refused_before_the_engine_pauses() -> None:
     model, host = trainer_model(checkpoint(2)), ModuleHost(EngineModel, checkpoint(1))
     with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:

@@ -208,6 +208,33 @@ def _absence(rank: int) -> None:
     os._exit(0)  # a step of the default group is left open
 
 
+def test_a_rank_that_begins_alone_is_told_so():
+    run_ranks(_alone, 2)
+
+
+@contextmanager
+def begun(group: RankGroup) -> Iterator[None]:
+    group.begin("plan")
+    yield
+
+
+def _alone(rank: int) -> None:
+    for absent in (0, 1):
+        with group_of(rank, 1.0) as group:
+            with begun(group):
+                group.gather(None, "plan")
+            if rank == absent:
+                time.sleep(2.0)
+                continue
+            started = time.monotonic()
+            with (
+                pytest.raises(SyncTimeoutError, match=f"trainer rank {absent} within 1 s: every rank must call push"),
+                begun(group),
+            ):
+                group.gather(None, "plan")
+            assert time.monotonic() - started < 2
+
+
 def test_an_address_at_which_rank_0_cannot_listen_is_an_error_on_every_rank():
     run_ranks(_no_address, RANKS)
 

@@ -49,18 +49,26 @@ def check_plans(manifest: Manifest, plans: Sequence[Planned], padded: bool) -> N
     if missing:
         parts.append(f"missing {len(missing)}: {_some(missing)}")
         if absent := _absent_layers(missing, manifest):
-            parts.append(f"nothing came of {_some(absent)}: did every pipeline stage push, with all of its chunks?")
+            parts.append(
+                f"nothing came of {_some(absent)}: the trainer has fewer layers, or a pipeline stage did not push all "
+                "of its chunks"
+            )
+        if missing == ["lm_head.weight"]:
+            parts.append("does the trainer tie its embeddings, and the engine not? Set tie_word_embeddings alike")
     if mismatched:
         parts.append(f"not fitting {len(mismatched)}: {_some([f'{n} ({r})' for n, r in mismatched.items()])}")
-        if padded and any(name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in mismatched):
+        if not padded:
+            parts.append("trainer and engine must have the same config.json")
+        elif any(name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in mismatched):
             parts.append(
                 "Megatron pads the vocabulary: say how many rows the checkpoint has, WeightSync(vocab_size=...)"
             )
     if unexpected:
-        parts.append(
-            f"unexpected {len(unexpected)}: {_some(unexpected)} (leave them out with TensorPolicy(exclude=...), or "
-            "check that trainer and engine have the same model)"
-        )
+        parts.append(f"unexpected {len(unexpected)}: {_some(unexpected)}")
+        if (prefix := _lacking(unexpected, missing)) is not None:
+            parts.append(f'all names lack "{prefix}": push the whole model, not a part of it')
+        elif not missing:
+            parts.append("leave them out with TensorPolicy(exclude=...), or give the engine the trainer's model")
     raise ManifestError(
         f"the trainer's tensors do not fit the engine's model; {'; '.join(parts)}. Nothing was written",
         missing=missing,
@@ -78,6 +86,13 @@ def pack_reads(manifest: Manifest, plan: Planned) -> dict[str, list[Any]]:
 
 def unpack_reads(rows: Mapping[str, Sequence[Any]]) -> Reads:
     return {name: tuple(Box(tuple(start), tuple(size)) for start, size in boxes) for name, boxes in rows.items()}
+
+
+def _lacking(unexpected: Sequence[str], missing: Sequence[str]) -> str | None:
+    """What has to stand before all of the unexpected names to make missing ones of them."""
+    first, wanted = unexpected[0], {*missing}
+    prefixes = [name.removesuffix(first) for name in missing if name.endswith(f".{first}")]
+    return next((prefix for prefix in prefixes if all(prefix + name in wanted for name in unexpected)), None)
 
 
 def _absent_layers(missing: Sequence[str], manifest: Manifest) -> list[str]:

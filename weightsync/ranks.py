@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ _PATIENCE = 8
 """Between two steps rank 0 may wait this many times, for engines and for ranks. Each of its waits has a deadline of its
 own, and an error that says more than "no answer from rank 0", so the others give it this many times as long."""
 _POLL_S = 0.01
+_ALL_PUSH = "every rank must call push"
 
 
 class RankGroup:
@@ -45,6 +47,15 @@ class RankGroup:
         if self.size > 1:
             self._meet()
 
+    def begin(self, phase: str) -> None:
+        """Collective, as each push begins: rank 0 tells the others that it has come, or they would wait for it as long
+        as for all that it may do in a push. Raises `SyncTimeoutError` where it has not within `timeout_s`."""
+        if self.rank == 0:
+            self.share(None, phase)
+            return
+        with _hint(_ALL_PUSH):
+            self.channels[0].expect(Value, Deadline(self._timeout_s), phase)
+
     def gather(self, value: Any, phase: str) -> list[Any]:
         """Every rank's value, in rank order, on rank 0; an empty list elsewhere. Plain values that msgpack carries."""
         deadline = Deadline(self._timeout_s)
@@ -53,7 +64,8 @@ class RankGroup:
             return []
         if self._hub is None or not self.channels:
             return [value]
-        return [value, *(m.value for m in self._hub.collect(self.channels, Value, deadline, phase))]
+        with _hint(_ALL_PUSH):
+            return [value, *(m.value for m in self._hub.collect(self.channels, Value, deadline, phase))]
 
     def share(self, value: Any, phase: str) -> Any:
         """Rank 0's value, on every rank."""
@@ -130,6 +142,17 @@ class RankGroup:
         self.channels = [channel]
 
 
+@contextmanager
+def _hint(hint: str) -> Iterator[None]:
+    """Let what times out say what may be the cause."""
+    try:
+        yield
+    except SyncTimeoutError as error:
+        raise SyncTimeoutError(
+            f"{error.message}: {hint}", who=error.who, phase=error.phase, waiting_for=error.waiting_for
+        ) from error
+
+
 _TEXT_BYTES = 256
 
 
@@ -144,12 +167,15 @@ def _broadcast_text(text: str, deadline: Deadline) -> str:
             if deadline.passed():
                 who = "trainer rank 0" if dist.get_rank() else "the other trainer ranks"
                 raise SyncTimeoutError(
-                    f"no answer from {who} within {deadline.timeout_s:g} s: every rank must call push",
+                    f"no answer from {who} within {deadline.timeout_s:g} s: {_ALL_PUSH}",
                     phase="connect",
                     waiting_for=[who],
                 )
             time.sleep(_POLL_S)
         work.wait()
     except RuntimeError as error:
-        raise PeerError(f"the trainer's default process group is broken: {error}", phase="connect") from error
+        raise PeerError(
+            f"another trainer rank has ended, or has not called push: the default process group is broken ({error})",
+            phase="connect",
+        ) from error
     return bytes(data.tolist()).rstrip(b"\0").decode(errors="replace")

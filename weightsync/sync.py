@@ -95,7 +95,8 @@ class WeightSync:
         that the engine holds.
     pause: what happens to requests that are running: "keep" freezes them and recomputes their KV cache with the new
         weights, "wait" lets them finish first, "abort" ends them.
-    timeout_s: the longest that any single wait may last.
+    timeout_s: the longest that any single wait may last, also for all ranks to come. (While rank 0 talks to engines the
+        others wait for all that it may wait for, which is several times as long.)
     verify: how much of a bucket that is staged, broadcast or read out of GPU memory is checked, by digests, before it
         is loaded: "full" all of it, "sampled" all of it in the first push, and later in turn a sixteenth that is spread
         over it, "none" nothing.
@@ -157,6 +158,11 @@ class WeightSync:
             if backend == "megatron" or quantize is not None:
                 raise ConfigError('adapters are those of PEFT: backend="fsdp" or "deepspeed", without quantize')
             self._lora = LoraPush(transport, self._sender, engine, timeout_s)
+        if not (isinstance(transport, (str, LoraTransport, SingleCopyTransport)) or hasattr(transport, "prepare")):
+            raise ConfigError(
+                f"transport={transport!r}; it must be a name, or an object with the methods of "
+                "weightsync.transports.base.Transport"
+            )
         self._transport = transport
         self._open_transport: Transport | None = None
         if isinstance(transport, str):
@@ -188,17 +194,21 @@ class WeightSync:
     def push(self, model: Model, version: int | None = None) -> PushReport:
         """Collective: every trainer rank calls this. Make every engine serve `model`'s weights of this moment.
 
-        `version` must be greater than any that an engine has been given; None takes the next. Returns the same report
-        on every rank. Raises `WeightSyncError`s (see `weightsync.errors`), the same one on every rank.
+        `version` must be greater than any that an engine has been given, also by earlier trainers; None takes the next.
+        Returns the same report on every rank. Raises `WeightSyncError`s (see `weightsync.errors`), the same one on
+        every rank.
         """
         if isinstance(self._transport, SingleCopyTransport):
-            if self._attached is None or self._attached.model is not model:
+            if self._attached is None:
+                raise ConfigError("single_copy pushes the model that `attach` was given: call `attach(model)` first")
+            if self._attached.model is not model:
                 raise ConfigError("single_copy pushes the model that was given to `attach`, and this is another")
             with self.writing(version):
                 pass
             assert self.last_report is not None
             return self.last_report
         with self._as_one():
+            _check_version(version)
             if isinstance(self._transport, CheckpointTransport) and self._transport.restart:
                 ranks = self._meet()
                 save_to = partial(save, model, timeout_s=self._timeout_s, **self._saving)
@@ -254,6 +264,7 @@ class WeightSync:
         if attached is None:
             raise ConfigError("there is no model to write: call `attach` first")
         with self._as_one():
+            _check_version(version)
             started = time.perf_counter()
             ranks = self._meet()
             with self._in_phase("plan"):
@@ -533,6 +544,8 @@ class WeightSync:
             is_root = not _distributed() or torch.distributed.get_rank() == 0
             self._hub = Hub() if is_root else None
             self._ranks = RankGroup(self._hub, self._timeout_s)
+        else:
+            self._ranks.begin("plan")
         return self._ranks
 
     def _call_in(self) -> tuple[EngineSession, list[Worker]]:
@@ -668,7 +681,10 @@ class WeightSync:
         if version is None:
             return self._last_version + 1
         if version <= self._last_version:
-            raise ConfigError(f"version {version} is not newer than {self._last_version}: versions only grow")
+            raise ConfigError(
+                f"version {version} is not newer than {self._last_version}, which was pushed already: versions only "
+                f"grow. Leave `version` out, or give at least {self._last_version + 1}"
+            )
         return version
 
     def _new_transport(self) -> Transport:
@@ -705,6 +721,11 @@ class WeightSync:
     def _in_phase(self, phase: str) -> Iterator[None]:
         self._phase = phase
         yield
+
+
+def _check_version(version: object) -> None:
+    if version is not None and not isinstance(version, int):
+        raise ConfigError(f"version={version!r}; it must be a whole number, or None for the next")
 
 
 def _device(placed: Mapping[Placement, Region]) -> torch.device:

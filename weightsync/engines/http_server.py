@@ -6,6 +6,7 @@ import http.client
 import json
 import logging
 import re
+import ssl
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -52,6 +53,8 @@ class HttpEngine:
             raise ConfigError(f"{url!r} is not a URL: {error}") from error
         if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
             raise ConfigError(f"{url!r} is not the URL of a server; expected one such as {DEFAULT_URL!r}")
+        if parts.path.rstrip("/").endswith("/v1"):
+            raise ConfigError(f"{url!r} is where vLLM answers as OpenAI does; give the server's address, without /v1")
         self.name = name
         self.timeout_s = timeout_s
         self.host = LOCAL if host == "localhost" else host
@@ -175,7 +178,7 @@ class HttpEngine:
         if status == 404:
             raise UnsupportedError(
                 f"the server has no route {route} (status 404); vLLM has it only when started with "
-                "VLLM_SERVER_DEV_MODE=1 in its environment",
+                "VLLM_SERVER_DEV_MODE=1 in its environment. Is it a vLLM that answers there?",
                 who=self.name,
             )
         try:
@@ -202,8 +205,9 @@ class HttpEngine:
             try:
                 connection.connect()
             except OSError as error:
+                what = "it does not speak https" if isinstance(error, ssl.SSLError) else "nothing answers there"
                 raise EngineUnreachableError(
-                    f"nothing answers there ({error}); is the server running, and is this its address?", who=self.name
+                    f"{what} ({error}); is the server running, and is this its address?", who=self.name
                 ) from error
             try:
                 connection.request(method, self._prefix + path, content, headers)

@@ -79,7 +79,7 @@ def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest
             if isinstance(error, KeyError) or "no module or parameter named" in str(error):
                 trace.unknown.append(name)
             else:
-                trace.refused[name] = f"shape {shape}: {str(error) or type(error).__name__}"
+                trace.refused[name] = f"shape {shape}: {str(error) or _refusal(model, name)}"
             offered = [meta for meta in offered if meta.name != name]
             continue
         break
@@ -87,6 +87,12 @@ def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest
     used = {copy.name for copy in trace.copies}.union(*trace.computed.values())
     trace.ignored = [meta.name for meta in offered if meta.name not in used]
     return trace
+
+
+def _refusal(model: nn.Module, name: str) -> str:
+    """For a loader that gives no reason, as one that asserts."""
+    held = named_tensors(model).get(name)
+    return "the engine's loader refuses it" + (f", which has {tuple(held.shape)} there" if held is not None else "")
 
 
 def uncovered(model: nn.Module, trace: Trace) -> tuple[dict[str, list[Box]], dict[str, list[Box]]]:

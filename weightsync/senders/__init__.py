@@ -31,4 +31,6 @@ def make_sender(backend: str, policy: TensorPolicy, *, bridge: Any = None, vocab
         from weightsync.senders.deepspeed import DeepSpeedSender
 
         return DeepSpeedSender(policy)
-    raise ConfigError(f'backend={backend!r} is unknown; choose "fsdp", "deepspeed" or "megatron"')
+    raise ConfigError(
+        f'backend={backend!r} is unknown; choose "fsdp" (also for DDP and plain modules), "deepspeed" or "megatron"'
+    )

@@ -11,24 +11,27 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from torch import nn
+
 from weightsync.errors import ConfigError
 from weightsync.layout import itemsize
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from weightsync.layout import Box, Manifest, TensorMeta
 
-Model: TypeAlias = "nn.Module | Sequence[nn.Module]"
+Model: TypeAlias = nn.Module | Sequence[nn.Module]
 """What a trainer holds: one module, or the chunks of a pipeline rank in their order."""
 
 
 def one_module(model: Model) -> nn.Module:
-    """The model of a backend that has no chunks. Raises `ConfigError` for several."""
+    """The model of a backend that has no chunks. Raises `ConfigError` for several, and for what is no module."""
+    if isinstance(model, nn.Module):
+        return model
     if isinstance(model, Sequence):
         raise ConfigError(f'push was given {len(model)} modules; only the chunks of backend="megatron" come as several')
-    return model
+    raise ConfigError(f"push takes the model itself, a torch.nn.Module, not its tensors; got a {type(model).__name__}")
 
 
 @dataclass(frozen=True, slots=True)

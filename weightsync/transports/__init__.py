@@ -23,7 +23,7 @@ def make_transport(name: str, *, timeout_s: float) -> Transport:
                 'transport="checkpoint" needs a folder: pass transport=CheckpointTransport(folder), from weightsync'
             )
     raise ConfigError(
-        f'unknown transport {name!r}; choose "ipc", "broadcast", "cuda_ipc", "nccl", "lora" or "single_copy"'
+        f'unknown transport {name!r}; choose "ipc", "broadcast", "single_copy", "lora" or CheckpointTransport(folder)'
     )
 
 
