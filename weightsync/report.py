@@ -47,11 +47,11 @@ class PushReport:
     workers: tuple[WorkerReport, ...] = ()
 
     def __str__(self) -> str:
+        parts = ("control", "gather", "transfer", "verify", "load")
         return (
-            f"version {self.version}: {format_bytes(self.nbytes)} in {self.total_s:.3f} s "
-            f"(control {self.control_s:.3f}, gather {self.gather_s:.3f}, transfer {self.transfer_s:.3f}, "
-            f"verify {self.verify_s:.3f}, load {self.load_s:.3f}, paused {self.pause_s:.3f}), "
-            f"{self.buckets} buckets to {len(self.workers)} workers"
+            f"version {self.version}: {format_bytes(self.nbytes)} in {format_seconds(self.total_s)}, generation paused "
+            f"{format_seconds(self.pause_s)}; overlapping: "
+            + ", ".join(f"{part} {format_seconds(getattr(self, part + '_s'))}" for part in parts)
         )
 
     def to_json(self) -> str:
@@ -64,6 +64,11 @@ class PushReport:
         workers = fields["workers"]
         assert isinstance(workers, (list, tuple))
         return cls(**{**fields, "workers": tuple(WorkerReport(**row) for row in workers)})  # type: ignore[arg-type]
+
+
+def format_seconds(seconds: float) -> str:
+    """Such as 12.8 ms, or 1.53 s."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
 def format_bytes(nbytes: int) -> str:

@@ -40,7 +40,7 @@ from weightsync.cli.trial import (
     vllm_version,
 )
 from weightsync.errors import ConfigError
-from weightsync.report import PushReport, format_bytes
+from weightsync.report import PushReport, format_bytes, format_seconds
 
 PROMPTS = ([5, 6, 7, 8], [40, 41], [100, 101, 102], [9, 3, 77, 1])
 """What the engines are asked; the first is shown after each push."""
@@ -48,8 +48,8 @@ _START_TIMEOUT_S = 300.0
 _STEP_TIMEOUT_S = 120.0
 _MOURNING_S = 1.0
 """After a failure: time for the process that caused it to end, so that its log can be shown too."""
-_HEADING = "version     bytes   loss   seconds: plan  gather transfer   load  paused   total"
-_ROW = "{:>7} {:>9} {:>6.2f}        {:>8.3f} {:>7.3f} {:>8.3f} {:>6.3f} {:>7.3f} {:>7.3f}"
+_HEADING = "version   loss     bytes       push   generation paused"
+_ROW = "{:>7} {:>6.2f} {:>9} {:>10} {:>19}"
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _train_and_push(
     console.print(_HEADING)
     first = before = engine.generate(PROMPTS)
     for step in range(steps):
-        with _busy(console, f"step {step + 1} of {steps}"):
+        with console.status(f"step {step + 1} of {steps}"):
             losses = ask(trainers, {"do": "train"}, _STEP_TIMEOUT_S)
             pushes = ask(trainers, {"do": "push"}, _STEP_TIMEOUT_S)
             after = engine.generate(PROMPTS)
@@ -202,8 +202,8 @@ def _show_header(console: Console, layout: Layout, transport: str, layers: int, 
 
 
 def _show_push(console: Console, report: PushReport, loss: float, before: Answer, after: Answer) -> None:
-    seconds = (report.plan_s, report.gather_s, report.transfer_s, report.load_s, report.pause_s, report.total_s)
-    console.print(_ROW.format(report.version, format_bytes(report.nbytes), loss, *seconds), highlight=False)
+    took, paused = format_seconds(report.total_s), format_seconds(report.pause_s)
+    console.print(_ROW.format(report.version, loss, format_bytes(report.nbytes), took, paused), highlight=False)
     console.print(f"{'':>7} engine before  [dim]{_tokens(before)}[/dim]", highlight=False)
     console.print(f"{'':>7} engine after   [bold green]{_tokens(after)}[/bold green]", highlight=False)
 
