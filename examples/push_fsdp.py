@@ -1,15 +1,15 @@
 """Push a model that trains under FSDP2 into a running vLLM server.
 
-The server, in one terminal (the development mode opens the routes for weights):
+The server, in one terminal:
 
-    VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-0.6B --weight-transfer-config '{"backend": "weightsync"}'
+    python -m weightsync.vllm.serve Qwen/Qwen3-0.6B --gpu-memory-utilization 0.4
 
 The trainer, in another, on as many GPUs as you like, or on none:
 
-    torchrun --nproc-per-node 2 examples/push_fsdp.py --model Qwen/Qwen3-0.6B --engine http://localhost:8000
+    torchrun --nproc-per-node 1 examples/push_fsdp.py --model Qwen/Qwen3-0.6B
 
-On a machine with one GPU for both, start the server with `--gpu-memory-utilization 0.4`, and the trainer with one
-process. For a server on another host, or on GPUs of its own, use `--transport broadcast`.
+On a GPU the two share it, since the transport is ipc. For a server on GPUs of its own, or on another host, use
+`--transport broadcast`, and with that host's address `--engine http://...:8000`.
 """
 
 from __future__ import annotations
