@@ -6,14 +6,21 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from weightsync import cli
+from weightsync.cli import doctor
 from weightsync.cli.demo import lay_out
-from weightsync.cli.trial import Answer, ChildError, Responder, ask, difference, tiny_model
+from weightsync.cli.trial import Answer, ChildError, Responder, ask, difference, free_port, tiny_model
 from weightsync.errors import ConfigError
 
 
@@ -60,6 +67,8 @@ def test_help(arguments, words, capsys):
         (["doctor", "--engine", "http://127.0.0.1:1"], "--engine and --model go together"),
         (["doctor", "--engine", "http://127.0.0.1:1", "--model", "/nonexistent", "--no-engine"], "exclude each other"),
         (["doctor", "--no-engine", "--quantization", "fp8"], "engines of the doctor's own"),
+        (["doctor", "--engine", "localhost:8000", "--model", "/nonexistent"], "is not the URL of a server"),
+        (["doctor", "--engine", "http://127.0.0.1:1", "--model", "/nonexistent"], "/nonexistent has no config.json"),
     ],
 )
 def test_a_call_that_cannot_work_is_one_message_and_status_2(arguments, message, capsys):
@@ -124,6 +133,82 @@ def test_doctor_fails_where_vllm_would_not_load_the_plug_in(monkeypatch, capsys)
     assert "FAIL  vLLM plug-in           VLLM_PLUGINS=lora_resolver keeps it out: add weightsync to the list" in printed
     assert "FAIL  expandable_segments    on, by PYTORCH_CUDA_ALLOC_CONF" in printed
     assert "2 checks failed" in printed
+
+
+def test_doctor_does_not_begin_without_weights_to_push(tmp_path, capsys):
+    model = tiny_model(tmp_path, layers=1)
+    assert cli.main(["doctor", "--engine", "http://127.0.0.1:1", "--model", str(model)]) == 2
+    printed = capsys.readouterr()
+    assert f"{model} has no weights (no *.safetensors and no *.bin); expected the checkpoint" in printed.err
+    assert printed.out == ""
+
+
+@contextmanager
+def server(answers: dict[str, object]) -> Iterator[str]:
+    """The URL of a server with these paths; a number is the status of a failure, and other paths are not found."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            answer = answers.get(self.path, 404)
+            self.send_response(answer if isinstance(answer, int) else 200)
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        def do_GET(self) -> None:
+            self.do_POST()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
+        threading.Thread(target=found.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{found.server_port}"
+        finally:
+            found.shutdown()
+
+
+MODELS = {"/v1/models": {"data": [{"id": "tiny"}]}}
+COMPLETIONS = {"/v1/completions": {"choices": [{"logprobs": {"tokens": ["token_id:7"], "token_logprobs": [-0.5]}}]}}
+
+
+def given_engine(url: str, model: Path) -> list[tuple[str, str, str]]:
+    return [(f.status, f.check, f.text) for f in doctor._given_engine(url, model, "ipc")]
+
+
+def test_doctor_does_not_blame_an_engine_that_it_never_reached(tmp_path):
+    (engine, afterwards) = given_engine(f"http://127.0.0.1:{free_port()}", tmp_path)
+    assert engine[:2] == ("FAIL", "engine")
+    assert "is the server running, and is this its address?" in engine[2]
+    assert afterwards == ("skip", "afterwards", "nothing was pushed")
+
+
+def test_doctor_tells_an_engine_that_fails_before_any_push_from_a_push_that_fails(tmp_path):
+    with server({**MODELS, "/v1/completions": 500}) as url:
+        (generate, afterwards) = given_engine(url, tmp_path)
+    assert generate[:2] == ("FAIL", "generate")
+    assert generate[2].startswith("the engine fails before any push; its log says why: /v1/completions: status 500")
+    assert afterwards == ("skip", "afterwards", "nothing was pushed")
+
+
+def test_doctor_says_when_a_refused_push_has_changed_nothing(tmp_path):
+    config = AutoConfig.from_pretrained(tiny_model(tmp_path, layers=1))
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    with server({**MODELS, **COMPLETIONS}) as url:  # and no routes for weights, as without VLLM_SERVER_DEV_MODE=1
+        (push, afterwards) = given_engine(url, tmp_path)
+    assert push[:2] == ("FAIL", "push")
+    assert afterwards[:2] == ("pass", "afterwards")
+    assert "the engine serves what it did before" in afterwards[2]
+
+
+def test_doctor_says_when_a_checkpoint_cannot_be_loaded(tmp_path):
+    (tiny_model(tmp_path, layers=1) / "model.safetensors").write_bytes(b"cut off")
+    with server({**MODELS, **COMPLETIONS}) as url:
+        (model, afterwards) = given_engine(url, tmp_path)
+    assert model[:2] == ("FAIL", "model")
+    assert str(tmp_path) in model[2]
+    assert afterwards == ("skip", "afterwards", "nothing was pushed")
 
 
 @pytest.mark.engine

@@ -1,7 +1,8 @@
 """`weightsync doctor`: what a push needs of a machine, checked one by one, and then pushes to a live engine.
 
 Each check gives one line: pass, "FAIL" with what to do, or "skip" with the reason. With an engine the last three are
-pushes: the weights that it has (identity), others (B), and its own again (A), which must come back exactly. With a
+pushes: the weights that it has (identity), others (B), and its own again (A), which must come back exactly. A line
+"afterwards" says what an engine that is not the doctor's own was left with, when something failed. With a
 quantised one B is also compared with an engine that was started cold from it, and how far rollouts are from what the
 unquantised policy would give them is told, for whoever needs importance ratios.
 """
@@ -32,6 +33,7 @@ from weightsync import __version__
 from weightsync.channel import Deadline, Hub
 from weightsync.cli.trial import (
     Answer,
+    ChildError,
     Responder,
     Server,
     ask,
@@ -44,7 +46,7 @@ from weightsync.cli.trial import (
     vllm_version,
 )
 from weightsync.engines import connect
-from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.errors import ConfigError, EngineUnreachableError, WeightSyncError
 from weightsync.kernels.copies import BatchedCopy
 from weightsync.kernels.digest import digest
 from weightsync.layout import Box, Manifest, Placement, TensorMeta
@@ -58,6 +60,7 @@ from weightsync.wire import POISONED, PROTOCOL
 _PROMPTS = ([5, 6, 7, 8], [40, 41], [100, 101, 102])
 _VLLM_VERSIONS = ((0, 25), (0, 33))
 """The first and the last release that the plug-in works in."""
+_WEIGHTS = ("*.safetensors", "*.bin")
 _START_TIMEOUT_S = 300.0
 _CHILD_TIMEOUT_S = 60.0
 _PROBE_ELEMENTS = 1 << 20
@@ -83,8 +86,8 @@ def run(
     quantization: str | None,
     console: Console,
 ) -> bool:
-    """Print every check's outcome; gives whether none failed. Raises `ConfigError` for a call that cannot work. An
-    engine that was given serves the weights of `model_dir` at the end."""
+    """Print every check's outcome; gives whether none failed. Raises `ConfigError` for a call that cannot work, before
+    anything is printed. An engine that was given serves the weights of `model_dir` at the end."""
     if (url is None) != (model_dir is None):
         raise ConfigError("--engine and --model go together: the doctor pushes the weights of --model to --engine")
     if url is not None and no_engine:
@@ -96,6 +99,8 @@ def run(
         )
     checks: list[Check] = [_versions, _gpus, _shared_memory, _handles, _settings, _port, _plug_in]
     if url is not None and model_dir is not None:
+        connect(url, _CHILD_TIMEOUT_S)  # which refuses what is no URL, and contacts nothing
+        _check_checkpoint(model_dir)
         checks.append(lambda: _given_engine(url, model_dir, transport))
     elif no_engine:
         checks.append(lambda: iter([Finding("skip", "engine", "--no-engine was given")]))
@@ -320,7 +325,12 @@ def _own_engine(transport: str, quantization: str | None) -> Iterator[Finding]:
             scheme = f" in {quantization}" if quantization else ""
             seconds = time.monotonic() - started
             yield Finding("pass", "engine", f"vLLM on {layout.engine}{scheme} answers after {seconds:.0f} s")
-            yield from _pushes(engine.url, trainer, transport)
+            try:
+                own = engine.generate(_PROMPTS)
+            except ChildError as error:
+                yield Finding("FAIL", "generate", f"the engine fails before any push: {error}")
+                return
+            yield from _pushes(engine.url, trainer, transport, own)
             if quantization is None:
                 return
             _move_rows(trainer, "B")
@@ -355,18 +365,45 @@ def _gap(quantised: list[float], plain: list[float]) -> Finding:
     )
 
 
-def _given_engine(url: str, model_dir: Path, transport: str) -> Iterator[Finding]:
-    try:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging as hf_logging
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error}; --model is read with transformers: pip install transformers") from error
+def _check_checkpoint(model_dir: Path) -> None:
+    """Raise `ConfigError` where `model_dir` is no checkpoint that transformers could read."""
+    if installed("transformers") is None:
+        raise ConfigError("--model is read with transformers, which is not installed: pip install transformers")
     if not (model_dir / "config.json").is_file():
-        raise ConfigError(f"{model_dir} has no config.json; expected the checkpoint that the engine serves")
+        raise ConfigError(
+            f"{model_dir} has no config.json; expected the folder of the checkpoint that the engine serves"
+        )
+    if not any(next(model_dir.glob(pattern), None) for pattern in _WEIGHTS):
+        raise ConfigError(
+            f"{model_dir} has no weights (no {' and no '.join(_WEIGHTS)}); expected the checkpoint that the engine "
+            "serves"
+        )
+
+
+def _given_engine(url: str, model_dir: Path, transport: str) -> Iterator[Finding]:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as hf_logging
+
+    nothing_pushed = Finding("skip", "afterwards", "nothing was pushed")
+    try:
+        own = generate(url, _PROMPTS)
+    except EngineUnreachableError as error:
+        yield Finding("FAIL", "engine", str(error))
+        yield nothing_pushed
+        return
+    except WeightSyncError as error:
+        yield Finding("FAIL", "generate", f"the engine fails before any push; its log says why: {error}")
+        yield nothing_pushed
+        return
     hf_logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
+    except Exception as error:  # of many kinds, by what is wrong with the files
+        yield Finding("FAIL", "model", f"transformers does not load {model_dir}: {type(error).__name__}: {error}")
+        yield nothing_pushed
+        return
     device = _roomiest(sum(p.numel() * p.element_size() for p in model.parameters()))
-    yield from _pushes(url, model.to(device), transport)
+    yield from _pushes(url, model.to(device), transport, own)
 
 
 def _roomiest(nbytes: int) -> torch.device:
@@ -376,11 +413,11 @@ def _roomiest(nbytes: int) -> torch.device:
     return torch.device("cuda", number) if number is not None and free[number] > 1.2 * nbytes else torch.device("cpu")
 
 
-def _pushes(url: str, model: nn.Module, transport: str) -> Iterator[Finding]:
-    """Identity, A to B, B to A. Whatever fails, the last thing tried is to have the engine serve A."""
+def _pushes(url: str, model: nn.Module, transport: str, own: list[Answer]) -> Iterator[Finding]:
+    """Identity, A to B, B to A; `own` are the engine's answers before. Whatever fails, the last thing tried is to have
+    the engine serve A, unless no push has changed it."""
     served = pushing = "A"
     try:
-        own = generate(url, _PROMPTS)
         with WeightSync("fsdp", transport, url, progress=False) as sync:
             report = sync.push(model)
             start = generate(url, _PROMPTS)
@@ -411,7 +448,8 @@ def _pushes(url: str, model: nn.Module, transport: str) -> Iterator[Finding]:
         return
     except WeightSyncError as error:
         yield Finding("FAIL", "push", str(error))
-    if served == "A" and _is_clean(url):
+    if served == "A" and _is_whole(url, own):
+        yield Finding("pass", "afterwards", "no push was left half-way: the engine serves what it did before")
         return
     try:
         if pushing == "B":
@@ -423,14 +461,17 @@ def _pushes(url: str, model: nn.Module, transport: str) -> Iterator[Finding]:
         yield Finding("FAIL", "afterwards", f"the engine does not serve the weights of --model, restart it: {error}")
 
 
-def _is_clean(url: str) -> bool:
-    """Whether the engine says that no push has failed half-way."""
+def _is_whole(url: str, own: list[Answer]) -> bool:
+    """Whether no push has failed half-way: the engine says so, or, where it has no version to say it with, answers as
+    before the pushes, which it would not while it is paused."""
     (engine,) = connect(url, _CHILD_TIMEOUT_S)
     try:
         version = engine.version()
+        if version is None:
+            return difference(own, generate(url, _PROMPTS)) == 0
     except WeightSyncError:
         return False
-    return version is not None and not version.startswith(POISONED)
+    return not version.startswith(POISONED)
 
 
 def _same(check: str, expected: list[Answer], found: list[Answer], good: str, bad: str) -> Finding:
