@@ -59,7 +59,12 @@ def test_help(arguments, words, capsys):
     [
         (["plan", "/nonexistent"], "/nonexistent has no config.json"),
         (["plan", "/nonexistent", "--bucketer", "parameter", "--max-bytes", "1"], "has no meaning"),
-        (["plan", "/nonexistent", "--simulate", "hosts=2"], "no size of a model such as 70B"),
+        (["plan", "Qwen/Qwen3-8B"], "hf download Qwen/Qwen3-8B config.json --local-dir Qwen3-8B"),
+        (["plan", "70B"], "a size goes with --simulate: weightsync plan 70B --simulate"),
+        (["plan", "/nonexistent", "--simulate", "hosts=2"], "no size such as 70B"),
+        (["plan", "70B", "--simulate", "hosts=2", "--tp", "1"], "--tp says nothing to --simulate: put tp=1 into"),
+        (["plan", "70B", "--simulate", "", "--max-bytes", "1GB"], "--max-bytes says nothing to --simulate: put bucket"),
+        (["plan", "70B", "--simulate", "", "--all"], "--all says nothing to --simulate: leave it out"),
         (["plan", "70B", "--simulate", "gpus=2"], "a topology has no 'gpus'"),
         (["demo", "--steps", "0"], "--steps 0"),
         (["bench", "--num-iters", "0"], "--num-iters 0"),
@@ -76,10 +81,11 @@ def test_a_call_that_cannot_work_is_one_message_and_status_2(arguments, message,
     assert message in capsys.readouterr().err
 
 
-def test_plan_shows_what_fuses_where_and_in_which_buckets(tmp_path):
+def test_plan_shows_what_fuses_where_and_in_which_buckets(tmp_path, monkeypatch):
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
     model = tiny_model(tmp_path, layers=3)
-    run = weightsync("plan", str(model), "--tp", "2", "--bucketer", "threshold", "--max-bytes", "90000", timeout_s=60)
-    assert run.returncode == 0, run.stderr
+    run = weightsync("plan", str(model), "--tp", "2", "--bucketer", "threshold", "--max-bytes", "90kB", timeout_s=60)
+    assert (run.returncode, run.stderr) == (0, "")
     lines = [line.strip() for line in run.stdout.splitlines()]
     assert "36 tensors, 952.45 kB in the dtypes that the engine holds" in lines
     # Worker 0 of 2 keeps the first half of each: 4 query heads of 32 and 2 key and value heads, over a width of 128.
@@ -92,6 +98,37 @@ def test_plan_shows_what_fuses_where_and_in_which_buckets(tmp_path):
     assert "3 tensors  model.layers.*.self_attn.{q_proj,k_proj,v_proj}.weight  x 3" in lines
     assert "2 tensors  model.layers.*.mlp.{gate_proj,up_proj}.weight  x 3" in lines
     assert "0   32.77 kB      1 tensor  model.embed_tokens.weight" in lines
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        ("{ cut off", [], "is not a valid JSON file"),
+        ("{}", [], "Should have a `model_type`"),
+        ('{"model_type": "nonesuch"}', [], "model type `nonesuch`"),
+        (None, ["--tp", "3"], "vLLM refuses it: Total number of attention heads (4) must be divisible by"),
+    ],
+)
+def test_plan_of_what_no_engine_serves_is_one_line_and_status_2(config, arguments, message, tmp_path, capsys):
+    file = tiny_model(tmp_path, layers=1) / "config.json"
+    if config is not None:
+        file.write_text(config)
+    assert cli.main(["plan", str(file), *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert len(printed.splitlines()) == 1
+
+
+def test_sizes_are_bytes_or_have_a_unit(capsys):
+    assert [cli._size(text) for text in ("90000", "256MiB", "1GB", "4kB")] == [90000, 256 << 20, 10**9, 4000]
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["plan", "/nonexistent", "--max-bytes", "1MX"])
+    assert "'1MX': expected bytes, such as 268435456 or 256MiB" in capsys.readouterr().err
+
+
+def test_no_command_at_all_shows_what_there_is(capsys):
+    assert cli.main([]) == 2
+    assert "weightsync demo" in capsys.readouterr().out
 
 
 def test_plan_of_everything_shows_every_layer_and_worker(tmp_path):
@@ -107,13 +144,13 @@ def test_plan_predicts_a_push_on_other_machines(capsys):
     assert cli.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "70B, 140.00 GB in bfloat16: predicted, not measured"
-    assert [line for line in lines if line.startswith("| 8 | 1 | 8 | 1 x TP=8 | 256 MiB | ipc | 0.02 s | peer copy")]
-    assert [
-        line
-        for line in lines
-        if line.startswith("| 64 | 8 | 32 | 4 x TP=8 | 256 MiB | ipc |  | reads memory of one host")
-    ]
-    assert len(lines) == 2 + 2 + 2 * 3
+    rows = [re.split(r" {2,}", line.strip()) for line in lines[2:]]
+    assert rows[0] == ["GPUs", "hosts", "ranks", "engines", "bucket", "transport", "push", "longest part"]
+    assert rows[1] == ["8", "1", "8", "1 x TP=8", "256 MiB", "ipc", "22 ms", "peer copy, 62%"]
+    impossible = ["-", "not possible: ipc needs trainer and engine on one host"]
+    assert rows[4] == ["64", "8", "32", "4 x TP=8", "256 MiB", "ipc", *impossible]
+    assert len(rows) == 1 + 2 * 3
+    assert {line.index("  not possible") for line in lines if "not possible" in line} == {lines[2].index("  longest")}
 
 
 def test_doctor_checks_the_machine():

@@ -89,7 +89,7 @@ def test_time_grows_with_bytes_and_rank_0_s_messages_with_buckets_and_peers():
 @pytest.mark.parametrize(
     ("transport", "size", "topology", "why"),
     [
-        ("ipc", "70B", "hosts=2", "memory of one host"),
+        ("ipc", "70B", "hosts=2", "trainer and engine on one host"),
         ("broadcast", "70B", "", "8 ranks and 8 workers do not find a place on 8 GPUs"),
         ("ipc", "1T", "", "500 GB of weights on a GPU of 141 GB"),
         ("broadcast", "1T", "hosts=2", "250 GB of weights"),

@@ -124,7 +124,7 @@ def _checked(transport: str, nbytes: int, topology: Topology, for_engines: int) 
     shared = transport != "broadcast" and t.ranks + t.workers > t.gpus
     needed_gb = shard_gb + share_gb if shared else max(shard_gb, share_gb)
     if transport == "ipc" and t.hosts > 1:
-        return Prediction(transport, {}, "reads memory of one host")
+        return Prediction(transport, {}, "ipc needs trainer and engine on one host")
     if t.ranks > t.gpus or t.workers > for_engines:
         return Prediction(
             transport, {}, f"{t.ranks} ranks and {t.workers} workers do not find a place on {t.gpus} GPUs"
@@ -200,12 +200,12 @@ def bfloat16_bytes(text: str) -> int:
     try:
         return int(float(text[:-1]) * scale[text[-1:].upper()]) * 2
     except (ValueError, KeyError):
-        raise ConfigError(f"{text} has no config.json, and is no size of a model such as 70B or 1T") from None
+        raise ConfigError(f"{text!r} is no size of a model such as 70B or 1T") from None
 
 
 def simulation_table(nbytes: int, topologies: Sequence[Topology]) -> list[tuple[str, ...]]:
-    """For each topology and transport: GPUs, hosts, ranks, engines, bucket, transport, seconds, and what takes most of
-    them."""
+    """For each topology and transport: GPUs, hosts, ranks, engines, bucket, transport, seconds, and the part that takes
+    longest, or why it is not possible."""
     return [
         (
             str(t.gpus),
@@ -214,9 +214,16 @@ def simulation_table(nbytes: int, topologies: Sequence[Topology]) -> list[tuple[
             f"{t.engines} x TP={t.tp}",
             f"{t.bucket_mib} MiB",
             found.transport,
-            "" if found.impossible else f"{found.seconds:.2f} s" if found.seconds < 10 else f"{found.seconds:.0f} s",
-            found.impossible or f"{found.limit}, {found.parts[found.limit] / found.seconds:.0%}",
+            *_outcome(found),
         )
         for t in topologies
         for found in predict(nbytes, t)
     ]
+
+
+def _outcome(found: Prediction) -> tuple[str, str]:
+    if found.impossible:
+        return "-", f"not possible: {found.impossible}"
+    s = found.seconds
+    time = f"{s * 1e3:.0f} ms" if s < 0.1 else f"{s:.2f} s" if s < 10 else f"{s:.0f} s"
+    return time, f"{found.limit}, {found.parts[found.limit] / s:.0%}"

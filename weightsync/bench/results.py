@@ -178,6 +178,15 @@ def _phase_row(result: Result) -> list[str]:
     return [milliseconds(phases[name].median) if name in phases else "" for name in PHASES]
 
 
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], alignment: str) -> list[str]:
+    """Its lines, for a terminal. `alignment` has "<" or ">" for each column: where its cells begin or end alike."""
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    return [
+        "  ".join(f"{cell:{a}{width}}" for cell, a, width in zip(row, alignment, widths, strict=True)).rstrip()
+        for row in (columns, *rows)
+    ]
+
+
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Its lines."""
     lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]

@@ -14,7 +14,7 @@ from weightsync import __version__
 from weightsync.bench.cases import BACKENDS, BUCKETERS, DTYPES, TRANSPORTS
 from weightsync.bench.shapes import SHAPES
 from weightsync.bucketing import make_bucketer
-from weightsync.errors import WeightSyncError
+from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.sync import DEFAULT_MAX_BYTES
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -48,6 +48,8 @@ Exit status: 0 when all is well, 1 when something failed, 2 when the call itself
 """
 
 
+_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
 _BENCH = """\
 Starts vLLM servers and trainers of models without data, and times whole pushes, on the trainer's
 clock. The first push of a case, which also connects, is reported apart, and so are warm-up pushes
@@ -74,13 +76,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="weightsync", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"weightsync {__version__}")
-    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     _add_demo(commands)
     _add_plan(commands)
     _add_bench(commands)
     _add_doctor(commands)
     _add_bridge(commands)
     options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 2
     console = Console()
     signal.signal(signal.SIGTERM, _terminated)  # so that children are ended, as after a Ctrl-C
     try:
@@ -118,22 +123,36 @@ def _add_plan(commands: Commands) -> None:
         "Example: weightsync plan ~/models/Qwen3-8B --tp 2. With --simulate, predicts how long a push would take on "
         "other machines. Example: weightsync plan 70B --simulate hosts=8,ranks=32,engines=4,tp=8",
     )
-    plan.add_argument("model_dir", metavar="MODEL_DIR", type=Path, help="a folder with a Hugging Face config.json")
-    plan.add_argument("--tp", type=int, default=1, help="tensor parallel workers of the engine; default: 1")
-    plan.add_argument("--expert-parallel", action="store_true", help="experts are spread over the workers, whole")
-    plan.add_argument("--dtype", default="auto", help="the engine's dtype, as vLLM's --dtype; default: the config's")
     plan.add_argument(
-        "--bucketer", choices=("module", "threshold", "parameter"), default="module", help="default: module"
+        "model_dir", metavar="MODEL_DIR", type=Path, help="a folder with a Hugging Face config.json, or that file"
     )
-    plan.add_argument("--max-bytes", type=int, help="size of a bucket; default: 256 MiB")
+    # None where nothing is said: --simulate refuses these, with whatever value.
+    plan.add_argument("--tp", type=int, metavar="N", help="tensor parallel workers of the engine; default: 1")
+    plan.add_argument("--expert-parallel", action="store_true", help="experts are spread over the workers, whole")
+    plan.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float16", "float32", "half", "float"),
+        metavar="DTYPE",
+        help="the engine's, as vLLM's --dtype: auto, bfloat16, float16, float32; default: auto, which is the config's",
+    )
+    plan.add_argument(
+        "--bucketer",
+        choices=BUCKETERS,
+        metavar="HOW",
+        help="what travels together. module: as many whole modules as --max-bytes holds; threshold: as many tensors, "
+        "where only what fuses stays together; parameter: one tensor at a time. Default: module",
+    )
+    plan.add_argument(
+        "--max-bytes", metavar="SIZE", type=_size, help="of a bucket, in bytes or as 64MiB, 1GB; default: 256MiB"
+    )
     plan.add_argument("--all", action="store_true", help="every layer, every worker, every bucket")
     plan.add_argument(
         "--simulate",
         metavar="TOPOLOGY",
         action="append",
         help="predict the seconds of a push over each transport instead, also for a MODEL_DIR that is only a size such "
-        "as 70B or 1T. hosts=1,gpus_per_host=8,ranks=8,engines=1,tp=8 is the default, and may be given in part; so may "
-        "the speeds, see docs/scaling.md. Once for each row",
+        "as 70B or 1T. hosts=1,gpus_per_host=8,ranks=8,engines=1,tp=8 is the default; give any part of it, the rest "
+        "stays: hosts=8 alone has 8 ranks and one engine on 64 GPUs. Speeds too, see docs/scaling.md. May be repeated",
     )
     plan.set_defaults(run=_plan)
 
@@ -226,14 +245,38 @@ def _plan(options: argparse.Namespace, console: Console) -> bool:
     from weightsync.cli import plan_report
 
     if options.simulate:
+        _check_simulated(options)
         return plan_report.simulate(options.model_dir, options.simulate, console)
-    max_bytes = options.max_bytes
-    if max_bytes is None and options.bucketer != "parameter":
+    kind, max_bytes = options.bucketer or "module", options.max_bytes
+    if max_bytes is None and kind != "parameter":
         max_bytes = DEFAULT_MAX_BYTES
-    bucketer = make_bucketer(options.bucketer, max_bytes)
     return plan_report.run(
-        options.model_dir, options.tp, options.expert_parallel, bucketer, options.dtype, options.all, console
+        options.model_dir,
+        1 if options.tp is None else options.tp,
+        options.expert_parallel,
+        make_bucketer(kind, max_bytes),
+        options.dtype or "auto",
+        options.all,
+        console,
     )
+
+
+def _check_simulated(options: argparse.Namespace) -> None:
+    """Raise `ConfigError` for an option of `plan` that a prediction would ignore."""
+    in_topology = {"tp": f"tp={options.tp}", "max_bytes": "bucket_mib=N"}
+    for name in ("tp", "expert_parallel", "dtype", "bucketer", "max_bytes", "all"):
+        if (value := getattr(options, name)) is not None and value is not False:
+            way_out = f"put {in_topology[name]} into the topology" if name in in_topology else "leave it out"
+            raise ConfigError(f"--{name.replace('_', '-')} says nothing to --simulate: {way_out}")
+
+
+def _size(text: str) -> int:
+    """Bytes, from "268435456" or "256MiB"."""
+    number = text.rstrip("BGKMik")
+    try:
+        return int(number) * _UNITS[text[len(number) :]]
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected bytes, such as 268435456 or 256MiB") from None
 
 
 def _bench(options: argparse.Namespace, console: Console) -> bool:

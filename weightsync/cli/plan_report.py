@@ -7,18 +7,21 @@ of a push. Layers that are alike are shown once.
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
 
-from weightsync.bench.results import markdown_table
+from weightsync.bench.results import text_table
 from weightsync.bucketing import Bucket, Bucketer
 from weightsync.errors import ConfigError
 from weightsync.layout import Box, Manifest, PlannedCopy, TensorMeta, connected, fuse_groups, row_major, strided_boxes
@@ -31,11 +34,15 @@ if TYPE_CHECKING:
     from weightsync.vllm.offline import WorkerPlan
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_SIZE = re.compile(r"[\d.]+[MBT]", re.IGNORECASE)
 _MOST_BUCKETS = 6
+_LONGEST_REASON = 300
+"""Characters of what transformers or vLLM say against a config.json; some list every model that there is."""
 
 
 def run(
-    model_dir: Path,
+    model: Path,
     tp: int,
     expert_parallel: bool,
     bucketer: Bucketer,
@@ -43,18 +50,27 @@ def run(
     everything: bool,
     console: Console,
 ) -> bool:
-    """Print the report; gives whether the tensors fill the engine's model. Raises `ConfigError` for what cannot be
-    planned. Loads vLLM and transformers."""
-    if not (model_dir / "config.json").is_file():
-        raise ConfigError(f"{model_dir} has no config.json; expected the folder of a Hugging Face model")
+    """Print the report; gives whether the tensors fill the engine's model. `model` is a folder with a config.json, or
+    that file. Raises `ConfigError` for what cannot be planned. Loads vLLM and transformers."""
+    model_dir = _folder(model)
+    if model_dir is None:
+        raise ConfigError(f"{model} has no config.json; {_way_out(str(model))}")
     if tp < 1:
         raise ConfigError(f"--tp {tp}: expected a number of workers, at least 1")
+    if "VLLM_LOGGING_LEVEL" not in os.environ:
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM warns before it has set up its own logging, too
     try:
+        from pydantic import ValidationError
+
         from weightsync.vllm.offline import plan_workers
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}; a plan needs vLLM and transformers: pip install 'weightsync[vllm]'") from error
     architecture, offered = checkpoint_tensors(model_dir)
-    workers = plan_workers(model_dir, offered, tp, dtype, expert_parallel=expert_parallel)
+    try:
+        workers = plan_workers(model_dir, offered, tp, dtype, expert_parallel=expert_parallel)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"vLLM refuses it: {shorten(reason, _LONGEST_REASON, placeholder=' ...')}") from error
     manifest = _as_held(offered, workers)
     groups = connected(
         (name, (rank, number))
@@ -72,29 +88,52 @@ def run(
 
 
 def simulate(model: Path, topologies: Sequence[str], console: Console) -> bool:
-    """Print what a push of `model`, a folder or a size such as "70B", would take in bfloat16 on each of these
-    topologies, as a table in Markdown; gives whether all is well. Raises `ConfigError`."""
-    if (model / "config.json").is_file():
-        nbytes = 2 * sum(prod(tensor.shape) for tensor in checkpoint_tensors(model)[1])
-    else:
+    """Print what a push of `model`, a folder with a config.json, that file, or a size such as "70B", would take in
+    bfloat16 on each of these topologies; gives whether all is well. Raises `ConfigError`."""
+    parsed = [Topology.parse(text) for text in topologies]
+    model_dir = _folder(model)
+    if model_dir is not None:
+        nbytes = 2 * sum(prod(tensor.shape) for tensor in checkpoint_tensors(model_dir)[1])
+    elif _SIZE.fullmatch(str(model)):
         nbytes = bfloat16_bytes(str(model))
-    rows = simulation_table(nbytes, [Topology.parse(text) for text in topologies])
+    else:
+        raise ConfigError(f"{model} has no config.json, and is no size such as 70B or 1T; {_way_out(str(model))}")
     _line(console, f"{model}, {format_bytes(nbytes)} in bfloat16: predicted, not measured")
     _line(console, "")
-    columns = ("GPUs", "hosts", "ranks", "engines", "bucket", "transport", "a push", "most of it")
-    for line in markdown_table(columns, rows):
+    columns = ("GPUs", "hosts", "ranks", "engines", "bucket", "transport", "push", "longest part")
+    for line in text_table(columns, simulation_table(nbytes, parsed), ">>>>><><"):
         _line(console, _safe(line))
     return True
 
 
+def _folder(model: Path) -> Path | None:
+    """The folder of the config.json of `model`, which is that folder or that file; None when there is none."""
+    folder = model.parent if model.name == "config.json" else model
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _way_out(model: str) -> str:
+    """What to do about a `model` that is no folder with a config.json."""
+    if _SIZE.fullmatch(model):
+        return f"a size goes with --simulate: weightsync plan {model} --simulate hosts=1"
+    if _HUB_NAME.fullmatch(model) and not Path(model).exists():
+        folder = model.rpartition("/")[2]
+        return f"if it is the hub's, download it first: hf download {model} config.json --local-dir {folder}"
+    return "expected the folder of a Hugging Face model"
+
+
 def checkpoint_tensors(model_dir: Path) -> tuple[str, Manifest]:
     """The class of the Hugging Face model of `model_dir`, and the tensors that a trainer of it sends, each tied one
-    once. Nothing is allocated."""
+    once. Nothing is allocated. Raises `ConfigError` when transformers makes no model of the config.json."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model_dir)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    try:
+        config = AutoConfig.from_pretrained(model_dir)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # of many kinds, by what is wrong with it
+        reason = shorten(f"{type(error).__name__}: {error}", _LONGEST_REASON, placeholder=" ...")
+        raise ConfigError(f"transformers makes no model of {model_dir / 'config.json'}: {reason}") from error
     tensors: dict[int, TensorMeta] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         tensors.setdefault(id(tensor), TensorMeta(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
