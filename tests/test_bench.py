@@ -17,7 +17,7 @@ from weightsync.bench import measure
 from weightsync.bench.cases import CHECKPOINT_ENGINE, FILES, PEERS, Case, Layout, Machine, expand, lay_out, refusal
 from weightsync.bench.floors import DEVICE_COPY, HOST_COPY, MEMCPY, PEER_COPY, broadcast_to, floor, memory
 from weightsync.bench.models import save_checkpoint, values
-from weightsync.bench.results import Result, failures, from_json, markdown, row_of, to_json
+from weightsync.bench.results import Result, failures, from_json, markdown, row_of, text_table, to_json
 from weightsync.bench.shapes import SHAPES, write_config
 from weightsync.cli.plan_report import checkpoint_tensors
 from weightsync.cli.trial import ChildError
@@ -173,20 +173,33 @@ def test_results_survive_json_with_every_repeat():
 
 
 def test_a_table_says_when_answers_differ_and_a_peer_is_no_failure():
-    assert row_of(result())[:3] == ("200 ms", "100 ms to 300 ms", "1000 ms")
-    assert row_of(result(answers=0.5))[6] == "other logps"
-    assert row_of(result(answers=float("inf")))[6] == "other tokens"
+    assert row_of(result())[:3] == ("200 ms", "100 ms - 300 ms", "1000 ms")
+    assert row_of(result(answers=0.5))[5] == "other logps"
+    assert row_of(result(answers=float("inf")))[5] == "other tokens"
     ours, theirs = result(answers=0.5), result(PEER, answers=0.5)
     assert failures([result(), ours, theirs]) == [ours]
+
+
+def test_a_table_has_no_ratio_to_a_lower_bound_that_is_hardly_any_time():
+    assert row_of(result())[3:5] == (f"{MEMCPY}: 10 ms", "20.0 x")
+    assert row_of(dataclasses.replace(result(), floor_s=0.0009))[3:5] == (f"{MEMCPY}: 0.9 ms", "-")
+
+
+def test_a_text_table_is_as_wide_as_its_cells():
+    assert text_table(("push", "case"), [("1 ms", "a"), ("1000 ms", "a longer one")], "><") == [
+        "   push  case",
+        "   1 ms  a",
+        "1000 ms  a longer one",
+    ]
 
 
 def test_the_report_has_limits_times_phases_and_what_is_missing():
     failed = Result(CASE, {}, {}, 10**6, 0.01, MEMCPY, error="the engine died\nits log")
     text = markdown([result(), failed], [(PEER, "too | large"), (CASE, "too | large")], ["phases.png"])
     assert "| memcpy | 5.0 |" in text
-    assert "| 200 ms | 100 ms to 300 ms | 1000 ms | 10 ms | memcpy | 20.0 x | equal |" in text
+    assert "| 200 ms | 100 ms - 300 ms | 1000 ms | memcpy: 10 ms | 20.0 x | equal |" in text
     assert f"| {CASE} | the engine died |" in text
-    assert f"| {PEER}, and 1 more | too / large |" in text
+    assert f"| {PEER}, and 1 more case | too / large |" in text
     assert text.endswith("![phases.png](phases.png)\n")
 
 
@@ -223,7 +236,8 @@ def test_a_dry_run_shows_the_plan_and_starts_nothing(capsys):
     assert cli.main([*arguments, "checkpoint"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     # 16.38 GB at 2.4 GB/s to two workers, each of which holds half and two buckets: the embedding is the largest
-    assert "6826 ms broadcast to 2 18.87 GB 10.68 GB" in printed
+    assert "broadcast to 2: 6826 ms 18.87 GB 10.68 GB" in printed
+    assert printed.startswith("lower bound memory: per rank per worker host disk case ")
     assert "8B bfloat16, fsdp x1, checkpoint/module, to 1 x TP=2 (16.38 GB)" in printed
     assert "there is no GPU" in printed
 
@@ -232,7 +246,7 @@ def test_a_dry_run_may_assume_gpus(capsys):
     arguments = ["bench", "--dry-run", "--gpus", "4", "--shape", "70B", "--ranks", "4", "--tp", "4", "--no-peers"]
     assert cli.main(arguments) == 0
     # A worker reads 35 GB: a quarter from its own GPU, the rest over the link.
-    assert "71 ms peer copy 35.28 GB 35.28 GB" in " ".join(capsys.readouterr().out.split())
+    assert "peer copy: 71 ms 35.28 GB 35.28 GB" in " ".join(capsys.readouterr().out.split())
     assert cli.main(["bench", "--gpus", "4096"]) == 2
 
 

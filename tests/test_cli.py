@@ -40,7 +40,14 @@ def weightsync(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess
         ),
         (
             ["bench", "--help"],
-            ["--num-iters", "--num-iters-warmup", "--dry-run", "--output-json FILE", "--report DIR", "Exit status 1"],
+            [
+                "--num-iters N",
+                "--num-iters-warmup N",
+                "--dry-run",
+                "--output-json FILE",
+                "--report DIR",
+                "Exit status 1",
+            ],
         ),
         (["doctor", "--help"], ["--engine URL", "--model DIR", "--no-engine", "--quantization SCHEME"]),
         (["--version"], ["weightsync 0."]),
@@ -117,6 +124,14 @@ def test_plan_of_what_no_engine_serves_is_one_line_and_status_2(config, argument
     printed = capsys.readouterr().err
     assert message in printed
     assert len(printed.splitlines()) == 1
+
+
+def test_the_help_of_bench_begins_with_what_it_does(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    usage, text, *_ = capsys.readouterr().out.split("\n\n")
+    assert len(usage.splitlines()) == 1
+    assert text.startswith("Starts vLLM servers")
 
 
 def test_sizes_are_bytes_or_have_a_unit(capsys):

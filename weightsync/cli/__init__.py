@@ -160,6 +160,7 @@ def _add_plan(commands: Commands) -> None:
 def _add_bench(commands: Commands) -> None:
     bench = commands.add_parser(
         "bench",
+        usage="%(prog)s [--shape NAME ...] [--transport NAME ...] [--dry-run] [OPTION ...]",
         help="measure pushes beside vLLM's own ways and the machine's limits",
         description=_BENCH,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -167,14 +168,15 @@ def _add_bench(commands: Commands) -> None:
     matrix = bench.add_argument_group("what is measured: every combination of these, each may have several values")
 
     def axis(name: str, default: Any, text: str, **more: Any) -> None:
-        default = default if isinstance(default, list) else [default]
-        shown = " ".join(map(str, default))
-        matrix.add_argument(name, nargs="+", default=default, help=f"{text}; default: {shown}", **more)
+        if "choices" in more:  # once, and not in each place where argparse would list them
+            more["metavar"] = "NAME"
+            text += f": {', '.join(more['choices'])}"
+        matrix.add_argument(name, nargs="+", default=[default], help=f"{text}; default: {default}", **more)
 
     axis("--shape", "tiny", "the model's, without weights", choices=tuple(SHAPES))
     axis("--backend", "fsdp", "how the trainer holds it", choices=BACKENDS)
     axis("--ranks", 1, "trainer processes", type=int, metavar="N")
-    axis("--dtype", "bfloat16", "the trainer's; engines hold bfloat16", choices=DTYPES)
+    axis("--dtype", "bfloat16", "the trainer's, beside the engines' bfloat16", choices=DTYPES)
     axis("--transport", "ipc", "how bytes reach the engines", choices=TRANSPORTS)
     axis("--bucketer", "module", "what travels together", choices=BUCKETERS)
     axis("--engines", 1, "that a push goes to", type=int, metavar="N")
@@ -183,15 +185,17 @@ def _add_bench(commands: Commands) -> None:
     matrix.add_argument(
         "--no-peers", dest="peers", action="store_false", help="leave out what is not weightsync: files, vLLM's engines"
     )
-    bench.add_argument("--num-iters", type=int, default=5, help="pushes that are timed, for each case; default: 5")
-    bench.add_argument("--num-iters-warmup", type=int, default=1, help="pushes before them; default: 1")
+    bench.add_argument(
+        "--num-iters", metavar="N", type=int, default=5, help="pushes that are timed, for each case; default: 5"
+    )
+    bench.add_argument("--num-iters-warmup", metavar="N", type=int, default=1, help="pushes before them; default: 1")
     bench.add_argument(
         "--gpus",
         metavar="N",
         type=int,
         help="how many to use, 0 for CPUs; default: all. A dry run may assume any number",
     )
-    bench.add_argument("--dry-run", action="store_true", help="print the plan, floors and memory; start nothing")
+    bench.add_argument("--dry-run", action="store_true", help="print the plan, lower bounds and memory; start nothing")
     bench.add_argument("--output-json", metavar="FILE", type=Path, help="one object for each case, every repeat in it")
     bench.add_argument("--report", metavar="DIR", type=Path, help="write report.md and plots (PNG) into this folder")
     bench.set_defaults(run=_bench)

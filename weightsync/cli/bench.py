@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,8 +25,7 @@ from weightsync.errors import ConfigError
 from weightsync.layout import Manifest
 from weightsync.report import format_bytes
 
-_PLAN = "{:>8} {:<20} {:>9} {:>9} {:>9} {:>9}  {}"
-_RESULT = "{:>9} {:>18} {:>9} {:>9} {:<20} {:>7}  {:<12}  {}"
+_PLAN_COLUMNS = ("lower bound", "memory: per rank", "per worker", "host", "disk", "case")
 
 
 def run(options: Namespace, console: Console) -> bool:
@@ -141,44 +140,37 @@ def show_plan(
     manifests: dict[str, Manifest],
     gpus: int,
 ) -> None:
-    """What would be measured, with floors from assumed limits and estimated memory."""
+    """What would be measured, with lower bounds from assumed limits and estimated memory."""
     limits = floors.ASSUMED_GPU if gpus else floors.ASSUMED_CPU
-    console.print(
-        _PLAN.format("floor", "limit", "a rank", "a worker", "host", "disk", "case"), highlight=False, soft_wrap=True
-    )
+    rows = []
     for case in cases:
         nbytes = floors.wire_manifest(manifests[case.shape]).nbytes
         least = floors.floor(case, nbytes, limits, gpus)
         needed = floors.memory(case, manifests[case.shape], gpus)
         sizes = (needed.trainer_rank, needed.engine_worker, needed.host, needed.disk)
-        line = _PLAN.format(
-            results.milliseconds(least.seconds),
-            least.limit,
-            *map(format_bytes, sizes),
-            f"{case} ({format_bytes(nbytes)})",
-        )
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        f"floors at {', '.join(f'{name} {speed:g} GB/s' for name, speed in limits.items())}: assumed, until a run "
-        "measures them.",
-        highlight=False,
-        soft_wrap=True,
-    )
+        bound = results.lower_bound(least.seconds, least.limit)
+        rows.append((bound, *map(format_bytes, sizes), f"{case} ({format_bytes(nbytes)})"))
+    _lines(console, results.text_table(_PLAN_COLUMNS, rows, ">>>>><"))
+    speeds = ", ".join(f"{name} {speed:g} GB/s" for name, speed in limits.items())
+    _lines(console, [f"lower bounds at {speeds}: assumed, until a run measures them."])
     _show_refused(console, refused)
 
 
 def show_results(console: Console, found: Sequence[results.Result], refused: Sequence[tuple[Case, str]]) -> None:
-    console.print(_RESULT.format(*results.COLUMNS), highlight=False, soft_wrap=True)
-    for result in found:
-        console.print(_RESULT.format(*results.row_of(result)), markup=False, highlight=False, soft_wrap=True)
+    rows = [results.row_of(result) for result in found]
+    _lines(console, results.text_table(results.COLUMNS, rows, ">>>>><<"))
+    console.print(f"\n{results.EXPLAINED}", markup=False, highlight=False)
     _show_refused(console, refused)
 
 
 def _show_refused(console: Console, refused: Sequence[tuple[Case, str]]) -> None:
     if refused:
-        console.print("\nnot measured:", highlight=False)
-    for cases, why in results.reasons(refused):
-        console.print(f"  {cases}: {why}", markup=False, highlight=False, soft_wrap=True)
+        _lines(console, ["", "not measured:", *(f"  {cases}: {why}" for cases, why in results.reasons(refused))])
+
+
+def _lines(console: Console, lines: Iterable[str]) -> None:
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _write_report(
