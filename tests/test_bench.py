@@ -20,9 +20,9 @@ from weightsync.bench.models import save_checkpoint, values
 from weightsync.bench.results import Result, failures, from_json, markdown, row_of, text_table, to_json
 from weightsync.bench.shapes import SHAPES, write_config
 from weightsync.cli.plan_report import checkpoint_tensors
-from weightsync.cli.trial import ChildError
 from weightsync.errors import ConfigError
 from weightsync.layout import Manifest, TensorMeta
+from weightsync.trial import ChildError
 
 CPU = Machine(0, 10**12, 0, 10**12, frozenset({"deepspeed", "megatron-core"}))
 CASE = Case("weightsync", "fsdp", 1, "ipc", "module", "bfloat16", "tiny", None, 1, 1)

@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from weightsync import cli
 from weightsync.cli import doctor
 from weightsync.cli.demo import lay_out
-from weightsync.cli.trial import Answer, ChildError, Responder, ask, difference, free_port, tiny_model
 from weightsync.errors import ConfigError
+from weightsync.trial import Answer, ChildError, Responder, ask, difference, free_port, tiny_model
 
 
 def weightsync(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:

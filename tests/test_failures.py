@@ -42,9 +42,9 @@ from weightsync import (
     WeightSync,
     WeightSyncError,
 )
-from weightsync.cli.trial import Server, generate
 from weightsync.transports import make_transport
 from weightsync.transports.base import Transport
+from weightsync.trial import Server, generate
 
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine

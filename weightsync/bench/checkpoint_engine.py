@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weightsync.cli.trial import free_port, request
+from weightsync.trial import free_port, request
 from weightsync.vllm.native import or_end, whole
 
 _NAME = "weights"

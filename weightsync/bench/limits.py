@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from weightsync.bench.floors import DEVICE_COPY, FILE_WRITE, HOST_COPY, MEMCPY, PEER_COPY, broadcast_to
 from weightsync.checkpoint.files import memory_of
-from weightsync.cli.trial import Responder, free_port, listen_for_orders, receive
+from weightsync.trial import Responder, free_port, listen_for_orders, receive
 
 _HOST_BYTES = 128 * 2**20
 _GPU_BYTES = 4 * 2**30

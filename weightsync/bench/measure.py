@@ -26,7 +26,9 @@ from weightsync.bench.cases import CHECKPOINT_ENGINE, NATIVE, WEIGHTSYNC, Case, 
 from weightsync.bench.floors import Limits, floor, wire_manifest
 from weightsync.bench.results import Result
 from weightsync.bench.shapes import write_config
-from weightsync.cli.trial import (
+from weightsync.errors import WeightSyncError
+from weightsync.layout import Manifest
+from weightsync.trial import (
     Answer,
     ChildError,
     Responder,
@@ -37,8 +39,6 @@ from weightsync.cli.trial import (
     installed,
     visible_gpus,
 )
-from weightsync.errors import WeightSyncError
-from weightsync.layout import Manifest
 
 PROMPTS = ([5, 6, 7, 8], [40, 41], [100, 101, 7, 3, 55, 2])
 _START_TIMEOUT_S = 600.0

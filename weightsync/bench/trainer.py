@@ -20,9 +20,9 @@ import torch.distributed as dist
 from weightsync.bench.cases import CHECKPOINT_ENGINE, FILES, NATIVE, WEIGHTSYNC, Case
 from weightsync.bench.models import fill, make_trainer, save_checkpoint, share_memory
 from weightsync.bench.results import PHASES
-from weightsync.cli.trial import listen_for_orders, request
 from weightsync.sync import WeightSync
 from weightsync.transports.checkpoint import CheckpointTransport
+from weightsync.trial import listen_for_orders, request
 
 Seconds = dict[str, float]
 Push = Callable[[], Seconds]

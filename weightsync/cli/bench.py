@@ -20,10 +20,10 @@ from weightsync.bench.cases import CHECKPOINT_ENGINE, PEERS, Case, Machine, expa
 from weightsync.bench.limits import measure as measure_limits
 from weightsync.bench.shapes import write_config
 from weightsync.cli.plan_report import checkpoint_tensors
-from weightsync.cli.trial import installed, vllm_version
 from weightsync.errors import ConfigError
 from weightsync.layout import Manifest
 from weightsync.report import format_bytes
+from weightsync.trial import installed, vllm_version
 
 _PLAN_COLUMNS = ("lower bound", "memory: per rank", "per worker", "host", "disk", "case")
 

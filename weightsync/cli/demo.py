@@ -23,7 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from weightsync.cli import demo_trainer
-from weightsync.cli.trial import (
+from weightsync.errors import ConfigError
+from weightsync.report import PushReport, format_bytes, format_seconds
+from weightsync.trial import (
     MAX_TOKENS,
     Answer,
     ChildError,
@@ -39,8 +41,6 @@ from weightsync.cli.trial import (
     visible_gpus,
     vllm_version,
 )
-from weightsync.errors import ConfigError
-from weightsync.report import PushReport, format_bytes, format_seconds
 
 PROMPTS = ([5, 6, 7, 8], [40, 41], [100, 101, 102], [9, 3, 77, 1])
 """What the engines are asked; the first is shown after each push."""

@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from weightsync.cli.trial import VOCABULARY, listen_for_orders
 from weightsync.sync import WeightSync
+from weightsync.trial import VOCABULARY, listen_for_orders
 
 LEARNING_RATE = 5e-3
 OPTIMIZER_STEPS = 4

@@ -31,7 +31,17 @@ from torch import nn
 
 from weightsync import __version__
 from weightsync.channel import Deadline, Hub
-from weightsync.cli.trial import (
+from weightsync.engines import connect
+from weightsync.errors import ConfigError, EngineUnreachableError, WeightSyncError
+from weightsync.kernels.copies import BatchedCopy
+from weightsync.kernels.digest import digest
+from weightsync.layout import Box, Manifest, Placement, TensorMeta
+from weightsync.ranks import RankGroup
+from weightsync.report import format_bytes
+from weightsync.sync import DEFAULT_MAX_BYTES, WeightSync
+from weightsync.transports.base import SLOTS, Region, Shipment
+from weightsync.transports.ipc import IpcSource, IpcTransport
+from weightsync.trial import (
     Answer,
     ChildError,
     Responder,
@@ -45,16 +55,6 @@ from weightsync.cli.trial import (
     tiny_model,
     vllm_version,
 )
-from weightsync.engines import connect
-from weightsync.errors import ConfigError, EngineUnreachableError, WeightSyncError
-from weightsync.kernels.copies import BatchedCopy
-from weightsync.kernels.digest import digest
-from weightsync.layout import Box, Manifest, Placement, TensorMeta
-from weightsync.ranks import RankGroup
-from weightsync.report import format_bytes
-from weightsync.sync import DEFAULT_MAX_BYTES, WeightSync
-from weightsync.transports.base import SLOTS, Region, Shipment
-from weightsync.transports.ipc import IpcSource, IpcTransport
 from weightsync.wire import POISONED, PROTOCOL
 
 _PROMPTS = ([5, 6, 7, 8], [40, 41], [100, 101, 102])

@@ -13,7 +13,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # this process is the engine
 
 from vllm import LLM, SamplingParams
 
-from weightsync.cli.trial import listen_for_orders
+from weightsync.trial import listen_for_orders
 
 
 def main() -> None:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weightsync.cli.trial import free_port
 from weightsync.engines import HttpEngine
 from weightsync.errors import UnsupportedError
+from weightsync.trial import free_port
 
 _PACKED_BYTES = 2 << 30
 

@@ -1,6 +1,6 @@
 """Processes to try a push on: a tiny model, a vLLM server of our own, and responders that are told what to do in JSON.
 
-For `weightsync demo` and `weightsync doctor`. Every process is a child of this one with a log file of its own; when it
+For `weightsync demo`, `doctor` and `bench`. Every process is a child of this one with a log file of its own; when it
 ends before its time the error shows the end of that log, and `stop` ends it by its own process id.
 """
 
