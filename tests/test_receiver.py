@@ -117,12 +117,17 @@ COPIES = {
     "chunks": ((2, 4, 3), lambda p, w: [a.copy_(b) for a, b in zip(p.chunk(2, 1), w.unbind(0), strict=True)]),
     "reshaped": ((24,), lambda p, w: p.copy_(w.view(4, 6))),
     "interleaved": ((2, 2, 6), lambda p, w: p.view(2, 2, 6).copy_(w.transpose(0, 1))),
+    "squeezed in place": ((1, 4, 6), lambda p, w: p.copy_(w.squeeze_(0))),
     "cleared first": ((3, 6), lambda p, w: (p.zero_(), p[:3].copy_(w))),
 }
 COMPUTATIONS = {
     "negated": ((4, 6), lambda p, w: p.copy_(-torch.exp(w.float()))),
     "cast": ((4, 6), lambda p, w: p.copy_(w.double())),
     "scaled in place": ((4, 6), lambda p, w: (p.copy_(w), p.mul_(2))),
+    "scaled before": ((4, 6), lambda p, w: (w.mul_(2), p.copy_(w))),
+    "scaled before, one of many": ((4, 6), lambda p, w: (torch._foreach_mul_([w], 2), p.copy_(w))),
+    "one row cleared before": ((4, 6), lambda p, w: (w[0].zero_(), p.copy_(w))),
+    "into itself": ((4, 6), lambda p, w: (torch.add(w, 1, out=w), p.copy_(w))),
     "one row for all": ((6,), lambda p, w: p.copy_(w)),
     "expanded": ((4, 1), lambda p, w: p.copy_(w.expand(4, 6))),
     "made contiguous": ((6, 4), lambda p, w: p.copy_(w.t().contiguous())),
@@ -147,6 +152,29 @@ def test_whatever_a_loader_does_arrives(start: Start, kind: str, post_process: s
     road = "loader" if kind in COMPUTATIONS else {"none": "in place", "repacks": "reload"}[post_process]
     assert [name for name, count in report.roads.items() if count] == [road]
     assert torch.equal(host.live.weight, ModuleHost(make, {"weight": b}, process).live.weight)
+
+
+class ChangesWhatItIsGiven(nn.Module):
+    """Two modules, both loaded from one tensor, which is scaled in place on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 4, bias=False), nn.Linear(6, 4, bias=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            tensor.mul_(2)
+            self.one.weight.data.copy_(tensor)
+            self.other.weight.data.copy_(tensor)
+
+
+def test_a_loader_that_changes_what_it_is_given_does_so_once(start: Start):
+    b = torch.randn(4, 6)
+    host = ModuleHost(ChangesWhatItIsGiven, {"weight": torch.randn(4, 6)})
+    with WeightSync("fsdp", "ipc", start(host), timeout_s=TIMEOUT_S) as sync:
+        sync.push(trainer_model({"weight": b}))
+    assert torch.equal(host.live.one.weight, 2 * b)
+    assert torch.equal(host.live.other.weight, 2 * b)
 
 
 class MakesItsBias(OneParameter):

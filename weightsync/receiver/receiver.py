@@ -640,7 +640,11 @@ class _Push:
     def _load_by_loader(self, unit: Unit, names: set[str]) -> None:
         """The engine's own loader, over the real tensors, into this unit's fresh parameters; the rest is on `meta`."""
         reload = self._reload(unit)
-        weights = ((name, self._whole[name]) for name in sorted(names))
+        # A loader may change what it is given, and the next unit wants what the trainer sent.
+        weights = (
+            (name, self._whole[name].clone() if self.wanted_whole(name) else self._whole[name])
+            for name in sorted(names)
+        )
         with reload.installed():
             self._host.load_weights(self._host.pristine(), quantised(weights, self._pairs, self._host.dtype))
 

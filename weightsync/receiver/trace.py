@@ -101,9 +101,6 @@ def uncovered(model: nn.Module, trace: Trace) -> tuple[dict[str, list[Box]], dic
     tensors = named_tensors(model)
     for copy in trace.copies:
         regions.setdefault(copy.param, []).extend(_param_boxes(tensors[copy.param], copy))
-    for fill in trace.fills:
-        # A constant under a copy is the loader clearing what it will write; only where nothing is copied does it count.
-        regions.setdefault(fill.param, [])
     missing: dict[str, list[Box]] = {}
     doubled: dict[str, list[Box]] = {}
     for name, param in model.named_parameters():
@@ -111,6 +108,7 @@ def uncovered(model: nn.Module, trace: Trace) -> tuple[dict[str, list[Box]], dic
             continue
         holes, twice = coverage(_rows_first(param)[0], regions.get(name, []))
         constant = [box for fill in trace.fills if fill.param == name for box in _fill_boxes(param, fill)]
+        # A constant under a copy is the loader clearing what it will write; only where nothing is copied does it count.
         holes = [hole for hole in holes if coverage(hole.size, _inside(hole, constant))[0]]
         if holes:
             missing[name] = holes
@@ -198,6 +196,7 @@ class _Recorder(TorchDispatchMode):
             kwargs = {**kwargs, "device": torch.device("meta")}  # what is loaded into it has no values either
         result = func(*args, **kwargs)
         self._note_origins(result, args, kwargs)
+        self._note_changes(func, args, kwargs)
         return result
 
     def _look_up_parameters(self) -> None:
@@ -241,6 +240,17 @@ class _Recorder(TorchDispatchMode):
             if key not in self._feed.names and self._params.get(key) is None and (names := self._sources(args, kwargs)):
                 self._origins[key] = names
                 self._keep.append(tensor)
+
+    def _note_changes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What was written to is no longer what the trainer sends, but computed from that."""
+        if torch.Tag.inplace_view in func.tags or not (names := self._sources(args, kwargs)):
+            return
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in _tensors(args[position] if position < len(args) else kwargs.get(argument.name)):
+                    self._feed.names.pop(_storage(tensor), None)
+                    self._origins[_storage(tensor)] = names
+                    self._keep.append(tensor)
 
     def _sources(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         names: list[str] = []
