@@ -182,9 +182,15 @@ def test_the_server_listens_on_this_host_alone_and_keeps_vllms_options(monkeypat
         bridge.VARIABLE: str(tmp_path / bridge.FILE),
         bridge.URL_VARIABLE: "http://127.0.0.1:8000",
     }
-    assert command_line(["--model", "m", "--bridge", "none", "--host", "0.0.0.0"])[1] == {"VLLM_SERVER_DEV_MODE": "1"}
-    with pytest.raises(ConfigError, match="leave --weight-transfer-config out"):
-        command_line(["m", "--weight-transfer-config", "{}"])
+    command, environment = command_line(["--dtype", "bfloat16", "--model", "m", "--bridge", "none"])
+    assert (command[1], command[-2:]) == ("m", ["--dtype", "bfloat16"])
+    assert environment == {"VLLM_SERVER_DEV_MODE": "1", bridge.VARIABLE: ""}
+    assert command_line(["m", "--enable_lora"])[1]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    for option in ("--weight-transfer-config", "--weight_transfer_config"):
+        with pytest.raises(ConfigError, match="leave --weight-transfer-config out"):
+            command_line(["m", option, "{}"])
+    with pytest.raises(SystemExit):
+        command_line(["--dtype", "bfloat16"])
 
 
 OPTIONS = ("--skip-tokenizer-init", "--enforce-eager", "--max-model-len=64", "--dtype=bfloat16")

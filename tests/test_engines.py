@@ -77,6 +77,12 @@ def test_a_list_may_mix_kinds_and_keeps_its_order():
     assert engines[1].host == engines[3].host == "127.0.0.1"
 
 
+def test_an_engine_of_ones_own_may_know_its_address():
+    own = PlugInEngine()
+    own.url = "http://10.0.0.3:8000"
+    assert connect(own, 1.0) == [own]
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

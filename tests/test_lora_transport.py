@@ -368,6 +368,20 @@ def test_a_folder_that_cannot_be_used(model: Any, tmp_path: Path):
         sync.push(model)
 
 
+def test_a_folder_that_could_not_be_used_is_free_again(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / ".incoming-0").mkdir()
+
+    def refuse(path: Path) -> None:
+        raise OSError("device or resource busy")
+
+    with WeightSync("fsdp", LoraTransport(folder=tmp_path), FakeEngine()) as sync:
+        with monkeypatch.context() as patch:
+            patch.setattr(weightsync.transports.lora.shutil, "rmtree", refuse)
+            with pytest.raises(PlacementError, match="busy"):
+                sync.push(model)
+        assert sync.push(model).version == 1
+
+
 def test_engines_that_cannot_take_adapters(model: Any):
     elsewhere = FakeEngine()
     elsewhere.host = "192.0.2.1"  # nobody has it

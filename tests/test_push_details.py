@@ -23,6 +23,7 @@ from weightsync import (
     ConfigError,
     EngineError,
     ManifestError,
+    ModuleBucketer,
     PlacementError,
     ProtocolError,
     UnsupportedError,
@@ -500,6 +501,28 @@ def test_a_push_whose_transport_fails_in_the_end_is_not_committed(tmp_path: Path
         assert engine.log[-1] == "resume"
 
 
+def test_a_worker_has_its_whole_time_for_a_bucket_that_came_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    left_s: list[float] = []
+    load, stage = Receiver.load, IpcTransport.stage
+
+    def load_and_tell(self: Receiver, *args: Any) -> Any:
+        left_s.append(args[-1].left_s())
+        return load(self, *args)
+
+    def stage_late(self: IpcTransport, *args: Any) -> Any:
+        time.sleep(1.0)
+        return stage(self, *args)
+
+    monkeypatch.setattr(Receiver, "load", load_and_tell)
+    monkeypatch.setattr(IpcTransport, "stage", stage_late)
+    with (
+        closing(FakeEngine(ModuleHost(EngineModel, checkpoint(1)))) as engine,
+        WeightSync("fsdp", "ipc", engine, timeout_s=2.0) as sync,
+    ):
+        sync.push(trainer_model(checkpoint(2)))
+    assert min(left_s) > 6.5, "2 seconds, and 5 more than the trainer waits"
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -509,6 +532,7 @@ def test_a_push_whose_transport_fails_in_the_end_is_not_committed(tmp_path: Path
         (lambda sync, model: sync.push(model, version="step-1"), "version='step-1'; it must be a whole number"),
         (lambda sync, model: sync.push(model, version=0), "not newer than 0.* give at least 1"),
         (lambda sync, model: WeightSync("fsdp", None), "transport=None; it must be a name"),
+        (lambda sync, model: WeightSync("fsdp", "ipc", bucketer=ModuleBucketer(), max_bytes=5), "max_bytes=5 is for"),
         (lambda sync, model: WeightSync("fsdp", "gloo"), "choose .*CheckpointTransport"),
         (lambda sync, model: WeightSync("ipc", "fsdp"), "choose .*plain modules"),
         (lambda sync, model: WeightSync("fsdp", "single_copy").push(model), "call `attach"),

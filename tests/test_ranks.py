@@ -101,6 +101,10 @@ def _values(rank: int) -> None:
         if rank == 0:
             time.sleep(3.0)
         assert group.share(7, "load") == 7
+    with group_of(rank, 0.2) as group:
+        if rank == 0:
+            time.sleep(2.5)
+        assert group.share(7, "load", away_s=5.0) == 7
 
 
 def test_one_ranks_failure_is_everybodys():

@@ -358,7 +358,7 @@ class Hub:
 
 
 class Call:
-    """An engine call that runs beside the conversation with the engine's workers, and wakes the hub at its end."""
+    """A call that runs in a thread beside the conversation with the engine's workers, and wakes the hub at its end."""
 
     def __init__(self, hub: Hub, name: str, function: Callable[..., None], *args: object) -> None:
         self.name = name

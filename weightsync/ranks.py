@@ -26,7 +26,7 @@ _PATIENCE = 8
 """Between two steps rank 0 may wait this many times, for engines and for ranks. Each of its waits has a deadline of its
 own, and an error that says more than "no answer from rank 0", so the others give it this many times as long."""
 _POLL_S = 0.01
-_ALL_PUSH = "every rank must call push"
+_ALL_PUSH = "every rank must call push, and none may take longer for its part"
 
 
 class RankGroup:
@@ -67,10 +67,10 @@ class RankGroup:
         with _hint(_ALL_PUSH):
             return [value, *(m.value for m in self._hub.collect(self.channels, Value, deadline, phase))]
 
-    def share(self, value: Any, phase: str) -> Any:
-        """Rank 0's value, on every rank."""
+    def share(self, value: Any, phase: str, away_s: float = 0.0) -> Any:
+        """Rank 0's value, on every rank. The others wait `away_s` longer, for what rank 0 has been doing."""
         if self.rank:
-            return self.channels[0].expect(Value, Deadline(_PATIENCE * self._timeout_s), phase).value
+            return self.channels[0].expect(Value, Deadline(_PATIENCE * self._timeout_s + away_s), phase).value
         deadline = Deadline(self._timeout_s)
         for channel in self.channels:
             channel.send(Value(value), deadline, phase)

@@ -50,7 +50,7 @@ class VllmServer:
         self._model = os.fspath(model)
         self._options = options
         self._environment = dict(environment or {})
-        self._start_timeout_s = start_timeout_s
+        self.start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -103,8 +103,8 @@ class VllmServer:
         self.stop()
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
-        engine = HttpEngine(self.url, name=self.url, timeout_s=self._start_timeout_s)
-        deadline = Deadline(self._start_timeout_s)
+        engine = HttpEngine(self.url, name=self.url, timeout_s=self.start_timeout_s)
+        deadline = Deadline(self.start_timeout_s)
         while not engine.is_alive():
             if (code := process.poll()) is not None:
                 raise EngineError(

@@ -173,6 +173,8 @@ class WeightSync:
         if isinstance(bucketer, str):
             default = None if bucketer == "parameter" else DEFAULT_MAX_BYTES
             bucketer = make_bucketer(bucketer, default if max_bytes is None else max_bytes)
+        elif max_bytes is not None:
+            raise ConfigError(f"max_bytes={max_bytes} is for a bucketer that is named; give it to {bucketer!r} itself")
         self._bucketer = bucketer
         self._engine = engine
         self._pause = pause

@@ -46,7 +46,8 @@ def push_and_restart(
         if version is not None and version <= newest:
             raise ConfigError(f"version {version} is not newer than {newest}: versions only grow")
         version = newest + 1 if version is None else version
-    number: int = ranks.share(version, "plan")
+    away_s = server.start_timeout_s if isinstance(server, VllmServer) else 0.0
+    number, away_s = ranks.share([version, away_s], "plan")
     target = transport.folder / version_name(number)
     config, generation_config, tokenizer = transport.saved_beside
     save_to(
@@ -65,7 +66,7 @@ def push_and_restart(
         connect(server, timeout_s)[0].set_version(str(number))
     now = time.perf_counter()
     told = [nbytes, saved - started, now - saved, now - started]
-    nbytes, save_s, restart_s, total_s = ranks.share(told, "load")
+    nbytes, save_s, restart_s, total_s = ranks.share(told, "load", away_s=away_s)
     return PushReport(
         version=number,
         nbytes=nbytes,

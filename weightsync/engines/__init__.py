@@ -58,6 +58,8 @@ def connect(engines: object, timeout_s: float) -> list[Engine]:
 
 
 def _connect_one(engine: object, label: str, timeout_s: float) -> Engine:
+    if isinstance(engine, Engine):
+        return engine
     url = engine if isinstance(engine, str) else getattr(engine, "url", None)
     if isinstance(url, str):  # or a `VllmServer`
         return HttpEngine(url, name=f"{label} ({url})", timeout_s=timeout_s)
@@ -68,8 +70,6 @@ def _connect_one(engine: object, label: str, timeout_s: float) -> Engine:
         return LlmEngine(engine, name=f"{label} (LLM in this process)", timeout_s=timeout_s)
     if type(engine).__module__.startswith("ray.") and type(engine).__name__ == "ActorHandle":
         return RayEngine(engine, name=f"{label} ({engine!r})", timeout_s=timeout_s)
-    if isinstance(engine, Engine):
-        return engine
     raise ConfigError(
         f"{label} is a {type(engine).__module__}.{type(engine).__qualname__}; expected a vLLM LLM or AsyncLLM, a Ray "
         f"actor handle of one, a URL such as {DEFAULT_URL!r}, an object with the methods of weightsync.engines.Engine, "

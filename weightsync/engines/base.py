@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 @runtime_checkable
 class Engine(Protocol):
-    """One running vLLM. A plug-in may hand its own to `connect`; every method follows the rules of this module."""
+    """One running vLLM. A plug-in may hand its own to `connect`; every method follows the rules of
+    `weightsync.engines`."""
 
     @property
     def name(self) -> str:

@@ -1,1 +1,1 @@
-"""Arithmetic over whole tensors: digests."""
+"""Arithmetic over many tensors at once: copies, digests, quantisation; on GPUs in Triton, on CPUs in torch."""

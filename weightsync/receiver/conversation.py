@@ -159,8 +159,8 @@ class Conversation:
         self._serving = True
         try:
             while True:
-                deadline = Deadline(self._timeout_s + _GRACE_S)
-                message = channel.receive(deadline, phase)
+                message = channel.receive(Deadline(self._timeout_s + _GRACE_S), phase)
+                deadline = Deadline(self._timeout_s + _GRACE_S)  # for what it asks for, however late it came
                 if isinstance(message, Release):
                     self.receiver.withdraw(idle, deadline)
                     return

@@ -1,10 +1,11 @@
 """Loads what a transport delivers into one engine worker's model.
 
-    plan -> connect -> load (every bucket, any order) -> commit
+    plan -> connect -> [expect ->] load of each bucket, in their order -> commit
+         -> share ->   load of the one that there is -> commit        where the trainer writes itself
 
-`plan` and `connect` write nothing. From the first `load` on the model is a mixture, and is `POISONED` until a
-`commit`: a push that ends in any other way leaves it so, and only a whole push heals it. This module knows nothing
-about vLLM, and nothing about who talks to it.
+Nothing up to `expect` writes, and `withdraw` takes that back. From the first `load` on the model is a mixture, and is
+`POISONED` until a `commit`: a push that ends in any other way leaves it so, and only a whole push heals it. This module
+knows nothing about vLLM, and nothing about who talks to it.
 """
 
 from __future__ import annotations
@@ -402,11 +403,11 @@ class Receiver:
         with self._host.scope():
             refreshed = self._host.refresh()
             _synchronise(self._host.device)
-        if refreshed:
-            self._check_addresses()
-        if push.reloaded:
-            assert self._units is not None
-            _refuse_moved(moved(self._addresses, live_addresses(self._units, self._host.live, self._host.parts)))
+            if refreshed:
+                self._check_addresses()
+            if push.reloaded:
+                assert self._units is not None
+                _refuse_moved(moved(self._addresses, live_addresses(self._units, self._host.live, self._host.parts)))
         if push.buckets == len(self._buckets):
             self._outlived.clear()
         self._push = None

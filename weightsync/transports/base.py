@@ -61,7 +61,7 @@ class Region:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """One engine worker, as it introduced itself."""
+    """One engine worker, as it introduced itself, or one trainer rank."""
 
     peer: str
     device: str

@@ -66,6 +66,7 @@ class AdapterFolder:
         self._name = transport.name
         self._pattern = re.compile(rf"{re.escape(transport.name)}-(\d+)-[0-9a-f]{{8}}")
         where = _MEMORY if transport.folder is None else Path(transport.folder).absolute()
+        held: int | None = None
         try:
             if self.is_private:
                 # It is locked before it has a name that others look for.
@@ -80,11 +81,13 @@ class AdapterFolder:
                 raise ConfigError(
                     f"another trainer writes adapters to {where}: close its WeightSync first, or use another folder"
                 )
-            self._lock = held
             for left in (*self.path.glob(f"{_INCOMING}*"), *self.path.glob(f"{_REMOVED}*")):
                 shutil.rmtree(left)
         except OSError as error:
+            if held is not None:
+                unlock(held)
             raise PlacementError(f"cannot write adapters to {where}: {error}") from error
+        self._lock = held
 
     def incoming(self) -> Path:
         """A new path to write an adapter at, before it has its name."""

@@ -31,28 +31,31 @@ def command_line(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     Raises `ConfigError` for options that would undo what this command is for."""
     parser = argparse.ArgumentParser(
         prog="python -m weightsync.vllm.serve",
+        usage="%(prog)s MODEL [--host HOST] [--port PORT] [--bridge PATH] [options of `vllm serve` ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="All other options are those of `vllm serve`: see `vllm serve --help`.",
         allow_abbrev=False,
     )
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="a Hugging Face model or a folder")
-    parser.add_argument("--model", help="the same")
+    parser.add_argument("--model", help="a Hugging Face model or a folder, where it does not come first")
     parser.add_argument("--host", default=_HOST, help=f"default: {_HOST}, this host alone")
     parser.add_argument("--port", type=int, default=_PORT, help=f"default: {_PORT}")
     parser.add_argument("--bridge", metavar="PATH", help="where vllm_bridge_config.json is written, or `none`")
-    own, others = parser.parse_known_args(arguments)
-    model = own.model_tag or own.model
+    # Only the first word can be told from the values of options that are vLLM's.
+    first = [word for word in arguments[:1] if not word.startswith("-")]
+    own, others = parser.parse_known_args(arguments[len(first) :])
+    model = first[0] if first else own.model
     if model is None:
         parser.error("which model? e.g. python -m weightsync.vllm.serve Qwen/Qwen3-0.6B")
-    if any(option.startswith("--weight-transfer-config") for option in others):
+    options = {word.partition("=")[0].replace("_", "-") for word in others}  # vLLM takes both
+    if any(option.startswith("--weight-transfer-config") for option in options):
         raise ConfigError("leave --weight-transfer-config out: this command sets it to weightsync; or use `vllm serve`")
-    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    environment = {"VLLM_SERVER_DEV_MODE": "1", bridge.VARIABLE: ""}
     if own.bridge != "none":
         reached = _HOST if own.host in ("0.0.0.0", "::", "localhost") else own.host
         path = Path(own.bridge).absolute() if own.bridge else bridge.place_to_write().absolute()
         environment |= {bridge.VARIABLE: str(path), bridge.URL_VARIABLE: f"http://{reached}:{own.port}"}
-    if "--enable-lora" in others:
+    if "--enable-lora" in options:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     config = '{"backend": "weightsync"}'
     command = ["serve", model, "--host", own.host, "--port", str(own.port), "--weight-transfer-config", config, *others]
