@@ -37,7 +37,7 @@ def write(path: Path, parameters: dict[str, torch.Tensor], **changes: Any) -> Pa
     ticks = started_ticks(os.getpid())
     assert ticks is not None
     worker = {"rank": 0, "pid": os.getpid(), "started_ticks": ticks, "epoch": "e", "device": "cpu", "gpu_uuid": ""}
-    bridge.write(path, "m", "http://127.0.0.1:1", 1, [bridge.Worker(**{**worker, **changes}, handles=handles)])
+    bridge.write(path, "m", "http://127.0.0.1:1", 1, [bridge.Worker(**{**worker, **changes}, ipc_handles=handles)])
     return path
 
 

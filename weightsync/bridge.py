@@ -48,8 +48,8 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker of the engine. `epoch` is another one for each start. `handles` has for each of its parameters where
-    it lies, as `handle_rows` has it."""
+    """One worker of the engine. `epoch` is another one for each start. `ipc_handles` has for each of its parameters
+    where it lies, as `handle_rows` has it."""
 
     rank: int
     pid: int
@@ -57,7 +57,7 @@ class Worker:
     epoch: str
     device: str
     gpu_uuid: str
-    handles: dict[str, dict[str, Any]]
+    ipc_handles: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def write(path: Path, model: str, url: str | None, tp_degree: int, workers: list
     first = workers[0]
     mappings = {
         name: {"vllm_name": name, "shape": row["shape"], "dtype": row["dtype"], "device": first.device}
-        for name, row in first.handles.items()
+        for name, row in first.ipc_handles.items()
     }
     content = {
         "format": FORMAT,
@@ -115,10 +115,8 @@ def write(path: Path, model: str, url: str | None, tp_degree: int, workers: list
         "param_mappings": mappings,
         "shared_weights_enabled": True,
         "single_copy_enabled": True,
-        "workers": [{**vars(worker), "ipc_handles": worker.handles} for worker in workers],
+        "workers": [vars(worker) for worker in workers],
     }
-    for row in content["workers"]:  # type: ignore[attr-defined]
-        del row["handles"]
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{FILE}-")  # mode 0600
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as file:
@@ -191,7 +189,7 @@ def open_parameters(bridge: Bridge, rank: int, device: torch.device) -> dict[str
         raise PlacementError(f"the engine has workers {[w.rank for w in bridge.workers]}, and no {rank}")
     opened: dict[str, torch.Tensor] = {}
     found = {}
-    for name, row in worker.handles.items():
+    for name, row in worker.ipc_handles.items():
         kind = "cuda" if "ipc_handle_b64" in row else "fd"
         key = json.dumps([row.get("ipc_handle_b64"), row.get("storage_offset"), row.get("path")])
         if key not in opened:

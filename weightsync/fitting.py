@@ -12,6 +12,9 @@ from weightsync.senders.base import TensorPolicy
 from weightsync.transports.base import Reads
 from weightsync.wire import Planned
 
+_MOST = 5
+"""How many names an error lists of each kind; all are in its attributes."""
+
 
 def check_quantized(manifest: Manifest, together: Sequence[tuple[str, str]], plans: Sequence[Planned]) -> None:
     """Raise one `ManifestError` for all weights, each with the name of its scales, that come quantised to an engine
@@ -150,8 +153,8 @@ def _is_float(dtype: str) -> bool:
     return "float" in dtype
 
 
-def _some(names: Sequence[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST]) + (f", and {len(names) - _MOST} more" if len(names) > _MOST else "")
 
 
 def _first(items: dict[str, str]) -> str:

@@ -9,9 +9,7 @@ elements. A strided view is written `(offset, size, stride)`, as `torch.as_strid
 
 from __future__ import annotations
 
-import hashlib
 import heapq
-import json
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -147,11 +145,6 @@ class Manifest:
 
     def __len__(self) -> int:
         return len(self.tensors)
-
-    def digest(self) -> str:
-        """SHA-256, in hex, of names, shapes and dtypes in order: equal on two sides that mean the same manifest."""
-        rows = [[tensor.name, tensor.shape, tensor.dtype] for tensor in self.tensors]
-        return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
 
 
 def merge_manifests(manifests: Sequence[Manifest]) -> Manifest:

@@ -49,10 +49,6 @@ class BucketBytes:
     shard: int
     runs: tuple[tuple[int, int], ...]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(nbytes for _, nbytes in self.runs)
-
 
 @dataclass(frozen=True)
 class Shards:

@@ -22,7 +22,7 @@ def run(path: Path | None, console: Console) -> bool:
     console.print(f"{found.path}: {found.model}, tensor parallel {found.tp_degree}, {found.url or 'no server'}")
     table = Table("worker", "process", "device", "GPU", "parameters", "bytes", "epoch")
     for worker in found.workers:
-        rows = worker.handles.values()
+        rows = worker.ipc_handles.values()
         nbytes = sum(prod(row["shape"]) * itemsize(row["dtype"].removeprefix("torch.")) for row in rows)
         facts = [worker.rank, worker.pid, worker.device, worker.gpu_uuid, len(rows), format_bytes(nbytes), worker.epoch]
         table.add_row(*map(str, facts))

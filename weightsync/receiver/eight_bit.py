@@ -122,7 +122,6 @@ def collapse(trace: Trace, pairs: dict[str, Pair]) -> Trace:
         computed=computed,
         refused={source.get(name, name): text for name, text in trace.refused.items()},
         unknown=_rename(trace.unknown, source),
-        ignored=_rename(trace.ignored, source),
     )
 
 

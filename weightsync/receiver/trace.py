@@ -41,7 +41,7 @@ class Trace:
 
     `copies` and `fills` say it exactly. A parameter in `computed` is not only copied into: its loader does arithmetic
     on the tensors named there, so it must be loaded by the loader itself. `refused` maps a tensor to what the loader
-    said when it would not take it; `unknown` tensors have no parameter here; `ignored` ones were taken and not used.
+    said when it would not take it; `unknown` tensors have no parameter here.
     """
 
     copies: list[PlannedCopy] = field(default_factory=list)
@@ -49,7 +49,6 @@ class Trace:
     computed: dict[str, list[str]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -84,8 +83,6 @@ def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest
             continue
         break
     trace.copies, trace.fills, trace.computed = recorder.copies, recorder.fills, recorder.computed
-    used = {copy.name for copy in trace.copies}.union(*trace.computed.values())
-    trace.ignored = [meta.name for meta in offered if meta.name not in used]
     return trace
 
 

@@ -48,10 +48,10 @@ def modules(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def walk(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module of the unwrapped model with the prefix of its tensors' names, in the order of `state_dict`. A
     module that is registered twice comes twice."""
-    for at, shells in walk_shells(model, prefix):
+    for at, shells in walk_shells(model):
         yield at, shells[-1]
 
 
