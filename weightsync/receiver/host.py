@@ -29,9 +29,12 @@ class ModelHost(Protocol):
     identity: WorkerIdentity
     device: torch.device
     dtype: torch.dtype
-    live: nn.Module
     share: Share | None
     """Among the workers that have parts of the same modules; None where there is only this one."""
+
+    @property
+    def live(self) -> nn.Module:
+        """The running model."""
 
     def pristine(self) -> nn.Module:
         """A copy of the model as it is before any weight is loaded, on the `meta` device; made once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,12 +19,11 @@ from weightsync.vllm import compat, quantized
 
 
 class VllmHost:
-    """Implements `weightsync.receiver.host.ModelHost`. Raises `UnsupportedError` for engines that cannot be kept
-    right: adapters on experts, CPU offload, expert load balancing, attention sinks, a quantisation that is not in the
-    table of `quantized.py`."""
+    """Implements `weightsync.receiver.host.ModelHost`. `pristine` raises `UnsupportedError` for engines that cannot be
+    kept right: adapters on experts, CPU offload, expert load balancing, attention sinks, a quantisation that is not in
+    the table of `quantized.py`."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, model: nn.Module) -> None:
-        self.live = model
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -42,10 +42,13 @@ class VllmHost:
             name=f"tp={get_tensor_model_parallel_rank()} pp={get_pp_group().rank_in_group} dp={replica}",
         )
 
-    def check(self) -> None:
+    @cached_property
+    def live(self) -> nn.Module:
+        """The running model, without the layers that vLLM puts around others for adapters."""
+        return self._model if self._config.lora_config is None else compat.without_lora(self._model)
+
+    def _check(self) -> None:
         config = self._config
-        if config.lora_config is not None:
-            self.live = compat.without_lora(self._model)
         compat.check_experts(config)
         if getattr(config.parallel_config, "enable_eplb", False):
             raise UnsupportedError(
@@ -68,7 +71,7 @@ class VllmHost:
 
     def pristine(self) -> nn.Module:
         if self._pristine is None:
-            self.check()
+            self._check()
             self._pristine = compat.build_on_meta(self._config, self._config.model_config, self.device)
         return self._pristine
 
