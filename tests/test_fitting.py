@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from weightsync import ManifestError
-from weightsync.fitting import check_plans
+from weightsync import ConfigError, ManifestError, ModuleBucketer, ParameterBucketer
+from weightsync.fitting import check_plans, cut
 from weightsync.layout import Manifest, TensorMeta
 from weightsync.wire import Planned
 
@@ -72,3 +72,23 @@ def test_what_has_another_shape_is_told_with_the_reason(padded: bool, advice: st
     assert error.mismatched == refused
     assert f"lm_head.weight ({refused['lm_head.weight']}); " in str(error)
     assert advice in str(error)
+
+
+def test_what_is_frozen_has_the_last_buckets_with_all_that_it_is_loaded_with():
+    offered = manifest(*ENGINE)
+    plans = [planned(offered, reloads=[["model.layers.0.a", "model.layers.0.b"]])]
+    frozen = {"model.embed.weight", "model.layers.0.a"}  # and b is not, which is loaded with it
+    buckets, last = cut(ModuleBucketer(), offered, plans, [], frozen)
+    assert last == {"model.embed.weight"}
+    assert [bucket.names for bucket in buckets][-1] == ("model.embed.weight",)
+    with pytest.raises(ConfigError, match="all 5 tensors are frozen"):
+        cut(ModuleBucketer(), offered, plans, [], ENGINE)
+
+
+def test_weights_are_not_torn_from_their_scales():
+    pair = ("model.layers.0.a", "model.layers.0.b")
+    offered = manifest(*ENGINE)
+    with pytest.raises(ConfigError, match=r"tears 1 quantised weights from their scales, such as model\.layers\.0\.a"):
+        cut(ParameterBucketer(), offered, [planned(offered)], [pair], set())
+    buckets, _ = cut(ModuleBucketer(max_bytes=1), offered, [planned(offered)], [pair], set())
+    assert any({*pair} <= {*bucket.names} for bucket in buckets)

@@ -1,4 +1,5 @@
-"""Whether what a trainer has fits what the engines take. Pure functions of manifests and of the workers' plans."""
+"""Whether what a trainer has fits what the engines take, and how it is cut. Pure functions of manifests and of the
+workers' plans."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from weightsync.errors import ManifestError
-from weightsync.layout import Box, Manifest, TensorMeta, coverage, itemsize
+from weightsync.bucketing import Bucket, Bucketer, lasting, split
+from weightsync.errors import ConfigError, ManifestError
+from weightsync.layout import Box, Manifest, TensorMeta, connected, coverage, itemsize
 from weightsync.senders.base import TensorPolicy
 from weightsync.transports.base import Reads
 from weightsync.wire import Planned
@@ -78,6 +80,32 @@ def check_plans(manifest: Manifest, plans: Sequence[Planned], padded: bool) -> N
         unexpected=unexpected,
         mismatched=mismatched,
     )
+
+
+def cut(
+    bucketer: Bucketer,
+    manifest: Manifest,
+    plans: Sequence[Planned],
+    together: Sequence[tuple[str, str]],
+    frozen: set[str],
+) -> tuple[list[Bucket], frozenset[str]]:
+    """The buckets of what travels, and what of it has the last ones to itself, since it is `frozen` with all that it is
+    loaded with. `together` are quantised weights with the names of their scales. Raises `ConfigError` where everything
+    is frozen, or a weight would come without its scales."""
+    groups = connected(
+        (name, (n, g)) for n, plan in enumerate(plans) for g, names in enumerate(plan.groups) for name in names
+    )
+    groups += together
+    last = lasting(manifest, frozen, [*groups, *(names for plan in plans for names in plan.reloads)])
+    if len(last) == len(manifest):
+        raise ConfigError(f"all {len(last)} tensors are frozen: there is nothing for a second push to change")
+    buckets = split(bucketer, manifest, groups, last)
+    if apart := [w for w, scale in together if not any({w, scale} <= {*b.names} for b in buckets)]:
+        raise ConfigError(
+            f"the bucketer tears {len(apart)} quantised weights from their scales, such as {apart[0]}; use "
+            'bucketer="module" or "threshold"'
+        )
+    return buckets, last
 
 
 def pack_reads(manifest: Manifest, plan: Planned) -> dict[str, list[Any]]:

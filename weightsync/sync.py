@@ -22,15 +22,15 @@ from weightsync.agreement import (
     spans_by_bucket,
     spans_told,
 )
-from weightsync.bucketing import Bucketer, ParameterBucketer, lasting, make_bucketer, split
+from weightsync.bucketing import Bucketer, ParameterBucketer, make_bucketer
 from weightsync.channel import Deadline, Hub
 from weightsync.checkpoint.restart import push_and_restart
 from weightsync.checkpoint.save import save
 from weightsync.engines import ENGINE_VARIABLE, LoraAdapter, connect
 from weightsync.errors import ConfigError, EngineError, WeightSyncError, foreign
-from weightsync.fitting import check_plans, check_quantized, pack_reads, unpack_reads, wire_manifest
+from weightsync.fitting import check_plans, check_quantized, cut, pack_reads, unpack_reads, wire_manifest
 from weightsync.kernels.digest import PARTS, WHOLE
-from weightsync.layout import Manifest, Placement, connected, merge_manifests
+from weightsync.layout import Manifest, Placement, merge_manifests
 from weightsync.lora import LoraPush
 from weightsync.machine import boot_id, describe_device
 from weightsync.placing import place
@@ -606,20 +606,7 @@ class WeightSync:
             check_quantized(manifest, together, plans)
             check_plans(manifest, plans, self._padded)
             travelling = wire_manifest(manifest, plans, self._policy, {name for pair in together for name in pair})
-            groups = connected(
-                (name, (n, g)) for n, plan in enumerate(plans) for g, names in enumerate(plan.groups) for name in names
-            )
-            groups += together
-            reloads = [names for plan in plans for names in plan.reloads]
-            last = lasting(travelling, frozen_everywhere(everyone), [*groups, *reloads])
-            if len(last) == len(travelling):
-                raise ConfigError(f"all {len(last)} tensors are frozen: there is nothing for a second push to change")
-            buckets = split(self._bucketer, travelling, groups, last)
-            if apart := [w for w, scale in together if not any({w, scale} <= {*b.names} for b in buckets)]:
-                raise ConfigError(
-                    f"the bucketer tears {len(apart)} quantised weights from their scales, such as {apart[0]}; use "
-                    'bucketer="module" or "threshold"'
-                )
+            buckets, last = cut(self._bucketer, travelling, plans, together, frozen_everywhere(everyone))
             answer = {
                 "manifest": pack_manifest(travelling),
                 "buckets": [list(bucket.names) for bucket in buckets],
