@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from weightsync.channel import Call, Channel, Deadline, Hub, dial
+from weightsync.channel import Call, Channel, Hub, dial
+from weightsync.deadline import Deadline
 from weightsync.errors import DigestError, ManifestError, PeerError, ProtocolError, SyncTimeoutError, WeightSyncError
 from weightsync.wire import PROTOCOL, Commit, Failure, Hello, Message, Release, Value, encode
 

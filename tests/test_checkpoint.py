@@ -42,9 +42,9 @@ from weightsync import (
     WeightSync,
     WeightSyncError,
 )
-from weightsync.channel import Deadline
 from weightsync.checkpoint.files import memory_of
 from weightsync.checkpoint.shards import INDEX
+from weightsync.deadline import Deadline
 from weightsync.transports import make_source, make_transport
 
 pytest_plugins = ["engine_fixtures"]

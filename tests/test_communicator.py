@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from weightsync.channel import Deadline
+from weightsync.deadline import Deadline
 from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
 from weightsync.transports.communicator import Communicator, Rendezvous, visit
 

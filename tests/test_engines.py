@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import tiny_models
 
-from weightsync.channel import Deadline
+from weightsync.deadline import Deadline
 from weightsync.engines import AdapterEngine, AsyncEngine, HttpEngine, LlmEngine, LoraAdapter, RayEngine, connect
 from weightsync.errors import (
     ConfigError,

@@ -26,7 +26,7 @@ from torch import nn
 
 from weightsync import ConfigError, PushReport, TensorPolicy, WeightSync, WeightSyncError
 from weightsync.agreement import frozen_everywhere
-from weightsync.channel import Deadline
+from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError
 from weightsync.layout import Box, Manifest, Placement, TensorMeta, row_major
 from weightsync.receiver.receiver import Receiver

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 
-from weightsync.channel import Deadline, Hub
+from weightsync.channel import Hub
+from weightsync.deadline import Deadline
 from weightsync.errors import (
     ConfigError,
     DigestError,

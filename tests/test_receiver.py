@@ -14,7 +14,7 @@ from fake_engine import HEADS, WIDTH, Attention, EngineModel, FakeEngine, Module
 from torch import nn
 
 from weightsync import ManifestError, TensorPolicy, UnsupportedError, WeightSync, WeightSyncError
-from weightsync.channel import Deadline
+from weightsync.deadline import Deadline
 from weightsync.errors import DigestError, ProtocolError
 from weightsync.kernels.digest import WHOLE
 from weightsync.layout import Box, Manifest, Placement, TensorMeta

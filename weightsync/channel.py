@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
+from weightsync.deadline import Deadline
 from weightsync.errors import PeerError, ProtocolError, SyncTimeoutError, WeightSyncError, from_fields
 from weightsync.machine import address_facing
 from weightsync.threads import in_thread
@@ -35,20 +36,6 @@ _HELLO_BYTES = 1 << 16
 """How much a newcomer may send before its `Hello` is complete; strangers fill no memory."""
 _KEEPALIVE_S = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 """A host that loses power closes no connection; the kernel asks after it, and gives it up after half a minute."""
-
-
-class Deadline:
-    """A moment in the future. `Deadline(30.0)` is 30 seconds from now."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._end = time.monotonic() + timeout_s
-
-    def left_s(self) -> float:
-        return max(0.0, self._end - time.monotonic())
-
-    def passed(self) -> bool:
-        return time.monotonic() >= self._end
 
 
 class Channel:

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightsync.bucketing import ThresholdBucketer
-from weightsync.channel import Deadline
 from weightsync.checkpoint.beside import files_beside
 from weightsync.checkpoint.files import check_whole, create, memory_of, publish, write
 from weightsync.checkpoint.shards import Shards, lay_out
+from weightsync.deadline import Deadline
 from weightsync.engines import AdapterEngine, LoraAdapter, connect
 from weightsync.errors import ConfigError, EngineError, PlacementError, UnsupportedError, WeightSyncError, foreign
 from weightsync.layout import Box, Manifest, Placement, choose_owners, merge_manifests, row_major

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightsync.channel import Channel, Deadline, Hub, dial
+from weightsync.channel import Channel, Hub, dial
+from weightsync.deadline import Deadline
 from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
 from weightsync.wire import PROTOCOL, Failure, Hello, Value
 

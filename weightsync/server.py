@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from weightsync.channel import Deadline
+from weightsync.deadline import Deadline
 from weightsync.engines import HttpEngine
 from weightsync.errors import EngineError, SyncTimeoutError
 

@@ -22,7 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from weightsync.channel import Call, Channel, Deadline, Hub
+from weightsync.channel import Call, Channel, Hub
+from weightsync.deadline import Deadline
 from weightsync.engines import Engine
 from weightsync.errors import EngineError, EngineUnreachableError, PeerError, SyncTimeoutError, WeightSyncError
 from weightsync.transports.base import WorkerInfo

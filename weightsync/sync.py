@@ -23,9 +23,10 @@ from weightsync.agreement import (
     spans_told,
 )
 from weightsync.bucketing import Bucketer, ParameterBucketer, make_bucketer
-from weightsync.channel import Deadline, Hub
+from weightsync.channel import Hub
 from weightsync.checkpoint.restart import push_and_restart
 from weightsync.checkpoint.save import save
+from weightsync.deadline import Deadline
 from weightsync.engines import ENGINE_VARIABLE, LoraAdapter, connect
 from weightsync.errors import ConfigError, EngineError, WeightSyncError, foreign
 from weightsync.fitting import check_plans, check_quantized, cut, pack_reads, unpack_reads, wire_manifest

@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, TextIO
 from urllib.parse import urlsplit
 
-from weightsync.channel import Deadline
+from weightsync.deadline import Deadline
 from weightsync.errors import EngineError, EngineUnreachableError, SyncTimeoutError, WeightSyncError
 
 VOCABULARY = 128

@@ -30,7 +30,8 @@ from rich.markup import escape
 from torch import nn
 
 from weightsync import __version__
-from weightsync.channel import Deadline, Hub
+from weightsync.channel import Hub
+from weightsync.deadline import Deadline
 from weightsync.engines import connect
 from weightsync.errors import ConfigError, EngineUnreachableError, WeightSyncError
 from weightsync.kernels.copies import BatchedCopy

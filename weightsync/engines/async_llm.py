@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
-from weightsync.channel import Deadline
+from weightsync.deadline import Deadline
 from weightsync.engines.base import LoraAdapter
 from weightsync.engines.calls import LOCAL, STILL_ASLEEP, limit_s, wait
 from weightsync.engines.vllm_engine import VllmEngine, died, lora_arguments, lora_names_in_use, setup_of

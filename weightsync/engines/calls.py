@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from weightsync.channel import Deadline
+from weightsync.deadline import Deadline
 from weightsync.errors import EngineError, EngineUnreachableError, SyncTimeoutError, WeightSyncError
 
 BACKEND = "weightsync"

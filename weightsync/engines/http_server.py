@@ -10,7 +10,7 @@ import ssl
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from weightsync.channel import Deadline
+from weightsync.deadline import Deadline
 from weightsync.engines.base import LoraAdapter
 from weightsync.engines.calls import (
     HEALTH_TIMEOUT_S,

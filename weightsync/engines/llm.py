@@ -6,7 +6,7 @@ import concurrent.futures
 from collections.abc import Callable
 from typing import Any
 
-from weightsync.channel import Deadline
+from weightsync.deadline import Deadline
 from weightsync.engines.base import LoraAdapter
 from weightsync.engines.calls import LOCAL, RESET, limit_s, wait
 from weightsync.engines.turns import Turns

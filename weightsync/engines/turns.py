@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from weightsync.channel import Deadline
+from weightsync.deadline import Deadline
 from weightsync.engines.calls import POLL_S, RESET, limit_s
 from weightsync.errors import EngineUnreachableError, SyncTimeoutError
 

@@ -17,7 +17,8 @@ import secrets
 from dataclasses import asdict
 from typing import Any
 
-from weightsync.channel import Channel, Deadline, dial
+from weightsync.channel import Channel, dial
+from weightsync.deadline import Deadline
 from weightsync.errors import EngineBusyError, ProtocolError, WeightSyncError, foreign
 from weightsync.machine import boot_id, describe_device
 from weightsync.receiver.host import ModelHost

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weightsync.channel import Deadline
+from weightsync.deadline import Deadline
 from weightsync.errors import DigestError, ProtocolError, UnsupportedError
 from weightsync.kernels.copies import BatchedCopy, Copy
 from weightsync.kernels.digest import PARTS, WHOLE, Digests, warm_up

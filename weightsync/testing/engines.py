@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from weightsync.channel import Call, Channel, Deadline, Hub
+from weightsync.channel import Call, Channel, Hub
+from weightsync.deadline import Deadline
 from weightsync.engines import Engine
 from weightsync.errors import EngineUnreachableError, WeightSyncError
 from weightsync.testing.promises import PROMPT_S, require

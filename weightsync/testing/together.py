@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from weightsync.channel import Deadline
+from weightsync.deadline import Deadline
 from weightsync.testing.promises import require
 from weightsync.wire import PREFIX_BYTES, Value, decode, encode
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from weightsync.channel import Deadline
+from weightsync.deadline import Deadline
 from weightsync.errors import PlacementError, SyncTimeoutError, WeightSyncError
 from weightsync.kernels.digest import WHOLE, digest
 from weightsync.layout import Box, Manifest, Placement, TensorMeta, coverage

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from weightsync.channel import Deadline
+from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError
 from weightsync.layout import Box, Manifest, Placement
 

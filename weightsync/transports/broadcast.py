@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from weightsync.channel import Deadline
+from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, PlacementError, WeightSyncError
 from weightsync.kernels.digest import warm_up
 from weightsync.layout import Placement

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from weightsync.channel import Deadline
 from weightsync.checkpoint.beside import files_beside
 from weightsync.checkpoint.files import (
     check_seen,
@@ -38,6 +37,7 @@ from weightsync.checkpoint.files import (
     write,
 )
 from weightsync.checkpoint.shards import MAX_SHARD_BYTES, Shards, lay_out
+from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, PlacementError, SyncTimeoutError, WeightSyncError
 from weightsync.layout import Box, Placement, choose_owners, itemsize, row_major
 from weightsync.transports.base import Group, Idle, Offer, Region, Shipment, WorkerInfo

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightsync.channel import Deadline
+from weightsync.deadline import Deadline
 from weightsync.errors import PeerError, SyncTimeoutError
 from weightsync.machine import address_facing
 from weightsync.transports.base import Idle

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weightsync.channel import Deadline
+from weightsync.deadline import Deadline
 from weightsync.errors import PlacementError, ProtocolError
 from weightsync.kernels.digest import Digests, warm_up
 from weightsync.layout import Manifest, Placement, choose_owners, itemsize, row_major

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightsync.channel import Deadline
+from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
 from weightsync.kernels.digest import Digests
 from weightsync.layout import Placement
