@@ -128,7 +128,7 @@ def fail_once_after(receiver: Any, bucket: int) -> None:
         due = len(receiver._buckets) - (receiver._once if receiver._settled else 0)
         if number in (bucket, due - 1):
             del receiver.load
-            fail_once_copied(receiver._copies[number])
+            fail_once_copied(receiver._routes.copies[number])
         return load(version, number, *args)
 
     receiver.load = load_and_fail

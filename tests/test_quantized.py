@@ -202,7 +202,7 @@ def die_in_quantising(engines: Engines, calls: int) -> WeightSyncError:
 def die_after_the_copies(engines: Engines, bucket: int) -> WeightSyncError:
     """Of this bucket what is not quantised has been written, and nothing else."""
     worker = engines.llm.llm_engine.model_executor.driver_worker.worker
-    fail_once_copied(worker.weight_transfer_engine.conversation.receiver._copies[bucket])
+    fail_once_copied(worker.weight_transfer_engine.conversation.receiver._routes.copies[bucket])
     return push_and_fail(engines, "B")
 
 

@@ -23,10 +23,7 @@ from torch import nn
 
 from weightsync.deadline import Deadline
 from weightsync.errors import DigestError, ProtocolError, UnsupportedError
-from weightsync.kernels.copies import BatchedCopy, Copy
 from weightsync.kernels.digest import PARTS, WHOLE, Digests, warm_up
-from weightsync.kernels.quantize import Form
-from weightsync.kernels.rows import Job, RowQuantiser
 from weightsync.layout import Box, CopyStep, Manifest, Placement, copy_steps, coverage, fuse_groups, itemsize
 from weightsync.machine import describe_device
 from weightsync.memory import export
@@ -34,8 +31,8 @@ from weightsync.receiver.audit import moved
 from weightsync.receiver.eight_bit import Pair, collapse, expand, find_pairs, quantised, renamed, unpacked
 from weightsync.receiver.host import ModelHost
 from weightsync.receiver.modules import Place, Reload, Unit, choose_roads, live_addresses, parameter_places, units
-from weightsync.receiver.straight import pieces_of
-from weightsync.receiver.trace import Trace, named_tensors, paddings, trace_loader, uncovered, writers
+from weightsync.receiver.routes import Routes, computed_units, find_routes, sources_of
+from weightsync.receiver.trace import Trace, named_tensors, trace_loader, uncovered, writers
 from weightsync.transports import make_source
 from weightsync.transports.base import Idle, Nothing, Source, strided
 from weightsync.wire import CLEAN, POISONED
@@ -92,7 +89,6 @@ class Receiver:
         self._unit_of: dict[str, Unit] = {}
         self._addresses: dict[str, int] = {}  # where the live tensors lay before the first push
         self._parameters: list[Place] = []  # parameters alone
-        self._others: dict[str, int] = {}  # what else is loaded (buffers), when the connection was made
         self._manifest: Manifest | None = None
         self._trace = Trace()
         self._pairs: dict[str, Pair] = {}
@@ -103,16 +99,11 @@ class Receiver:
         self._once = 0
         self._settled = False  # a push of all buckets was committed since `connect`, and nothing was begun after it
         self._placements: dict[str, list[Placement]] = {}
-        self._fresh: dict[str, list[CopyStep]] = {}  # by tensor: what leads into fresh parameters
-        self._singly: list[list[str]] = []  # of each bucket: tensors that take more than copies and quantisers
-        self._nbytes: list[int] = []  # of each bucket: what is read of it, but for what a loader takes whole
         self._read: set[tuple[int, int]] = set()  # storages that something is read of
         self._elsewhere: set[tuple[int, int]] = set()  # those in the memory of another GPU
         self._spans: list[list[_Span]] = []  # of each bucket
         self._digests: dict[tuple[int, int | None], tuple[list[int], Digests]] = {}  # by bucket and turn: spans, theirs
-        self._copies: list[BatchedCopy] = []  # of each bucket, into live parameters
-        self._quantisers: list[list[RowQuantiser]] = []  # of each bucket
-        self._constants: list[tuple[torch.Tensor, float]] = []  # in parameters that are loaded in place
+        self._routes: Routes | None = None  # of the connection
         self._push: _Push | None = None
 
     def plan(self, manifest: Manifest) -> Plan:
@@ -176,7 +167,7 @@ class Receiver:
             used.update({name: manifest[name].dtype for name in names})  # arithmetic wants all that the trainer has
         used.update(dict.fromkeys(pairs.keys() & used.keys(), str(host.dtype).removeprefix("torch.")))
         roads = {"in place": 0, "straight": 0, "reload": 0, "loader": 0}
-        computed = _computed_units(trace, self._unit_of)
+        computed = computed_units(trace, self._unit_of)
         for unit in self._units:
             road = "in place" if unit.in_place else "reload" if unit.recipe is None else "straight"
             roads["loader" if id(unit) in computed else road] += 1
@@ -191,7 +182,7 @@ class Receiver:
             hints=_hints(landed, missing),
             roads=roads,
         )
-        self._copies = []  # they are of another plan
+        self._routes = None  # they are of another plan
         return self._plan
 
     def connect(
@@ -250,7 +241,7 @@ class Receiver:
             whole = {name for names in self._trace.computed.values() for name in names}
             self._read = {(step.rank, step.storage) for step in steps}
             self._read |= {(p.rank, p.storage) for name in whole for p in self._placements[name]}
-            self._find_routes(steps)
+            self._routes = self._find_routes(steps)
 
     def share(self) -> tuple[list[list[Any]], list[Placement]]:
         """Let a trainer write into the live parameters: gives [storage, kind, fields] of each storage, and which tensor
@@ -288,12 +279,12 @@ class Receiver:
             self._addresses = live_addresses(self._units, self._host.live, self._host.parts)
             self._parameters = parameter_places(self._units)
             self._buckets, self._once, self._settled = [list(self._manifest.names)], 0, False
-            self._find_routes([])
+            self._routes = self._find_routes([])
         return storages, placements
 
     def expect(self, version: int, bucket: int, part: int | None) -> None:
         """Let a bucket arrive, without waiting for it, that `load` may follow for, or `withdraw`. Writes nothing."""
-        if self._source is None or not self._copies:
+        if self._source is None or self._routes is None:
             raise ProtocolError("Expect came before Connect")
         if not 0 <= bucket < len(self._buckets):
             raise ProtocolError(f"bucket {bucket} of version {version} was announced, of {len(self._buckets)}")
@@ -312,7 +303,7 @@ class Receiver:
         self, version: int, bucket: int, part: int | None, digests: bytes, idle: Idle, deadline: Deadline
     ) -> Timing:
         """Load one bucket. Marks the model `POISONED` before the first byte is written."""
-        if self._source is None or not self._copies:
+        if self._source is None or (routes := self._routes) is None:
             raise ProtocolError("Load came before Connect")
         if self._push is None or self._push.version != version:
             if version <= self.version:
@@ -320,8 +311,10 @@ class Receiver:
                     f"version {version} is not newer than {self.version}, which this engine serves: versions only grow"
                 )
             count = len(self._buckets) - (self._once if self._settled else 0)
-            singly = {name for names in self._singly[:count] for name in names}
-            self._push = _Push(version, count, singly, self._fresh, self._host, self._trace, self._pairs, self._unit_of)
+            singly = {name for names in routes.singly[:count] for name in names}
+            self._push = _Push(
+                version, count, singly, routes.fresh, self._host, self._trace, self._pairs, self._unit_of
+            )
             self._settled = False
         if not 0 <= bucket < self._push.buckets:
             raise ProtocolError(f"bucket {bucket} of version {version} was announced, which has {self._push.buckets}")
@@ -337,14 +330,14 @@ class Receiver:
             verified = time.perf_counter()
             self.state = POISONED
             if not self._push.done and self._push.buckets == len(self._buckets):
-                for constant, value in self._constants:
+                for constant, value in routes.constants:
                     constant.fill_(value)  # later pushes leave these alone
-            self._copies[bucket].run(lightly=following is not None)  # which is on its way meanwhile
-            nbytes = self._nbytes[bucket]
-            for name in self._singly[bucket]:
-                nbytes += self._load_tensor(name, self._push)
+            routes.copies[bucket].run(lightly=following is not None)  # which is on its way meanwhile
+            nbytes = routes.nbytes[bucket]
+            for name in routes.singly[bucket]:
+                nbytes += self._load_tensor(name, self._push, routes)
             self._push.close_finished()  # and what a loader computes out of no tensor
-            for quantiser in self._quantisers[bucket]:
+            for quantiser in routes.quantisers[bucket]:
                 quantiser.run()
             self._push.done.add(bucket)
             if len(self._push.done) == self._push.buckets and not self._push.reloaded:
@@ -418,23 +411,23 @@ class Receiver:
     def _check_addresses(self) -> None:
         """Where the engine has reloaded no module, parameters alone can have moved."""
         paths = [place.path for place in self._parameters if not place.is_kept()]
-        paths += [name for name, at in self._others.items() if _tensor(self._host.live, name).data_ptr() != at]
+        others = self._routes.others if self._routes is not None else {}
+        paths += [name for name, at in others.items() if _tensor(self._host.live, name).data_ptr() != at]
         _refuse_moved(paths)
 
     def disconnect(self) -> None:
         """Give back what was mapped or joined, and forget a push under way (the state stays what it is)."""
         self._push = None
         self._settled = False
-        self._fresh, self._singly, self._nbytes = {}, [], []
-        self._copies, self._quantisers, self._constants = [], [], []
+        self._routes = None
         self._spans, self._digests = [], {}
         if self._source is not None:
             self._source.close()
             self._source = None
 
-    def _load_tensor(self, name: str, push: _Push) -> int:
+    def _load_tensor(self, name: str, push: _Push, routes: Routes) -> int:
         """Gives the bytes that a loader takes whole."""
-        for step in self._fresh.get(name, ()):
+        for step in routes.fresh.get(name, ()):
             target = push.fresh(step.param)
             torch.as_strided(target, step.size, step.dst_stride, step.dst_offset).copy_(self._view(step))
             push.arrived(step)
@@ -442,86 +435,9 @@ class Receiver:
         push.close_finished()
         return nbytes
 
-    def _find_routes(self, steps: Sequence[CopyStep]) -> None:
-        """Sort out what becomes of each tensor in every push over this connection, and make what can be made once."""
-        live = named_tensors(self._host.live)
-        computed = _computed_units(self._trace, self._unit_of)
-        of_param: dict[str, list[CopyStep]] = defaultdict(list)
-        views: dict[str, list[torch.Tensor]] = defaultdict(list)
-        for step in steps:
-            of_param[step.param].append(step)
-            views[step.param].append(self._view(step))
-        fresh: dict[str, list[CopyStep]] = defaultdict(list)
-        nbytes = [0 for _ in self._buckets]
-        bucket_of = {name: number for number, names in enumerate(self._buckets) for name in names}
-        direct = self._direct(of_param, views, bucket_of, computed)
-        copies: list[list[Copy]] = [[] for _ in self._buckets]
-        jobs: list[dict[tuple[Form, bool], list[Job]]] = [defaultdict(list) for _ in self._buckets]
-        for param, steps in of_param.items():
-            unit = self._unit_of.get(param)
-            if unit is not None and id(unit) in computed:
-                continue
-            for step, view in zip(steps, views[param], strict=True):
-                nbytes[bucket_of[step.name]] += view.numel() * view.element_size()
-            if unit is None or unit.takes_in_place(param):
-                for step, view in zip(steps, views[param], strict=True):
-                    target = torch.as_strided(live[param].data, step.size, step.dst_stride, step.dst_offset)
-                    copies[bucket_of[step.name]].append((target, view, step.rank))
-                continue
-            if unit.recipe is None or param not in direct:
-                for step in steps:
-                    fresh[step.name].append(step)
-            else:
-                job = unit.recipe.job(dict(unit.live[0].named_parameters(recurse=False)), direct[param])
-                jobs[bucket_of[steps[0].name]][unit.recipe.form, unit.recipe.shared].append(job)
-        self._others = {param: live[param].data_ptr() for param in of_param if param not in self._unit_of}
-        self._fresh, self._nbytes = dict(fresh), nbytes
-        by_loader = [names for key, names in _sources(self._trace, self._unit_of).items() if key in computed]
-        singly = set(fresh).union(*by_loader)
-        self._singly = [[name for name in names if name in singly] for names in self._buckets]
-        self._constants = []  # the parameters may never have been loaded
-        for fill in paddings(self._host.pristine(), self._trace):
-            unit = self._unit_of.get(fill.param)
-            if unit is None or (unit.takes_in_place(fill.param) and id(unit) not in computed):
-                place = torch.as_strided(live[fill.param].data, fill.size, fill.stride, fill.offset)
-                self._constants.append((place, fill.value))
-        self._copies = [BatchedCopy(those) for those in copies]
-        self._quantisers = [
-            [
-                RowQuantiser(form, those, self._host.share if shared else None)
-                for (form, shared), those in of_bucket.items()
-            ]
-            for of_bucket in jobs
-        ]
-
-    def _direct(
-        self,
-        of_param: Mapping[str, list[CopyStep]],
-        views: Mapping[str, list[torch.Tensor]],
-        bucket_of: Mapping[str, int],
-        computed: set[int],
-    ) -> dict[str, list[tuple[int, torch.Tensor]]]:
-        """By parameter: the pieces of each weight that can be quantised out of the memory where it arrives. Collective
-        among workers that share scales: how rows are cut differs between them, but their exchanges must not."""
-        loaded = named_tensors(self._host.pristine())
+    def _find_routes(self, steps: Sequence[CopyStep]) -> Routes:
         assert self._units is not None
-        units = [unit for unit in self._units if unit.recipe is not None]
-        weights = [unit.weight for unit in units if id(unit) not in computed]
-        found: dict[str, list[tuple[int, torch.Tensor]]] = {}
-        for weight in weights:
-            steps = of_param.get(weight, [])
-            if len({bucket_of[step.name] for step in steps}) == 1:
-                pieces = pieces_of(steps, views[weight], loaded[weight], self._host.device)
-                if pieces is not None:
-                    found[weight] = pieces
-        together = [unit.weight for unit in units if unit.recipe is not None and unit.recipe.shared]
-        if together and self._host.share is not None:
-            doubts = torch.tensor([float(weight not in found) for weight in together], device=self._host.device)
-            self._host.share(doubts)
-            for weight, doubt in zip(together, doubts.tolist(), strict=True):
-                if doubt:
-                    found.pop(weight, None)
-        return found
+        return find_routes(self._host, self._trace, self._units, self._buckets, steps, self._view)
 
     def _view(self, step: CopyStep) -> torch.Tensor:
         assert self._source is not None
@@ -544,11 +460,11 @@ class Receiver:
 
     def _reloads(self, trace: Trace) -> list[tuple[str, ...]]:
         """The names that each unit which is not loaded in place is loaded from."""
-        computed = _computed_units(trace, self._unit_of)
+        computed = computed_units(trace, self._unit_of)
         units = {id(unit): unit for unit in self._unit_of.values()}
         return [
             tuple(names)
-            for key, names in _sources(trace, self._unit_of).items()
+            for key, names in sources_of(trace, self._unit_of).items()
             if key in computed or not units[key].in_place
         ]
 
@@ -579,8 +495,8 @@ class _Push:
         # A unit gets all of its tensors in this push or none: `connect` has seen to it.
         self._computed: dict[int, set[str]] = {}  # needed whole
         if trace.computed:
-            by_loader = _computed_units(trace, unit_of)
-            sources = {key: set(names) for key, names in _sources(trace, unit_of).items() if key in by_loader}
+            by_loader = computed_units(trace, unit_of)
+            sources = {key: set(names) for key, names in sources_of(trace, unit_of).items() if key in by_loader}
             self._computed = {key: names for key, names in sources.items() if arriving >= names}
         self._whole: dict[str, torch.Tensor] = {}
         self._open: dict[int, Reload] = {}
@@ -648,22 +564,6 @@ class _Push:
         )
         with reload.installed():
             self._host.load_weights(self._host.pristine(), quantised(weights, self._pairs, self._host.dtype))
-
-
-def _sources(trace: Trace, unit_of: dict[str, Unit]) -> dict[int, dict[str, None]]:
-    """By id of the unit: the names of the tensors that it is loaded from, in order."""
-    names: dict[int, dict[str, None]] = defaultdict(dict)
-    for copy in trace.copies:
-        if (unit := unit_of.get(copy.param)) is not None:
-            names[id(unit)][copy.name] = None
-    for param, computed_from in trace.computed.items():
-        names[id(unit_of[param])].update(dict.fromkeys(computed_from))
-    return names
-
-
-def _computed_units(trace: Trace, unit_of: dict[str, Unit]) -> set[int]:
-    """The ids of the units that the engine's loader must load itself."""
-    return {id(unit_of[param]) for param in trace.computed}
 
 
 def _tensor(model: nn.Module, name: str) -> torch.Tensor:
