@@ -220,7 +220,7 @@ class EngineSession:
         """Take `begin` back, before the first `load`: the engines generate again, as after an update of nothing. What
         they `expect` must be on its way."""
         self.begun()
-        self._hear_expecting()
+        self._hear_expecting("pause")
         self.idle()
         self.release("pause")
         self._all("pause", self._engines, lambda engine: self._finish(engine, None))
@@ -230,12 +230,12 @@ class EngineSession:
     def expect(self, version: int, bucket: int, part: int | None) -> None:
         """Tell every worker that a bucket is on its way which `load` will announce, or else `withdraw` follow. They
         write nothing."""
-        self._send(Expect(version, bucket, part), Deadline(self._timeout_s), "transfer")
+        self._send(Expect(version, bucket, part), Deadline(self._timeout_s), "plan")
         self._is_expected = True
 
-    def _hear_expecting(self) -> None:
+    def _hear_expecting(self, phase: str) -> None:
         if self._is_expected:
-            self._collect(Expecting, Deadline(self._timeout_s), "transfer")
+            self._collect(Expecting, Deadline(self._timeout_s), phase)
             self._is_expected, self._is_served = False, True
 
     def load(self, version: int, bucket: int, part: int | None = None, digests: Sequence[bytes] = ()) -> None:
@@ -249,7 +249,7 @@ class EngineSession:
 
     def loaded(self) -> list[Loaded]:
         """Every worker's answer to the oldest announcement that is still open."""
-        self._hear_expecting()
+        self._hear_expecting("load")
         answers = self._collect(Loaded, Deadline(self._timeout_s), "load")
         self._is_served = True
         return answers
@@ -257,7 +257,7 @@ class EngineSession:
     def announced(self) -> None:
         """Every bucket has been announced: engines, which do one thing after the other, may be asked to forget what
         older weights computed, and will when their update is over."""
-        self._hear_expecting()
+        self._hear_expecting("load")
         if self._is_served:  # else a call of the update may yet be on its way to the engine
             self._reset_caches()
 
