@@ -113,8 +113,8 @@ class AttachedModel:
         self._hook.remove()
 
     def _settle(self, ranks: RankGroup) -> None:
-        if any(slot.local.is_cuda for slot in self._slots):
-            torch.cuda.current_stream().synchronize()
+        for device in {slot.local.device for slot in self._slots if slot.local.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
         ranks.gather(None, "write")
         ranks.share(None, "write")
 

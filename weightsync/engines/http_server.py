@@ -164,7 +164,8 @@ class HttpEngine:
             )
         # One sample for each set of adapters that there has been; its value is the time when that was seen last.
         samples = [(float(value), labels) for labels, value in _LORA_SAMPLE.findall(text)]
-        newest = [labels for when, labels in samples if when == max(samples)[0]]
+        last = max((when for when, _ in samples), default=0.0)
+        newest = [labels for when, labels in samples if when == last]
         found = {name for labels in newest for names in _LORA_LABEL.findall(labels) for name in names.split(",")}
         return found - {""}
 
