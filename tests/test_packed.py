@@ -127,7 +127,8 @@ class Planner:
             pairs, unfit = find_pairs(model, manifest, trace_loader(model, model.load_weights, manifest))
         trace = trace_loader(model, model.load_weights, expand(manifest, pairs))
         assert dict(model.named_parameters()).keys() == before
-        assert [unfit, trace.refused, trace.unknown, trace.ignored, trace.computed] == [{}, {}, [], [], {}]
+        assert [unfit, trace.refused, trace.unknown, trace.computed] == [{}, {}, [], {}]
+        assert {copy.name for copy in trace.copies} == {meta.name for meta in expand(manifest, pairs)}
         assert uncovered(model, trace) == ({}, {})
         landed: dict[str, Any] = {}
         for copy in trace.copies:
