@@ -240,7 +240,9 @@ class _Recorder(TorchDispatchMode):
 
     def _note_changes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What was written to is no longer what the trainer sends, but computed from that."""
-        if torch.Tag.inplace_view in func.tags or not (names := self._sources(args, kwargs)):
+        if not func._schema.is_mutable or torch.Tag.inplace_view in func.tags:
+            return
+        if not (names := self._sources(args, kwargs)):
             return
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
