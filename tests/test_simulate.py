@@ -19,6 +19,8 @@ THREE_GPUS = "gpus_per_host=3,ranks=2,tp=1"
 ONE_TO_THREE = "gpus_per_host=4,ranks=1,engines=3,tp=1"
 # `fixed_s` and `fixed_ranks_s` were chosen between these.
 MEASURED = [
+    ("2026-11-23-h200-ipc-first-bucket-ahead", "ipc", ONE_GPU),
+    ("2026-11-23-h200-ipc-0.5B-first-bucket-ahead", "ipc", ONE_GPU),
     ("2026-11-23-h200-ipc-last", "ipc", ONE_GPU),
     ("2026-11-23-h200-ipc-beside-native", "ipc", ONE_GPU),
     ("2026-11-23-h200-ipc-0.5B-last", "ipc", ONE_GPU),

@@ -59,7 +59,7 @@ class Topology:
     network: float = 50
     file_write: float = 20
     file_read: float = 40
-    fixed_s: float = 0.0042
+    fixed_s: float = 0.0038
     fixed_ranks_s: float = 0.006
     message_s: float = 80e-6
 
