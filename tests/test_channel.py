@@ -28,7 +28,6 @@ HELLO = Hello(
     group=0,
     rank=0,
     world=1,
-    pid=1,
     boot_id="boot",
     device="cpu",
     gpu_uuid="",
@@ -362,12 +361,12 @@ def test_a_group_is_admitted_in_rank_order_whoever_comes_first(hub, keep):
 
 def test_groups_do_not_mix(hub, keep):
     for group in (0, 1):
-        arrive(hub, keep, group=group, pid=group)
-    arrive(hub, keep, role="rank", pid=7)
+        arrive(hub, keep, group=group, boot_id=f"of {group}")
+    arrive(hub, keep, role="rank", boot_id="of a rank")
     ((first, a),) = admit(hub, group=1)
     ((second, b),) = admit(hub, group=0)
     ((third, c),) = hub.admit("rank", 0, Deadline(5), "init", lambda: None)
-    assert (first.pid, second.pid, third.pid) == (1, 0, 7)
+    assert (first.boot_id, second.boot_id, third.boot_id) == ("of 1", "of 0", "of a rank")
     for channel in (a, b, c):
         channel.close()
 
@@ -409,9 +408,9 @@ def test_what_check_raises_ends_the_wait(hub, keep):
 
 def test_a_wrong_token_is_turned_away_and_others_are_admitted(hub, keep):
     strangers = [arrive(hub, keep, token=token) for token in (b"", b"\x00" * 32, hub.token[:-1])]
-    arrive(hub, keep, pid=5)
+    arrive(hub, keep, boot_id="of the one that knows")
     ((hello, channel),) = admit(hub)
-    assert hello.pid == 5
+    assert hello.boot_id == "of the one that knows"
     channel.close()
     for stranger in strangers:
         with pytest.raises(PeerError, match="closed its connection"):

@@ -127,6 +127,14 @@ def test_plan_of_what_no_engine_serves_is_one_line_and_status_2(config, argument
     assert all("WARNING" in warning for warning in warnings), "vLLM's, of variables that tests have set"
 
 
+def test_plan_says_which_sizes_cannot_be_shared_out(tmp_path, capsys):
+    file = tiny_model(tmp_path, layers=1) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 258}))  # its 4 heads can
+    assert cli.main(["plan", str(file), "--tp", "4"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "vLLM cannot make a model of this config for 4 tensor parallel workers: assert all(output_size" in line
+
+
 def test_the_help_of_bench_begins_with_what_it_does(capsys):
     with pytest.raises(SystemExit):
         cli.main(["bench", "--help"])
@@ -243,6 +251,13 @@ def test_doctor_tells_an_engine_that_fails_before_any_push_from_a_push_that_fail
     assert generate[:2] == ("FAIL", "generate")
     assert generate[2].startswith("the engine fails before any push; its log says why: /v1/completions: status 500")
     assert afterwards == ("skip", "afterwards", "nothing was pushed")
+
+
+def test_doctor_tells_what_is_no_vllm(tmp_path):
+    with server({"/v1/models": "<html>"}) as url:
+        (generate, _) = given_engine(url, tmp_path)
+    assert generate[:2] == ("FAIL", "generate")
+    assert "/v1/models: the answer is not vLLM's: '\"<html>\"'; is it a vLLM?" in generate[2]
 
 
 def test_doctor_says_when_a_refused_push_has_changed_nothing(tmp_path):

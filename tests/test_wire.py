@@ -56,7 +56,6 @@ GOLDEN: list[tuple[Message, str]] = [
             group=2,
             rank=3,
             world=4,
-            pid=70000,
             boot_id="b",
             device="cuda",
             gpu_uuid="GPU-1",
@@ -66,8 +65,8 @@ GOLDEN: list[tuple[Message, str]] = [
             update_open=False,
         ),
         (
-            "970000008fa174a548656c6c6fa870726f746f636f6c01a5746f6b656ec40200ffa4726f6c65a6776f726b6572a567726f75"
-            "7002a472616e6b03a5776f726c6404a3706964ce00011170a7626f6f745f6964a162a6646576696365a463756461a8677075"
+            "8e0000008ea174a548656c6c6fa870726f746f636f6c01a5746f6b656ec40200ffa4726f6c65a6776f726b6572a567726f75"
+            "7002a472616e6b03a5776f726c6404a7626f6f745f6964a162a6646576696365a463756461a8677075"
             "5f75756964a54750552d31a46e616d65a474703d33a776657273696f6e05a57374617465a5434c45414eab7570646174655f"
             "6f70656ec2"
         ),

@@ -130,7 +130,6 @@ class RankGroup:
             group=0,
             rank=self.rank,
             world=self.size - 1,
-            pid=os.getpid(),
             boot_id="",
             device="",
             gpu_uuid="",

@@ -355,7 +355,7 @@ def _is_healthy(url: str) -> bool:
 
 
 def request(url: str, method: str, path: str, body: dict[str, Any] | None, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
-    """The JSON that the server at `url` answers, None for an empty answer. Raises `EngineError`s."""
+    """The JSON object that the server at `url` answers, None for an empty answer. Raises `EngineError`s."""
     try:
         status, text = _ask(url, method, path, body, timeout_s)
     except TimeoutError as error:
@@ -366,7 +366,13 @@ def request(url: str, method: str, path: str, body: dict[str, Any] | None, timeo
         ) from error
     if status != 200:
         raise EngineError(f"{path}: status {status}: {text[:500]}", who=url)
-    return json.loads(text or "null")
+    try:
+        answer = json.loads(text or "null")
+    except ValueError:
+        answer = text
+    if not isinstance(answer, dict | None):
+        raise EngineError(f"{path}: the answer is not vLLM's: {text[:200]!r}; is it a vLLM?", who=url)
+    return answer
 
 
 def _ask(url: str, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> tuple[int, str]:

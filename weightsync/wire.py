@@ -49,7 +49,6 @@ class Hello(Message):
     group: int  # worker: the engine's number; rank: 0
     rank: int  # worker: its number in the engine; rank: its number among the trainer's ranks
     world: int  # how many such peers the group has
-    pid: int
     boot_id: str
     device: str  # "cpu" or "cuda"
     gpu_uuid: str  # "" on a CPU

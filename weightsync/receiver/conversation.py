@@ -12,7 +12,6 @@ leaves the others' in their queues, and from then on every call gets an older ca
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 from dataclasses import asdict
 from typing import Any
@@ -98,7 +97,6 @@ class Conversation:
             group=int(info["engine"]),
             rank=identity.rank,
             world=identity.world,
-            pid=os.getpid(),
             boot_id=boot_id(),
             device=device,
             gpu_uuid=gpu_uuid,

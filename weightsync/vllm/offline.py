@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 
+from weightsync.errors import ConfigError
 from weightsync.layout import Box, Manifest, itemsize
 from weightsync.receiver.trace import Trace, named_tensors, trace_loader, uncovered
 from weightsync.vllm import compat
@@ -52,7 +54,8 @@ def plan_workers(
     model_dir: Path, manifest: Manifest, tp: int, dtype: str, *, expert_parallel: bool = False
 ) -> list[WorkerPlan]:
     """The plan of each of `tp` workers, in rank order. `dtype` is vLLM's `--dtype`, "auto" for the config's own;
-    `expert_parallel` its `--enable-expert-parallel`."""
+    `expert_parallel` its `--enable-expert-parallel`. Raises `ConfigError` where vLLM has no such model, or its
+    sizes cannot be shared out."""
     config = EngineArgs(
         model=str(model_dir),
         dtype=dtype,
@@ -71,7 +74,14 @@ def plan_workers(
 
 
 def _plan(config: VllmConfig, manifest: Manifest) -> WorkerPlan:
-    model = compat.build_on_meta(config, config.model_config, torch.device("cpu"))
+    try:
+        model = compat.build_on_meta(config, config.model_config, torch.device("cpu"))
+    except (AssertionError, ValueError) as error:  # sizes that it does not take; assertions often say nothing
+        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise ConfigError(
+            "vLLM cannot make a model of this config for "
+            f"{config.parallel_config.tensor_parallel_size} tensor parallel workers: {reason}"
+        ) from error
     load_weights: Any = model.load_weights
     trace = trace_loader(model, load_weights, manifest)
     missing, doubled = uncovered(model, trace)
