@@ -4,7 +4,7 @@
     python benchmarks/modes_on_gpus.py single_copy --tp 2      # 2 GPUs: two ranks, on the GPUs of the engine's workers
     python benchmarks/modes_on_gpus.py lora                    # 1 GPU: adapters of rank 16 on every linear layer
     python benchmarks/modes_on_gpus.py checkpoint              # 1 GPU: files in between
-    python benchmarks/modes_on_gpus.py single_copy --shape tiny    # a small model, also without a GPU
+    python benchmarks/modes_on_gpus.py single_copy --shape tiny --quantization weightsync_plain    # without a GPU
 
 Each starts an engine cold from a checkpoint of weights A, CUDA graphs on, and notes its answers. `single_copy` writes
 B and A again, takes a step of SGD, saves what came of it, and compares with an engine that is started from that.

@@ -6,7 +6,7 @@
     python examples/grpo.py --transport single_copy               # the model's parameters are the engine's
     python examples/grpo.py --transport lora --answer-length 1 --prompts 64 --lora-alpha 64
     python examples/grpo.py --model-name Qwen/Qwen3-0.6B --lr 1e-6 --group-size 8
-    python examples/grpo.py --engine http://localhost:8000        # a server that was started with the model
+    python examples/grpo.py --engine http://localhost:8000 --model-name Qwen/Qwen3-0.6B --lr 1e-6    # your own server
 
 The task: to count. The reward of an answer is the share of its tokens that are `--stride` more than the one before.
 The policy that is rewarded is the engine's, so the reward can only rise if the pushes arrive. Adapters on random

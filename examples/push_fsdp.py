@@ -8,8 +8,8 @@ The trainer, in another, on as many GPUs as you like, or on none:
 
     torchrun --nproc-per-node 1 examples/push_fsdp.py --model Qwen/Qwen3-0.6B
 
-On a GPU the two share it, since the transport is ipc. For a server on GPUs of its own, or on another host, use
-`--transport broadcast`, and with that host's address `--engine http://...:8000`.
+On a GPU the two share it, since the transport is ipc. For a server on GPUs of its own use `--transport broadcast`. A
+server on another host is started with `--host 0.0.0.0`, and the trainer with its address, `--engine http://...:8000`.
 """
 
 from __future__ import annotations

@@ -253,8 +253,10 @@ def test_a_server_whose_kernels_have_packed_its_weights_shares_what_they_left(tm
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path):
     server = VllmServer(tmp_path / "nothing", "--no-such-option", log=tmp_path / "log", start_timeout_s=120)
-    with pytest.raises(EngineError, match=r"(?s)ended with exit code .*no-such-option"):
-        server.start()
+    transport = CheckpointTransport(tmp_path / "versions", restart=True)
+    with pytest.raises(EngineError, match=r"(?s)ended with exit code .*no-such-option") as raised:
+        WeightSync("fsdp", transport, server).push(torch.nn.Linear(2, 2))
+    assert raised.value.phase == "restart"
     assert server.pid is None
 
 

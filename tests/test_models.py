@@ -283,7 +283,7 @@ the checkpoint has: `save_pretrained`'s own conversion is followed, and each exp
 shards, so nothing is copied for it. A trainer whose experts have tensors of their own is sent as it is.
 
 vLLM's engine for CPUs crashes when it generates with `enable_expert_parallel`, so expert parallelism is shown by load
-plans. vLLM spreads a number of experts that its ranks do not divide as evenly as it can, and the plans follow it.
+plans. A number of experts that its ranks do not divide evenly is refused.
 
 ## What does not work
 

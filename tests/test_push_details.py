@@ -548,6 +548,17 @@ def test_what_cannot_be_pushed_is_refused_before_the_engine_pauses(call: Any, wo
         assert "pause keep" not in engine.log
 
 
+def test_the_memory_of_several_engines_cannot_be_one_copy() -> None:
+    with ExitStack() as stack:
+        engines = [stack.enter_context(closing(FakeEngine(ModuleHost(EngineModel, checkpoint(1))))) for _ in range(2)]
+        sync = stack.enter_context(WeightSync("fsdp", "single_copy", engines, timeout_s=TIMEOUT_S))
+        with torch.device("meta"):
+            model = OneWeight(torch.float32)
+        with pytest.raises(PlacementError, match="shares the memory of one engine, and 2 were given"):
+            sync.attach(model)
+        assert all(engine.log == [] for engine in engines)
+
+
 def test_a_version_that_is_not_newer_is_refused_before_the_engine_pauses() -> None:
     model, host = trainer_model(checkpoint(2)), ModuleHost(EngineModel, checkpoint(1))
     with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:

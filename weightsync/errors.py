@@ -1,7 +1,7 @@
 """Everything that weightsync raises on purpose.
 
     WeightSyncError
-    +-- ConfigError            (ValueError)        the call itself is wrong; nothing was contacted
+    +-- ConfigError            (ValueError)        the call itself is wrong; engines are untouched
     +-- ManifestError          (ValueError)        the tensors do not fit the engine's model
     +-- UnsupportedError       (NotImplementedError) this model, layer or machine is not covered, and why
     +-- PlacementError         (ValueError)        trainer ranks and engine workers cannot be paired

@@ -59,6 +59,8 @@ class VllmServer:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
+        """Start it, and return when it answers. Raises `EngineError`s where it runs already, ends, or does not answer
+        within `start_timeout_s`."""
         if self._process is not None:
             raise EngineError(f"the server runs already, as process {self._process.pid}", who=self.url)
         command = [sys.executable, "-m", "weightsync.vllm.serve", self._model, "--port", str(self.port), *self._options]

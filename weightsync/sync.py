@@ -28,7 +28,7 @@ from weightsync.checkpoint.restart import push_and_restart
 from weightsync.checkpoint.save import save
 from weightsync.deadline import Deadline
 from weightsync.engines import ENGINE_VARIABLE, LoraAdapter, connect
-from weightsync.errors import ConfigError, EngineError, WeightSyncError, foreign
+from weightsync.errors import ConfigError, EngineError, PlacementError, WeightSyncError, foreign
 from weightsync.fitting import check_plans, check_quantized, cut, pack_reads, unpack_reads, wire_manifest
 from weightsync.kernels.digest import PARTS, WHOLE
 from weightsync.layout import Manifest, Placement, merge_manifests
@@ -85,15 +85,16 @@ class WeightSync:
         `LoraTransport(...)`, pushes a LoRA adapter alone, under a new name each time. "single_copy", or
         `SingleCopyTransport(...)`, makes the model's parameters the engine's own memory: see `attach` and `writing`. Or
         any other object with the face of `weightsync.transports.base.Transport`.
-    engine: an `LLM`, an `AsyncLLM`, a Ray actor handle of either, an "http://..." address, or a list of these; only
-        rank 0's is used. None means $WEIGHTSYNC_ENGINE, or else http://localhost:8000; with single_copy, the engine
-        whose `vllm_bridge_config.json` is found (see `weightsync.bridge.find`).
+    engine: an `LLM`, an `AsyncLLM`, a Ray actor handle of either, an "http://..." address, a
+        `weightsync.server.VllmServer`, an object with the methods of `weightsync.engines.Engine`, or a list of these;
+        only rank 0's is used. None means $WEIGHTSYNC_ENGINE, or else http://localhost:8000; with single_copy, the
+        engine whose `vllm_bridge_config.json` is found (see `weightsync.bridge.find`).
     bucketer: "module", "threshold" or "parameter", or an object with a `bucket` method; None means modules for ipc,
         full buckets for all else and for backend="megatron".
     max_bytes: the size of a bucket, 256 MiB when None. What fuses into one engine parameter may be larger, and then a
         broadcast has others as large.
-    policy: which tensors travel, how often, and in which dtype; None means all of them, at every push, in the dtype
-        that the engine holds.
+    policy: which tensors travel, how often, and in which dtype; None means all of them, at every push, in the narrower
+        of the trainer's and the engine's dtype.
     pause: what happens to requests that are running: "keep" freezes them and recomputes their KV cache with the new
         weights, "wait" lets them finish first, "abort" ends them.
     timeout_s: the longest that any single wait may last, also for all ranks to come. (While rank 0 talks to engines the
@@ -216,7 +217,7 @@ class WeightSync:
                 ranks = self._meet()
                 save_to = partial(save, model, timeout_s=self._timeout_s, **self._saving)
                 self.last_report = push_and_restart(
-                    self._transport, self._engine, ranks, save_to, version, self._timeout_s
+                    self._transport, self._engine, ranks, save_to, version, self._timeout_s, self._in_phase
                 )
                 logger.info("saved and restarted %s", self.last_report)
             else:
@@ -324,6 +325,11 @@ class WeightSync:
             manifest = merge_manifests([unpack_manifest(row) for row, _ in everyone])
             session, workers = self._call_in()
             hosts = [WorkerInfo(f"trainer rank {rank}", "", "", host) for rank, (_, host) in enumerate(everyone)]
+            if len(engines := {worker.hello.group for worker in workers}) > 1:
+                raise PlacementError(
+                    f"single_copy shares the memory of one engine, and {len(engines)} were given; leave out all but "
+                    'one, or use transport="ipc"'
+                )
             self._transport.check(hosts, [worker.info for worker in workers])
             check_plans(manifest, session.plan(pack_manifest(manifest)), False)
             shared = session.share()

@@ -183,7 +183,10 @@ def _add_bench(commands: Commands) -> None:
     axis("--tp", 1, "tensor parallel workers of each engine", type=int, metavar="N")
     axis("--quantization", "none", "what engines make of it, as vLLM's --quantization", metavar="SCHEME")
     matrix.add_argument(
-        "--no-peers", dest="peers", action="store_false", help="leave out what is not weightsync: files, vLLM's engines"
+        "--no-peers",
+        dest="peers",
+        action="store_false",
+        help="leave out what is not weightsync: files, vLLM's, checkpoint-engine",
     )
     bench.add_argument(
         "--num-iters", metavar="N", type=int, default=5, help="pushes that are timed, for each case; default: 5"

@@ -1,7 +1,8 @@
 """What every trainer backend answers: which tensors there are, under their checkpoint names, and where their bytes lie.
 
-`manifest` and `pieces` move no bytes and talk to no other process. Only what must be computed from the tensors of
-several ranks (adapters, scales, a bridge's export) is fetched, bucket by bucket, in `gather`.
+`manifest` and `pieces` move no bytes and talk to no other process, but for those of a bridge's export. Only what must
+be computed from the tensors of several ranks (adapters, scales, a bridge's export) is fetched, bucket by bucket, in
+`gather`.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class TensorPolicy:
     sensitive; `*` matches dots too.
 
     `exclude`: never pushed. `buffers`: whether persistent buffers travel; the others never do. `dtypes`: pattern to
-    torch's dtype name on the wire, in place of the dtype that the engine holds; the first pattern that matches counts.
+    torch's dtype name on the wire, in place of the narrower of the trainer's and the engine's; the first that matches
+    counts.
     Raises `ConfigError` for a dtype that does not exist.
 
     `unquantized`: with `WeightSync(quantize=...)`, what travels as it is of the two-dimensional tensors that are called
@@ -119,13 +121,15 @@ class TensorPolicy:
                 raise ConfigError(f"dtypes[{pattern!r}]: {error.message}") from None
 
     def excludes(self, name: str) -> bool:
+        """Whether `name` never travels."""
         return any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def freezes(self, name: str, trains: bool) -> bool:
+        """Whether `name`, which `trains` or not, is sent by the first push alone."""
         return (self.only_trained and not trains) or any(fnmatchcase(name, pattern) for pattern in self.frozen)
 
     def wire_dtype(self, name: str) -> str | None:
-        """The dtype that `name` is declared to travel in; None means the one that the engine holds it in."""
+        """The dtype that `name` is declared to travel in; None where it is left to what trainer and engine have."""
         return next((dtype for pattern, dtype in self.dtypes.items() if fnmatchcase(name, pattern)), None)
 
     def quantizes(self, name: str) -> bool:

@@ -211,6 +211,7 @@ class Nothing:
 
 
 def align(nbytes: int) -> int:
+    """The next multiple of what every tensor in a buffer begins at."""
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
