@@ -179,7 +179,7 @@ def test_what_cannot_be_filled_again_is_made_anew_on_a_cpu():
     for number, layer in enumerate(made.live.layers):
         assert layer.kernel.largest == new[f"layers.{number}.weight"].abs().max().item()
     units = modules.units(made.live, made.pristine())
-    modules.choose_roads(units, made.post_process, made.parts, made.device)
+    modules.choose_roads(units, made.post_process, made.parts, made.device, None, 0)
     assert all(unit.opaque for unit in units)
 
 

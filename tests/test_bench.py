@@ -19,12 +19,13 @@ from weightsync.bench.floors import DEVICE_COPY, HOST_COPY, MEMCPY, PEER_COPY, b
 from weightsync.bench.models import save_checkpoint, values
 from weightsync.bench.results import Result, failures, from_json, markdown, row_of, text_table, to_json
 from weightsync.bench.shapes import SHAPES, write_config
+from weightsync.cli.bench import too_large
 from weightsync.cli.plan_report import checkpoint_tensors
 from weightsync.errors import ConfigError
 from weightsync.layout import Manifest, TensorMeta
 from weightsync.trial import ChildError
 
-CPU = Machine(0, 10**12, 0, 10**12, frozenset({"deepspeed", "megatron-core"}))
+CPU = Machine(0, 10**12, 0, 10**12, 10**12, frozenset({"deepspeed", "megatron-core"}))
 CASE = Case("weightsync", "fsdp", 1, "ipc", "module", "bfloat16", "tiny", None, 1, 1)
 PEER = dataclasses.replace(CASE, way=FILES, transport="", bucketer="")
 GPUS = dataclasses.replace(CPU, gpus=8, installed=frozenset({CHECKPOINT_ENGINE}))
@@ -153,6 +154,10 @@ def test_memory_counts_shards_and_the_buckets_under_way():
     ipc = memory(case(tp=2), tensors, gpus=0)
     assert (ipc.trainer_rank, ipc.engine_worker, ipc.shared) == (2 * 10**6, 10**6, 2 * 10**6)
     assert memory(case(tp=2), tensors, gpus=1).shared == 0
+    assert too_large(ipc, CPU) is None
+    assert too_large(ipc, dataclasses.replace(CPU, shared_bytes=10**6)) == (
+        "needs 2.00 MB of /dev/shm, and there are 1.00 MB"
+    )
 
 
 def result(of: Case = CASE, answers: float = 0.0) -> Result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -257,6 +258,17 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path):
     with pytest.raises(EngineError, match=r"(?s)ended with exit code .*no-such-option") as raised:
         WeightSync("fsdp", transport, server).push(torch.nn.Linear(2, 2))
     assert raised.value.phase == "restart"
+    assert server.pid is None
+
+
+def test_another_server_is_not_taken_for_ours(tmp_path: Path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        server = VllmServer(tmp_path / "nothing", port=port, log=tmp_path / "log")
+        with pytest.raises(EngineError, match=f"port {port} cannot be had .* or give another port"):
+            server.start()
     assert server.pid is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from weightsync import (
     UnsupportedError,
     WeightSync,
 )
+from weightsync.transports.lora import AdapterFolder
 
 pytest_plugins = ["engine_fixtures"]
 
@@ -330,8 +332,37 @@ def test_a_folder_keeps_adapters_and_their_versions(model: Any, tmp_path: Path):
     assert not list((tmp_path / "run").glob(".incoming*"))
 
 
+def test_an_adapter_that_somebody_has_removed_keeps_no_other(model: Any, memory: Path):
+    engine = FakeEngine()
+    with WeightSync("fsdp", LoraTransport(keep_last=1), engine) as sync:
+        sync.push(model)
+        assert sync.adapter is not None
+        shutil.rmtree(sync.adapter.path)
+        for _ in range(4):
+            sync.push(model)
+        assert [name.rpartition("-")[0] for name in engine.adapters] == ["policy-5"]
+        assert names_in(memory) == ["policy-4", "policy-5"]
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # What goes wrong
+
+
+def test_a_folder_that_cannot_be_read_at_first_keeps_its_versions(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with WeightSync("fsdp", LoraTransport(folder=tmp_path), FakeEngine()) as sync:
+        sync.push(model, version=7)
+
+    def stale(folder: AdapterFolder) -> list[Path]:
+        raise OSError("stale file handle")
+
+    with WeightSync("fsdp", LoraTransport(folder=tmp_path), FakeEngine()) as sync:
+        with monkeypatch.context() as patch:
+            patch.setattr(AdapterFolder, "earlier", stale)
+            with pytest.raises(PlacementError, match=r"cannot read the adapters in .*: stale file handle"):
+                sync.push(model)
+        assert sync.push(model).version == 8
 
 
 def test_one_engine_that_fails_fails_the_push(model: Any, memory: Path):

@@ -107,3 +107,11 @@ def test_lock_files_pin_every_package():
         assert all(line.count("==") == 1 for line in lines), f"{lock.name} has a line that is not name==version"
         assert names == sorted(set(names)), f"{lock.name} is not sorted, or has a package twice"
         assert not {"torchvision", "torchaudio", "torchcodec"} & set(names), f"{lock.name}: its head says why not"
+
+
+def test_a_vllm_that_takes_no_plug_in_starts_nevertheless(tmp_path: Path):
+    factory = tmp_path / "vllm" / "distributed" / "weight_transfer" / "factory.py"
+    factory.parent.mkdir(parents=True)
+    factory.write_text("class WeightTransferEngineFactory:\n    def register_engine(other): ...\n")
+    code = f"import sys; sys.path[:0] = {[str(tmp_path), str(ROOT)]}; import weightsync.vllm.plugin as p; p.register()"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -592,6 +592,21 @@ def test_shared_memory_of_the_trainer_is_read_where_it_lies(monkeypatch: pytest.
                 assert torch.equal(param, expected.get_parameter(name)), name
 
 
+def test_shared_memory_that_cannot_be_mapped_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("unable to mmap")
+
+    monkeypatch.setattr(torch, "from_file", refuse)
+    host = ModuleHost(EngineModel, checkpoint(1))
+    with (
+        closing(FakeEngine(host)) as engine,
+        WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync,
+        pytest.raises(PlacementError, match="unable to mmap"),
+    ):
+        sync.push(trainer_model(checkpoint(2)))
+    assert not list(Path("/dev/shm").glob(f"weightsync-{os.getpid()}-*"))
+
+
 def test_a_mapped_file_is_staged(tmp_path: Path) -> None:
     tensors = checkpoint(2)
     name, tensor = next(iter(tensors.items()))

@@ -336,7 +336,7 @@ def road_of_attention(process: Callable[[nn.Module], None]) -> bool:
     host = ModuleHost(EngineModel, checkpoint(1), process)
     before = [(name, list(vars(module))) for name, module in host.pristine().named_modules()]
     found = units(host.live, host.pristine())
-    choose_roads(found, host.post_process, host.parts, host.device)
+    choose_roads(found, host.post_process, host.parts, host.device, None, 0)
     assert all(param.is_meta for param in host.pristine().parameters())
     assert [(name, list(vars(module))) for name, module in host.pristine().named_modules()] == before
     roads = {unit.names[0]: unit.in_place for unit in found}
@@ -524,7 +524,7 @@ def test_a_kernel_object_on_a_gpu_is_refused_with_the_names_of_its_modules():
     host = ModuleHost(EngineModel, checkpoint(1), remove_and_keep_in_object)
     found = units(host.live, host.pristine())
     # On a CPU such a kernel is replaced; what a GPU's graphs have captured cannot be.
-    choose_roads(found, host.post_process, host.parts, torch.device("cpu"))
+    choose_roads(found, host.post_process, host.parts, torch.device("cpu"), None, 0)
     assert not found[1].in_place
 
 

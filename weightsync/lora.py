@@ -165,8 +165,13 @@ class LoraPush:
                         "see: LoraTransport(folder=...)",
                         who=engine.name,
                     )
-            self._folder = AdapterFolder(self._transport)
-            self._loaded = [_adapter(path) for path in self._folder.earlier()]
+            folder = AdapterFolder(self._transport)
+            try:
+                self._loaded = [_adapter(path) for path in folder.earlier()]
+            except OSError as error:
+                folder.close()
+                raise PlacementError(f"cannot read the adapters in {folder.path}: {error}") from error
+            self._folder = folder
 
     def _newest(self) -> int:
         """The newest version that the user's folder has."""
@@ -199,20 +204,31 @@ class LoraPush:
         """Remove the files of what was unloaded at an earlier push, and unload what is too old, unless a request uses
         it: an engine that has no room for all adapters at once loads those in use from their files again. What fails
         here is logged, and comes again at the next push: the new adapter is there nevertheless."""
-        assert self._folder is not None
         try:
             in_use = set().union(*(engine.adapters_in_use() for engine in self._engines))
-            for adapter in [adapter for adapter in self._unloaded if adapter.name not in in_use]:
-                self._folder.remove(Path(adapter.path))
-                self._unloaded.remove(adapter)
-            old = self._loaded[: -self._transport.keep_last]
-            for adapter in [adapter for adapter in old if adapter.name not in in_use]:
-                for engine in self._engines:
-                    engine.unload_adapter(adapter)
-                self._loaded.remove(adapter)
-                self._unloaded.append(adapter)
-        except (WeightSyncError, OSError) as error:
+        except WeightSyncError as error:
             logger.warning("cannot let go of older adapters yet: %s", error)
+            return
+        old = self._loaded[: -self._transport.keep_last]
+        for retire, adapters in ((self._remove, [*self._unloaded]), (self._unload, old)):
+            for adapter in adapters:
+                if adapter.name in in_use:
+                    continue
+                try:
+                    retire(adapter)
+                except (WeightSyncError, OSError) as error:
+                    logger.warning("cannot let go of the adapter %s yet: %s", adapter.name, error)
+
+    def _remove(self, adapter: LoraAdapter) -> None:
+        assert self._folder is not None
+        self._folder.remove(Path(adapter.path))
+        self._unloaded.remove(adapter)
+
+    def _unload(self, adapter: LoraAdapter) -> None:
+        for engine in self._engines:
+            engine.unload_adapter(adapter)
+        self._loaded.remove(adapter)
+        self._unloaded.append(adapter)
 
     def _take_back(self, adapter: LoraAdapter) -> None:
         """After a failure: no engine is to have it. Its files go when all have said that they do not; or else it is

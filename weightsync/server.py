@@ -59,10 +59,11 @@ class VllmServer:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Start it, and return when it answers. Raises `EngineError`s where it runs already, ends, or does not answer
-        within `start_timeout_s`."""
+        """Start it, and return when it answers. Raises `EngineError`s where it runs already, another listens at its
+        port, it ends, or does not answer within `start_timeout_s`."""
         if self._process is not None:
             raise EngineError(f"the server runs already, as process {self._process.pid}", who=self.url)
+        self._refuse_another()
         command = [sys.executable, "-m", "weightsync.vllm.serve", self._model, "--port", str(self.port), *self._options]
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
@@ -103,6 +104,19 @@ class VllmServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def _refuse_another(self) -> None:
+        """Whoever answered at this address would be taken for ours, which ends meanwhile for want of the port."""
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what has just ended may linger
+            try:
+                probe.bind(("127.0.0.1", self.port))
+            except OSError as error:
+                raise EngineError(
+                    f"port {self.port} cannot be had ({error}): perhaps a server that outlived its trainer still "
+                    "listens there; end it, or give another port",
+                    who=self.url,
+                ) from error
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
         engine = HttpEngine(self.url, name=self.url, timeout_s=self.start_timeout_s)

@@ -68,13 +68,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine has; `gpus` is 0 when all runs on CPUs. `installed` are distributions that some cases
-    need: of trainers and of peers."""
+    """What this machine has; `gpus` is 0 when all runs on CPUs. `shared_bytes` are free in /dev/shm. `installed` are
+    distributions that some cases need: of trainers and of peers."""
 
     gpus: int
     memory_bytes: int
     gpu_memory_bytes: int
     disk_bytes: int
+    shared_bytes: int
     installed: frozenset[str]
 
 

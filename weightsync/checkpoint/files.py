@@ -165,13 +165,20 @@ def prune(folder: Path, keep_last: int) -> None:
     """Remove all but the newest versions; each loses its name before its files. What cannot be removed is logged: the
     version that was just written is complete nevertheless."""
     found = versions(folder)
-    try:
-        for number in sorted(found)[:-keep_last]:
+    for number in sorted(found)[:-keep_last]:
+        with _logged(found[number]):
             found[number].rename(folder / f"{_REMOVED}{secrets.token_hex(4)}")
-        for path in folder.glob(f"{_REMOVED}*"):
+    for path in folder.glob(f"{_REMOVED}*"):
+        with _logged(path):
             shutil.rmtree(path)
+
+
+@contextmanager
+def _logged(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        logger.warning("cannot remove what is older than the last %d versions in %s: %s", keep_last, folder, error)
+        logger.warning("cannot remove %s, which is older than the versions that are kept: %s", path, error)
 
 
 def memory_of(data: torch.Tensor) -> memoryview:

@@ -22,6 +22,7 @@ from weightsync.bench.shapes import write_config
 from weightsync.cli.plan_report import checkpoint_tensors
 from weightsync.errors import ConfigError
 from weightsync.layout import Manifest
+from weightsync.memory import SHARED_MEMORY
 from weightsync.report import format_bytes
 from weightsync.trial import installed, vllm_version
 
@@ -88,7 +89,8 @@ def this_machine(gpus: int | None, *, assumed: bool) -> Machine:
     gpu_bytes = min((torch.cuda.get_device_properties(n).total_memory for n in range(min(gpus, there))), default=0)
     found = frozenset(name for name in ("deepspeed", "megatron-core", CHECKPOINT_ENGINE) if installed(name))
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Machine(gpus, host_bytes, gpu_bytes, shutil.disk_usage(tempfile.gettempdir()).free, found)
+    disk_bytes, shared_bytes = (shutil.disk_usage(path).free for path in (tempfile.gettempdir(), SHARED_MEMORY))
+    return Machine(gpus, host_bytes, gpu_bytes, disk_bytes, shared_bytes, found)
 
 
 def choose(options: Namespace, machine: Machine) -> tuple[list[Case], list[tuple[Case, str]], dict[str, Manifest]]:
@@ -124,7 +126,11 @@ def choose(options: Namespace, machine: Machine) -> tuple[list[Case], list[tuple
 
 def too_large(needed: floors.Memory, machine: Machine) -> str | None:
     """What there is too little of, None when all fits."""
-    wants = {"host memory": (needed.host, machine.memory_bytes), "disk": (needed.disk, machine.disk_bytes)}
+    wants = {
+        "host memory": (needed.host, machine.memory_bytes),
+        "disk": (needed.disk, machine.disk_bytes),
+        SHARED_MEMORY: (needed.shared, machine.shared_bytes),
+    }
     if machine.gpus:  # a GPU may have both a trainer rank and an engine worker
         wants["GPU memory"] = (needed.trainer_rank + needed.engine_worker, machine.gpu_memory_bytes)
     for what, (bytes_wanted, there) in wants.items():

@@ -182,7 +182,7 @@ class Conversation:
     def _answer(self, message: Message, idle: Idle, deadline: Deadline) -> Message:
         match message:
             case Plan():
-                return Planned(**_plain(asdict(self.receiver.plan(unpack_manifest(message.tensors)))))
+                return Planned(**asdict(self.receiver.plan(unpack_manifest(message.tensors))))
             case Connect():
                 placements = unpack_placements(message.placements)
                 self.receiver.connect(
@@ -211,12 +211,3 @@ class Conversation:
             case Commit():
                 return Committed(message.version, self.receiver.commit(message.version))
         raise ProtocolError(f"the trainer sent {type(message).__name__}, which a worker does not expect")
-
-
-def _plain(value: Any) -> Any:
-    """Tuples as lists, all the way down: what msgpack gives back."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value

@@ -102,8 +102,8 @@ def choose_roads(
     post_process: PostProcess,
     parts: Parts,
     device: torch.device,
-    share: Share | None = None,
-    seed: int = 0,
+    share: Share | None,
+    seed: int,
 ) -> None:
     """Decide each unit's road by running `post_process` on a scratch copy of it; units alike are tried once.
 

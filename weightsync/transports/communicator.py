@@ -118,6 +118,9 @@ class Communicator:
                 torch.cuda.set_device(self.device)
                 group: Any = _nccl(store, self.rank, self.size)
                 self._group = group
+                if self._left:  # before there was anything to break; from here on `abort` breaks what waits
+                    self.abort()
+                    return
                 # Otherwise NCCL's members meet in the first operation, on the thread that asks for it.
                 group.eager_connect_single_device(self.device)
                 self._connect()

@@ -329,7 +329,8 @@ class _Arena:
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
             os.posix_fallocate(fd, 0, nbytes)  # a full /dev/shm is an error here, not a crash at the first write
-        except OSError as error:
+            data = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+        except (OSError, RuntimeError) as error:
             path.unlink()
             raise PlacementError(
                 f"no room for a staging area of {nbytes} bytes in {SHARED_MEMORY}: {error}; use smaller buckets "
@@ -337,7 +338,7 @@ class _Arena:
             ) from error
         finally:
             os.close(fd)
-        return cls(path, torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8))
+        return cls(path, data)
 
     @staticmethod
     def attach(path: str, nbytes: int) -> torch.Tensor:

@@ -123,12 +123,14 @@ class AdapterFolder:
                         shutil.rmtree(root)
 
     def remove(self, path: Path) -> None:
-        """Remove an adapter: its name first, then its files. Raises `OSError`."""
+        """Remove an adapter: its name first, then its files. Somebody else may have. Raises `OSError`."""
         hidden = path.with_name(f"{_REMOVED}{secrets.token_hex(4)}")
-        path.rename(hidden)
-        shutil.rmtree(hidden)
-        if path.parent != self.path and not self._adapters(path.parent):
-            shutil.rmtree(path.parent)
+        with suppress(FileNotFoundError):
+            path.rename(hidden)
+            shutil.rmtree(hidden)
+        with suppress(FileNotFoundError):
+            if path.parent != self.path and not self._adapters(path.parent):
+                shutil.rmtree(path.parent)
 
     def close(self) -> None:
         """Let another trainer have it."""

@@ -24,13 +24,10 @@ def register() -> None:
 def _register_engine() -> None:
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    except ImportError:
-        logger.debug("this vLLM has no weight transfer engines; use WeightSyncWorkerExtension instead")
-        return
-    try:
+
         WeightTransferEngineFactory.register_engine(BACKEND, "weightsync.vllm.engine", "WeightSyncEngine")
-    except ValueError:
-        logger.debug("the weight transfer backend %r is registered already", BACKEND)
+    except Exception:
+        logger.debug("registered already, or this vLLM has no weight transfer engines", exc_info=True)
 
 
 def _register_quantisations() -> None:
