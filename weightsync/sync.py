@@ -165,6 +165,12 @@ class WeightSync:
                 f"transport={transport!r}; it must be a name, or an object with the methods of "
                 "weightsync.transports.base.Transport"
             )
+        idle = _without_effect(transport)
+        chosen = {"bucketer": bucketer, "max_bytes": max_bytes, "verify": verify, "pause": pause}
+        if vain := [name for name in idle if chosen[name] != _UNCHOSEN[name]]:
+            raise ConfigError(
+                f"{', '.join(vain)} would have no effect with {transport!r}: leave out what is given for it"
+            )
         self._transport = transport
         self._open_transport: Transport | None = None
         if isinstance(transport, str):
@@ -717,6 +723,18 @@ class WeightSync:
     def _in_phase(self, phase: str) -> Iterator[None]:
         self._phase = phase
         yield
+
+
+_UNCHOSEN = {"bucketer": None, "max_bytes": None, "verify": "sampled", "pause": "keep"}
+
+
+def _without_effect(transport: object) -> tuple[str, ...]:
+    """The options of a `WeightSync` that say nothing to this way. Pure."""
+    if isinstance(transport, SingleCopyTransport):
+        return "bucketer", "max_bytes", "verify"  # nothing is sent
+    if isinstance(transport, LoraTransport) or (isinstance(transport, CheckpointTransport) and transport.restart):
+        return tuple(_UNCHOSEN)  # files, which vLLM loads
+    return ()
 
 
 def _check_version(version: object) -> None:
