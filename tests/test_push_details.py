@@ -533,14 +533,14 @@ def test_a_worker_has_its_whole_time_for_a_bucket_that_came_late(monkeypatch: py
         (lambda sync, model: sync.push(model, version=0), "not newer than 0.* give at least 1"),
         (lambda sync, model: WeightSync("fsdp", None), "transport=None; it must be a name"),
         (lambda sync, model: WeightSync("fsdp", "ipc", bucketer=ModuleBucketer(), max_bytes=5), "max_bytes=5 is for"),
-        (lambda sync, model: WeightSync("fsdp", "lora", pause="wait", verify="full"), "^verify, pause would have no"),
+        (lambda sync, model: WeightSync("fsdp", "lora", pause="wait", verify="full"), "^verify, pause: no effect"),
         (
             lambda sync, model: WeightSync("fsdp", "single_copy", max_bytes=5),
-            "max_bytes would have no effect with Single",
+            "max_bytes: no effect with this Single",
         ),
         (
             lambda sync, model: WeightSync("fsdp", CheckpointTransport("v", restart=True), pause="wait"),
-            "pause would have no effect with <.*CheckpointTransport",
+            "pause: no effect with this CheckpointTransport",
         ),
         (lambda sync, model: WeightSync("fsdp", "gloo"), "choose .*CheckpointTransport"),
         (lambda sync, model: WeightSync("ipc", "fsdp"), "choose .*plain modules"),

@@ -112,6 +112,8 @@ class WeightSync:
         model as Megatron-Bridge's `AutoBridge` or mbridge's `Bridge` does; it gathers every tensor.
     vocab_size: for backend="megatron", the rows of the embedding that the checkpoint has; None means all of them, with
         those that Megatron has padded it with.
+
+    Raises `ConfigError` for what cannot work together, and for an option that would have no effect.
     """
 
     def __init__(
@@ -168,9 +170,8 @@ class WeightSync:
         idle = _without_effect(transport)
         chosen = {"bucketer": bucketer, "max_bytes": max_bytes, "verify": verify, "pause": pause}
         if vain := [name for name in idle if chosen[name] != _UNCHOSEN[name]]:
-            raise ConfigError(
-                f"{', '.join(vain)} would have no effect with {transport!r}: leave out what is given for it"
-            )
+            kind = type(transport).__name__
+            raise ConfigError(f"{', '.join(vain)}: no effect with this {kind}; leave out what is given for it")
         self._transport = transport
         self._open_transport: Transport | None = None
         if isinstance(transport, str):
