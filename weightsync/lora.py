@@ -209,11 +209,10 @@ class LoraPush:
         except WeightSyncError as error:
             logger.warning("cannot let go of older adapters yet: %s", error)
             return
-        old = self._loaded[: -self._transport.keep_last]
-        for retire, adapters in ((self._remove, [*self._unloaded]), (self._unload, old)):
-            for adapter in adapters:
-                if adapter.name in in_use:
-                    continue
+        due = [(self._remove, adapter) for adapter in self._unloaded]
+        due += [(self._unload, adapter) for adapter in self._loaded[: -self._transport.keep_last]]
+        for retire, adapter in due:
+            if adapter.name not in in_use:
                 try:
                     retire(adapter)
                 except (WeightSyncError, OSError) as error:

@@ -63,7 +63,12 @@ class VllmServer:
         port, it ends, or does not answer within `start_timeout_s`."""
         if self._process is not None:
             raise EngineError(f"the server runs already, as process {self._process.pid}", who=self.url)
-        self._refuse_another()
+        if (problem := self._taken()) is not None:
+            raise EngineError(  # whoever answered there would be taken for ours, which ends for want of the port
+                f"port {self.port} cannot be had ({problem}): perhaps a server that outlived its trainer still listens "
+                "there; end it, or give another port",
+                who=self.url,
+            ) from problem
         command = [sys.executable, "-m", "weightsync.vllm.serve", self._model, "--port", str(self.port), *self._options]
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
@@ -87,7 +92,8 @@ class VllmServer:
         self.start()
 
     def stop(self) -> None:
-        """End the server and all that it has started; nothing, where it has not been started."""
+        """End the server and all that it has started, and wait until its port is free; nothing, where it has not been
+        started."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -97,6 +103,9 @@ class VllmServer:
         with suppress(ProcessLookupError):  # nothing is left of it
             os.killpg(process.pid, signal.SIGKILL)  # the session that it was started in
         process.wait()
+        deadline = Deadline(_FAREWELL_S)
+        while self._taken() is not None and not deadline.passed():
+            time.sleep(_POLL_S)  # the kernel takes what was killed apart in its own time
 
     def __enter__(self) -> VllmServer:
         self.start()
@@ -105,18 +114,15 @@ class VllmServer:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _refuse_another(self) -> None:
-        """Whoever answered at this address would be taken for ours, which ends meanwhile for want of the port."""
+    def _taken(self) -> OSError | None:
+        """Why nobody can listen at the port, if so."""
         with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what has just ended may linger
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have just ended linger
             try:
                 probe.bind(("127.0.0.1", self.port))
             except OSError as error:
-                raise EngineError(
-                    f"port {self.port} cannot be had ({error}): perhaps a server that outlived its trainer still "
-                    "listens there; end it, or give another port",
-                    who=self.url,
-                ) from error
+                return error
+        return None
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
         engine = HttpEngine(self.url, name=self.url, timeout_s=self.start_timeout_s)

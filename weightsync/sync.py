@@ -167,9 +167,8 @@ class WeightSync:
                 f"transport={transport!r}; it must be a name, or an object with the methods of "
                 "weightsync.transports.base.Transport"
             )
-        idle = _without_effect(transport)
         chosen = {"bucketer": bucketer, "max_bytes": max_bytes, "verify": verify, "pause": pause}
-        if vain := [name for name in idle if chosen[name] != _UNCHOSEN[name]]:
+        if vain := [name for name in _without_effect(transport) if chosen[name] != _UNCHOSEN[name]]:
             kind = type(transport).__name__
             raise ConfigError(f"{', '.join(vain)}: no effect with this {kind}; leave out what is given for it")
         self._transport = transport
