@@ -28,19 +28,28 @@ INSTALLED := $(VENV)/.installed
 CHECKS := lint
 endif
 
+# Files in the order of their names: those that start engines come first, and the short ones fill up the end.
+PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
+
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo lint clean
+.PHONY: help test test-unit test-fake demo lint clean
 
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 test: $(CHECKS) $(INSTALLED) ## Lint, then run the tests: `make test ARGS="-k name"`. Needs no GPU, and uses one if there is one.
-	$(PY) -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-unit: $(INSTALLED) ## The tests that need no process beside them, in a minute or two.
+	$(PYTEST) tests/unit $(ARGS)
+
+test-fake: $(INSTALLED) ## Those with rank processes and engines without vLLM, in a few minutes.
+	$(PYTEST) tests/fake $(ARGS)
 
 demo: $(INSTALLED) ## Push to a live vLLM, prove it equal to a cold start, then learn from reward: `make demo TRANSPORT=ipc|broadcast`.
-	$(PY) -m weightsync.cli demo --transport $(TRANSPORT) $(ARGS)
+	$(PY) -m weightsync demo --transport $(TRANSPORT) $(ARGS)
 	$(PY) examples/grpo.py --transport $(TRANSPORT) --output-dir grpo-output
 
 lint: $(INSTALLED) ## ruff and mypy.

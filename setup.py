@@ -11,11 +11,9 @@ extras = {
     "deepspeed": ["deepspeed>=0.17"],
     "megatron": ["megatron-core>=0.16"],
     "ray": ["ray>=2.9"],
-    "bench": ["matplotlib>=3.8"],  # the plots of `weightsync bench`
     "dev": [
         "build>=1.2",
         "hypothesis>=6.100",
-        "matplotlib>=3.8",
         "mypy>=1.13",
         "peft>=0.17",
         "pytest>=9.0",
@@ -28,7 +26,7 @@ extras = {
 
 setup(
     name="weightsync",
-    version="0.1.0",  # the same in weightsync/__init__.py; tests/test_package.py compares them
+    version="0.1.0",  # the same in weightsync/__init__.py; tests/unit/test_package.py compares them
     description="Moves updated policy weights from an RL trainer into a running vLLM",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -39,7 +37,7 @@ setup(
     package_data={"weightsync": ["py.typed"]},
     zip_safe=False,  # type checkers read py.typed from disk
     entry_points={
-        "console_scripts": ["weightsync = weightsync.cli:main"],
+        "console_scripts": ["weightsync = weightsync.tools.cli:main"],
         # vLLM loads this group in its front end, its engine core and every worker, so the user installs nothing else.
         "vllm.general_plugins": ["weightsync = weightsync.vllm.plugin:register"],
     },

@@ -1,4 +1,4 @@
-"""GRPO, whole: rollouts from a live vLLM, a policy that learns from reward alone, and a push after each step.
+"""Train with GRPO: rollouts from a live vLLM, a policy that learns from reward alone, and a push after each step.
 
     python examples/grpo.py                                       # one process, a tiny model, on CPUs in two minutes
     torchrun --nproc-per-node 2 examples/grpo.py                  # the same under FSDP2
@@ -8,18 +8,18 @@
     python examples/grpo.py --model-name Qwen/Qwen3-0.6B --lr 1e-6 --group-size 8
     python examples/grpo.py --engine http://localhost:8000 --model-name Qwen/Qwen3-0.6B --lr 1e-6    # your own server
 
-The task: to count. The reward of an answer is the share of its tokens that are `--stride` more than the one before.
-The policy that is rewarded is the engine's, so the reward can only rise if the pushes arrive. Adapters on random
-weights get stuck in a short circle of tokens that is mostly right, unless each answer is a single token and is
-rewarded alone.
+The task is to count. The reward of an answer is the share of its tokens that are `--stride` more than the token before.
+The engine's policy is rewarded, so the reward can only rise if the pushes arrive. Adapters on random weights get stuck
+in a short circle of tokens that is mostly right, unless each answer is a single token.
 
-Group-relative policy optimisation (Shao et al., DeepSeekMath, 2024): several answers to each prompt; the advantage of
-an answer is its reward, less the mean of its group, over the group's standard deviation; the loss is that of PPO with a
-clipped ratio, and the ratio is to what the engine sampled with. Metrics go to --output-dir: metrics.csv, metrics.json,
-and reward.png where matplotlib is installed. `--resume` goes on from the last checkpoint there.
+GRPO is group-relative policy optimisation (Shao et al., DeepSeekMath, 2024). The engine gives several answers to each
+prompt. The advantage of an answer is its reward, less the mean of its group, over the group's standard deviation. The
+loss is PPO's with a clipped ratio, relative to the probabilities that the engine sampled with. Metrics go to
+--output-dir: metrics.csv, metrics.json, and reward.png where matplotlib is installed. `--resume` starts from the last
+checkpoint there.
 
---weight-bridge-mode has the names of the modes that other trainers know: `none` is --transport checkpoint,
-`shared_vllm` is single_copy, `lora_only` is lora.
+--weight-bridge-mode takes the names that other trainers use: `none` is --transport checkpoint, `shared_vllm` is
+single_copy, `lora_only` is lora.
 """
 
 from __future__ import annotations
@@ -52,8 +52,12 @@ from weightsync import CheckpointTransport, SingleCopyTransport, WeightSync
 
 @dataclass
 class Rollouts:
-    """Answers to prompts, `group_size` to each: token ids, the log-probabilities that the engine sampled them with, and
-    rewards. All (answers, length), but for the prompts and the rewards."""
+    """Answers to prompts, `group_size` to each.
+
+    prompts: token ids, one row for each answer.
+    answers, logprobs: token ids and the log-probabilities that the engine sampled them with, (answers, length).
+    rewards: one number for each answer.
+    """
 
     prompts: torch.Tensor
     answers: torch.Tensor
@@ -69,7 +73,7 @@ class Metrics:
     kl: float
     rollout_s: float
     train_s: float
-    push_s: float  # what it adds to a step; with single_copy, what `writing()` does
+    push_s: float  # what a push adds to a step; with single_copy, what `writing()` adds
 
 
 # --- The engine's side: rollouts
@@ -84,7 +88,7 @@ class OwnEngine:
         on_gpu = torch.cuda.is_available()
         more: dict[str, Any] = {"gpu_memory_utilization": 0.4} if on_gpu else {"kv_cache_memory_bytes": 1 << 28}
         if options.transport == "single_copy" and not on_gpu:
-            more["quantization"] = "weightsync_plain"  # or vLLM may pack the weights, and nobody could share them
+            more["quantization"] = "weightsync_plain"  # packed weights cannot be shared
         if options.transport == "lora":
             more |= {"enable_lora": True, "max_lora_rank": max(options.lora_r, 8)}
         self.address: Any = LLM(
@@ -101,7 +105,7 @@ class OwnEngine:
         )
 
     def sample(self, prompts: list[list[int]], options: argparse.Namespace, adapter: Any) -> tuple[Any, Any]:
-        """`group_size` answers to each prompt: their tokens, and the log-probability of each."""
+        """Return the tokens of `group_size` answers to each prompt, and the log-probability of each token."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
@@ -126,7 +130,7 @@ class ServedEngine:
             self.model = json.load(answer)["data"][0]["id"]
 
     def sample(self, prompts: list[list[int]], options: argparse.Namespace, adapter: Any) -> tuple[Any, Any]:
-        """As `OwnEngine.sample`."""
+        """Do as `OwnEngine.sample` does."""
         body = {
             "model": self.model if adapter is None else adapter.name, "prompt": prompts, "n": options.group_size,
             "temperature": 1.0, "max_tokens": options.answer_length, "ignore_eos": True, "logprobs": 0,
@@ -144,7 +148,7 @@ class ServedEngine:
 def roll_out(
     engine: OwnEngine | ServedEngine, adapter: Any, prompts: torch.Tensor, vocabulary: int, options: argparse.Namespace
 ) -> Rollouts:
-    """What the engine answers, and what it is worth."""
+    """Return the engine's answers with their rewards."""
     answers, logprobs = engine.sample(prompts.tolist(), options, adapter)
     tokens = torch.tensor(answers)
     repeated = prompts.repeat_interleave(options.group_size, 0)
@@ -157,13 +161,13 @@ def roll_out(
 
 
 def advantages(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
-    """Each answer's reward relative to its group's, in units of the group's standard deviation."""
+    """Return each answer's reward relative to its group's, in units of the group's standard deviation."""
     groups = rewards.view(-1, group_size)
     return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
 
 
 def answer_logprobs(model: nn.Module, prompts: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-    """The log-probability of each token of the answers: (answers, length)."""
+    """Return the log-probability of each token of the answers: (answers, length)."""
     logits = model(input_ids=torch.cat([prompts, answers], dim=1)).logits[:, prompts.shape[1] - 1 : -1].float()
     return logits.log_softmax(-1).gather(-1, answers[..., None]).squeeze(-1)
 
@@ -177,8 +181,10 @@ def train(
     device: torch.device,
     writing: Callable[[], AbstractContextManager[None]],
 ) -> tuple[float, float]:
-    """Collective. One optimizer step on this rank's rollouts, in micro-batches; gives the loss and the KL term. The
-    weights are written inside of `writing()`."""
+    """Take one optimizer step on this rank's rollouts, in micro-batches. Collective.
+
+    Returns the loss and the KL term. The optimizer writes the weights inside of `writing()`.
+    """
     weights = advantages(rollouts.rewards, options.group_size)
     count, losses, divergences = len(weights), [], []
     optimizer.zero_grad()
@@ -211,7 +217,7 @@ def train(
 
 
 def tiny_model(folder: Path) -> str:
-    """A Qwen3 with two layers and random weights: so small that it learns on a CPU."""
+    """Save a Qwen3 with two layers and random weights, small enough to learn on a CPU. Return its folder."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=16, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
@@ -223,26 +229,26 @@ def tiny_model(folder: Path) -> str:
 
 
 def build(name: str, device: torch.device, shard: bool, lora_r: int = 0, lora_alpha: int = 0) -> nn.Module:
-    """The policy, in float32; with adapters, where these have a rank; under FSDP2 where there are several ranks."""
+    """Return the policy in float32: with adapters if `lora_r`, under FSDP2 if `shard`."""
     model: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
     if lora_r:
         from peft import LoraConfig, get_peft_model
 
-        # Every linear layer, and the output layer too: of random weights it could not become sure of anything.
+        # Every linear layer, the output layer too: with random weights there, no answer could become likely.
         linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         tied = model.config.tie_word_embeddings
         targets = sorted(linear - {"lm_head"} if tied else linear)
         model = get_peft_model(model, LoraConfig(r=lora_r, lora_alpha=lora_alpha, target_modules=targets))
     if shard:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for layer in model.get_submodule("model.layers").children():
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+            fully_shard(layer, mp_policy=precision)
+        fully_shard(model, mp_policy=precision)
     return model
 
 
 def build_on_meta(name: str, dtype: str) -> nn.Module:
-    """The policy without memory, for `WeightSync.attach`."""
+    """Return the policy without memory, for `WeightSync.attach`."""
     config = AutoConfig.from_pretrained(name)
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
@@ -250,13 +256,13 @@ def build_on_meta(name: str, dtype: str) -> nn.Module:
 
 
 def prompts_of(step: int, vocabulary: int, options: argparse.Namespace) -> torch.Tensor:
-    """The same on a run that is resumed."""
+    """Return the prompts of a step, the same in a run that is resumed."""
     generator = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
     return torch.randint(vocabulary, (options.prompts, options.prompt_length), generator=generator)
 
 
 def shared(rollouts: Rollouts | None, device: torch.device, options: argparse.Namespace) -> Rollouts:
-    """Collective. This rank's part of what rank 0 has rolled out."""
+    """Return this rank's part of rank 0's rollouts. Collective."""
     answers, size = options.prompts * options.group_size, dist.get_world_size()
     if rollouts is None:
         tokens = torch.empty(answers, options.prompt_length + options.answer_length, dtype=torch.long)
@@ -272,7 +278,7 @@ def shared(rollouts: Rollouts | None, device: torch.device, options: argparse.Na
 
 
 class Log:
-    """metrics.csv and metrics.json, and a plot."""
+    """The run's metrics.csv, metrics.json and plot."""
 
     def __init__(self, folder: Path, resume: bool) -> None:
         self.folder = folder
@@ -354,7 +360,7 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     with tempfile.TemporaryDirectory() as scratch:
-        # Each rank makes the same one, before there is a process group: afterwards only rank 0 would write.
+        # Made before there is a process group: in one, `save_pretrained` would write on rank 0 alone.
         name = options.model_name or tiny_model(Path(scratch) / "model")
         if size > 1:
             dist.init_process_group("nccl" if on_gpu else "gloo")
@@ -438,13 +444,13 @@ def train_and_push(
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, folder: Path) -> None:
-    """Collective. Every rank writes what it holds."""
+    """Write a checkpoint. Collective: every rank writes what it holds."""
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": states, "step": torch.tensor(step)}, checkpoint_id=folder)
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
-    """Collective. Gives the next step."""
+    """Load the last checkpoint, and return the next step. Collective."""
     weights, states = get_state_dict(model, optimizer)
     found: dict[str, Any] = {"model": weights, "optimizer": states, "step": torch.tensor(0)}
     dcp.load(found, checkpoint_id=folder)

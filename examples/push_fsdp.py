@@ -8,7 +8,7 @@ The trainer, in another, on as many GPUs as you like, or on none:
 
     torchrun --nproc-per-node 1 examples/push_fsdp.py --model Qwen/Qwen3-0.6B
 
-On a GPU the two share it, since the transport is ipc. For a server on GPUs of its own use `--transport broadcast`. A
+On a GPU the two share it, because the transport is ipc. For a server on GPUs of its own use `--transport broadcast`. A
 server on another host is started with `--host 0.0.0.0`, and the trainer with its address, `--engine http://...:8000`.
 """
 
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
 
-    # As torchrun wants it: one process for each GPU, or gloo on CPUs.
+    # torchrun starts one process for each GPU. On CPUs the ranks talk over gloo.
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -46,18 +46,18 @@ def main() -> None:
     if dist.get_rank() == 0:
         logging.basicConfig(level=logging.INFO)  # one line for each push
 
-    # FSDP2 with float32 shards and bfloat16 compute. What travels is what the engine holds: bfloat16.
+    # FSDP2 keeps float32 shards and computes in bfloat16. Weights travel in the engine's dtype, bfloat16.
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(device)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(layer, mp_policy=precision)
+    fully_shard(model, mp_policy=precision)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
-    # Made once: the first push agrees with the engine on what travels and how, the following ones reuse it.
+    # Make it once: the first push negotiates with the engine, and later ones use the same plan.
     with WeightSync(backend="fsdp", transport=options.transport, engine=options.engine) as sync:
         for step in range(options.steps):
-            # Your training step, on your rollouts. Here: random tokens.
+            # Your training step on your rollouts goes here. This one uses random tokens.
             tokens = torch.randint(model.config.vocab_size, (2, 64), device=device)
             logits = model(input_ids=tokens).logits
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
@@ -65,8 +65,8 @@ def main() -> None:
             loss.backward()
             optimizer.step()
 
-            # Every rank calls this. When it returns, the server answers from these weights; when it raises, it raises
-            # on every rank, and the server keeps the old weights, or is paused until a push succeeds.
+            # Every rank calls this. When it returns, the server answers from these weights. When it raises, it raises
+            # on every rank. The server then keeps the old weights, or stays paused until a push succeeds.
             try:
                 report = sync.push(model)
             except WeightSyncError as error:

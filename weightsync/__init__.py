@@ -1,8 +1,8 @@
 """Move updated policy weights from an RL trainer into a running vLLM."""
 
-from weightsync.bucketing import ModuleBucketer, ParameterBucketer, ThresholdBucketer
-from weightsync.checkpoint.save import save
-from weightsync.engines import LoraAdapter
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from weightsync.errors import (
     ConfigError,
     DigestError,
@@ -17,12 +17,17 @@ from weightsync.errors import (
     UnsupportedError,
     WeightSyncError,
 )
+from weightsync.planning.bucketing import ModuleBucketer, ParameterBucketer, ThresholdBucketer
 from weightsync.report import PushReport, WorkerReport
-from weightsync.senders.base import TensorPolicy
-from weightsync.sync import WeightSync
-from weightsync.transports.checkpoint import CheckpointTransport
-from weightsync.transports.lora import LoraTransport
-from weightsync.transports.single_copy import SingleCopyTransport
+from weightsync.selection import TensorSelection
+
+if TYPE_CHECKING:
+    from weightsync.checkpoint.save import save
+    from weightsync.engines import LoraAdapter
+    from weightsync.strategies.lora import LoraTransport
+    from weightsync.strategies.restart import CheckpointTransport
+    from weightsync.strategies.shared_memory import SingleCopyTransport
+    from weightsync.sync import WeightSync
 
 __version__ = "0.1.0"
 
@@ -44,7 +49,7 @@ __all__ = [
     "PushReport",
     "SingleCopyTransport",
     "SyncTimeoutError",
-    "TensorPolicy",
+    "TensorSelection",
     "ThresholdBucketer",
     "UnsupportedError",
     "WeightSync",
@@ -52,3 +57,25 @@ __all__ = [
     "WorkerReport",
     "save",
 ]
+
+# Names that need torch, which takes seconds to import: the command line must answer `--help` without it.
+_LAZY = {
+    "CheckpointTransport": "weightsync.strategies.restart",
+    "LoraAdapter": "weightsync.engines",
+    "LoraTransport": "weightsync.strategies.lora",
+    "SingleCopyTransport": "weightsync.strategies.shared_memory",
+    "WeightSync": "weightsync.sync",
+    "save": "weightsync.checkpoint.save",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a name of `_LAZY` when the name is first asked for."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""Everything that weightsync raises on purpose.
+"""The errors that weightsync raises on purpose.
 
     WeightSyncError
     +-- ConfigError            (ValueError)        the call itself is wrong; engines are untouched
@@ -13,9 +13,9 @@
     +-- ProtocolError          (RuntimeError)      a message that does not follow docs/wire.md
     +-- DigestError            (RuntimeError)      bytes arrived, and they are not the bytes that were sent
 
-Each one is also the builtin that fits it, so `except TimeoutError` works. Each keeps its facts as attributes
-and survives both pickling (a caller's process pool needs that) and the wire (`to_fields` / `from_fields`): the
-first cause is raised, as the same class, on every trainer rank.
+Each error is also the builtin that fits, so `except TimeoutError` works. Each keeps its facts as attributes. Errors
+survive pickling, which a caller's process pool needs, and the wire (`to_fields`, `from_fields`). Every trainer rank
+raises the first cause, as the same class.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from typing import Any
 class WeightSyncError(Exception):
     """Base of every error that weightsync raises on purpose.
 
-    `who` names the trainer rank or engine worker it happened on ("trainer rank 1", "engine 0 worker tp=1"), and
-    `phase` what it was doing ("plan", "gather", "transfer", "load", "commit", ...); both may be None.
+    who: the trainer rank or engine worker that failed ("trainer rank 1", "engine 0 worker tp=1"), or None.
+    phase: what that participant was doing ("plan", "transfer", "load", "commit", ...), or None. docs/failures.md lists
+        the phases.
     """
 
     def __init__(self, message: str, *, who: str | None = None, phase: str | None = None, **facts: Any) -> None:
@@ -47,7 +48,7 @@ class WeightSyncError(Exception):
         return _rebuild, (type(self), self.to_fields())
 
     def to_fields(self) -> dict[str, Any]:
-        """The error as plain values that msgpack can carry."""
+        """Return the error as plain values that msgpack can carry."""
         return {
             "kind": type(self).__name__,
             "message": self.message,
@@ -62,10 +63,11 @@ class ConfigError(WeightSyncError, ValueError):
 
 
 class ManifestError(WeightSyncError, ValueError):
-    """The tensors to be pushed do not fit the engine's model; nothing was written.
+    """Tensors that do not fit the engine's model. Nothing was written.
 
-    `missing` names what the engine needs and nobody offers, `unexpected` what is offered and the engine has no
-    place for, `mismatched` maps a name to what is wrong with it (shape, dtype, or written twice).
+    missing: the names that the engine needs and the trainer does not have.
+    unexpected: the names that the engine has no place for.
+    mismatched: what is wrong with a tensor, by name: its shape, its dtype, or that it is written twice.
     """
 
     missing: list[str]
@@ -97,28 +99,30 @@ class UnsupportedError(WeightSyncError, NotImplementedError):
 
 
 class PlacementError(WeightSyncError, ValueError):
-    """Trainer ranks and engine workers cannot be paired: another host, another GPU, memory that cannot be mapped, a
-    folder that cannot be written or read."""
+    """Trainer ranks and engine workers that cannot be paired.
+
+    Reasons are another host, another GPU, memory that cannot be mapped, or a folder that cannot be written or read.
+    """
 
 
 class EngineError(WeightSyncError, RuntimeError):
-    """The engine refused a call or broke in it."""
+    """An engine call that the engine refused or broke in."""
 
 
 class EngineUnreachableError(EngineError, ConnectionError):
-    """Nothing answers at the engine's address, or the engine has died."""
+    """An engine that has died, or an address at which nothing answers."""
 
 
 class EngineBusyError(EngineError):
-    """Another trainer holds this engine."""
+    """An engine that another trainer is connected to."""
 
 
 class PeerError(WeightSyncError, ConnectionError):
-    """A trainer rank or an engine worker closed its connection in the middle of a push."""
+    """A trainer rank or an engine worker that closed its connection."""
 
 
 class SyncTimeoutError(WeightSyncError, TimeoutError):
-    """A wait passed its deadline. `waiting_for` names who was still owed an answer."""
+    """A wait that passed its deadline. `waiting_for` names who had not answered yet."""
 
     waiting_for: list[str]
 
@@ -128,7 +132,7 @@ class ProtocolError(WeightSyncError, RuntimeError):
 
 
 class DigestError(WeightSyncError, RuntimeError):
-    """The bytes that arrived are not the bytes that were sent."""
+    """Bytes that arrived and are not the bytes that were sent."""
 
 
 def _classes() -> dict[str, type[WeightSyncError]]:
@@ -142,7 +146,7 @@ def _classes() -> dict[str, type[WeightSyncError]]:
 
 
 def from_fields(fields: dict[str, Any]) -> WeightSyncError:
-    """The error that `to_fields` described; an unknown class becomes a plain `WeightSyncError` that names it."""
+    """Return the error that `to_fields` described. An unknown class becomes a `WeightSyncError` that names it."""
     cls = _classes().get(fields["kind"])
     message = fields["message"]
     if cls is None:
@@ -155,8 +159,11 @@ def _rebuild(cls: type[WeightSyncError], fields: dict[str, Any]) -> WeightSyncEr
 
 
 def foreign(error: BaseException, *, who: str, phase: str) -> WeightSyncError:
-    """Any exception as one of ours: ours keeps its class and gains the `who` and `phase` it lacked; any other
-    becomes a `WeightSyncError` that names the original class."""
+    """Return any exception as a `WeightSyncError`.
+
+    A `WeightSyncError` keeps its class and gains the `who` and `phase` that it lacked. The message for any other
+    exception names the original class.
+    """
     if isinstance(error, WeightSyncError):
         error.who = error.who or who
         error.phase = error.phase or phase

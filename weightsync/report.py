@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from types import TracebackType
+from typing import Any, overload
 
 
 @dataclass(frozen=True)
@@ -19,22 +24,26 @@ class WorkerReport:
 
 @dataclass(frozen=True, kw_only=True)
 class PushReport:
-    """One push, the same on every trainer rank.
+    """One push, the same on every trainer rank. Seconds are of rank 0's clock.
 
-    `nbytes` is the size of the weights in the dtypes that travel, counted once. The seconds are the trainer's
-    clock: `plan_s` agreeing on what travels and how (near zero when nothing changed), `control_s` that and the
-    engine's own calls: all before the first bucket and after the last; `gather_s` making the bytes readable,
-    `pause_s` from the pause of generation to its resumption, which may begin while it is planned, `total_s` the
-    whole call. `transfer_s`, `verify_s` and `load_s` are those of the slowest worker; they overlap with `gather_s`,
-    so the parts do not add up to the total. `roads` counts how the engines' modules were loaded: "in place",
-    "straight", by "reload", by the engine's own "loader". Of an adapter alone, for which nothing is paused, there
-    are `plan_s`, which is `control_s` too, `gather_s`, `load_s` and `total_s`, and a row for each engine in
-    `workers`; of a restart, what it takes is `control_s`, `load_s` and `pause_s`.
+    nbytes: the size of the weights in the dtypes that travel, each tensor counted once.
+    chunks: how many chunks they travelled in.
+    plan_s: agreeing on what travels and how; near zero when nothing has moved.
+    control_s: everything before the engines were told to go and after the last of them was done, `plan_s` included.
+    gather_s: rank 0's part of sending.
+    transfer_s, verify_s, load_s: those of the slowest worker. They overlap with `gather_s`.
+    pause_s: from the pause of generation to its resumption, which may begin during `plan_s`.
+    total_s: the whole call.
+    load_paths: how many of the engines' modules took each load path: "in_place", "fused_quantize", "reload",
+        "native_loader".
+
+    A push of an adapter pauses nothing, and has a row for each engine in `workers`. A restart's `control_s`, `load_s`
+    and `pause_s` are the seconds of the restart.
     """
 
     version: int
     nbytes: int
-    buckets: int = 0
+    chunks: int = 0
     plan_s: float = 0.0
     control_s: float
     gather_s: float = 0.0
@@ -43,7 +52,7 @@ class PushReport:
     load_s: float
     pause_s: float = 0.0
     total_s: float
-    roads: dict[str, int] = field(default_factory=dict)
+    load_paths: dict[str, int] = field(default_factory=dict)
     workers: tuple[WorkerReport, ...] = ()
 
     def __str__(self) -> str:
@@ -55,27 +64,79 @@ class PushReport:
         )
 
     def to_json(self) -> str:
-        """The report as one line of JSON."""
+        """Return the report as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_dict(cls, fields: dict[str, object]) -> PushReport:
-        """The report that `dataclasses.asdict` or `json.loads` gave the fields of."""
+        """Return the report that `dataclasses.asdict` or `json.loads` gave the fields of."""
         workers = fields["workers"]
         assert isinstance(workers, (list, tuple))
         return cls(**{**fields, "workers": tuple(WorkerReport(**row) for row in workers)})  # type: ignore[arg-type]
 
 
 def format_seconds(seconds: float) -> str:
-    """Such as 12.8 ms, or 1.53 s."""
+    """Return seconds such as "12.8 ms" or "1.53 s"."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
 def format_bytes(nbytes: int) -> str:
-    """Such as 16.38 GB: decimal units, as storage and network speeds are given in."""
+    """Return a size such as "16.38 GB", in decimal units, as storage and network speeds are given in."""
     size = float(nbytes)
     for unit in ("B", "kB", "MB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1000
     return f"{size:.2f} GB"
+
+
+_BAR_AFTER_S = 1.0
+
+
+class Progress(Sequence[int]):
+    """The numbers of a push's chunks, and a bar that follows their iteration.
+
+    The bar shows itself once a push has lasted a second. It never does when standard error is no terminal
+    (`show=None`), with `show=False`, or on ranks that are not `here`.
+    """
+
+    def __init__(self, show: bool | None, title: str, numbers: Sequence[int], here: bool) -> None:
+        self._numbers = numbers
+        self._title = title
+        self._wanted = here and (sys.stderr.isatty() if show is None else show)
+        self._bar: Any = None
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        return self._numbers[index]
+
+    def __iter__(self) -> Iterator[int]:
+        started = time.monotonic()
+        for done, number in enumerate(self._numbers):
+            if self._wanted and time.monotonic() - started >= _BAR_AFTER_S:
+                self._show(done)
+            yield number
+
+    def _show(self, done: int) -> None:
+        from rich.progress import Progress as Bar
+
+        if self._bar is None:
+            self._bar = Bar(transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task(self._title, total=len(self._numbers))
+        self._bar.update(self._task, completed=done)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()

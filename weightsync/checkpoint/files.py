@@ -1,7 +1,7 @@
-"""Writing a checkpoint: every rank its own regions, into files that get their last name when they are complete.
+"""Write a checkpoint: every rank its own regions, into files that get their last name when they are complete.
 
-Ranks write with `pwrite`, not through a shared mapping: a mapping is written back in whole pages, so that ranks on two
-hosts of a network file system would undo each other's bytes where their regions meet, and a disk that fails would
+Ranks write with `pwrite`, not through a shared mapping. A mapping is written back in whole pages, so ranks on two hosts
+of a network file system would undo each other's bytes where their regions meet. With a mapping, a disk that fails would
 end the trainer by a signal instead of an error.
 """
 
@@ -15,32 +15,28 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
-from weightsync.checkpoint.shards import INDEX, Shards, runs
+from weightsync.checkpoint.safetensors import INDEX, Shards, runs
 from weightsync.errors import PlacementError
-from weightsync.kernels.digest import digest
-from weightsync.layout import Box, Manifest, Placement, coverage, itemsize
+from weightsync.planning.layout import Box, Manifest, ShardLocation, coverage, itemsize
 
 logger = logging.getLogger(__name__)
 
 _VERSION = re.compile(r"version-(\d{8,})")
 _REMOVED = ".removed-"
-_MOST_DIGESTS = 16
-"""Of one region. Columns of a large matrix are thousands of runs, of which each would take longer to look at than to
-write; what is late or misplaced is so in all of them."""
 
 
-def check_whole(manifest: Manifest, placements: Sequence[Placement]) -> None:
+def check_whole(manifest: Manifest, locations: Sequence[ShardLocation]) -> None:
     """Raise `PlacementError` when the ranks together do not hold each tensor once, though perhaps in equal boxes on
     several ranks."""
     boxes: dict[str, set[Box]] = {meta.name: set() for meta in manifest}
     problems = []
-    for placement in placements:
-        boxes[placement.name].add(placement.box)
+    for location in locations:
+        boxes[location.name].add(location.box)
     for meta in manifest:
         missing, doubled = coverage(meta.shape, boxes[meta.name])
         problems += [f"{meta.name}{box} is held by no rank" for box in missing]
@@ -79,51 +75,43 @@ def create(folder: Path, shards: Shards, beside: Mapping[str, bytes]) -> None:
             (folder / name).write_bytes(content)
 
 
-def spans(shards: Shards, region: Placement) -> list[tuple[int, int]]:
-    """What `write` gives digests of: the first byte in its bucket and the bytes of each run of `region`, or of some of
-    them where these are many, as of columns."""
-    if not region.box.numel:
-        return []
-    meta = shards.manifest[region.name]
-    length, starts = runs(meta.shape, region.box)
-    size, first = itemsize(meta.dtype), shards.in_bucket[region.name]
-    return [(first + start * size, length * size) for start in starts[:: _every(starts)]]
+def write(folder: Path, shards: Shards, regions: Iterable[tuple[ShardLocation, torch.Tensor]]) -> None:
+    """Write a rank's regions, in the manifest's dtypes, and wait until they are on the disk.
 
-
-def _every(starts: Sequence[int]) -> int:
-    return -(-len(starts) // _MOST_DIGESTS)
-
-
-def write(
-    folder: Path, shards: Shards, bucket: int, regions: Iterable[tuple[Placement, torch.Tensor]], part: int | None
-) -> list[int]:
-    """Write a rank's regions of a bucket, in the manifest's dtypes, and wait until they are on the disk: so readers on
-    other hosts find them too. Gives the digest of `part` of each of their `spans`, or nothing with `part` None. Raises
-    `PlacementError`."""
-    digests: list[int] = []
-    shard = shards.files[shards.buckets[bucket].shard]
-    with _io(f"cannot write to {folder / shard.name}"), _opened(folder / shard.name, os.O_RDWR) as fd:
-        for placement, region in regions:
-            if not placement.box.numel:
+    Readers on other hosts find them then. Raises `PlacementError`.
+    """
+    with _io(f"cannot write to {folder}"), ExitStack() as stack:
+        files: dict[str, int] = {}
+        for location, region in regions:
+            if not location.box.numel:
                 continue
-            meta = shards.manifest[placement.name]
+            meta, name = shards.manifest[location.name], shards.file_of[location.name]
+            if name not in files:
+                files[name] = stack.enter_context(_opened(folder / name, os.O_RDWR))
             values = region.to(device="cpu", dtype=getattr(torch, meta.dtype)).contiguous()
-            data = values.view(-1).view(torch.uint8)
-            memory = memory_of(data)
-            length, starts = runs(meta.shape, placement.box)
-            nbytes, every = length * itemsize(meta.dtype), _every(starts)
+            memory = memory_of(values.view(-1).view(torch.uint8))
+            length, starts = runs(meta.shape, location.box)
+            nbytes = length * itemsize(meta.dtype)
             for number, start in enumerate(starts):
-                at, first = number * nbytes, start * itemsize(meta.dtype)
-                _write_at(fd, memory[at : at + nbytes], shards.in_file[meta.name] + first)
-                if part is not None and number % every == 0:
-                    digests.append(digest(data[at : at + nbytes], part))
+                first = shards.in_file[meta.name] + start * itemsize(meta.dtype)
+                _write_at(files[name], memory[number * nbytes : (number + 1) * nbytes], first)
+        for fd in files.values():
+            os.fdatasync(fd)
+
+
+def append(path: Path, content: bytes) -> None:
+    """Append to a file, and wait until it is on the disk. Raises `PlacementError`."""
+    with _io(f"cannot write to {path}"), _opened(path, os.O_WRONLY | os.O_APPEND) as fd:
+        os.write(fd, content)
         os.fdatasync(fd)
-    return digests
 
 
 def publish(incoming: Path, target: Path) -> None:
-    """Give a complete checkpoint its name, once it is on the disk; whoever sees the name sees all of it, and so it is
-    after a crash. `target` must not exist, or be an empty folder. Raises `PlacementError`."""
+    """Give a complete checkpoint its name, once it is on the disk.
+
+    A process that sees the name sees all of the checkpoint, after a crash too. `target` must not exist, or be an empty
+    folder. Raises `PlacementError`.
+    """
     with _io(f"cannot complete the checkpoint {target}"):
         for path in [*incoming.rglob("*"), incoming]:
             _sync(path)
@@ -146,7 +134,7 @@ def lock(path: Path) -> int | None:
 
 
 def unlock(held: int) -> None:
-    """Let go of what `lock` gave."""
+    """Release what `lock` returned."""
     fcntl.flock(held, fcntl.LOCK_UN)  # closing is not enough when a child of this process has it too
     os.close(held)
 
@@ -156,14 +144,16 @@ def version_name(version: int) -> str:
 
 
 def versions(folder: Path) -> dict[int, Path]:
-    """The versions in a folder, by number."""
+    """Return the versions in a folder, by number."""
     found = {path: _VERSION.fullmatch(path.name) for path in folder.iterdir()}
     return {int(match[1]): path for path, match in found.items() if match and path.is_dir() and not path.is_symlink()}
 
 
 def prune(folder: Path, keep_last: int) -> None:
-    """Remove all but the newest versions; each loses its name before its files. What cannot be removed is logged: the
-    version that was just written is complete nevertheless."""
+    """Remove all but the newest versions. Each loses its name before its files.
+
+    What cannot be removed is logged, because the version that was just written is complete nevertheless.
+    """
     found = versions(folder)
     for number in sorted(found)[:-keep_last]:
         with _logged(found[number]):
@@ -182,7 +172,7 @@ def _logged(path: Path) -> Iterator[None]:
 
 
 def memory_of(data: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous 1-D uint8 tensor on a CPU. They keep it alive."""
+    """Return the bytes of a contiguous 1-D uint8 tensor on a CPU. They keep it alive."""
     memory = (ctypes.c_ubyte * data.numel()).from_address(data.data_ptr())
     memory.tensor = data  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")

@@ -1,10 +1,11 @@
-"""`weightsync.save`: the trainer's weights as a checkpoint, without an engine."""
+"""Save the trainer's weights as a checkpoint: `weightsync.save`, and what every strategy that writes files shares."""
 
 from __future__ import annotations
 
 import copy
 import secrets
 import shutil
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike
@@ -13,117 +14,141 @@ from typing import Any
 
 import torch
 
-from weightsync.bucketing import ThresholdBucketer
-from weightsync.channel import Hub
-from weightsync.checkpoint.beside import files_beside
 from weightsync.checkpoint.files import check_seen, check_whole, create, publish, write
-from weightsync.checkpoint.shards import MAX_SHARD_BYTES, Shards, lay_out
-from weightsync.errors import ConfigError, ManifestError, PlacementError, foreign
-from weightsync.layout import Manifest, Placement, choose_owners, merge_manifests
-from weightsync.placing import place
-from weightsync.ranks import RankGroup
-from weightsync.senders import make_sender
-from weightsync.senders.base import Model, Sender, TensorPolicy
-from weightsync.transports.base import Region
-from weightsync.wire import pack_manifest, pack_placements, unpack_manifest, unpack_placements
+from weightsync.checkpoint.safetensors import MAX_SHARD_BYTES, lay_out
+from weightsync.checkpoint.sidecars import files_beside
+from weightsync.control.ranks import Ranks, collective
+from weightsync.control.update import Update
+from weightsync.errors import ConfigError, ManifestError, PlacementError
+from weightsync.planning.bucketing import ThresholdBucketer
+from weightsync.planning.layout import Manifest, ShardLocation, choose_owners, merge_manifests, row_major
+from weightsync.planning.rows import pack_locations, pack_manifest, unpack_locations, unpack_manifest
+from weightsync.selection import TensorSelection
+from weightsync.sources import open_source
+from weightsync.sources.base import Model, TensorShard, WeightSource
 
 _BUCKET_BYTES = 256 * 2**20
-"""What is computed for a checkpoint, as with adapters, is fetched for this many bytes at once."""
+"""Computed tensors, such as merged adapters, are gathered for this many bytes at once."""
 
 
 def save(
     model: Model,
     folder: str | PathLike[str],
-    backend: str = "fsdp",
+    backend: str | WeightSource = "fsdp",
     *,
-    policy: TensorPolicy | None = None,
+    selection: TensorSelection | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config: Any = None,
     generation_config: Any = None,
     tokenizer: Any = None,
-    bridge: Any = None,
+    megatron_bridge: Any = None,
     vocab_size: int | None = None,
     timeout_s: float = 300.0,
 ) -> None:
-    """Collective: every trainer rank calls this. Write `model`'s weights of this moment to `folder`, as
-    `save_pretrained` would, but from all ranks at once and without gathering a tensor. Returns when everything is on
-    the disk; until then `folder` has nothing.
+    """Write `model`'s weights of this moment to `folder`, as `save_pretrained` would. Collective: every rank calls it.
 
-    Tensors are saved in the trainer's own dtypes, unless `policy` says others; what it excludes is left out. Config and
-    generation config are those of a transformers model, unless others are given; the tokenizer is saved when it is
-    given. `backend`, `bridge` and `vocab_size` are as for `WeightSync`, `max_shard_bytes` as for `CheckpointTransport`.
+    All ranks write at once, and no tensor is gathered. When `save` returns, everything is on the disk. Until then
+    `folder` does not exist, or is empty; all ranks must see the folder that it is in.
 
-    `folder` must not exist, or be empty, and all ranks must see the folder that it is in. Raises `WeightSyncError`s,
-    the same one on every rank, and then leaves nothing: `ConfigError` for arguments that cannot work, `PlacementError`
-    when files cannot be written. No wait lasts longer than `timeout_s`.
+    selection: None saves every tensor in the trainer's own dtype.
+    config, generation_config: None takes those of a transformers model.
+    tokenizer: saved when it is given.
+    backend, megatron_bridge, vocab_size: as for `WeightSync`.
+    max_shard_bytes: as for `CheckpointTransport`.
+    timeout_s: the timeout of each wait.
+
+    Raises `WeightSyncError`s, the same one on every rank, and leaves nothing behind: `ConfigError` for arguments that
+    cannot work, `PlacementError` when files cannot be written.
     """
-    policy = policy or TensorPolicy()
-    sender = make_sender(backend, policy, bridge=bridge, vocab_size=vocab_size)
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    hub = Hub() if not distributed or torch.distributed.get_rank() == 0 else None
-    ranks: RankGroup | None = None
-    target = Path(folder).absolute()
+    selection = selection or TensorSelection()
+    source = open_source(backend, selection, bridge=megatron_bridge, vocab_size=vocab_size)
+    ranks = Ranks(timeout_s)
+    try:
+        with collective(ranks) as update:
+            beside = (config, generation_config, tokenizer)
+            save_tensors(update, model, source, Path(folder).absolute(), selection, max_shard_bytes, beside)
+    finally:
+        ranks.disconnect()
+
+
+def save_tensors(
+    update: Update,
+    model: Model,
+    source: WeightSource,
+    target: Path,
+    selection: TensorSelection,
+    max_shard_bytes: int,
+    beside: tuple[Any, Any, Any],
+) -> int:
+    """Write a checkpoint of `model` to `target`, and return the bytes of its tensors. Collective.
+
+    `beside` is the config, the generation config and the tokenizer. Raises as `save` does.
+    """
+    ranks = update.ranks
     incoming = target.with_name(f".{target.name}.incoming-{secrets.token_hex(4)}")
     try:
-        ranks = RankGroup(hub, timeout_s)
-        if ranks.rank == 0 and target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise ConfigError(f"{target} exists and is not empty; save to a new folder")
-        shards, buckets = _agree(ranks, sender, model, policy, max_shard_bytes)
-        if ranks.rank == 0:
-            _make_parents(target)
-            beside = _beside(model, config, generation_config)
-            create(incoming, shards, files_beside([*beside, tokenizer], shards.manifest))
-        incoming = Path(ranks.share(str(incoming), "save"))
-        check_seen(incoming, f"trainer rank {ranks.rank}")
-        for number, (names, own) in enumerate(buckets):
-            ranks.share(None, "save")  # or nobody would learn of a rank that has failed
-            sender.gather(names)
-            write(incoming, shards, number, ((p, region.read()) for p, region in own), part=None)
-        ranks.gather(None, "save")
-        if ranks.rank == 0:
-            publish(incoming, target)
-        ranks.share(None, "save")
-    except Exception as error:
-        rank = ranks.rank if ranks is not None else 0
-        problem = foreign(error, who=f"trainer rank {rank}", phase="save")
-        problem = ranks.fail(problem) if ranks is not None else problem
-        if problem is error:
-            raise
-        raise problem from error
+        with update.timeline.during("plan"):
+            if ranks.rank == 0 and target.exists() and not (target.is_dir() and not any(target.iterdir())):
+                raise ConfigError(f"{target} exists and is not empty; save to a new folder")
+            saved = _in_saved_dtypes(source.manifest(model), selection)
+            manifest, mine = share_out(update, saved, source.shards(model))
+            bucketer = ThresholdBucketer(min(_BUCKET_BYTES, max_shard_bytes))
+            buckets = [bucket.names for bucket in bucketer.bucket(manifest, None)]
+            files = lay_out(manifest, buckets, max_shard_bytes)
+            by_name: dict[str, list[tuple[ShardLocation, TensorShard]]] = defaultdict(list)
+            for location, shard in mine:
+                by_name[location.name].append((location, shard))
+        with update.timeline.during("save"):
+            if ranks.rank == 0:
+                _make_parents(target)
+                create(incoming, files, files_beside(_configs(model, *beside), manifest))
+            incoming = Path(ranks.broadcast(str(incoming), "save"))
+            check_seen(incoming, f"trainer rank {ranks.rank}")
+            for names in buckets:
+                update.barrier("save")  # or the others would wait in `gather` for a rank that has failed
+                source.gather(names)
+                own = (part for name in names for part in by_name[name])
+                write(incoming, files, ((location, values_of(shard)) for location, shard in own))
+            update.barrier("save")
+            if ranks.rank == 0:
+                publish(incoming, target)
+            ranks.broadcast(None, "save")
     finally:
-        if hub is not None:  # rank 0
+        if ranks.rank == 0:
             shutil.rmtree(incoming, ignore_errors=True)
-            hub.close()
-        if ranks is not None:
-            ranks.close()
+    return manifest.nbytes
 
 
-def _agree(
-    ranks: RankGroup, sender: Sender, model: Model, policy: TensorPolicy, max_shard_bytes: int
-) -> tuple[Shards, list[tuple[Sequence[str], list[tuple[Placement, Region]]]]]:
-    """Collective. The files, and for each bucket its names and what this rank writes of it."""
-    mine = place(sender.pieces(model), ranks.rank)
-    everyone = ranks.gather([pack_manifest(sender.manifest(model)), pack_placements(mine)], "plan")
+def share_out(
+    update: Update, manifest: Manifest, shards: Sequence[TensorShard]
+) -> tuple[Manifest, list[tuple[ShardLocation, TensorShard]]]:
+    """Return the tensors of all ranks, and the shards that this rank writes. Collective.
+
+    Of replicas, one rank writes each. Raises `PlacementError` when the ranks do not hold every tensor in full.
+    """
+    ranks = update.ranks
+    held = {ShardLocation(s.meta.name, s.box, ranks.rank, 0, 0, row_major(s.box.size), s.meta.dtype): s for s in shards}
+    everyone = ranks.gather([pack_manifest(manifest), pack_locations(held)], "plan")
     answer = None
     if ranks.rank == 0:
         merged = merge_manifests([unpack_manifest(rows) for rows, _ in everyone])
-        answer = [pack_manifest(_in_saved_dtypes(merged, policy)), [row for _, rows in everyone for row in rows]]
-    rows, placements = ranks.share(answer, "plan")
-    manifest, held = unpack_manifest(rows), unpack_placements(placements)
-    check_whole(manifest, held)
-    buckets = [bucket.names for bucket in ThresholdBucketer(min(_BUCKET_BYTES, max_shard_bytes)).bucket(manifest, None)]
-    number = {name: n for n, names in enumerate(buckets) for name in names}
-    own: list[list[tuple[Placement, Region]]] = [[] for _ in buckets]
-    for owner in choose_owners(held):
-        if owner.rank == ranks.rank:
-            own[number[owner.name]].append((owner, mine[owner]))
-    return lay_out(manifest, buckets, max_shard_bytes), list(zip(buckets, own, strict=True))
+        locations = unpack_locations([row for _, rows in everyone for row in rows])
+        check_whole(merged, locations)
+        answer = [pack_manifest(merged), pack_locations(choose_owners(locations))]
+    rows, owners = ranks.broadcast(answer, "plan")
+    mine = [(owner, held[owner]) for owner in unpack_locations(owners) if owner.rank == ranks.rank]
+    return unpack_manifest(rows), mine
 
 
-def _in_saved_dtypes(manifest: Manifest, policy: TensorPolicy) -> Manifest:
-    saved = [replace(meta, dtype=policy.wire_dtype(meta.name) or meta.dtype) for meta in manifest]
+def values_of(shard: TensorShard) -> torch.Tensor:
+    """Return what a shard holds now."""
+    return shard.tensor if shard.compute is None else shard.compute()
+
+
+def _in_saved_dtypes(manifest: Manifest, selection: TensorSelection) -> Manifest:
+    saved = [replace(meta, dtype=selection.wire_dtype(meta.name) or meta.dtype) for meta in manifest]
     wrong = {
-        meta.name: f"the trainer has {meta.dtype}, the policy says {other.dtype}"
+        meta.name: f"the trainer has {meta.dtype}, the selection says {other.dtype}"
         for meta, other in zip(manifest, saved, strict=True)
         if ("float" in meta.dtype) != ("float" in other.dtype)
     }
@@ -133,18 +158,18 @@ def _in_saved_dtypes(manifest: Manifest, policy: TensorPolicy) -> Manifest:
     return Manifest(tuple(saved))
 
 
-def _beside(model: Model, config: Any, generation_config: Any) -> list[Any]:
-    """The config and the generation config of a transformers model, where none is given."""
-    from weightsync.senders.names import unwrapped  # DTensor costs more to import than all the rest
+def _configs(model: Model, config: Any, generation_config: Any, tokenizer: Any) -> list[Any]:
+    """Return what is saved beside the weights, with a transformers model's own configs where none are given."""
+    from weightsync.sources.module_tree import unwrapped  # DTensor costs more to import than all the rest
 
     if isinstance(model, torch.nn.Module):
         own = unwrapped(model)
         if config is None and hasattr(getattr(own, "config", None), "save_pretrained"):
             config = copy.deepcopy(own.config)
-            config.architectures = [type(own).__name__.removeprefix("FSDP")]  # what FSDP2 puts before a class's name
+            config.architectures = [type(own).__name__.removeprefix("FSDP")]  # FSDP2 puts this before a class's name
         if generation_config is None and hasattr(getattr(own, "generation_config", None), "save_pretrained"):
             generation_config = own.generation_config
-    return [config, generation_config]
+    return [config, generation_config, tokenizer]
 
 
 def _make_parents(target: Path) -> None:

@@ -1,13 +1,15 @@
 """The trainer's way to call a running vLLM: one `Engine` for an `LLM`, an `AsyncLLM`, a Ray actor or a server.
 
-`connect` turns whatever the user handed over into engines. Every method of an engine blocks until vLLM has answered,
-for at most `timeout_s` (some for longer: see `calls.limit_s`), and raises only `weightsync.errors`. `pause` and `start`
-are called at the same time, from two threads; `reset_caches` while `update` still runs, and `finish` when that has
-returned. No call is ever repeated: none of vLLM's weight calls may run twice, so a connection that breaks in the middle
-is an error, not a retry.
+`connect` turns what the user gave into engines. For every method of an engine:
 
-vLLM is not imported here, but for the class that an `LLM` or `AsyncLLM` wants adapters in, and Ray only when an engine
-is a Ray actor. This package knows nothing about weights, transports or sessions.
+- It blocks until vLLM has answered, for at most `timeout_s`, or longer as `calls.limit_s` says.
+- It raises only `weightsync.errors`.
+- `pause` and `start` are called at the same time, from two threads. `reset_caches` may be called while `update` runs,
+  and `finish` when `update` has returned.
+- It never repeats a call, since none of vLLM's weight calls may run twice. A connection that breaks is an error.
+
+vLLM is imported only for the class that an `LLM` or `AsyncLLM` wants adapters in, and Ray only when an engine is a Ray
+actor. This package knows nothing about weights or transports.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import os
 
 from weightsync.engines.async_llm import AsyncEngine
 from weightsync.engines.base import AdapterEngine, Engine, LoraAdapter
-from weightsync.engines.http_server import DEFAULT_URL, HttpEngine
+from weightsync.engines.http import DEFAULT_URL, HttpEngine
 from weightsync.engines.llm import LlmEngine
 from weightsync.engines.ray_actor import RayEngine
 from weightsync.engines.vllm_engine import vllm_class
@@ -38,12 +40,11 @@ ENGINE_VARIABLE = "WEIGHTSYNC_ENGINE"
 
 
 def connect(engines: object, timeout_s: float) -> list[Engine]:
-    """The engines that `engines` names, in order; nothing is contacted yet.
+    """Return the engines that `engines` names, in order. Contacts none of them.
 
-    Accepts an `LLM`, an `AsyncLLM`, a Ray actor handle of either, a server's URL, what has one as its `url`
-    (`weightsync.server.VllmServer`), an `Engine`, a list or tuple of these, or None: then the comma-separated URLs in
-    $WEIGHTSYNC_ENGINE, or else http://localhost:8000.
-    Raises `ConfigError` for anything else.
+    Accepts an `LLM`, an `AsyncLLM`, a Ray actor handle of either, a server's URL, a `VllmServer` or another object with
+    a `url`, an `Engine`, or a list or tuple of these. None stands for the comma-separated URLs in $WEIGHTSYNC_ENGINE,
+    or else http://localhost:8000. Raises `ConfigError` for anything else.
     """
     if engines is None:
         engines = [url.strip() for url in os.environ.get(ENGINE_VARIABLE, DEFAULT_URL).split(",") if url.strip()]

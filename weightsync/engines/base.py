@@ -1,4 +1,4 @@
-"""What an engine is, as the trainer sees it."""
+"""The interfaces of an engine, as the trainer sees it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 @runtime_checkable
 class Engine(Protocol):
-    """One running vLLM. A plug-in may hand its own to `connect`; every method follows the rules of
-    `weightsync.engines`."""
+    """One running vLLM. A user's own engine may be one; every method follows the rules of `weightsync.engines`."""
 
     @property
     def name(self) -> str:
-        """What error messages call it, such as "engine 0 (http://10.0.0.3:8000)"."""
+        """Return its name for error messages, such as "engine 0 (http://10.0.0.3:8000)"."""
 
     @property
     def host(self) -> str:
-        """Address of the host of its workers, as seen from here; "127.0.0.1" when that is this host."""
+        """Return the address of its workers' host, as seen from here; "127.0.0.1" when that is this host."""
 
     def init(self, init_info: dict[str, Any]) -> None:
         """Hand `init_info`, plain values that JSON can carry, to every worker's weightsync plug-in."""
@@ -40,23 +39,24 @@ class Engine(Protocol):
         """Forget everything computed with older weights: prefix cache, KV connector, encoder outputs.
 
         Requests in flight compute their KV again. Raises `EngineError` when vLLM says that it did not succeed. Called
-        when all workers serve an update, and the last bucket has been announced to them, or later; nothing is generated
-        from then on until `resume`.
+        when all workers serve an update, or later. The engine then generates nothing until `resume`.
         """
 
     def set_version(self, version: str) -> None:
-        """Stamp `version` without an update; does nothing before vLLM 0.27."""
+        """Stamp `version` without an update. Do nothing before vLLM 0.27."""
 
     def version(self) -> str | None:
-        """The version stamped last; vLLM's own "default" before the first; None before vLLM 0.27."""
+        """Return the version stamped last: vLLM's own "default" before the first, None before vLLM 0.27."""
 
     def is_alive(self) -> bool:
-        """Whether the engine can still answer. Never raises."""
+        """Return whether the engine can still answer. Never raises."""
 
 
 class LoraAdapter(NamedTuple):
-    """An adapter that engines have been given. In a process that has vLLM, `LoRARequest(*adapter)` asks for it; a
-    server is asked for the model `name`."""
+    """An adapter that engines have been given.
+
+    In a process that has vLLM, `LoRARequest(*adapter)` asks for it. A server is asked for the model `name`.
+    """
 
     name: str
     id: int
@@ -64,33 +64,26 @@ class LoraAdapter(NamedTuple):
 
 
 @runtime_checkable
-class AdapterEngine(Protocol):
-    """What an engine needs besides, to be pushed adapters to."""
-
-    @property
-    def name(self) -> str:
-        """As `Engine.name`."""
-
-    @property
-    def host(self) -> str:
-        """As `Engine.host`."""
+class AdapterEngine(Engine, Protocol):
+    """An engine that adapters can be pushed to."""
 
     def max_lora_rank(self) -> int | None:
-        """The largest rank that it was started for; None when it does not say. Raises `EngineError` when it was
-        started without adapters."""
+        """Return the largest rank that it was started for, or None when it does not say.
+
+        Raises `EngineError` when it was started without adapters.
+        """
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
-        """Load it into every worker from `adapter.path`, and make sure that the engine says so. It must not have one of
-        this name or id."""
+        """Load it into every worker from `adapter.path`, and make sure that the engine says so.
+
+        The engine must not have an adapter of this name or id.
+        """
 
     def unload_adapter(self, adapter: LoraAdapter) -> None:
-        """Forget it; nothing, where it is not known. Requests that use it go on, and may load it again."""
+        """Forget it, if it is known. Requests that use it go on, and may load it again."""
 
     def has_adapter(self, adapter: LoraAdapter) -> bool:
-        """Whether it can be asked for this adapter, by its name or else its id."""
+        """Return whether it can be asked for this adapter, by its name or else its id."""
 
     def adapters_in_use(self) -> set[str]:
-        """The names of the adapters that requests, running or waiting, have asked for."""
-
-    def is_alive(self) -> bool:
-        """As `Engine.is_alive`."""
+        """Return the names of the adapters that requests, running or waiting, have asked for."""

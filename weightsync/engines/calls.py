@@ -1,4 +1,4 @@
-"""vLLM's calls: what they are named, how long they may take, and what their answers mean."""
+"""Calls into vLLM: their names, how long each may take, whose turn it is, and what their answers mean."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from weightsync.deadline import Deadline
+from weightsync.control.runtime import Deadline
 from weightsync.errors import EngineError, EngineUnreachableError, SyncTimeoutError, WeightSyncError
 
 BACKEND = "weightsync"
 LOCAL = "127.0.0.1"
-POLL_S = 0.1
-_SERVING_S = 3600.0
-"""`init` and `update` return only when the trainer has released the workers, however many waits that takes, and so does
-a reset that is asked for meanwhile. Each of these waits has a deadline of its own, on the connections to the workers;
-this one is for an engine that never answers at all."""
 HEALTH_TIMEOUT_S = 10.0
+_POLL_S = 0.1
+_SERVING_S = 3600.0
+"""`init` and `update` return when the trainer has released the workers, after any number of waits. So does a reset that
+is asked for meanwhile. Each of these waits has its own deadline, on the connections to the workers. This one is for an
+engine that never answers."""
 
 # What a call is named on the workers, with the plug-in and with the worker extension, to which an update is one call.
 PLUG_IN_METHODS = {
@@ -34,7 +34,7 @@ EXTENSION_METHODS = {
 
 RESET = "reset_prefix_cache"
 _SERVING = {RESET, *(methods[call] for methods in (PLUG_IN_METHODS, EXTENSION_METHODS) for call in ("init", "update"))}
-STILL_ASLEEP = "%s generates again only when its memory, which somebody has put to sleep, has been woken up"
+STILL_ASLEEP = "%s generates again only when its memory, which has been put to sleep, is woken up"
 # vLLM's words for "no weight transfer", "another backend's init_info" and "the worker has no such method".
 _NO_PLUG_IN = re.compile(
     r"Weight transfer not configured|Invalid init_info for (?!WeightSync)\w+|Method 'weightsync_\w+' is not implemented"
@@ -42,13 +42,57 @@ _NO_PLUG_IN = re.compile(
 _ENGINE_DEAD = "EngineCore encountered an issue"  # the text of vLLM's EngineDeadError
 
 
+class Turns:
+    """One call at a time, for an engine that cannot do two things at once.
+
+    A call gives its turn when it has ended, which may be long after its caller stopped waiting.
+    """
+
+    def __init__(self, who: str, timeout_s: float, died: Callable[[], bool] = lambda: False) -> None:
+        self._who, self._timeout_s, self._died = who, timeout_s, died
+        self._lock = threading.Lock()
+        self._counting = threading.Lock()
+        self._doing = ""
+        self._calls = 0  # that share the turn
+
+    def take(self, doing: str) -> None:
+        """Wait for the turn. Raises `SyncTimeoutError`, or `EngineUnreachableError` when the engine died."""
+        deadline = Deadline(limit_s(doing, self._timeout_s) if doing == RESET else self._timeout_s)
+        while not self._lock.acquire(timeout=min(_POLL_S, deadline.left_s())):
+            if self._died():
+                raise EngineUnreachableError(f"the engine died before {doing}; its log says why", who=self._who)
+            if deadline.passed():
+                raise SyncTimeoutError(
+                    f"{doing} could not start within {deadline.timeout_s:g} s: {self._doing} is still running",
+                    who=self._who,
+                    waiting_for=[self._who],
+                )
+        with self._counting:
+            self._doing, self._calls = doing, 1
+
+    def join(self, doing: str) -> bool:
+        """Share the turn of the call that is `doing` this. Return whether there was one."""
+        with self._counting:
+            joined = self._calls > 0 and self._doing == doing
+            self._calls += joined
+        return joined
+
+    def give(self) -> None:
+        """End this call's share of the turn, and the turn when no other call has one."""
+        with self._counting:
+            self._calls -= 1
+            if self._calls == 0:
+                self._lock.release()
+
+
 def wait(
-    answer: concurrent.futures.Future[Any], doing: str, deadline: Deadline, who: str, died: Callable[[], bool]
+    answer: concurrent.futures.Future[Any], doing: str, timeout_s: float, who: str, died: Callable[[], bool]
 ) -> Any:
-    """The result of `answer`. vLLM leaves the calls of a dead engine unanswered, so its death is looked for too."""
+    """Return the result of `answer`. vLLM leaves the calls of a dead engine unanswered, so this also asks `died`."""
+    deadline = Deadline(limit_s(doing, timeout_s))
     ended = threading.Event()  # `concurrent.futures.wait` returns 0.05 ms later
     answer.add_done_callback(lambda _: ended.set())
-    while not ended.wait(min(POLL_S, deadline.left_s())):
+    while not ended.wait(min(_POLL_S, deadline.left_s())):
         if died():
             raise EngineUnreachableError(f"the engine died in {doing}; its log says why", who=who)
         if deadline.passed():
@@ -62,7 +106,7 @@ def wait(
 
 
 def as_ours(error: BaseException, doing: str, who: str) -> WeightSyncError:
-    """What was raised beside the engine, as an error of ours; one that is ours already stays as it is."""
+    """Return what was raised in the engine as a `WeightSyncError`. One that is a `WeightSyncError` stays as it is."""
     if isinstance(error, WeightSyncError):
         error.who = error.who or who
         return error
@@ -70,12 +114,10 @@ def as_ours(error: BaseException, doing: str, who: str) -> WeightSyncError:
 
 
 def engine_error(text: str, doing: str, who: str) -> EngineError:
-    """The error that vLLM's `text` stands for."""
+    """Return the error that vLLM's `text` stands for."""
     if _ENGINE_DEAD in text:
         return EngineUnreachableError(f"{doing}: the engine is dead; its log says why", who=who)
-    if _NO_PLUG_IN.search(text):
-        return no_plug_in(text, who)
-    return EngineError(f"{doing}: {text}", who=who)
+    return no_plug_in(text, who) if _NO_PLUG_IN.search(text) else EngineError(f"{doing}: {text}", who=who)
 
 
 def no_plug_in(found: str, who: str) -> EngineError:
@@ -94,7 +136,7 @@ def caches_not_reset(who: str) -> EngineError:
 
 
 def limit_s(doing: str, timeout_s: float) -> float:
-    """How long to wait for an answer to this call."""
+    """Return how long to wait for the answer to this call."""
     return max(_SERVING_S, timeout_s) if doing in _SERVING else timeout_s
 
 

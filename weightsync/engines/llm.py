@@ -6,65 +6,41 @@ import concurrent.futures
 from collections.abc import Callable
 from typing import Any
 
-from weightsync.deadline import Deadline
-from weightsync.engines.base import LoraAdapter
-from weightsync.engines.calls import LOCAL, RESET, limit_s, wait
-from weightsync.engines.turns import Turns
-from weightsync.engines.vllm_engine import VllmEngine, call_lora_of, core_process, died, lora_names_in_use, setup_of
-from weightsync.threads import in_thread
+from weightsync.control.runtime import in_thread
+from weightsync.engines.calls import RESET, Turns, wait
+from weightsync.engines.vllm_engine import VllmEngine, call_front, core_process, died
 
 
 class LlmEngine(VllmEngine):
     """A `vllm.LLM` in this process.
 
-    Each call runs in another thread than the caller's: one into an engine whose process has died never returns. (CUDA's
-    current device belongs to a thread: code that runs beside the model must set its own.) The caller must not generate
-    nor enqueue while a call runs, nor must another thread.
+    Each call runs in a thread other than the caller's, because a call into an engine whose process died never returns.
+    CUDA's current device belongs to a thread, so code that runs beside the model must set its own. No thread may
+    generate or enqueue while a call runs.
     """
 
-    host = LOCAL
-
-    def __init__(self, llm: Any, *, name: str, timeout_s: float) -> None:
-        super().__init__(name, timeout_s)
-        self._llm = llm
-        self._turns = Turns(name, timeout_s)
+    def __init__(self, engine: Any, *, name: str, timeout_s: float) -> None:
+        super().__init__(engine, name=name, timeout_s=timeout_s)
+        self._turns = Turns(name, timeout_s, lambda: died(engine))
 
     def pause(self, mode: str) -> None:
-        """Does nothing: an `LLM` cannot be paused, and whoever drives it is here, and not asking it."""
+        """Do nothing. An `LLM` cannot be paused, and the thread that drives it is not generating now."""
 
     def resume(self) -> None:
-        """Does nothing; see `pause`."""
-
-    def is_alive(self) -> bool:
-        return not died(self._llm)
-
-    def _setup(self) -> dict[str, str]:
-        return setup_of(self._llm)
-
-    def _has(self, method: str) -> bool:
-        return hasattr(self._llm, method)
+        """Do nothing; see `pause`."""
 
     def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
-        return self._run(doing or method, lambda: getattr(self._llm, method)(*args, **kwargs))
+        return self._run(doing or method, lambda: getattr(self._engine, method)(*args, **kwargs))
 
-    def _reset_encoder_cache(self) -> None:
-        self._run("reset_encoder_cache", self._llm.llm_engine.reset_encoder_cache)
-
-    def _call_lora(self, method: str, argument: LoraAdapter | int | None = None) -> Any:
-        return self._run(method, lambda: call_lora_of(self._llm, method, argument))
-
-    def adapters_in_use(self) -> set[str]:
-        return lora_names_in_use(self._llm)
-
-    def _can_follow_update(self) -> bool:
-        """Whether a call may be sent while that of an update, which the workers are serving, returns: an engine core in
-        a process of its own does one thing after the other, and nothing else is being sent to it."""
-        return core_process(self._llm) is not None
+    def _call_front(self, method: str, *args: Any) -> Any:
+        return self._run(method, lambda: call_front(self._engine, method, *args))
 
     def _run(self, doing: str, call: Callable[[], Any]) -> Any:
-        if not (doing == RESET and self._can_follow_update() and self._turns.join(self._worker_methods["update"])):
-            self._turns.take(doing, lambda: died(self._llm))
-        deadline = Deadline(limit_s(doing, self.timeout_s))
+        # An engine core in its own process does one thing after another. A reset may then be sent while that of an
+        # update, which the workers are serving, returns.
+        follows = doing == RESET and core_process(self._engine) is not None
+        if not (follows and self._turns.join(self._worker_methods["update"])):
+            self._turns.take(doing)
         answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
         def run() -> None:
@@ -80,4 +56,4 @@ class LlmEngine(VllmEngine):
         except RuntimeError:
             self._turns.give()
             raise
-        return wait(answer, doing, deadline, self.name, lambda: died(self._llm))
+        return wait(answer, doing, self.timeout_s, self.name, lambda: died(self._engine))

@@ -1,14 +1,12 @@
 """The copies of `copies.BatchedCopy` that are runs of bytes in a CPU's memory.
 
-Each is cut into tiles, and threads take the next tile whenever they are done with one. torch gives each of its threads
-an equal share of every tensor, and waits for the last: a process that keeps one of the cores for itself, as vLLM's
-scheduler does while its workers load, then holds up each tensor by the time that the system lets that have.
+Threads take one tile after another. torch gives each of its threads an equal share of every tensor and waits for the
+last thread. Every tensor then waits where another process, as vLLM's scheduler, keeps one of the cores busy.
 """
 
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import memmove
@@ -16,19 +14,19 @@ from threading import Semaphore
 
 import torch
 
-from weightsync.threads import in_thread
+from weightsync.control.runtime import in_thread
 
 _TILE_BYTES = 2**22
 
 
 def can_tile(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether this copy is one of bytes, side by side on both sides, in a CPU's memory."""
+    """Return whether this copy is one of bytes that are contiguous on both sides, in a CPU's memory."""
     alike = target.dtype == source.dtype and target.device.type == source.device.type == "cpu"
     return alike and all(one.is_contiguous() and not (one.is_neg() or one.is_conj()) for one in (target, source))
 
 
 class Tiles:
-    """As many threads as torch has take part, the one that calls `run` among them."""
+    """Copies by as many threads as torch has. The thread that calls `run` is one of them."""
 
     def __init__(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._copies = copies  # they keep the memory
@@ -43,40 +41,32 @@ class Tiles:
         self._others = max(min(torch.get_num_threads(), len(self._cores), worthwhile) - 1, 0)
 
     def run(self) -> None:
-        left, done, started = deque(self._tiles), Semaphore(0), 0
+        left, done, started = iter(self._tiles), Semaphore(0), 0
 
         def help_out() -> None:
-            try:
-                with suppress(OSError):  # all of these cores have since been taken from the process
-                    os.sched_setaffinity(0, self._cores)
-                _copy(left)
-            finally:
-                done.release()
+            with suppress(OSError):  # all of these cores have since been taken from the process
+                os.sched_setaffinity(0, self._cores)
+            for tile in left:
+                memmove(*tile)  # which lets other threads run
+            done.release()
 
         try:
             with suppress(RuntimeError):  # no thread can be started: there are fewer then
                 for _ in range(self._others):
                     in_thread("copy", help_out)
                     started += 1
-            _copy(left)
+            for tile in left:
+                memmove(*tile)
         finally:
-            left.clear()
             for _ in range(started):
                 done.acquire()
 
 
-def _copy(left: deque[tuple[int, int, int]]) -> None:
-    while True:
-        try:
-            tile = left.popleft()
-        except IndexError:
-            return
-        memmove(*tile)  # which lets other threads run
-
-
 def _cores() -> set[int]:
-    """Those that this process's threads may run on. OpenMP may have bound each of its own to one, this thread too, and
-    a new thread inherits that."""
+    """Return the cores that any thread of this process may run on.
+
+    OpenMP may have bound each of its threads to one core, this thread too, and a new thread inherits that.
+    """
     cores = set()
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):  # it has ended meanwhile

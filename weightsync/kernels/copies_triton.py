@@ -1,7 +1,7 @@
 """The launches of `copies.BatchedCopy` on a GPU.
 
-A copy is cut into tiles of rows and columns, a program takes one of them after the other, and reads and writes it in
-pieces as wide as the addresses and strides of both sides allow, up to 16 bytes.
+A copy is cut into tiles of rows and columns. A program copies one tile, in pieces as wide as the addresses and strides
+of both sides allow, up to 16 bytes.
 """
 
 from __future__ import annotations
@@ -27,19 +27,13 @@ _UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _VECTOR_BYTES = 16
 _TILE = 2048
 _COLUMNS = (64, 16)
-"""Of a tile of `_TILE` units. No wider, though runs are: launches come one after the other, so that a link which one of
-them does not read from idles meanwhile, and in tiles of 64 columns nearly all copies of a model are of one kind."""
+"""Widths of a tile, which has `_TILE` units. Nearly all copies of a model fit 64 columns, so they go into one launch.
+More widths would mean more launches. These run one after another, and a link that one of them does not use is idle."""
 _WARPS = 2
-"""Measured on an H200, as is `_TILE`: 1.05 times a device copy of the same bytes; a cast takes what its bytes take."""
-_LIGHT = 2
-"""How many programs each multiprocessor gets at most beside something else: as many as it can take fill the memory's
-queues, and what runs meanwhile slows down. Measured with NCCL on H200s: a push of 8B takes 50.1 ms, 52.2 ms with all
-programs at once, 51 with 1, 51.5 with 4, 54 with 8."""
 
 
 def can_launch(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a launch here makes this copy: out of GPU memory, of equal dtypes or of those that it casts as torch
-    does."""
+    """Return whether a launch makes this copy: in GPU memory, and from a dtype that it casts as torch does."""
     if source.device != target.device:
         return False
     alike = target.dtype == source.dtype and target.element_size() in _UNITS
@@ -47,9 +41,13 @@ def can_launch(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 class _Kind(NamedTuple):
-    """What a launch has in common: the types that sources are read as and targets are written in, whether the elements
-    of a row lie side by side in both, how many of them may be read and written at once (rows start at multiples of
-    that), and the columns of a tile."""
+    """What the copies of one launch have in common.
+
+    reads, writes: the types that sources are read as and targets are written in.
+    dense: whether the elements of a row are contiguous in both.
+    step: how many elements may be read and written at once. Rows start at multiples of it.
+    columns: the columns of a tile.
+    """
 
     reads: Any
     writes: Any
@@ -58,12 +56,11 @@ class _Kind(NamedTuple):
     columns: int
 
 
-@triton.jit(do_not_specialize=["tiles"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
 def _copy(  # type: ignore[no-untyped-def]
     table,
     piece_of_tile,
     number_of_tile,
-    tiles,
     fields: tl.constexpr,
     reads: tl.constexpr,
     writes: tl.constexpr,
@@ -72,51 +69,51 @@ def _copy(  # type: ignore[no-untyped-def]
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    for program in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        piece = table + tl.load(piece_of_tile + program).to(tl.int64) * fields
-        number = tl.load(number_of_tile + program)
-        target = tl.load(piece).to(tl.pointer_type(writes))
-        source = tl.load(piece + 1).to(tl.pointer_type(reads))
-        rows = tl.load(piece + 2).to(tl.int32)
-        columns = tl.load(piece + 3)
-        outer_to, outer_of = tl.load(piece + 4), tl.load(piece + 5)
-        row_to, row_of = tl.load(piece + 6), tl.load(piece + 7)
-        if step > 1:
-            source = tl.multiple_of(source, step * (reads.primitive_bitwidth // 8))
-            target = tl.multiple_of(target, step * (writes.primitive_bitwidth // 8))
-            outer_to, outer_of = tl.multiple_of(outer_to, step), tl.multiple_of(outer_of, step)
-            row_to, row_of = tl.multiple_of(row_to, step), tl.multiple_of(row_of, step)
-            columns = tl.multiple_of(columns, step)  # or the mask would be looked at for each element
-        across = tl.cdiv(columns, tile_columns).to(tl.int32)
-        down = tl.cdiv(rows, tile_rows)
-        outer = number // (across * down)
-        number = number % (across * down)
-        row = ((number // across) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64)
-        column = (number % across).to(tl.int64) * tile_columns + tl.arange(0, tile_columns)
-        inside = (row[:, None] < rows) & (column[None, :] < columns)
-        to = outer * outer_to + row[:, None] * row_to
-        of = outer * outer_of + row[:, None] * row_of
-        if dense:
-            to += column[None, :]
-            of += column[None, :]
-        else:
-            to += column[None, :] * tl.load(piece + 8)
-            of += column[None, :] * tl.load(piece + 9)
-        tl.store(target + to, tl.load(source + of, mask=inside).to(writes), mask=inside)
+    program = tl.program_id(0)
+    piece = table + tl.load(piece_of_tile + program).to(tl.int64) * fields
+    number = tl.load(number_of_tile + program)
+    target = tl.load(piece).to(tl.pointer_type(writes))
+    source = tl.load(piece + 1).to(tl.pointer_type(reads))
+    rows = tl.load(piece + 2).to(tl.int32)
+    columns = tl.load(piece + 3)
+    outer_to, outer_of = tl.load(piece + 4), tl.load(piece + 5)
+    row_to, row_of = tl.load(piece + 6), tl.load(piece + 7)
+    if step > 1:
+        source = tl.multiple_of(source, step * (reads.primitive_bitwidth // 8))
+        target = tl.multiple_of(target, step * (writes.primitive_bitwidth // 8))
+        outer_to, outer_of = tl.multiple_of(outer_to, step), tl.multiple_of(outer_of, step)
+        row_to, row_of = tl.multiple_of(row_to, step), tl.multiple_of(row_of, step)
+        columns = tl.multiple_of(columns, step)  # or the mask would be looked at for each element
+    across = tl.cdiv(columns, tile_columns).to(tl.int32)
+    down = tl.cdiv(rows, tile_rows)
+    outer = number // (across * down)
+    number = number % (across * down)
+    row = ((number // across) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64)
+    column = (number % across).to(tl.int64) * tile_columns + tl.arange(0, tile_columns)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    to = outer * outer_to + row[:, None] * row_to
+    of = outer * outer_of + row[:, None] * row_of
+    if dense:
+        to += column[None, :]
+        of += column[None, :]
+    else:
+        to += column[None, :] * tl.load(piece + 8)
+        of += column[None, :] * tl.load(piece + 9)
+    tl.store(target + to, tl.load(source + of, mask=inside).to(writes), mask=inside)
 
 
 class Launches:
-    """A table of all pieces on the GPU, and one launch for those of a kind."""
+    """A table of all copies on the GPU, in grids of rows and columns, and one launch for those of a kind."""
 
     def __init__(self, copies: Sequence[Copy]) -> None:
         self._device = copies[0][0].device
         self._keep_alive = copies
-        pieces: dict[_Kind, list[tuple[int, list[int], int]]] = defaultdict(list)
+        shards: dict[_Kind, list[tuple[int, list[int], int]]] = defaultdict(list)
         for target, source, link in copies:
-            for kind, fields, tiles in _pieces(target, source):
-                pieces[kind].append((link, fields, tiles))
+            for kind, fields, tiles in _shards(target, source):
+                shards[kind].append((link, fields, tiles))
         self._launches = []
-        for kind, rows in pieces.items():
+        for kind, rows in shards.items():
             table = torch.tensor([fields for _, fields, _ in rows], dtype=torch.int64)
             counts = torch.tensor([tiles for *_, tiles in rows])
             of_tile = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(counts)
@@ -135,20 +132,18 @@ class Launches:
                 "num_warps": _WARPS,
             }
             self._launches.append((len(of_tile), tuple(on_gpu), constants))
-        self._light = _LIGHT * torch.cuda.get_device_properties(self._device).multi_processor_count
         with torch.cuda.device(self._device):
             for tiles, tables, constants in self._launches:
-                _copy.warmup(*tables, tiles, **constants, grid=(1,))  # compiled now, and not in the first push
+                _copy.warmup(*tables, **constants, grid=(tiles,))  # compiled now, and not in the first push
 
-    def run(self, lightly: bool) -> None:
+    def run(self) -> None:
         with torch.cuda.device(self._device):
             for tiles, tables, constants in self._launches:
-                programs = min(tiles, self._light) if lightly else tiles
-                _copy[(programs,)](*tables, tiles, **constants)
+                _copy[(tiles,)](*tables, **constants)
 
 
-def _pieces(target: torch.Tensor, source: torch.Tensor) -> list[tuple[_Kind, list[int], int]]:
-    """A copy as pieces of at most three dimensions: the kind, the fields of the table, and the number of tiles."""
+def _shards(target: torch.Tensor, source: torch.Tensor) -> list[tuple[_Kind, list[int], int]]:
+    """Cut a copy into grids of at most three dimensions: the kind, the fields of the table, and the number of tiles."""
     *outer, (size, to, of) = collapse(target, source)
     sizes = [target.element_size(), source.element_size()]
     addresses = [target.data_ptr(), source.data_ptr()]
@@ -170,7 +165,7 @@ def _pieces(target: torch.Tensor, source: torch.Tensor) -> list[tuple[_Kind, lis
 def _grids(
     target: torch.Tensor, source: torch.Tensor, dims: Sequence[Dimension], addresses: Sequence[int]
 ) -> list[tuple[_Kind, list[int], int]]:
-    """As `_pieces`, of these dimensions at these addresses."""
+    """Return the grids of these dimensions at these addresses."""
     outer, (columns, *column_strides) = list(dims[:-1]), dims[-1]
     dense = column_strides == [1, 1]
     sizes = [target.element_size(), source.element_size()]
@@ -210,7 +205,7 @@ def _grids(
 
 
 def _spread(links: torch.Tensor) -> torch.Tensor:
-    """An order of tiles in which those of each link are spread evenly over all."""
+    """Return an order of tiles in which those of each link are spread evenly over all."""
     if len(numbers := links.unique()) == 1:
         return torch.arange(len(links))
     at = torch.empty(len(links), dtype=torch.float64)

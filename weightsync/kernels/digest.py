@@ -1,11 +1,11 @@
 """A digest of bytes that notices what a wrong plan does to them: shifted, swapped, repeated or stale blocks.
 
-Not cryptographic. The bytes are read as 64-bit words w[0], w[1], ...; the digest is sum(w[i] * k[i]) modulo 2**64,
-where every weight k[i] is odd (so no single wrong word goes unnoticed) and depends on i (so order counts). Sums may
-be taken in any order, so a CPU and a GPU agree to the bit.
+Not cryptographic. The bytes are read as 64-bit words w[0], w[1], ...; the digest is sum(w[i] * k[i]) modulo 2**64.
+Every weight k[i] is odd, so that no single wrong word goes unnoticed. It depends on i, so that the order counts. Sums
+may be taken in any order, so a CPU and a GPU agree to the bit.
 
-It takes a CPU about twice as long as a copy. So there are digests of a sample too: of 64 KiB in each MiB, one of 16
-parts, and of what is left beyond the last whole MiB.
+A digest of all bytes takes a CPU about twice as long as a copy, so there are samples too. A sample takes the same share
+of each whole MiB, and all bytes after the last whole MiB. Its digest is the sum over those words alone.
 """
 
 from __future__ import annotations
@@ -19,75 +19,110 @@ import torch
 from weightsync.errors import ProtocolError
 
 WHOLE = -1
-"""In place of a part: all bytes."""
-PARTS = 16
-PART_BYTES = 1 << 16
-_BLOCK_WORDS = 1 << 16
+"""In place of a sample's number: all bytes."""
+SAMPLES = 16
+"""Samples 0 to 15 have 64 KiB of each MiB."""
+MIB = 1 << 20
+_BLOCK_BYTES = 1 << 19
+_BLOCK_WORDS = _BLOCK_BYTES // 8
 GOLDEN = 0x9E3779B97F4A7C15
 STEP = 0xD1B54A32D192ED03
 MASK = (1 << 64) - 1
 
 
-def digest(data: torch.Tensor, part: int = WHOLE) -> int:
-    """The digest of a contiguous 1-D uint8 tensor, or of one of `PARTS` samples of it, an unsigned 64-bit number. The
-    last word is padded with zeros."""
+def share(sample: int) -> tuple[int, int]:
+    """Return which bytes of each whole MiB are in a sample: the first one, and how many. Raises `ProtocolError`."""
+    if sample == WHOLE:
+        return 0, MIB
+    if 0 <= sample < SAMPLES:
+        return sample * (MIB // SAMPLES), MIB // SAMPLES
+    raise ProtocolError(f"a digest of sample {sample}; samples go from {WHOLE} to {SAMPLES - 1}")
+
+
+def digest(data: torch.Tensor, sample: int = WHOLE) -> int:
+    """Return the digest of a contiguous 1-D uint8 tensor, or of a sample of it, as an unsigned 64-bit number.
+
+    The last word is padded with zeros.
+    """
     if data.is_cuda:
-        return Digests([data]).of(part)[0]
-    _check(part)
-    if part != WHOLE:
-        data = _sample(data, part)
-    words = data.numel() // 8
-    body = data[: words * 8]
-    if body.data_ptr() % 8 or body.storage_offset() % 8:
-        body = body.clone()  # only whole words of a storage can be viewed as words
-    body = body.view(torch.int64)
-    whole = words // _BLOCK_WORDS
-    sums = torch.mv(body[: whole * _BLOCK_WORDS].view(whole, _BLOCK_WORDS), _weights())
-    rest = body[whole * _BLOCK_WORDS :]
-    if rest.numel():
-        sums = torch.cat([sums, torch.mv(rest[None], _weights()[: rest.numel()])])
-    total = (sums * _scales(len(sums))).sum()
-    tail = int.from_bytes(bytes(data[words * 8 :].tolist()), "little")
-    return (int(total) + tail * ((words * 2 + 1) * GOLDEN | 1)) & MASK
+        return Digests([data]).of(sample)[0]
+    first, nbytes = share(sample)
+    nwords, tail_bytes = divmod(data.numel(), 8)
+    blocks = -(-data.numel() // _BLOCK_BYTES)
+    total, done = 0, 0
+    if nbytes < MIB <= data.numel():
+        done = data.numel() // MIB * MIB
+        weights = _weights()[first % _BLOCK_BYTES // 8 :][: nbytes // 8]
+        scales = _scales(blocks)[first // _BLOCK_BYTES : done // _BLOCK_BYTES : MIB // _BLOCK_BYTES]
+        total += _sum(data[:done].view(-1, MIB)[:, first : first + nbytes], weights, scales)
+    whole = data.numel() // _BLOCK_BYTES * _BLOCK_BYTES
+    if whole > done:
+        rows = data[done:whole].view(-1, _BLOCK_BYTES)
+        total += _sum(rows, _weights(), _scales(blocks)[done // _BLOCK_BYTES :][: len(rows)])
+    if last := nwords * 8 - whole:
+        total += _sum(data[whole : whole + last].view(1, -1), _weights()[: last // 8], _scales(blocks)[-1:])
+    tail = int.from_bytes(bytes(data[nwords * 8 :].tolist()), "little") if tail_bytes else 0
+    return (total + tail * ((nwords * 2 + 1) * GOLDEN | 1)) & MASK
 
 
 class Digests:
-    """Of many contiguous 1-D uint8 tensors, for as long as they stay where they are: those of a GPU at once."""
+    """The digests of many contiguous 1-D uint8 tensors, for as long as these stay where they are."""
 
     def __init__(self, runs: Sequence[torch.Tensor]) -> None:
         self._runs = list(runs)
-        self._on_cpu: list[int] = []  # numbers of runs
-        self._on_gpu: dict[torch.device, list[int]] = {}
+        self._numbers: dict[torch.device, list[int]] = {}  # of the runs on each device
         for number, run in enumerate(self._runs):
-            (self._on_gpu.setdefault(run.device, []) if run.is_cuda else self._on_cpu).append(number)
-        self._launches: dict[tuple[torch.device, bool], Any] = {}  # by device, and whether of all bytes
-        self._begun: int | None = None  # this part is on its way on the GPUs
+            self._numbers.setdefault(run.device, []).append(number)
+        self._launches: dict[tuple[torch.device, int], Any] = {}  # by device, and bytes of each MiB
 
-    def begin(self, part: int) -> None:
-        """Let GPUs begin with what `of` of this part, the next to be asked for, will wait for: what the runs hold when
-        the current stream comes to it. Returns at once."""
-        _check(part)
-        for device, numbers in self._on_gpu.items():
-            if (device, part == WHOLE) not in self._launches:
-                from weightsync.kernels.digest_triton import Launch
-
-                own = [self._runs[number] for number in numbers]
-                self._launches[device, part == WHOLE] = Launch(own, sampled=part != WHOLE)
-            self._launches[device, part == WHOLE].begin(max(part, 0))
-        self._begun = part
-
-    def of(self, part: int) -> list[int]:
-        """`digest(run, part)` of each, of what they hold now. On a GPU it waits for the current stream."""
-        if self._begun != part:
-            self.begin(part)
-        self._begun = None
+    def of(self, sample: int) -> list[int]:
+        """Return `digest(run, sample)` of each run. Runs may be on several devices. Waits for their current streams."""
         found = [0] * len(self._runs)
-        for number in self._on_cpu:
-            found[number] = digest(self._runs[number], part)
-        for device, numbers in self._on_gpu.items():
-            for number, value in zip(numbers, self._launches[device, part == WHOLE].found(), strict=True):
-                found[number] = value
+        outs = {
+            device: torch.empty(len(own), dtype=torch.int64, device=device) for device, own in self._numbers.items()
+        }
+        for device, out in outs.items():
+            self._write(device, sample, out)
+        for device, out in outs.items():
+            for number, value in zip(self._numbers[device], out.tolist(), strict=True):
+                found[number] = value & MASK
         return found
+
+    def write(self, sample: int, out: torch.Tensor) -> None:
+        """Write `digest(run, sample)` of each run, in order, into `out`, an int64 tensor on the device of all runs.
+
+        On a GPU this is ordered on the current stream and returns at once.
+        """
+        share(sample)
+        devices = {out.device, *self._numbers}
+        if len(devices) > 1 or out.shape != (len(self._runs),) or out.dtype != torch.int64:
+            raise ValueError(
+                f"{len(self._runs)} digests, of runs on {[*map(str, self._numbers)]}, into {out.dtype} of shape "
+                f"{tuple(out.shape)} on {out.device}; expected int64, one for each run, all on one device"
+            )
+        if self._runs:
+            self._write(out.device, sample, out)
+
+    def compare(self, sample: int, expected: torch.Tensor) -> torch.Tensor:
+        """Return a bool for each run: whether its digest differs from the one in `expected`, which `write` made.
+
+        On a GPU this is ordered on the current stream and returns at once.
+        """
+        found = torch.empty_like(expected)
+        self.write(sample, found)
+        return found != expected
+
+    def _write(self, device: torch.device, sample: int, out: torch.Tensor) -> None:
+        runs = [self._runs[number] for number in self._numbers[device]]
+        if device.type == "cpu":
+            out.copy_(torch.tensor([signed(digest(run, sample)) for run in runs], dtype=torch.int64))
+            return
+        first, nbytes = share(sample)
+        if (device, nbytes) not in self._launches:
+            from weightsync.kernels.digest_triton import Launch
+
+            self._launches[device, nbytes] = Launch(runs, nbytes)
+        self._launches[device, nbytes].run(first, out)
 
 
 def warm_up(device: torch.device) -> None:
@@ -98,23 +133,16 @@ def warm_up(device: torch.device) -> None:
         digest_triton.warm_up(device)
 
 
-def _check(part: int) -> None:
-    if not WHOLE <= part < PARTS:
-        raise ProtocolError(f"a digest of part {part}; there are {PARTS}")
-
-
-def _sample(data: torch.Tensor, part: int) -> torch.Tensor:
-    """A copy, of at most 1 MiB and a sixteenth; all of what is less than 1 MiB, without one."""
-    whole = data.numel() // (PARTS * PART_BYTES)
-    if whole == 0:
-        return data
-    rows = data[: whole * PARTS * PART_BYTES].view(whole, PARTS, PART_BYTES)
-    return torch.cat([rows[:, part].flatten(), data[whole * PARTS * PART_BYTES :]])
+def _sum(rows: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor) -> int:
+    """Return the sum of all words of `rows`, each times its column's weight and its row's scale."""
+    if rows.data_ptr() % 8 or rows.storage_offset() % 8:
+        rows = rows.clone()  # only whole words of a storage can be viewed as words
+    return int((torch.mv(rows.view(torch.int64), weights) * scales).sum())
 
 
 @functools.cache
 def _weights() -> torch.Tensor:
-    """Within a block."""
+    """Return the weight of each word within a block."""
     index = torch.arange(_BLOCK_WORDS, dtype=torch.int64)
     mixed = index * signed(GOLDEN)
     mixed = (mixed ^ (mixed >> 29)) * signed(STEP)
@@ -123,7 +151,7 @@ def _weights() -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _scales(count: int) -> torch.Tensor:
-    """Of the first blocks: powers of an odd number, which are odd and do not repeat for long."""
+    """Return the scales of the first blocks: powers of an odd number, which are odd and do not repeat for long."""
     values, power = [], 1
     for _ in range(count):
         values.append(signed(power))
@@ -132,5 +160,5 @@ def _scales(count: int) -> torch.Tensor:
 
 
 def signed(value: int) -> int:
-    """The same 64 bits as torch's int64 has them."""
+    """Return the same 64 bits as torch's int64 has them."""
     return value - (1 << 64) if value >> 63 else value

@@ -1,12 +1,12 @@
 """Weights in 8 bits, as vLLM makes them: float8 (e4m3) and int8, with the scales that turn them back.
 
-`values * scale` is the weight again, roughly. All arithmetic is in float32, whatever the weight's dtype (bfloat16,
-float16 or float32); a row or a block does not depend on its neighbours; a weight is taken in strips, so that no copy of
-the whole of it is made. Pure, for CPUs and GPUs alike, with the same results.
+`values * scale` is roughly the weight again. All arithmetic is in float32, for weights in bfloat16, float16 or float32.
+A row or a block does not depend on its neighbours. A weight is taken in strips, so that its whole is never copied.
+Pure, for CPUs and GPUs alike, with the same results.
 
-Mind the last bit. Whether one divides by a scale or multiplies by its reciprocal decides where a value half-way between
-two others goes, and vLLM does now the one, now the other. On a GPU, torch multiplies by the reciprocal also where a
-tensor is divided by a Python number, so divisors are tensors here.
+Mind the last bit. A value half-way between two others depends on whether it is divided by a scale or multiplied by its
+reciprocal, and vLLM does both. On a GPU, torch multiplies by the reciprocal also where a tensor is divided by a Python
+number, so divisors are tensors here.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class PerChannel:
     """Whether a value is multiplied by the reciprocal of its scale, instead of divided by the scale."""
 
     def scale(self, maxima: torch.Tensor) -> torch.Tensor:
-        """The scales of rows whose largest magnitudes are `maxima`: float32, of the same shape."""
+        """Return the scales of rows whose largest magnitudes are `maxima`: float32, of the same shape."""
         return (maxima / torch.full_like(maxima, self.largest)).clamp_min_(self.smallest_scale)
 
     def values(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """The 8-bit values of a 2-D `weight` with its rows' `scale`. It may be some of the columns alone."""
+        """Return the 8-bit values of a 2-D `weight` with its rows' `scale`. It may be some of the columns alone."""
         whole = not self.dtype.is_floating_point
         found = torch.empty(weight.shape, dtype=self.dtype, device=weight.device)
         for rows in _strips(weight, 1):
@@ -55,7 +55,7 @@ class PerChannel:
         return found
 
     def __call__(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The 8-bit values of a whole 2-D weight, and its scales."""
+        """Return the 8-bit values of a whole 2-D weight, and its scales."""
         scale = self.scale(row_maxima(weight))
         return self.values(weight, scale), scale
 
@@ -70,7 +70,7 @@ multiplies: by the reciprocal of the scale on CPUs, by 127 over the maximum on G
 
 
 def row_maxima(weight: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude in each row of a 2-D weight: float32, of shape (rows, 1)."""
+    """Return the largest magnitude in each row of a 2-D weight: float32, of shape (rows, 1)."""
     low, high = weight.aminmax(dim=1, keepdim=True)
     return torch.maximum(low.abs(), high.abs()).float()
 
@@ -86,11 +86,11 @@ class PerTensor:
     multiplies: ClassVar[bool] = True
 
     def scale(self, maxima: torch.Tensor) -> torch.Tensor:
-        """The scales of weights whose largest magnitudes are `maxima`: float32, of the same shape."""
+        """Return the scales of weights whose largest magnitudes are `maxima`: float32, of the same shape."""
         return maxima / torch.full_like(maxima, self.largest)
 
     def values(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """The 8-bit values of a 2-D `weight` with its scale. It may be a part of the weight."""
+        """Return the 8-bit values of a 2-D `weight` with its scale. It may be a part of the weight."""
         inverse = scale.reciprocal()
         found = torch.empty(weight.shape, dtype=self.dtype, device=weight.device)
         for rows in _strips(weight, 1):
@@ -99,7 +99,7 @@ class PerTensor:
         return found
 
     def __call__(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The 8-bit values of a whole 2-D weight, and its scale."""
+        """Return the 8-bit values of a whole 2-D weight, and its scale."""
         scale = self.scale(row_maxima(weight).amax().reshape(1))
         return self.values(weight, scale), scale
 
@@ -112,12 +112,11 @@ Form = PerChannel | PerTensor
 
 
 def fp8_per_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The float8 values of a 2-D weight, and a scale for each block of 128 by 128 from the first element on, those at
-    the end being smaller: float32, of shape (blocks down, blocks across), as checkpoints have them
-    (`weight_scale_inv`).
+    """Return the float8 values of a 2-D weight, and a scale for each block of 128 by 128.
 
-    As vLLM's `quantization="fp8_per_block"` on a CPU. On a GPU vLLM lets torch's compiler choose how to divide, and the
-    last bit may be another.
+    Blocks at the end may be smaller. Scales are float32, of shape (blocks down, blocks across), as checkpoints have
+    them (`weight_scale_inv`). The values are those of vLLM's `quantization="fp8_per_block"` on a CPU. On a GPU vLLM
+    lets torch's compiler choose how to divide, and the last bit may differ.
     """
     rows, columns = weight.shape
     down, across = -(-rows // BLOCK), -(-columns // BLOCK)
@@ -138,7 +137,7 @@ def fp8_per_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _strips(weight: torch.Tensor, multiple: int) -> Iterator[slice]:
-    """The rows in strips of a bounded size, each but the last one a `multiple` of rows high."""
+    """Yield the rows in strips of a bounded size, each but the last one a `multiple` of rows high."""
     rows, columns = weight.shape
     high = max(1, _STRIP_ELEMENTS // (max(1, columns) * multiple)) * multiple
     for start in range(0, rows, high):

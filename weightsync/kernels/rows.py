@@ -18,17 +18,22 @@ from weightsync.kernels.quantize import Form, row_maxima
 MAX_COLUMNS = 1 << 16
 """Of a row on a GPU: it must fit into registers."""
 
-Share = Callable[[torch.Tensor], None]
+AllReduceMax = Callable[[torch.Tensor], None]
 """Replace each of a vector's numbers by the largest that any worker has in its place. Collective among workers."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One module's weight: `pieces` of it as (first row, rows of the source), together all of its rows, into `values`
-    (rows, columns), in 8 bits, and `scale`, float32: (rows,), or (1,) where all rows share one. Rows are dense, in
-    sources and in values."""
+    """One module's weight.
 
-    pieces: tuple[tuple[int, torch.Tensor], ...]
+    shards: (first row, rows of the source), together all rows of the weight.
+    values: the 8-bit target, of shape (rows, columns).
+    scale: the float32 target, of shape (rows,), or (1,) where all rows share one.
+
+    Rows are dense, in sources and in values.
+    """
+
+    shards: tuple[tuple[int, torch.Tensor], ...]
     values: torch.Tensor
     scale: torch.Tensor
 
@@ -36,7 +41,7 @@ class Job:
 class RowQuantiser:
     """All that never changes between two runs over the same memory is worked out here, once."""
 
-    def __init__(self, form: Form, jobs: Sequence[Job], share: Share | None = None) -> None:
+    def __init__(self, form: Form, jobs: Sequence[Job], share: AllReduceMax | None = None) -> None:
         self._form, self._jobs, self._share = form, list(jobs), share
         device = self._jobs[0].values.device
         counts = [len(job.values) for job in self._jobs]
@@ -73,10 +78,10 @@ class RowQuantiser:
         for job, own in zip(self._jobs, maxima.split(counts), strict=True):
             scale = self._form.scale(own)
             job.scale.copy_(scale)
-            for row, source in job.pieces:
+            for row, source in job.shards:
                 part = slice(row, row + len(source))
                 job.values[part] = self._form.values(source, scale[part, None] if self._form.per_row else scale)
 
 
 def _in_order(job: Job) -> list[tuple[int, torch.Tensor]]:
-    return sorted(job.pieces, key=lambda piece: piece[0])
+    return sorted(job.shards, key=lambda piece: piece[0])

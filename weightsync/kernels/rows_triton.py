@@ -96,14 +96,14 @@ def _rows(  # type: ignore[no-untyped-def]
 
 
 class Launches:
-    """A table of all pieces on the GPU, and one launch for those of equal width and kind."""
+    """A table of all rows on the GPU, and one launch for those of equal width and kind."""
 
     def __init__(self, form: Form, jobs: Sequence[Job], first: Sequence[int]) -> None:
         self._form = form
         self._device = jobs[0].values.device
         kinds: dict[tuple[int, torch.dtype, bool], list[tuple[int, list[int]]]] = defaultdict(list)
         for number, (job, start) in enumerate(zip(jobs, first, strict=True)):
-            for row, source in job.pieces:
+            for row, source in job.shards:
                 values = job.values[row : row + len(source)]
                 scale = job.scale[row : row + len(source)] if form.per_row else job.scale
                 fields = [
@@ -118,9 +118,9 @@ class Launches:
                 kind = (source.shape[1], source.dtype, _aligned(source) and _aligned(values))
                 kinds[kind].append((len(source), fields))
         self._groups = []
-        for kind, pieces in kinds.items():
+        for kind, shards in kinds.items():
             table, counts, programs = [], [], 0
-            for count, fields in pieces:
+            for count, fields in shards:
                 table.append([programs, *fields])
                 counts.append(count)
                 programs += count
@@ -166,5 +166,5 @@ class Launches:
 
 
 def _aligned(rows: torch.Tensor) -> bool:
-    """Whether every row starts where a GPU can read or write 16 bytes at once, 16 elements after another row."""
+    """Return whether every row starts where a GPU can read or write 16 bytes at once, 16 elements after another row."""
     return rows.data_ptr() % _VECTOR_BYTES == 0 and rows.stride(0) % 16 == 0 and rows.shape[1] % 16 == 0

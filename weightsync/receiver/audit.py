@@ -1,8 +1,8 @@
-"""Which tensors a module works with, wherever it keeps them: to fill those that it had with what new ones have, and to
-prove after a push that none moved.
+"""Find the tensors that a module works with, wherever it keeps them.
 
-CUDA graphs have captured these addresses. A quantised layer keeps tensors not only as parameters: as attributes, in a
-kernel's object, in the closure of a function, as a workspace. All that can be reached is looked at.
+A reload fills those that the module had with what new ones have. After a push, none may have moved, as CUDA graphs have
+captured their addresses. A quantised layer keeps tensors as parameters, as attributes, in a kernel's object, in the
+closure of a function, or as a workspace. All that can be reached is looked at.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_DEPTH = 12
 
 
 def held(value: Any) -> list[tuple[str, Any]] | None:
-    """What an object holds, with the names it has there; None for a kind of object that cannot be looked into."""
+    """Return what an object holds, by the names it has there. None for an object that cannot be looked into."""
     if isinstance(value, _LEAVES):
         return []
     if isinstance(value, types.FunctionType):
@@ -49,11 +49,10 @@ def held(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def addresses(parts: dict[str, Any], outside: set[int], seen: set[int]) -> dict[str, int]:
-    """The address of every tensor with memory that can be reached from `parts`, by the path to it from their names.
+    """Return the address of every tensor with memory that can be reached from `parts`, by the path to it.
 
-    `outside` are ids of objects that are looked at on their own account or not at all, such as the model's other
-    modules. `seen` are ids of objects that have been looked at; it grows, so that one set over many calls has each
-    object looked at once.
+    `outside` are ids of objects to pass over, such as the model's other modules. `seen` are ids of objects that were
+    looked at. It grows, so that one set over many calls has each object looked at once.
     """
     found: dict[str, int] = {}
     stack = [(name, part, 0) for name, part in reversed(parts.items())]
@@ -75,9 +74,12 @@ def addresses(parts: dict[str, Any], outside: set[int], seen: set[int]) -> dict[
 
 @dataclass(frozen=True)
 class Counterparts:
-    """What corresponds to each other in two objects that were made in the same way, from other weights: `tensors`, as
-    (path, old, new). And what does not: values, types and layouts that `differ`, and objects that are `closed`: they
-    cannot be looked into, or free something when they go."""
+    """What corresponds in two objects that were made in the same way, from other weights.
+
+    tensors: (path, old, new) of those that correspond.
+    differ: values, types and layouts that do not.
+    closed: objects that cannot be looked into, or that free something when they go.
+    """
 
     tensors: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     differ: list[str] = field(default_factory=list)
@@ -85,8 +87,11 @@ class Counterparts:
 
 
 def counterparts(old: Any, new: Any, path: str, outside: set[int]) -> Counterparts:
-    """Put two objects side by side. What both share, or has its id in `outside`, was not made, and is passed over; so
-    is what only the old one has, since that came with its use."""
+    """Put two objects side by side.
+
+    What both share, or has its id in `outside`, was not made, and is passed over. So is what only the old one has, as
+    that came with its use.
+    """
     found = Counterparts()
     seen: set[tuple[int, int]] = set()
     stack = [(path, old, new)]
@@ -121,7 +126,7 @@ def counterparts(old: Any, new: Any, path: str, outside: set[int]) -> Counterpar
 
 
 def same_layout(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Whether one can stand for the other after its contents were copied into it."""
+    """Return whether one can stand for the other after its contents were copied into it."""
     return (
         a is not None
         and b is not None
@@ -130,11 +135,6 @@ def same_layout(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
         and a.dtype == b.dtype
         and a.storage_offset() == b.storage_offset()
     )
-
-
-def moved(before: dict[str, int], after: dict[str, int]) -> list[str]:
-    """The paths of tensors that lie elsewhere than before, or nowhere. What is new may lie where it likes."""
-    return [path for path, address in before.items() if after.get(path) != address]
 
 
 def _code(value: Any) -> types.CodeType | None:
@@ -150,12 +150,12 @@ def _is_filled(cell: types.CellType) -> bool:
 
 @functools.cache
 def _slots(kind: type) -> list[str]:
-    """The names of a class's slots, those of its bases too."""
+    """Return the names of a class's slots, those of its bases too."""
     declared = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
     names = [name for names in declared for name in ([names] if isinstance(names, str) else names)]
     return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def _is_container(key: str, item: Any) -> bool:
-    """Whether this is one of the containers that nn.Module keeps for itself: hooks and the like."""
+    """Return whether this is one of the containers that nn.Module keeps for itself, such as hooks."""
     return key.startswith("_") and isinstance(item, dict)

@@ -1,8 +1,7 @@
 """Run a model's loader once over tensors without storage, and write down what it would have copied where.
 
-The model is a copy of the engine's on the `meta` device, so nothing is read or written; what a loader slices,
-replicates, fuses or skips is learnt from the loader itself instead of from tables of names. This module knows nothing
-about vLLM.
+The model is a copy of the engine's on the `meta` device, so nothing is read or written. The loader itself shows what it
+slices, replicates, fuses or skips. No tables of names are needed.
 """
 
 from __future__ import annotations
@@ -15,18 +14,27 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightsync.layout import Box, Manifest, PlannedCopy, TensorMeta, affine_boxes, coverage, row_major, strided_boxes
+from weightsync.planning.layout import (
+    Box,
+    LoadCopy,
+    Manifest,
+    TensorMeta,
+    affine_boxes,
+    coverage,
+    row_major,
+    strided_boxes,
+)
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 _OVERWRITTEN = "weight_shape"
-"""What compressed-tensors says of a packed weight. The loader of a fused layer overwrites it with that of each shard,
-and no kernel reads it."""
+"""The shape of a packed weight in compressed-tensors. No kernel reads it, and the loader of a fused layer overwrites it
+with that of each shard."""
 
 
 @dataclass(frozen=True)
 class Fill:
-    """The loader sets a strided region of a parameter to a constant, as it does with a vocabulary's padding."""
+    """A strided region of a parameter that the loader sets to a constant, such as a vocabulary's padding."""
 
     param: str
     offset: int
@@ -34,17 +42,23 @@ class Fill:
     stride: tuple[int, ...]
     value: float
 
+    def apply(self, data: torch.Tensor) -> None:
+        """Set the region in `data`, which has the parameter's storage to itself."""
+        torch.as_strided(data, self.size, self.stride, self.offset).fill_(self.value)
+
 
 @dataclass
 class Trace:
     """What one run of the loader did.
 
-    `copies` and `fills` say it exactly. A parameter in `computed` is not only copied into: its loader does arithmetic
-    on the tensors named there, so it must be loaded by the loader itself. `refused` maps a tensor to what the loader
-    said when it would not take it; `unknown` tensors have no parameter here.
+    copies, fills: exactly what it copied and set.
+    computed: parameters that the loader does arithmetic for, and the tensors that it uses. Only the loader can load
+        them.
+    refused: what the loader said of each tensor that it would not take.
+    unknown: tensors that have no parameter here.
     """
 
-    copies: list[PlannedCopy] = field(default_factory=list)
+    copies: list[LoadCopy] = field(default_factory=list)
     fills: list[Fill] = field(default_factory=list)
     computed: dict[str, list[str]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -52,15 +66,15 @@ class Trace:
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, one name for what several modules share."""
+    """Return parameters and buffers by name, one name for what several modules share."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
 def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest) -> Trace:
-    """Trace `load_weights` of a `model` on `meta` for the tensors of `manifest`. No tensor is changed, but a loader
-    may give the model parameters that it did not have.
+    """Trace `load_weights` of a `model` on `meta` for the tensors of `manifest`.
 
-    A tensor that the loader refuses is recorded and left out, and the trace starts again, so that one call finds all.
+    No tensor is changed, but a loader may give the model parameters that it did not have. A tensor that the loader
+    refuses is recorded and left out, and the trace starts again, so that one call finds all.
     """
     trace = Trace()
     offered = list(manifest)
@@ -87,13 +101,13 @@ def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest
 
 
 def _refusal(model: nn.Module, name: str) -> str:
-    """For a loader that gives no reason, as one that asserts."""
+    """Return the reason for a loader that gives none, such as one that asserts."""
     held = named_tensors(model).get(name)
     return "the engine's loader refuses it" + (f", which has {tuple(held.shape)} there" if held is not None else "")
 
 
 def uncovered(model: nn.Module, trace: Trace) -> tuple[dict[str, list[Box]], dict[str, list[Box]]]:
-    """Which regions of the model's parameters nothing fills, and which are filled twice, by parameter name."""
+    """Return the regions of parameters that nothing fills, and those that are filled twice, by parameter name."""
     regions: dict[str, list[Box]] = {}
     tensors = named_tensors(model)
     for copy in trace.copies:
@@ -105,7 +119,7 @@ def uncovered(model: nn.Module, trace: Trace) -> tuple[dict[str, list[Box]], dic
             continue
         holes, twice = coverage(_rows_first(param)[0], regions.get(name, []))
         constant = [box for fill in trace.fills if fill.param == name for box in _fill_boxes(param, fill)]
-        # A constant under a copy is the loader clearing what it will write; only where nothing is copied does it count.
+        # A constant under a copy is the loader clearing what it will write. It counts only where nothing is copied.
         holes = [hole for hole in holes if coverage(hole.size, _inside(hole, constant))[0]]
         if holes:
             missing[name] = holes
@@ -115,7 +129,7 @@ def uncovered(model: nn.Module, trace: Trace) -> tuple[dict[str, list[Box]], dic
 
 
 def paddings(model: nn.Module, trace: Trace) -> list[Fill]:
-    """What the constants of `trace` are in the end: the regions of them that nothing is copied to."""
+    """Return the constants of `trace` in the regions that nothing is copied to."""
     found: list[Fill] = []
     tensors = named_tensors(model)
     for name in dict.fromkeys(fill.param for fill in trace.fills):
@@ -132,7 +146,7 @@ def paddings(model: nn.Module, trace: Trace) -> list[Fill]:
 
 
 def writers(model: nn.Module, trace: Trace, param: str, boxes: list[Box]) -> list[str]:
-    """The tensors that land in `boxes` of a parameter."""
+    """Return the names of the tensors that land in `boxes` of a parameter."""
     tensor = named_tensors(model)[param]
     return sorted(
         {
@@ -144,7 +158,7 @@ def writers(model: nn.Module, trace: Trace, param: str, boxes: list[Box]) -> lis
 
 
 class _Feed:
-    """The manifest as the loader's input, and which tensor it is looking at now."""
+    """The manifest as the loader's input, and the tensor that the loader looks at now."""
 
     def __init__(self, offered: list[TensorMeta]) -> None:
         self.current: TensorMeta | None = None
@@ -159,16 +173,18 @@ class _Feed:
             self.names[_storage(tensor)] = meta
             self.current = meta
             yield meta.name, tensor
-        # Loaders that collect before they load fail after the last tensor; the blame then is only a guess.
+        # Loaders that collect before they load fail after the last tensor. The blame then is only a guess.
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees every operation of the loader: notes what writes into the model's tensors, and keeps track of which named
-    tensors each intermediate value was computed from."""
+    """A mode that sees every operation of the loader.
+
+    It notes what writes into the model's tensors, and from which named tensors each intermediate value was computed.
+    """
 
     def __init__(self, model: nn.Module, feed: _Feed) -> None:
         super().__init__()
-        self.copies: list[PlannedCopy] = []
+        self.copies: list[LoadCopy] = []
         self.fills: list[Fill] = []
         self.computed: dict[str, list[str]] = {}
         self._feed = feed
@@ -203,7 +219,7 @@ class _Recorder(TorchDispatchMode):
                 self._keep.append(tensor)
 
     def _written_parameter(self, target: torch.Tensor) -> str | None:
-        """The parameter that `target` is a view of; loaders make some while they load."""
+        """Return the parameter that `target` is a view of. Loaders make some while they load."""
         if _storage(target) not in self._params:
             self._look_up_parameters()
             if _storage(target) not in self._params:
@@ -222,7 +238,7 @@ class _Recorder(TorchDispatchMode):
             if meta is not None and source.shape == target.shape:
                 boxes = affine_boxes(meta.shape, _view(source), place)
                 if boxes is not None:
-                    self.copies += [PlannedCopy(meta.name, box, param, offset, stride) for box, offset, stride in boxes]
+                    self.copies += [LoadCopy(meta.name, box, param, offset, stride) for box, offset, stride in boxes]
                     return
         elif func in (aten.fill_.Scalar, aten.zero_.default):
             value = float(args[1]) if func is aten.fill_.Scalar else 0.0
@@ -239,7 +255,7 @@ class _Recorder(TorchDispatchMode):
                 self._keep.append(tensor)
 
     def _note_changes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What was written to is no longer what the trainer sends, but computed from that."""
+        """Note that a tensor that was written to is no longer what the trainer sends, but computed from that."""
         if not func._schema.is_mutable or torch.Tag.inplace_view in func.tags:
             return
         if not (names := self._sources(args, kwargs)):
@@ -276,18 +292,18 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _view(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Where a tensor lies in its storage: (offset, size, stride)."""
+    """Return where a tensor lies in its storage: (offset, size, stride)."""
     return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
 
 
 def _rows_first(param: torch.Tensor) -> tuple[tuple[int, ...], int]:
-    """A dense parameter's shape in the order its storage has it (a transposed one is stored the other way round)."""
+    """Return a dense parameter's shape in the order of its storage, and its offset. Some are stored transposed."""
     offset, size, stride = _view(param)
     order = sorted(range(len(size)), key=lambda d: -stride[d])
     return tuple(size[d] for d in order), offset
 
 
-def _param_boxes(param: torch.Tensor, copy: PlannedCopy) -> list[Box]:
+def _param_boxes(param: torch.Tensor, copy: LoadCopy) -> list[Box]:
     return _storage_boxes(param, copy.offset, copy.box.size, copy.stride)
 
 
@@ -298,7 +314,7 @@ def _fill_boxes(param: torch.Tensor, fill: Fill) -> list[Box]:
 def _storage_boxes(param: torch.Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> list[Box]:
     shape, start = _rows_first(param)
     boxes = strided_boxes(shape, offset - start, size, stride)
-    # What is no box is counted element by element: rare, and right.
+    # Rare: what is no box is counted element by element.
     return boxes if boxes is not None else _element_boxes(shape, offset - start, size, stride)
 
 
@@ -311,7 +327,7 @@ def _element_boxes(shape: tuple[int, ...], offset: int, size: tuple[int, ...], s
 
 
 def _inside(hole: Box, boxes: list[Box]) -> list[Box]:
-    """The parts of `boxes` within `hole`, in the hole's own coordinates."""
+    """Return the parts of `boxes` within `hole`, in the hole's own coordinates."""
     parts = []
     for box in boxes:
         if (part := hole.intersect(box)) is not None:

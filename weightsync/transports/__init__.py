@@ -1,39 +1,61 @@
-"""How bytes reach an engine: shared memory of one host (`ipc`), a collective (`broadcast`), or files (`checkpoint`)."""
+"""How bytes reach an engine: `ipc` (shared memory of one host), `nccl` (any hosts), `files` (a folder that all see).
+
+A transport of another package has an entry point in the group "weightsync.transports". Its name is what users give
+`WeightSync(transport=...)`. It refers to a pair: a function from the name to the trainer's end, and one from a worker's
+device to its end, such as `ENDS` in the modules here.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TypeAlias
 
 import torch
 
 from weightsync.errors import ConfigError, ProtocolError
-from weightsync.transports.base import Source, Transport
-from weightsync.transports.broadcast import BroadcastSource, BroadcastTransport
-from weightsync.transports.checkpoint import CheckpointSource
-from weightsync.transports.ipc import IpcSource, IpcTransport
+from weightsync.transports.base import Transport, TransportReceiver
+
+Ends: TypeAlias = tuple[Callable[[str], Transport], Callable[[torch.device], TransportReceiver]]
+
+GROUP = "weightsync.transports"
+_BUILT_IN = {
+    "ipc": "weightsync.transports.ipc",
+    "cuda_ipc": "weightsync.transports.ipc",
+    "broadcast": "weightsync.transports.nccl",
+    "nccl": "weightsync.transports.nccl",
+    "checkpoint": "weightsync.transports.files",
+}
 
 
-def make_transport(name: str, *, timeout_s: float) -> Transport:
-    """The trainer's end of a transport, by name."""
-    match name:
-        case "ipc" | "cuda_ipc":
-            return IpcTransport(name)
-        case "broadcast" | "nccl":
-            return BroadcastTransport(name, timeout_s)
-        case "checkpoint":
-            raise ConfigError(
-                'transport="checkpoint" needs a folder: pass transport=CheckpointTransport(folder), from weightsync'
-            )
-    raise ConfigError(
-        f'unknown transport {name!r}; choose "ipc", "broadcast", "single_copy", "lora" or CheckpointTransport(folder)'
-    )
+def open_transport(transport: object) -> Transport:
+    """Return the trainer's end of a transport. An instance is returned as it is.
+
+    Raises `ConfigError` for an unknown name, and for an object that is no `Transport`.
+    """
+    if isinstance(transport, Transport):
+        return transport
+    if not isinstance(transport, str) or (found := _find(transport)) is None:
+        raise ConfigError(
+            f'transport={transport!r}; choose "ipc", "broadcast", "single_copy", "lora", CheckpointTransport(folder), '
+            f"an entry point in the group {GROUP!r}, or an instance of weightsync.transports.base.Transport"
+        )
+    return found[0](transport)
 
 
-def make_source(name: str, device: torch.device) -> Source:
-    """The worker's end of a transport, by the name in a `Connect` message."""
-    match name:
-        case "ipc" | "cuda_ipc":
-            return IpcSource(device)
-        case "broadcast" | "nccl":
-            return BroadcastSource(device)
-        case "checkpoint":
-            return CheckpointSource(device)
-    raise ProtocolError(f"the trainer asks for transport {name!r}, which this side does not know")
+def open_receiver(name: str, device: torch.device) -> TransportReceiver:
+    """Return the worker's end of the transport that a `Connect` message names. Raises `ProtocolError`."""
+    if (found := _find(name)) is None:
+        raise ProtocolError(
+            f"the trainer asks for transport {name!r}, which this side does not know; install its package beside the "
+            "engine too"
+        )
+    return found[1](device)
+
+
+def _find(name: str) -> Ends | None:
+    if name in _BUILT_IN:
+        ends: Ends = import_module(_BUILT_IN[name]).ENDS
+        return ends
+    return next((point.load() for point in entry_points(group=GROUP, name=name)), None)

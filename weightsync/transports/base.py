@@ -1,222 +1,216 @@
-"""What a transport is: how bytes reach an engine worker, seen from both ends.
+"""What a transport is: how the bytes of a push reach the engines' workers. One file has both ends.
 
-Both ends speak of *storages*: runs of bytes with a number. The trainer's end says which placements lie in which
-storage; the worker's end makes the storages readable. What is read out of them is the receiver's business. A
-transport knows nothing about senders, receivers or engines.
+    once, and again when what travels or who receives has changed
+        rank 0          route        may these ranks reach these workers, and how
+        every rank      prepare      allocate; say what each worker needs to read this rank's bytes
+        every rank      connect      meet the workers, while `TransportReceiver.connect` runs on each of them
+    every push
+        every rank      look         prove and publish what is read in place, before any worker may read
+        every rank      send         this rank's part of the plan, chunk by chunk, paced by the transport itself
+        every worker    chunks       the same chunks in the same order, as each becomes readable
+        rank 0          complete     every worker has committed to the version
+    at any time
+        any             abort, close
+
+Bytes lie in *storages*: runs of bytes with a number, of a trainer rank. No message is sent for a chunk: the ends pace
+each other, by matching sends and receives, by counters in shared memory, or by what is on the disk. A transport knows
+nothing about weight sources, models or engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from weightsync.deadline import Deadline
+from weightsync.control.runtime import Deadline
+from weightsync.control.update import Update
+from weightsync.control.wire import MachineInfo
 from weightsync.errors import ProtocolError
-from weightsync.layout import Box, Manifest, Placement
+from weightsync.planning.layout import Manifest, ShardLocation
+from weightsync.planning.rows import Reads
+from weightsync.planning.transfer_plan import Route, TransferPlan
 
 ALIGN_BYTES = 256
-"""Where tensors start in a staging area; covers every dtype and the widest vector load."""
+"""Where tensors start in a slot; covers every dtype and the widest vector load."""
 SLOTS = 2
-"""Buckets that may be under way at once: one being read, one being filled."""
+"""Chunks in memory at once: one being read, one being filled."""
+DIGEST_BYTES = 8
+"""A run's digest follows its last byte, as a little-endian 64-bit integer."""
 
-
-Reads = Mapping[str, tuple[Box, ...]]
-"""By name of a tensor: the regions that a worker reads of it. What is not named it does not read."""
+Wait = Callable[[float], None]
+"""What a wait calls while it waits: sleep for at most that many seconds, and raise when there is bad news."""
 
 
 @dataclass(frozen=True)
-class Shipment:
-    """What is to be moved, the same on every trainer rank.
+class LocalTensor:
+    """What this rank has at one location.
 
-    `manifest` has the dtypes that travel; `buckets` its names, each once; `placements` where every rank's bytes lie.
-    `reads` has every worker, in the order of their numbers; `host` is an address of trainer rank 0 that all of them
-    reach. The names in `frozen` have the last buckets to themselves, and travel only once as long as an offer keeps it
-    so. With `as_cut` what is sent goes in just these buckets, though fewer may be faster.
+    `tensor` is where it lies. With `compute`, `tensor` has the shape, dtype and device alone, and the values are made
+    anew for each push, after `LocalTensors.gather` of the tensor's name.
     """
-
-    manifest: Manifest
-    buckets: tuple[tuple[str, ...], ...]
-    placements: tuple[Placement, ...]
-    reads: tuple[Reads, ...]
-    host: str
-    frozen: frozenset[str] = frozenset()
-    as_cut: bool = False
-
-
-@dataclass(frozen=True)
-class Region:
-    """What this rank has of one placement. `tensor` is where it lies; with `compute` that has the shape, dtype and
-    device alone, and the values are made anew for each push."""
 
     tensor: torch.Tensor
     compute: Callable[[], torch.Tensor] | None = None
 
-    def read(self) -> torch.Tensor:
-        """The values of now. To be called in `Transport.stage`, and not kept."""
-        return self.tensor if self.compute is None else self.compute()
-
 
 @dataclass(frozen=True)
-class WorkerInfo:
-    """One engine worker, as it introduced itself, or one trainer rank."""
+class LocalTensors:
+    """Everything that this rank holds, by where it lies.
 
-    peer: str
-    device: str
-    gpu_uuid: str
-    boot_id: str
-
-
-@dataclass(frozen=True)
-class Offer:
-    """What workers are told: for each of them placements over storages, which cover what it reads, and in which buckets
-    to read them. Of `placements` those that rank 0 offers are told. `newest` is the newest version that the transport
-    has kept of earlier sessions, 0 without any; a push must be newer."""
-
-    placements: tuple[tuple[Placement, ...], ...]
-    buckets: tuple[tuple[str, ...], ...]
-    fields: dict[str, Any]
-    newest: int = 0
-
-
-Idle = Callable[[float], None]
-"""What a wait calls while it waits: sleep for at most that many seconds, and raise if there is bad news."""
-
-
-class Group(Protocol):
-    """The trainer's ranks, talking on the host. `gather` and `share` are collective. `host` is rank 0's address among
-    the ranks."""
-
-    rank: int
-    size: int
-    host: str
-
-    def gather(self, value: Any, phase: str) -> list[Any]:
-        """Every rank's value, in rank order, on rank 0; an empty list elsewhere."""
-
-    def share(self, value: Any, phase: str) -> Any:
-        """Rank 0's value, on every rank."""
-
-    def idle(self, seconds: float) -> None:
-        """An `Idle`: raises when any rank has failed."""
-
-
-class Transport(Protocol):
-    """The trainer's end. Made for one session; `abort` may be called at any time and from any state.
-
-    Life: `check` (rank 0), `prepare`, `storages`, `spans`, `invite` (rank 0), `join`, `joined`; then for each push,
-    perhaps `stage_ahead`, then `stage` and `post` (rank 0) for each bucket from the first on, though not always to the
-    last, and `finish` (rank 0); or `withdraw` after `stage_ahead`.
+    `gather` is collective among the ranks: it fetches what `compute` of the named tensors needs, and may forget what it
+    fetched before. A transport calls it in `send` before each chunk, with the names that the push has not had yet.
     """
 
+    at: Mapping[ShardLocation, LocalTensor]
+    gather: Callable[[Sequence[str]], None] = lambda names: None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Bytes of a storage that one rank fills for one chunk. Their digest follows them, at byte `first + nbytes`."""
+
+    rank: int
+    storage: int
+    first: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One chunk as a worker finds it: where each of its regions lies, and which runs have digests."""
+
+    locations: tuple[ShardLocation, ...]
+    runs: tuple[Run, ...] = ()
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """What one worker is told. `storages` come from every rank, the rest from rank 0 alone.
+
+    storages: [rank, storage, kind, fields] of what the worker maps.
+    arrivals: one for each chunk of the plan.
+    fields: what else `TransportReceiver.connect` needs.
+    """
+
+    storages: list[list[Any]] = field(default_factory=list)
+    arrivals: tuple[Arrival, ...] = ()
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+class Transport(ABC):
+    """The trainer's end. Every rank has one, made for one connection to the engines."""
+
     name: str
+    keeps_frozen: bool = True
+    """False: what is frozen travels in every push too."""
+    newest_version: int = 0
+    """The newest version that outlives engines, known to rank 0 after `prepare`. A push must be newer."""
 
-    def check(self, ranks: Sequence[WorkerInfo], workers: Sequence[WorkerInfo]) -> None:
-        """Raise `PlacementError` when these trainer ranks cannot reach these workers this way. Sends nothing."""
+    @abstractmethod
+    def route(
+        self,
+        ranks: Sequence[MachineInfo],
+        workers: Sequence[MachineInfo],
+        manifest: Manifest,
+        locations: Sequence[ShardLocation],
+        reads: Sequence[Reads],
+    ) -> Route:
+        """Return how bytes go from these ranks to these workers. Rank 0 calls it; it sends nothing.
 
-    def prepare(self, shipment: Shipment, pieces: Mapping[Placement, Region], group: Group) -> Offer:
-        """Collective: every trainer rank calls this. Lay out the storages. `pieces` are this rank's own placements;
-        their tensors stay valid, at the same addresses, until the next `prepare`."""
+        Raises `PlacementError` when the ranks cannot reach the workers this way.
+        """
 
-    def storages(self, worker: int) -> list[list[Any]]:
-        """This rank's storages for one worker, as [rank, storage, kind, fields] rows of a `Connect` message."""
+    def can_map(self, tensor: LocalTensor) -> bool:
+        """Return whether workers can read this tensor where it lies. With `Route.IN_PLACE` alone."""
+        return False
 
-    def spans(self) -> list[list[int]]:
-        """Of what `stage` gives digests on this rank: all that it copies, and perhaps what is read in place. Rows of
-        [bucket, rank, storage, first byte, bytes], in the order of the buckets. Settled by `prepare`."""
+    @abstractmethod
+    def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
+        """Allocate, and return one endpoint for each worker. Collective.
 
-    def invite(self, worker: int) -> dict[str, Any]:
-        """Rank 0: what else worker number `worker` must know to join."""
+        The tensors stay valid, at the same addresses, until the next `prepare`. What an earlier call allocated is let
+        go.
+        """
 
-    def join(self, deadline: Deadline) -> None:
-        """Every rank, while the workers connect: meet them, where the transport needs that. Rank 0 calls it in a thread
-        of its own."""
+    def connect(self, deadline: Deadline) -> None:
+        """Meet the workers while they connect. Every rank calls it, rank 0 in a background thread. Blocks."""
+        return
 
-    def joined(self) -> None:
-        """Every rank, once every worker has connected."""
+    def in_place(self) -> list[Run]:
+        """Return the runs of this rank that workers read where they lie, which `look` digests. After `prepare`."""
+        return []
 
-    def stage_ahead(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> bool:
-        """Collective: what the next `stage`, of this bucket and part, would do, as far as nobody waits for it; before
-        it is known whether the push is to be. Whether, when it has returned on all ranks, workers may expect the bucket
-        and rank 0 `post` it: then it is posted in any case, now, after `stage`, or before `withdraw`. Where not,
-        `prepare` or `abort` takes it back."""
+    def look(self, sample: int | None) -> int:
+        """Make what is read in place readable by others, and return the digest of this rank's sample of it.
 
-    def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
-        """Collective: every trainer rank calls this. When it returns on all ranks the bucket's bytes are in place.
-        Gives `digest(bytes, part)` of each of the bucket's `spans`, or nothing with `part` None. Called for bucket n
-        only when every worker has loaded bucket n - 2."""
+        Every rank has called it, perhaps more than once, before any rank sends and before any worker may read. What a
+        push needs and may not get, such as room on a disk, is taken here: the engines are untouched when it raises.
+        `sample` is `WHOLE` for all bytes, None for no digest.
+        """
+        return 0
 
-    def post(self, bucket: int) -> None:
-        """Rank 0, once the workers have been told to load the bucket, or to expect it: set it going without waiting."""
+    @abstractmethod
+    def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
+        """Send this rank's part of these chunks, the whole push. Every rank calls it; it returns once the bytes may be
+        changed again, or sooner where workers read in place.
 
-    def withdraw(self, idle: Idle, deadline: Deadline) -> None:
-        """Every rank, after a `stage_ahead` that was True, once rank 0 has posted: the push is not to be. Returns when
-        nothing of it is under way any more. `prepare` or `abort` follows."""
+        Each run's digest of `sample` is written behind the run; none is with `sample` None. Waits with `update.wait`.
+        Raises what that raises, and `SyncTimeoutError` when no chunk moves within the timeout.
+        """
 
-    def finish(self, version: int, idle: Idle, deadline: Deadline) -> None:
-        """Rank 0, once every worker has loaded every bucket of this version: nothing of this push is under way any
-        more."""
+    def complete(self, version: int) -> None:
+        """Note that every worker has loaded this version. Rank 0 calls it before the workers commit."""
+        return
 
+    @abstractmethod
     def abort(self) -> None:
-        """Give everything back, and break whoever waits."""
+        """Release everything and break every wait. From any thread, in any state, more than once."""
 
 
-class Source(Protocol):
-    """The worker's end."""
+class TransportReceiver(ABC):
+    """The worker's end, made for one worker's device."""
 
-    def connect(self, storages: list[list[Any]], fields: dict[str, Any], idle: Idle, deadline: Deadline) -> None:
-        """Map or join what a `Connect` message names. Raises `PlacementError` when that cannot be done. Wherever it
-        waits it calls `idle(seconds)`, which may raise."""
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
+    @abstractmethod
+    def connect(self, storages: list[list[Any]], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
+        """Map or join what the endpoints name. What was connected before is let go, or used again where it is the same.
+
+        Raises `PlacementError` when that cannot be done.
+        """
+
+    @abstractmethod
     def storage(self, rank: int, storage: int) -> torch.Tensor:
-        """A storage's bytes, a 1-D uint8 tensor; its contents are meaningful after `fetch`."""
+        """Return a storage's bytes, a 1-D uint8 tensor at a fixed address. A chunk's bytes are there once `chunks` has
+        yielded its number."""
 
-    def fetch(self, bucket: int, following: int | None, idle: Idle, deadline: Deadline) -> None:
-        """Return when the bucket's bytes can be read. `following` is the bucket that this push has after it, which may
-        begin to arrive; None when it is the last. Wherever it waits it calls `idle(seconds)`, which may raise."""
+    @abstractmethod
+    def chunks(self, numbers: Sequence[int], wait: Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
+        """Yield the number of each chunk of one whole push, in this order, once its bytes can be read.
 
-    def expect(self, bucket: int) -> bool:
-        """Every rank has staged the bucket ahead, and `fetch` of it will follow, or `withdraw`: let it arrive, without
-        waiting. Whether its bytes can be read already."""
+        On a GPU they can be read by what follows on the current stream.
 
-    def withdraw(self, idle: Idle, deadline: Deadline) -> None:
-        """What was expected is not to be fetched: return when it has arrived. Does nothing where nothing was."""
+        A chunk's memory may be reused once the next one is asked for, in the order of the device's current stream.
+        `deadline()` gives the deadline of each wait. An iterator that is not exhausted means that the push failed.
+        """
 
+    @abstractmethod
     def close(self) -> None:
-        """Unmap, leave."""
-
-
-class Nothing:
-    """The worker's end where nothing is moved: the trainer writes into the engine's own memory."""
-
-    def connect(self, storages: list[list[Any]], fields: dict[str, Any], idle: Idle, deadline: Deadline) -> None:
-        return
-
-    def storage(self, rank: int, storage: int) -> torch.Tensor:
-        raise ProtocolError(f"storage {storage} of trainer rank {rank} is read, but nothing is moved")
-
-    def fetch(self, bucket: int, following: int | None, idle: Idle, deadline: Deadline) -> None:
-        return
-
-    def expect(self, bucket: int) -> bool:
-        return True
-
-    def withdraw(self, idle: Idle, deadline: Deadline) -> None:
-        return
-
-    def close(self) -> None:
-        return
+        """Unmap, leave. More than once."""
 
 
 def align(nbytes: int) -> int:
-    """The next multiple of what every tensor in a buffer begins at."""
+    """Return the next multiple of what every region in a slot begins at."""
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def strided(data: torch.Tensor, dtype: str, offset: int, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """A view into a storage's bytes (1-D uint8), with offset and strides in elements of `dtype`."""
+    """Return a view into a storage's bytes (1-D uint8), with offset and strides in elements of `dtype`."""
     kind: torch.dtype = getattr(torch, dtype)
     whole = data[: data.numel() // kind.itemsize * kind.itemsize].view(kind)
     if offset < 0 or offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) >= max(whole.numel(), 1):
@@ -224,4 +218,4 @@ def strided(data: torch.Tensor, dtype: str, offset: int, size: Sequence[int], st
             f"a region of {tuple(size)} {dtype} at element {offset} with strides {tuple(stride)} lies outside its "
             f"storage of {data.numel()} bytes"
         )
-    return whole.as_strided(tuple(size), tuple(stride), offset)
+    return whole.as_strided(tuple(size), tuple(stride), whole.storage_offset() + offset)

@@ -1,7 +1,7 @@
-"""A communicator of our own: torch's gloo or NCCL process group over a private store, outside the default group.
+"""Communicators: torch's gloo or NCCL process groups over a private store, outside the default group.
 
-Made once per session, never shared with the training job's groups, so that it can be broken without breaking them.
-Its waits, the one for its members included, are polls on the host with a deadline; `abort` ends whoever still waits.
+One is never shared with the training job's groups, so it can be broken without breaking them. All waits are polls on
+the host with a deadline, the wait for the members included. `abort` ends every wait.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightsync.deadline import Deadline
+from weightsync.control.runtime import Deadline, address_facing, in_thread
 from weightsync.errors import PeerError, SyncTimeoutError
-from weightsync.machine import address_facing
-from weightsync.transports.base import Idle
+from weightsync.transports.base import Wait
 
 _POLL_S = 0.0002
 _GPU_POLL_S = 0.00002
-"""A bucket takes NCCL less than a millisecond."""
+"""A chunk takes NCCL less than a millisecond."""
 _MEET_POLL_S = 0.002
 _LEAVE_S = 1.0
 _PATIENCE = 8
@@ -34,8 +33,10 @@ _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Rendezvous:
-    """Where the members of a communicator meet: a store on one interface only, held open by its first member. `name` is
-    no other communicator's, as an address may be."""
+    """Where the members of a communicator meet: a store on one interface only, held open by its first member.
+
+    No two have the same `name`, though they may have the same address.
+    """
 
     def __init__(self, host: str) -> None:
         self.name = secrets.token_hex(8)
@@ -53,21 +54,21 @@ class Rendezvous:
         )
 
     def close(self) -> None:
-        """Let go of the address, when no store has been opened on it."""
+        """Release the address if no store has been opened on it."""
         self._socket.close()
 
 
 def visit(host: str, port: int, timeout_s: float) -> dist.Store:
-    """The store of a `Rendezvous`, from another process."""
+    """Open the store of a `Rendezvous` from another process."""
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
 class Communicator:
     """`size` members on `device`s of one type; member 0 is the root of every broadcast.
 
-    `open_store` gives the store where they meet; `host` is an address of the host where it is. `sends_to` and
-    `receives_from` are the members that this one will `exchange` with, and say the same of each other; where there are
-    broadcasts instead, both are None on every member. Returns when all have come. Waits as `Pending.wait` does.
+    `open_store` returns the store where they meet, `host` is an address of the store's host. `sends_to` and
+    `receives_from` are the members that this one will `exchange` with. Both are None on every member where there are
+    broadcasts instead. The constructor returns when all members have come, and waits as `Pending.wait` does.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Communicator:
         size: int,
         device: torch.device,
         host: str,
-        idle: Idle,
+        wait: Wait,
         deadline: Deadline,
         sends_to: Iterable[int] | None = None,
         receives_from: Iterable[int] | None = None,
@@ -102,7 +103,7 @@ class Communicator:
                         phase="connect",
                         waiting_for=["the communicator's other members"],
                     )
-                idle(_MEET_POLL_S)
+                wait(_MEET_POLL_S)
             if self._error is not None:
                 raise PeerError(
                     f"the {size} members of a communicator did not come together: {self._error}", phase="connect"
@@ -137,7 +138,10 @@ class Communicator:
                 self.abort()
 
     def _connect(self) -> None:
-        """NCCL connects members in the first operation between them, where each waits for the other in the call."""
+        """Run one operation between the members.
+
+        NCCL connects members in their first operation, where each waits for the other in the call.
+        """
         nothing = torch.zeros(1, dtype=torch.uint8, device=self.device)
         sends_to, receives_from = self._partners
         if self._broadcasts:
@@ -148,7 +152,7 @@ class Communicator:
         torch.cuda.current_stream(self.device).synchronize()
 
     def broadcast(self, data: torch.Tensor) -> Pending:
-        """Start a broadcast of member 0's `data` (1-D uint8) into the others'; every member calls it in one order."""
+        """Start a broadcast of member 0's `data` (1-D uint8) into the others'. Every member calls it in one order."""
         return self._begin(lambda: self._from_root(data), f"broadcast of {data.numel()} bytes")
 
     def _from_root(self, data: torch.Tensor) -> Any:
@@ -159,8 +163,10 @@ class Communicator:
     def exchange(
         self, number: int, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> Pending:
-        """Start sending and receiving, each to or from the member beside it, all as one. Two members have their
-        exchanges in the same order, under the same `number`s."""
+        """Start sending and receiving, each to or from the member beside it, all as one.
+
+        Two members have their exchanges in the same order, under the same `number`s.
+        """
         nbytes = [sum(data.numel() for data, _ in those) for those in (sends, receives)]
         members = sorted({member for _, member in (*sends, *receives)})
         what = f"send of {nbytes[0]} bytes and receive of {nbytes[1]}, with members {members},"
@@ -195,7 +201,7 @@ class Communicator:
             raise PeerError(f"the {what} broke: {error}") from error
 
     def abort(self) -> None:
-        """Leave, and break every operation under way on the other members. Soon returns; nothing may follow."""
+        """Leave, and break every operation under way on the other members. Returns within seconds."""
         self._left = True
         group = [self._group]
         if group[0] is None:
@@ -230,27 +236,30 @@ def _nccl(store: dist.Store, rank: int, size: int) -> Any:
             os.environ[_WATCHDOG] = before
 
 
-class _Watched(threading.Thread):
+class _Watched:
     """Sends and receives of gloo: unlike its collectives these never say that they are done, only their `wait` ends."""
 
     def __init__(self, works: list[Any]) -> None:
-        super().__init__(name="weightsync-gloo", daemon=True)
         self._works = works
+        self._done = threading.Event()
         self._error: RuntimeError | None = None
-        self.start()
+        if works:
+            in_thread("gloo", self._run)
+        else:
+            self._done.set()
 
-    def run(self) -> None:
+    def _run(self) -> None:
         try:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
             self._error = error
+        self._done.set()
 
     def is_completed(self) -> bool:
-        return not self.is_alive()
+        return self._done.is_set()
 
     def wait(self) -> None:
-        self.join()
         if self._error is not None:
             raise self._error
 
@@ -261,11 +270,17 @@ class Pending:
     def __init__(self, work: Any, device: torch.device, what: str) -> None:
         self._work, self._device, self.what = work, device, what
 
-    def wait(self, idle: Idle, deadline: Deadline, phase: str) -> None:
+    def follow(self, wait: Wait, deadline: Deadline, phase: str) -> None:
+        """Order later work on the current stream after it, without waiting. On a CPU wait as `wait` does."""
+        if self._device.type != "cuda":
+            self.wait(wait, deadline, phase)
+            return
+        self._order(phase)
+
+    def wait(self, wait: Wait, deadline: Deadline, phase: str) -> None:
         """Return once it is done, with later work on the current stream ordered after it.
 
-        While waiting, `idle(seconds)` is called, which may sleep that long and may raise. Raises `PeerError` when the
-        operation breaks, `SyncTimeoutError` past the deadline.
+        Raises `PeerError` when the operation breaks, `SyncTimeoutError` past the deadline, and what `wait` raises.
         """
         poll_s = _GPU_POLL_S if self._device.type == "cuda" else _POLL_S
         while not self._work.is_completed():
@@ -275,7 +290,10 @@ class Pending:
                     phase=phase,
                     waiting_for=[self.what],
                 )
-            idle(poll_s)
+            wait(poll_s)
+        self._order(phase)
+
+    def _order(self, phase: str) -> None:
         try:
             self._work.wait()
         except RuntimeError as error:

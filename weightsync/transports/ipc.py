@@ -1,62 +1,71 @@
-"""Memory that both sides map: CUDA IPC for GPU tensors, POSIX shared memory for CPU tensors.
+"""Memory that trainer ranks and engine workers of one host both map: CUDA IPC for GPUs, shared memory for CPUs.
 
-GPU tensors, and CPU tensors that the trainer has moved to shared memory (`model.share_memory()`), are exported where
-they lie, and workers read them there: a push copies every byte once. Other CPU tensors are copied by their owner into
-an arena in shared memory, which has room for two buckets: workers read one while the next is being filled. What is
-computed for each push is staged like this too, in GPU memory where it is made there. No rank gathers anything: each
-exposes what it holds.
+Workers read GPU tensors, and CPU tensors that the trainer has moved to shared memory (`model.share_memory()`), where
+they lie. All else is staged by the rank that owns it: CPU tensors, and what is computed for each push. A rank has two
+slots, so that workers read one chunk while the rank fills the next. Counters in shared memory pace them.
 """
 
 from __future__ import annotations
 
-import os
-import secrets
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
-from weightsync.deadline import Deadline
-from weightsync.errors import PlacementError, ProtocolError
-from weightsync.kernels.digest import Digests, warm_up
-from weightsync.layout import Manifest, Placement, choose_owners, itemsize, row_major
-from weightsync.memory import SHARED_MEMORY, export, open_exported
-from weightsync.transports.base import SLOTS, Group, Idle, Offer, Region, Shipment, WorkerInfo, align
-from weightsync.transports.packing import Packer
+from weightsync.control.runtime import Deadline
+from weightsync.control.update import Update
+from weightsync.control.wire import MachineInfo
+from weightsync.errors import PlacementError, WeightSyncError
+from weightsync.planning.layout import Manifest, ShardLocation, itemsize
+from weightsync.planning.rows import Reads
+from weightsync.planning.transfer_plan import Route, TransferPlan
+from weightsync.transports.base import (
+    SLOTS,
+    Arrival,
+    Endpoint,
+    LocalTensor,
+    LocalTensors,
+    Run,
+    Transport,
+    TransportReceiver,
+    Wait,
+)
+from weightsync.transports.proof import Proof
+from weightsync.transports.shared_handles import SharedFile, export, open_exported
+from weightsync.transports.staging import Layout, Packer, arrival, by_rank, lay_out, slot_bytes, wait_until
 
-ARENA = 0
-"""The number of a rank's arena among its storages; exported tensors' storages count from 1."""
+_COUNTERS = 0
+"""The number of a rank's counters among its storages. Its slots have -1 and -2, exported tensors count from 1."""
+_CACHE_LINE_BYTES = 64
 
 
-class _Span(NamedTuple):
-    """A run of bytes of one of this rank's storages, from byte `first` on."""
-
-    storage: int
-    first: int
-    data: torch.Tensor
-
-
-class IpcTransport:
+class IpcTransport(Transport):
     """The trainer's end. `name` is "ipc", or "cuda_ipc" to refuse CPU tensors."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str = "ipc") -> None:
         self.name = name
-        self._rank = 0
-        self._arena: _Arena | None = None
-        self._packers: list[Packer] = []  # of each bucket
-        self._spans: list[list[_Span]] = []  # of each bucket: what of it gets digests
-        self._digests: list[Digests] = []  # of each bucket's spans
-        self._exports: dict[int, torch.UntypedStorage] = {}
-        self._handles: dict[tuple[int, int], list[Any]] = {}
-        self._gpus: set[torch.device] = set()
-        self._ahead = False  # the first bucket of the next push has been made readable
+        self._handles: dict[tuple[int, int], list[Any]] = {}  # by worker and address
+        self._forget()
 
-    def check(self, ranks: Sequence[WorkerInfo], workers: Sequence[WorkerInfo]) -> None:
-        strangers = [w.peer for w in workers if w.boot_id != ranks[0].boot_id]
-        strangers += [r.peer for r in ranks if r.boot_id != ranks[0].boot_id]
-        if strangers:
+    def _forget(self) -> None:
+        self._files: list[SharedFile] = []
+        self._devices: set[torch.device] = set()
+        self._runs: list[Run] = []
+        self._proof = Proof([])
+        self._counters: _Counters | None = None
+        self._packer: Packer | None = None
+
+    def route(
+        self,
+        ranks: Sequence[MachineInfo],
+        workers: Sequence[MachineInfo],
+        manifest: Manifest,
+        locations: Sequence[ShardLocation],
+        reads: Sequence[Reads],
+    ) -> Route:
+        if strangers := [each.peer for each in (*workers, *ranks) if each.boot_id != ranks[0].boot_id]:
             raise PlacementError(
                 f"transport {self.name!r} maps memory of one host, but {', '.join(strangers)} runs on another than "
                 'trainer rank 0; use transport="broadcast"'
@@ -65,187 +74,226 @@ class IpcTransport:
             raise PlacementError(
                 f"the trainer's tensors are on GPUs and {', '.join(cpu)} runs on a CPU: it cannot map them"
             )
+        return Route.IN_PLACE
 
-    def prepare(self, shipment: Shipment, pieces: Mapping[Placement, Region], group: Group) -> Offer:
-        if self.name == "cuda_ipc":
-            on_cpu = _anywhere([p.name for p, region in pieces.items() if not region.tensor.is_cuda], group)
-            if on_cpu:
-                raise PlacementError(
-                    f'transport="cuda_ipc" takes GPU tensors only; {len(on_cpu)} are on a CPU, such as {min(on_cpu)}'
-                )
-        to_stage = _anywhere([p.name for p, region in pieces.items() if not _can_be_mapped(region)], group)
-        self._rank = group.rank
-        in_place = {p.name for p in shipment.placements} - to_stage
-        direct = [p for p in shipment.placements if p.name in in_place]
-        staged = choose_owners([p for p in shipment.placements if p.name not in in_place])
-        buckets = _regroup(shipment, in_place)
-        in_arena, slot_bytes = arena_layout(shipment.manifest, buckets, staged)
-        self._make_arena(buckets, staged, in_arena, slot_bytes, pieces)
-        self._exports = {p.storage: r.tensor.untyped_storage() for p, r in pieces.items() if p.name in in_place}
-        if self._arena is not None and self._arena.data.is_cuda:
-            self._exports[ARENA] = self._arena.data.untyped_storage()
-        here = {storage.data_ptr() for storage in self._exports.values()}
-        self._handles = {key: row for key, row in self._handles.items() if key[1] in here}
-        self._gpus = {region.tensor.device for region in pieces.values() if region.tensor.is_cuda}
-        self._spans = self._find_spans(buckets, direct)
-        self._digests = [Digests([span.data for span in spans]) for spans in self._spans]
-        for device in self._gpus:
-            warm_up(device)
-        return Offer(((*in_arena, *direct),) * len(shipment.reads), tuple(buckets), {})
+    def can_map(self, tensor: LocalTensor) -> bool:
+        if tensor.compute is not None:
+            return False
+        if tensor.tensor.is_cuda:
+            return True
+        storage = tensor.tensor.untyped_storage()
+        # Memory that is shared by a file's name has no descriptor to hand on, and torch would move it to get one.
+        if not storage.is_shared() or torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
+            return False
+        return storage.filename is None and int(storage._share_fd_cpu_()[0]) >= 0  # nor has a file that torch maps
 
-    def _make_arena(
-        self,
-        buckets: list[tuple[str, ...]],
-        staged: list[Placement],
-        in_arena: list[Placement],
-        slot_bytes: dict[int, int],
-        pieces: Mapping[Placement, Region],
-    ) -> None:
-        self._drop_arena()
-        if not (mine := [(old, new) for old, new in zip(staged, in_arena, strict=True) if old.rank == self._rank]):
-            return
-        device = next((r.tensor.device for old, _ in mine if not (r := pieces[old]).tensor.is_cuda), None)
-        device = device or pieces[mine[0][0]].tensor.device
-        self._arena = _Arena.create(SLOTS * slot_bytes[self._rank], device)
-        number = {name: i for i, names in enumerate(buckets) for name in names}
-        regions: list[list[tuple[Placement, Placement, Region]]] = [[] for _ in buckets]
-        for old, new in mine:
-            regions[number[old.name]].append((new, old, pieces[old]))
-        self._packers = [Packer(self._arena.data, those) for those in regions]
+    def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
+        on_cpu = [location.name for location, each in tensors.at.items() if not each.tensor.is_cuda]
+        if self.name == "cuda_ipc" and on_cpu:
+            raise PlacementError(
+                f'transport="cuda_ipc" takes GPU tensors only; {len(on_cpu)} are on a CPU, such as {min(on_cpu)}'
+            )
+        self._unlink()
+        self._forget()
+        rank = self._rank = update.ranks.rank
+        self._workers = len(plan.reads)
+        staged = [number for number, chunk in enumerate(plan.chunks) if not chunk.in_place]
+        self._staged = frozenset(staged)
+        bundles: Layout = [{} for _ in plan.chunks]
+        for at, number in enumerate(staged):
+            for owner, pieces in by_rank(plan.chunks[number].pieces).items():
+                bundles[number] |= lay_out(plan.manifest, {owner: pieces}, -1 - at % SLOTS)
+        mine = [{rank: those[rank]} if rank in those else {} for those in bundles]
+        storages = [self._make_slots(mine, tensors)] * self._workers
+        self._filled, self._parts = 0, [bool(those) for those in mine]
+        self._packer = Packer(plan, tensors, mine, self._slots)
+        storages = self._export(plan, tensors, storages)
+        arrivals: tuple[Arrival, ...] = ()
+        fields: dict[str, Any] = {}
+        if rank == 0:
+            arrivals = tuple(
+                Arrival(chunk.pieces) if chunk.in_place else arrival(those)
+                for chunk, those in zip(plan.chunks, bundles, strict=True)
+            )
+            fields = {"parts": [None if c.in_place else [*b] for c, b in zip(plan.chunks, bundles, strict=True)]}
+        return [Endpoint(rows, arrivals, {**fields, "worker": worker}) for worker, rows in enumerate(storages)]
 
-    def storages(self, worker: int) -> list[list[Any]]:
+    def _make_slots(self, mine: Layout, tensors: LocalTensors) -> list[list[Any]]:
+        """Allocate slots and counters where this rank stages anything, and return those that are files."""
+        self._slots: dict[int, torch.Tensor] = {}
         rows: list[list[Any]] = []
-        if self._arena is not None and self._arena.path is not None:
-            rows.append([self._rank, ARENA, "shm", {"path": str(self._arena.path), "nbytes": self._arena.data.numel()}])
-        for number, storage in self._exports.items():
-            # One export per reader: torch counts one release for each, and keeps the memory until it has come.
-            key = (worker, storage.data_ptr())
-            if key not in self._handles or self._handles[key][1]["nbytes"] != storage.nbytes():
-                self._handles[key] = export(storage)
-            rows.append([self._rank, number, *self._handles[key]])
+        staged = {source.name for bundles in mine for bundle in bundles.values() for source in bundle.sources}
+        if not staged:
+            return rows
+        devices = [each.tensor.device for location, each in tensors.at.items() if location.name in staged]
+        device = next((device for device in devices if device.type == "cpu"), devices[0])
+        nbytes = {_COUNTERS: (1 + self._workers) * _CACHE_LINE_BYTES}
+        nbytes |= dict.fromkeys((-1 - slot for slot in range(SLOTS)), slot_bytes(mine))
+        for number, size in nbytes.items():
+            if number != _COUNTERS and device.type == "cuda":
+                self._slots[number] = torch.empty(size, dtype=torch.uint8, device=device)
+                continue
+            self._files.append(SharedFile(size))
+            rows.append([self._rank, number, *self._files[-1].handle()])
+            if number == _COUNTERS:
+                self._counters = _Counters(self._files[-1].data)
+            else:
+                self._slots[number] = self._files[-1].data
         return rows
 
-    def spans(self) -> list[list[int]]:
-        return [
-            [bucket, self._rank, span.storage, span.first, span.data.numel()]
-            for bucket, spans in enumerate(self._spans)
-            for span in spans
-        ]
+    def _export(
+        self, plan: TransferPlan, tensors: LocalTensors, files: Sequence[list[list[Any]]]
+    ) -> list[list[list[Any]]]:
+        """Return the storages of each worker: `files`, and a handle of each GPU slot and tensor that is read in place.
 
-    def invite(self, worker: int) -> dict[str, Any]:
-        return {}
+        Note which memory that is, and on which GPUs.
+        """
+        read = [p for chunk in plan.chunks if chunk.in_place for p in chunk.pieces if p.rank == self._rank]
+        numbers = {piece.storage for piece in read}
+        exports = {p.storage: each.tensor.untyped_storage() for p, each in tensors.at.items() if p.storage in numbers}
+        self._find_runs(read, exports)
+        exports |= {number: slot.untyped_storage() for number, slot in self._slots.items() if slot.is_cuda}
+        self._devices = {each.tensor.device for each in tensors.at.values() if each.tensor.is_cuda}
+        here = {storage.data_ptr() for storage in exports.values()}
+        self._handles = {key: row for key, row in self._handles.items() if key[1] in here}
+        rows = []
+        for worker, own in enumerate(files):
+            rows.append([*own])
+            for number, storage in exports.items():
+                # One export per reader: torch counts one release for each, and keeps the memory until it has come.
+                key = (worker, storage.data_ptr())
+                if key not in self._handles or self._handles[key][1]["nbytes"] != storage.nbytes():
+                    self._handles[key] = export(storage)
+                rows[-1].append([self._rank, number, *self._handles[key]])
+        return rows
 
-    def join(self, deadline: Deadline) -> None:
-        return
+    def _find_runs(self, read: Sequence[ShardLocation], exports: dict[int, torch.UntypedStorage]) -> None:
+        spans: dict[int, list[tuple[int, int, int]]] = {number: [] for number in exports}
+        for p in read:
+            last = p.offset + sum((n - 1) * step for n, step in zip(p.box.size, p.stride, strict=True))
+            size = itemsize(p.dtype)
+            spans[p.storage].append((p.offset * size, (last + 1) * size, p.box.numel * size))
+        memory = []
+        for number, those in spans.items():
+            data = torch.empty(0, dtype=torch.uint8, device=exports[number].device).set_(exports[number])
+            for first, last in filled(those):
+                self._runs.append(Run(self._rank, number, first, last - first))
+                memory.append(data[first:last])
+        self._proof = Proof(memory)
 
-    def joined(self) -> None:
-        # Every worker has mapped the arena: its name can go, so that nothing is left behind whatever happens.
-        if self._arena is not None:
-            self._arena.unlink()
+    def in_place(self) -> list[Run]:
+        return self._runs
 
-    def stage_ahead(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> bool:
-        self._make_readable(bucket)
-        if part is not None:
-            self._digests[bucket].begin(part)
-        self._ahead = True
-        return True
+    def look(self, sample: int | None) -> int:
+        for device in self._devices:
+            # Readers are other processes: what the optimizer has queued, on any stream, must have happened.
+            torch.cuda.synchronize(device)
+        return 0 if sample is None else self._proof.of(sample)
 
-    def stage(self, bucket: int, part: int | None, idle: Idle, deadline: Deadline) -> list[int]:
-        if not self._ahead:
-            self._make_readable(bucket)
-        self._ahead = False
-        return [] if part is None else self._digests[bucket].of(part)
+    def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
+        self._unlink()  # every worker has mapped the files, and nothing is left behind whatever happens now
+        begun = self._filled
+        for number in chunks:
+            if number not in self._staged:
+                continue
+            packer, counters = self._packer, self._counters
+            if packer is None:
+                raise WeightSyncError("the transport was closed while it was sending")
+            if counters is not None and self._parts[number]:
+                # The chunk before the last one was in the same slot, and so may be any of an earlier push.
+                taken = max(self._filled - SLOTS + 1, begun)
+                wait_until(partial(self._late, taken), "take a chunk", update.wait, update.deadline())
+            packer.fill(number, sample)
+            for slot in self._slots.values():
+                if slot.is_cuda:
+                    torch.cuda.current_stream(slot.device).synchronize()
+            self._filled += 1
+            if counters is not None:
+                counters[0] = self._filled
 
-    def _make_readable(self, bucket: int) -> None:
-        for device in self._gpus:
-            # Readers are other processes: what the optimizer has queued must have happened.
-            torch.cuda.current_stream(device).synchronize()
-        if self._arena is not None:
-            self._packers[bucket].fill()
-            if self._arena.data.is_cuda:
-                torch.cuda.current_stream(self._arena.data.device).synchronize()
-
-    def _find_spans(self, buckets: list[tuple[str, ...]], direct: list[Placement]) -> list[list[_Span]]:
-        """What this rank stages of each bucket, and what it has in GPU memory. (To look at a sample takes a GPU nothing
-        beside a copy. It takes a CPU a third of one, for memory which is the very same.)"""
-        spans: list[list[_Span]] = [[] for _ in buckets]
-        for number, packer in enumerate(self._packers):
-            first, last = packer.span
-            if first < last and self._arena is not None:
-                spans[number].append(_Span(ARENA, first, self._arena.data[first:last]))
-        number_of = {name: i for i, names in enumerate(buckets) for name in names}
-        runs: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-        for p in direct:
-            if p.rank == self._rank and p.box.numel and self._exports[p.storage].device.type == "cuda":
-                last = p.offset + sum((n - 1) * step for n, step in zip(p.box.size, p.stride, strict=True))
-                size = itemsize(p.dtype)
-                run = (p.offset * size, (last + 1) * size, p.box.numel * size)
-                runs.setdefault((number_of[p.name], p.storage), []).append(run)
-        for (bucket, storage), those in runs.items():
-            exported = self._exports[storage]
-            data = torch.empty(0, dtype=torch.uint8, device=exported.device).set_(exported)
-            spans[bucket] += [_Span(storage, first, data[first:last]) for first, last in filled(those)]
-        return spans
-
-    def post(self, bucket: int) -> None:
-        return
-
-    def withdraw(self, idle: Idle, deadline: Deadline) -> None:
-        return
-
-    def finish(self, version: int, idle: Idle, deadline: Deadline) -> None:
-        return
+    def _late(self, taken: int) -> list[str]:
+        """Return the workers that have not taken so many chunks."""
+        if (counters := self._counters) is None:
+            raise WeightSyncError("the transport was closed while it was sending")
+        return [f"engine worker {worker}" for worker in range(self._workers) if counters[1 + worker] < taken]
 
     def abort(self) -> None:
-        self._drop_arena()
-        self._exports.clear()
+        self._unlink()
+        self._forget()
         self._handles.clear()
 
-    def _drop_arena(self) -> None:
-        if self._arena is not None:
-            self._arena.unlink()
-            self._arena = None
-        self._packers, self._spans, self._digests = [], [], []
-        self._ahead = False
+    def _unlink(self) -> None:
+        for file in self._files:
+            file.unlink()
 
 
-class IpcSource:
+class IpcReceiver(TransportReceiver):
     """The worker's end."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        super().__init__(device)
         self._open: dict[tuple[int, int], tuple[dict[str, Any], torch.Tensor]] = {}
 
-    def connect(self, storages: list[list[Any]], fields: dict[str, Any], idle: Idle, deadline: Deadline) -> None:
+    def connect(self, storages: list[list[Any]], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
         before, self._open = self._open, {}
+        self._counters: dict[int, _Counters] = {}
         for rank, number, kind, row in storages:
             known = before.pop((rank, number), None)
-            if known is not None and known[0] == row:
-                self._open[rank, number] = known
-            elif kind == "shm":
-                self._open[rank, number] = (row, _Arena.attach(row["path"], row["nbytes"]))
-            else:
-                self._open[rank, number] = (row, open_exported(kind, row, self._device, f"trainer rank {rank}"))
+            if known is None or known[0] != row:
+                known = (row, open_exported(kind, row, self.device, f"trainer rank {rank}"))
+            self._open[rank, number] = known
+            if number == _COUNTERS:
+                self._counters[rank] = _Counters(known[1])
+        self._worker: int = fields["worker"]
+        self._parts: list[list[int] | None] = fields["parts"]  # of each chunk, the ranks that stage any of it
+        self._taken = 0
 
     def storage(self, rank: int, storage: int) -> torch.Tensor:
         return self._open[rank, storage][1]
 
-    def fetch(self, bucket: int, following: int | None, idle: Idle, deadline: Deadline) -> None:
-        return
+    def chunks(self, numbers: Sequence[int], wait: Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
+        for number in numbers:
+            if (ranks := self._parts[number]) is None:
+                yield number
+                continue
+            self._taken += 1
+            wait_until(partial(self._late, ranks), "send a chunk", wait, deadline())
+            yield number
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+            for counters in self._counters.values():
+                counters[1 + self._worker] = self._taken
 
-    def expect(self, bucket: int) -> bool:
-        return True
-
-    def withdraw(self, idle: Idle, deadline: Deadline) -> None:
-        return
+    def _late(self, ranks: Sequence[int]) -> list[str]:
+        return [f"trainer rank {rank}" for rank in ranks if self._counters[rank][0] < self._taken]
 
     def close(self) -> None:
+        self._counters = {}
         self._open.clear()
 
 
+class _Counters:
+    """How many staged chunks a rank has filled (0), and how many each worker has taken (1, 2, ...).
+
+    They grow from push to push. Each has a cache line to itself.
+    """
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data = data  # keeps the memory mapped
+        self._words = (ctypes.c_int64 * (data.numel() // 8)).from_address(data.data_ptr())
+
+    def __getitem__(self, number: int) -> int:
+        return self._words[number * _CACHE_LINE_BYTES // 8]
+
+    def __setitem__(self, number: int, count: int) -> None:
+        self._words[number * _CACHE_LINE_BYTES // 8] = count
+
+
 def filled(runs: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-    """Of runs as (first, beyond the last, bytes that are read between them), with those that touch made one: where no
-    byte is left out, since what lies in a gap is not ours and may change. Pure."""
+    """Return the runs of memory, first byte and last, that are read without a gap: a gap's bytes may change. Pure.
+
+    `runs` are (first, beyond the last, bytes that are read between them). Those that touch are joined.
+    """
     found: list[tuple[int, int, int]] = []
     for first, last, nbytes in sorted(set(runs)):
         if found and first <= found[-1][1]:
@@ -255,105 +303,4 @@ def filled(runs: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
     return [(first, last) for first, last, nbytes in found if nbytes == last - first]
 
 
-def _can_be_mapped(region: Region) -> bool:
-    if region.compute is not None:
-        return False
-    if region.tensor.is_cuda:
-        return True
-    storage = region.tensor.untyped_storage()
-    # Memory that is shared by a file's name has no descriptor to hand on, and torch would move it to get one.
-    if not storage.is_shared() or torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
-        return False
-    return storage.filename is None and int(storage._share_fd_cpu_()[0]) >= 0  # nor has a file that torch maps
-
-
-def _anywhere(names: Sequence[str], group: Group) -> set[str]:
-    """Collective: the names that any rank gives."""
-    return set(group.share(sorted(set().union(*group.gather(sorted(set(names)), "plan"))), "plan"))
-
-
-def _regroup(shipment: Shipment, direct: Set[str]) -> list[tuple[str, ...]]:
-    """The buckets with what is read where it lies taken out: nothing is copied before workers read it, so there is
-    nothing to take turns with, and it makes one bucket. What is frozen is kept apart, at the end."""
-    buckets: list[tuple[str, ...]] = []
-    for frozen in (False, True):
-        part = [names for names in shipment.buckets if shipment.frozen.issuperset(names) is frozen]
-        buckets += [tuple(name for name in names if name not in direct) for names in part]
-        buckets.append(tuple(name for names in part for name in names if name in direct))
-    return [names for names in buckets if names]
-
-
-def arena_layout(
-    manifest: Manifest, buckets: Sequence[Sequence[str]], owned: Sequence[Placement]
-) -> tuple[list[Placement], dict[int, int]]:
-    """Where each owned region lies in its rank's arena: bucket n in slot n modulo 2, packed, aligned, in the dtype that
-    travels. Gives the new placements, in the order of `owned`, and the bytes of one slot for each rank. Pure."""
-    number = {name: i for i, names in enumerate(buckets) for name in names}
-    used: dict[tuple[int, int], int] = {}  # (rank, bucket) -> bytes
-    first: list[int] = []
-    for placement in owned:
-        key = (placement.rank, number[placement.name])
-        first.append(used.get(key, 0))
-        used[key] = align(first[-1] + placement.box.numel * itemsize(manifest[placement.name].dtype))
-    slot_bytes: dict[int, int] = {}
-    for (rank, _), nbytes in used.items():
-        slot_bytes[rank] = max(slot_bytes.get(rank, 0), nbytes)
-    moved = []
-    for placement, start in zip(owned, first, strict=True):
-        dtype = manifest[placement.name].dtype
-        start += number[placement.name] % SLOTS * slot_bytes[placement.rank]
-        moved.append(
-            replace(
-                placement,
-                storage=ARENA,
-                offset=start // itemsize(dtype),
-                stride=row_major(placement.box.size),
-                dtype=dtype,
-            )
-        )
-    return moved, slot_bytes
-
-
-class _Arena:
-    """A file in shared memory, private to this user, mapped as one uint8 tensor; or GPU memory, without a file."""
-
-    def __init__(self, path: Path | None, data: torch.Tensor) -> None:
-        self.path = path
-        self.data = data
-
-    @classmethod
-    def create(cls, nbytes: int, device: torch.device) -> _Arena:
-        if device.type == "cuda":
-            return cls(None, torch.empty(nbytes, dtype=torch.uint8, device=device))
-        path = Path(SHARED_MEMORY) / f"weightsync-{os.getpid()}-{secrets.token_hex(8)}"
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, nbytes)  # a full /dev/shm is an error here, not a crash at the first write
-            data = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
-        except (OSError, RuntimeError) as error:
-            path.unlink()
-            raise PlacementError(
-                f"no room for a staging area of {nbytes} bytes in {SHARED_MEMORY}: {error}; use smaller buckets "
-                "(max_bytes) or give the container more shared memory"
-            ) from error
-        finally:
-            os.close(fd)
-        return cls(path, data)
-
-    @staticmethod
-    def attach(path: str, nbytes: int) -> torch.Tensor:
-        if Path(path).parent != Path(SHARED_MEMORY):
-            raise ProtocolError(f"{path!r} is no shared memory of this host")
-        try:
-            if (found := os.stat(path).st_size) != nbytes:
-                raise PlacementError(f"shared memory {path} has {found} bytes, the trainer announced {nbytes}")
-            return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
-        except (OSError, RuntimeError) as error:
-            raise PlacementError(
-                f"cannot map the trainer's shared memory {path}: {error}. Trainer and engine must see the same "
-                f'{SHARED_MEMORY} (same container, or --ipc=host) and be the same user; else use transport="broadcast"'
-            ) from error
-
-    def unlink(self) -> None:
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
+ENDS = IpcTransport, IpcReceiver

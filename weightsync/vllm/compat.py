@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -24,7 +25,7 @@ from weightsync.errors import UnsupportedError
 
 
 def fresh_config(vllm_config: VllmConfig) -> VllmConfig:
-    """The same configuration, without the register of layers that a model under construction adds itself to."""
+    """Return the same configuration, without the register of layers that a model under construction adds itself to."""
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
@@ -54,8 +55,10 @@ class _IndicesOn(TorchFunctionMode):
 
 
 def build_on_meta(vllm_config: VllmConfig, model_config: Any, device: torch.device) -> nn.Module:
-    """A never loaded copy of the model on the `meta` device, but for its indices, which are on `device`, that of the
-    running model. That one and its registers are not touched."""
+    """Build a copy of the model on the `meta` device, never loaded, with its indices on `device`.
+
+    `device` is that of the running model. That model and its registers are not touched.
+    """
     config = fresh_config(vllm_config)
     before = torch.get_default_dtype()
     torch.set_default_dtype(model_config.dtype)
@@ -70,8 +73,10 @@ def build_on_meta(vllm_config: VllmConfig, model_config: Any, device: torch.devi
 
 
 def _unwrap_loaders(model: nn.Module) -> None:
-    """Layers that are quantised as they are loaded hold back what arrives, and make the layer when all is there. A
-    model on `meta` must do no such thing: take the loaders that these are wrapped around."""
+    """Replace loaders that hold back what arrives by the loaders that they are wrapped around.
+
+    Layers that are quantised as they are loaded have such loaders, which make the layer when all is there.
+    """
     tensors: list[Any] = [*model.parameters(), *model.buffers()]
     for tensor in tensors:
         loader: Any = getattr(tensor, "weight_loader", None)
@@ -80,8 +85,10 @@ def _unwrap_loaders(model: nn.Module) -> None:
 
 
 def _drop_cache_scales(model: nn.Module) -> None:
-    """Placeholders for the KV cache's scales, which a checkpoint may have; a started engine has none any more. What it
-    has made of them belongs to the cache, not to the weights, and stays."""
+    """Remove the placeholders for the KV cache's scales, which a checkpoint may have and a started engine has not.
+
+    What the engine made of them belongs to the cache, not to the weights, and stays.
+    """
     for module in model.modules():
         if isinstance(quant_method(module), BaseKVCacheMethod):
             for name in list(module._parameters):
@@ -90,9 +97,11 @@ def _drop_cache_scales(model: nn.Module) -> None:
 
 
 def without_lora(model: nn.Module) -> nn.Module:
-    """The running model's tree without the layers that vLLM has put around others for adapters: the tensors and the
-    modules that own them are the model's own, under the names that a fresh copy has for them. Not to be called. Raises
-    `UnsupportedError` for layers that do more than to add to what the one inside of them gives."""
+    """Return the running model's tree without the layers that vLLM has put around others for adapters.
+
+    Its tensors and the modules that own them are the model's own, under the names of a fresh copy. It must not be
+    called. Raises `UnsupportedError` for layers that do more than add to what the layer inside them gives.
+    """
     known: dict[nn.Module, nn.Module] = {}
 
     def unwrapped(name: str, module: nn.Module) -> nn.Module:
@@ -113,6 +122,11 @@ def without_lora(model: nn.Module) -> nn.Module:
         return known[module]
 
     return unwrapped("model", model)
+
+
+def lora_request(name: str, number: int, path: str) -> LoRARequest:
+    """Return what vLLM is asked for an adapter with."""
+    return LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
 
 
 def _cannot_unwrap(name: str, module: nn.Module) -> UnsupportedError:
@@ -141,8 +155,11 @@ def quant_method(module: nn.Module) -> QuantizeMethodBase | None:
 
 
 def kernel_objects(module: nn.Module) -> list[Any]:
-    """The objects beside a linear layer and its method that post-processing leaves something in, outermost first: the
-    scheme of a compressed-tensors layer, and the kernel that was chosen for it."""
+    """Return the objects beside a linear layer and its method that post-processing leaves something in, outermost
+    first.
+
+    These are the scheme of a compressed-tensors layer, and the kernel that was chosen for it.
+    """
     found: list[Any] = []
     if isinstance(module, LinearBase):
         inside = [quant_method(module), getattr(module, "scheme", None)]
@@ -157,7 +174,7 @@ def kernel_objects(module: nn.Module) -> list[Any]:
 
 
 def post_processed_attention(model: nn.Module) -> list[nn.Module]:
-    """Attention modules that derive tensors from another module's weights once that is loaded (MLA's `W_UV`)."""
+    """Return attention modules that derive tensors from another module's loaded weights (MLA's `W_UV`)."""
     return [
         module
         for module in model.modules()
@@ -176,9 +193,11 @@ def call_attention_hook(module: nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def vllm_scope(vllm_config: VllmConfig, device: torch.device) -> Iterator[None]:
-    """What vLLM 0.21-0.26 does not set up around the calls of a weight transfer engine, and later versions do. No
-    default device is set, as none is when an engine starts: in its scope torch's compiler cannot look through vLLM's
-    parameters, and each call of torch takes longer."""
+    """Set up what vLLM 0.21-0.26 does not set up around the calls of a weight transfer engine, and later versions do.
+
+    It sets no default device, as an engine that starts sets none. With one, torch's compiler cannot look through vLLM's
+    parameters, and each call of torch takes longer.
+    """
     with set_current_vllm_config(vllm_config), torch.no_grad():
         if device.type == "cuda":
             with torch.cuda.device(device):

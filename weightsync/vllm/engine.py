@@ -7,14 +7,14 @@ from typing import Any
 
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from weightsync.receiver.conversation import Conversation
-from weightsync.vllm.bridge_export import export_bridge
-from weightsync.vllm.host import VllmHost
+from weightsync.receiver.worker import WorkerSession
+from weightsync.vllm.engine_model import VllmModel
+from weightsync.vllm.handle_export import export_bridge
 
 
 @dataclass
 class InitInfo:
-    """What `init_weight_transfer_engine` is sent; see `Conversation.init`."""
+    """What `init_weight_transfer_engine` is sent; see `WorkerSession.init`."""
 
     session: str
     engine: int
@@ -26,7 +26,7 @@ class InitInfo:
 
 @dataclass
 class UpdateInfo:
-    """What `update_weights` is sent; see `Conversation.update`."""
+    """What `update_weights` is sent; see `WorkerSession.update`."""
 
     session: str
 
@@ -40,32 +40,32 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
-        host = VllmHost(vllm_config, device, model)
-        self.conversation = Conversation(host)
-        self._bridge = export_bridge(vllm_config, model, host.device, host.identity.rank, self.conversation.epoch)
+        host = VllmModel(vllm_config, device, model)
+        self.session = WorkerSession(host)
+        self._bridge = export_bridge(vllm_config, model, host.device, host.identity.rank, self.session.engine_instance)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self.conversation.init(vars(init_info))
+        self.session.init(vars(init_info))
 
     def start_weight_update(self) -> None:
-        self.conversation.start()
+        self.session.start()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # Not the base class's: it would wait for the device of whatever thread this is.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        self.conversation.update(vars(update_info))
+        self.session.update(vars(update_info))
 
     def finish_weight_update(self) -> None:
-        self.conversation.finish()
+        self.session.finish()
 
     def shutdown(self) -> None:
-        self.conversation.close()
+        self.session.close()
         if self._bridge is not None:
             self._bridge.unlink(missing_ok=True)
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Abstract in vLLM up to 0.27. The trainer's side is `weightsync.WeightSync`."""
+        """Raise. This is abstract in vLLM up to 0.27, and the trainer's side is `weightsync.WeightSync`."""
         raise NotImplementedError("call weightsync.WeightSync(...).push(model) in the trainer")

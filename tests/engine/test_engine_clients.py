@@ -1,0 +1,327 @@
+"""The clients of vLLM, on real engines: an `LLM` in this process, an `AsyncLLM`, a server without the plug-in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from test_engines import http_engine, loop_in_a_thread, push_once
+
+from weightsync.engines import AsyncEngine, HttpEngine, LlmEngine, LoraAdapter, connect
+from weightsync.errors import EngineError, EngineUnreachableError, ManifestError
+
+pytestmark = pytest.mark.engine
+
+
+class Recorder:
+    """A worker extension with the methods of weightsync's, that only records what reaches the worker."""
+
+    def weightsync_init(self, init_info):
+        self.weightsync_seen = [("init", init_info)]
+
+    def weightsync_update(self, update_info):
+        self.weightsync_seen.append(("update", update_info))
+        if update_info.get("refuse"):
+            raise ManifestError("one tensor is missing", missing=["q"])
+        time.sleep(update_info.get("sleep_s", 0))
+
+    def weightsync_report(self):
+        return self.weightsync_seen
+
+
+@pytest.fixture
+def model_dir(tmp_path, monkeypatch):
+    """A tiny Qwen3 without weights, and the environment that vLLM needs on a small CPU machine."""
+    model = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 256,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    for name, value in {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_CI_ENV": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH", "")]),
+    }.items():
+        monkeypatch.setenv(name, value)
+    return str(tmp_path)
+
+
+def save_adapter(folder: Path, name: str, number: int) -> LoraAdapter:
+    """An adapter of the model in `model_dir`, in PEFT's files."""
+    import torch
+    from safetensors.torch import save_file
+
+    path = folder / name
+    path.mkdir()
+    draw = torch.Generator().manual_seed(number)
+    prefix = "base_model.model.model.layers.0.self_attn.o_proj"
+    shapes = {f"{prefix}.lora_A.weight": (2, 128), f"{prefix}.lora_B.weight": (128, 2)}
+    save_file(
+        {key: torch.randn(shape, generator=draw) for key, shape in shapes.items()}, path / "adapter_model.safetensors"
+    )
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["o_proj"], "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    return LoraAdapter(name, number, str(path))
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+ENGINE_ARGUMENTS: dict[str, Any] = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "worker_extension_cls": f"{Recorder.__module__}.{Recorder.__qualname__}",
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_real_llm_in_this_process(model_dir, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    import vllm
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    llm = vllm.LLM(model_dir, **ENGINE_ARGUMENTS)
+    try:
+        (engine,) = connect(llm, 60.0)
+        assert isinstance(engine, LlmEngine)
+        assert engine.is_alive()
+        assert engine.version() == "default"
+        push_once(engine)
+        assert llm.collective_rpc("weightsync_report") == [[("init", {"a": 1}), ("update", {"b": 2})]]
+        assert engine.version() == "5"
+        with pytest.raises(ManifestError) as raised:
+            engine.update({"refuse": True})
+        assert raised.value.missing == ["q"]
+        sampling = vllm.SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False)
+        (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], sampling, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 4
+    finally:
+        del llm
+        cleanup_dist_env_and_memory()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_real_async_llm_with_a_request_in_flight(model_dir):
+    import vllm
+    from vllm.lora.request import LoRARequest
+
+    seen: dict[str, list[int]] = {}
+    ended: dict[str, str | None] = {}
+
+    async def make() -> Any:
+        return vllm.AsyncLLMEngine.from_engine_args(
+            vllm.AsyncEngineArgs(model=model_dir, disable_log_stats=True, enable_lora=True, **ENGINE_ARGUMENTS)
+        )
+
+    async def generate(name: str, lora_request: Any) -> None:
+        sampling = vllm.SamplingParams(max_tokens=240, ignore_eos=True, detokenize=False)
+        async for output in llm.generate({"prompt_token_ids": [5, 6, 7]}, sampling, name, lora_request=lora_request):
+            seen[name] = output.outputs[0].token_ids
+            ended[name] = output.outputs[0].finish_reason
+
+    def in_flight(name: str, lora_request: Any = None) -> Any:
+        request = asyncio.run_coroutine_threadsafe(generate(name, lora_request), loop)
+        deadline = time.monotonic() + 30
+        while not seen.get(name):
+            assert time.monotonic() < deadline
+            assert not request.done()
+            time.sleep(0.005)
+        return request
+
+    def settled(name: str) -> int:
+        """How many tokens have been seen, once no more come."""
+        count = -1
+        while count != len(seen[name]):
+            count = len(seen[name])
+            time.sleep(0.3)
+        return count
+
+    with loop_in_a_thread() as loop:
+        others = multiprocessing.active_children()  # engines that other tests of this run keep
+        llm = asyncio.run_coroutine_threadsafe(make(), loop).result(120)
+        (core,) = [child for child in multiprocessing.active_children() if child not in others]
+        try:
+            (engine,) = connect(llm, 60.0)
+            assert isinstance(engine, AsyncEngine)
+
+            # Frozen in the middle, pushed to, and then finished to its last token.
+            request = in_flight("kept")
+            engine.pause("keep")
+            frozen = settled("kept")  # what had been computed is still on its way
+            assert frozen < 240
+            engine.init({"a": 1, "bytes": b"\x00\xff", "list": [1.5, None, True]})
+            engine.start()
+            engine.update({"b": 2})
+            engine.finish("5")
+            engine.reset_caches()
+            assert settled("kept") == frozen
+            assert engine.version() == "5"
+            engine.resume()
+            request.result(60)
+            assert (len(seen["kept"]), ended["kept"]) == (240, "length")
+            (report,) = asyncio.run_coroutine_threadsafe(llm.collective_rpc("weightsync_report"), loop).result(60)
+            assert report == [
+                ["init", {"a": 1, "bytes": b"\x00\xff", "list": [1.5, None, True]}],
+                ["update", {"b": 2}],
+            ]
+
+            # Aborted, and finished first.
+            request = in_flight("aborted")
+            engine.pause("abort")
+            request.result(60)
+            assert ended["aborted"] == "abort"
+            engine.resume()
+            request = in_flight("waited")
+            engine.pause("wait")
+            request.result(60)
+            assert (len(seen["waited"]), ended["waited"]) == (240, "length")
+            engine.resume()
+
+            # An adapter that is in use stays in use when another takes its place: there is room for one.
+            one, other = (save_adapter(Path(model_dir), name, n) for n, name in enumerate(("one", "other"), start=1))
+            engine.load_adapter(one)
+            request = in_flight("with an adapter", LoRARequest(*one))
+            assert engine.adapters_in_use() == {"one"}
+            engine.load_adapter(other)
+            engine.unload_adapter(one)
+            request.result(60)
+            assert len(seen["with an adapter"]) == 240
+            assert engine.adapters_in_use() == set()
+            engine.unload_adapter(one)
+            assert not engine.has_adapter(one)
+
+            with pytest.raises(EngineError, match="one tensor is missing"):
+                engine.update({"refuse": True})
+            with pytest.raises(EngineError, match="Invalid pause mode"):
+                engine.pause("never")
+            assert engine.is_alive()
+
+            # Its process dies in the middle of a call.
+            begin = time.monotonic()
+            threading.Timer(0.5, core.kill).start()
+            with pytest.raises(EngineUnreachableError, match="weightsync_update"):
+                engine.update({"sleep_s": 50})
+            assert time.monotonic() - begin < 20
+            assert not engine.is_alive()
+            with pytest.raises(EngineUnreachableError):
+                engine.resume()
+        finally:
+            core.kill()
+            core.join(10)
+            loop.call_soon_threadsafe(llm.shutdown)
+
+
+def complete(url: str, model: str, max_tokens: int) -> list[float]:
+    """The log-probabilities of the tokens that `model` generates."""
+    body = {"model": model, "prompt": [5, 6, 7], "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"logprobs": 1, "return_tokens_as_token_ids": True}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
+        found: list[float] = json.load(answer)["choices"][0]["logprobs"]["token_logprobs"]
+        return found
+
+
+def change_adapters_of_a_server(engine: HttpEngine, url: str, folder: Path) -> None:
+    one, other = (save_adapter(folder, name, n) for n, name in enumerate(("one", "other"), start=1))
+    (base,) = engine._adapters()
+    assert engine.adapters_in_use() == set()
+    engine.load_adapter(one)
+    assert complete(url, "one", 8) != complete(url, base, 8)
+    # Its last request is over when it is no longer in use, and another in its place does not change that request.
+    expected = complete(url, "one", 240)
+    with ThreadPoolExecutor(1) as pool:
+        requests = [pool.submit(complete, url, "one", 240) for _ in range(20)]  # one after the other
+        wait_until(lambda: engine.adapters_in_use() == {"one"})
+        begun = [request for request in requests if not request.cancel()]
+        engine.load_adapter(other)
+        engine.unload_adapter(one)
+        assert engine.adapters_in_use() == {"one"} or begun[-1].done()
+        assert all(request.result(60) == expected for request in begun)
+    wait_until(lambda: engine.adapters_in_use() == set())
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        complete(url, "one", 1)
+    with pytest.raises(EngineError, match="nowhere"):
+        engine.load_adapter(LoraAdapter("nowhere", 3, str(folder / "nowhere")))
+    assert complete(url, "other", 8)
+    assert engine.has_adapter(other)
+
+
+def test_a_real_server_without_the_plug_in(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host=127.0.0.1", f"--port={port}"]
+    checkpoint = tiny_models.save(tiny_models.build("qwen3", "A"), tmp_path / "A")  # dummy weights answer nothing
+    command += [f"--model={checkpoint}", "--skip-tokenizer-init", "--enforce-eager"]
+    command += ["--max-model-len=256", "--enable-lora", "--max-lora-rank=8"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        engine = http_engine(f"http://localhost:{port}", timeout_s=30.0)
+        deadline = time.monotonic() + 400
+        while not engine.is_alive():
+            text = (tmp_path / "log").read_text()
+            assert process.poll() is None, text
+            assert time.monotonic() < deadline, text
+            time.sleep(0.3)
+        for mode in ("keep", "wait", "abort"):
+            engine.pause(mode)
+            engine.reset_caches()
+            engine.resume()
+        with pytest.raises(EngineError, match=r"sleep.*(400|500)"):
+            engine.pause("never")
+        assert engine.version() == "default"
+        engine.set_version("6")
+        assert engine.version() == "6"
+        with pytest.raises(EngineError, match=r"no weightsync plug-in.*Weight transfer not configured"):
+            engine.init({"a": 1})
+        change_adapters_of_a_server(engine, f"http://localhost:{port}", tmp_path)
+        assert engine.is_alive()
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(20)
+    assert not engine.is_alive()
+    with pytest.raises(EngineUnreachableError):
+        engine.start()

@@ -1,0 +1,166 @@
+"""Adapters alone: a real engine answers as one that loaded what PEFT has saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from engines import PROMPTS, TIMEOUT_S, Answer, Engines, Remote, answer_of, assert_same
+from test_lora import fill_adapters, wrapped
+from test_lora_transport import KINDS
+
+from weightsync import ConfigError, LoraTransport, UnsupportedError, WeightSync
+
+pytest_plugins = ["engine_fixtures"]
+pytestmark = pytest.mark.engine
+
+
+OPTIONS = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+
+
+def ask(engines: Engines, adapter: Any = None) -> Answer:
+    from vllm.lora.request import LoRARequest
+
+    request = None if adapter is None else LoRARequest(*adapter)
+    outputs = [
+        engines.llm.generate([{"prompt_token_ids": prompt}], engines.sampling(8), use_tqdm=False, lora_request=request)
+        for prompt in PROMPTS
+    ]
+    return [answer_of(output) for (output,) in outputs]
+
+
+def cold(engines: Engines, folder: Path, kinds: Iterable[str], tp: int) -> dict[str, Answer]:
+    """What an engine of the weights "B" answers that has loaded what PEFT has saved; then one of "A" runs."""
+    found: dict[str, Answer] = {}
+    for base in "BA":
+        engines.start(engines.checkpoint("qwen3", base), tensor_parallel_size=tp, **OPTIONS)
+        engines._running = ()
+        found[base] = ask(engines)
+        for number, kind in enumerate(kinds):
+            for weights in "AB":
+                saved = folder / f"{kind}-{weights}"
+                if base == "B":
+                    model = wrapped(kind)
+                    fill_adapters(model, weights)
+                    model.save_pretrained(saved, save_embedding_layers=False)
+                found[base + kind + weights] = ask(engines, (str(saved), 1 + 2 * number + (weights == "B"), str(saved)))
+    return found
+
+
+def push(engines: Engines, kind: str) -> dict[str, Answer]:
+    """What the engine answers after a push of adapter A and one of adapter B, and then with each and with none."""
+    model = wrapped(kind)
+    found: dict[str, Answer] = {}
+    engines.sync = WeightSync("fsdp", "lora", engines.llm, timeout_s=TIMEOUT_S)
+    adapters = {}
+    for weights in "AB":
+        fill_adapters(model, weights)
+        engines.sync.push(model)
+        adapters[weights] = engines.sync.adapter
+        found[weights] = ask(engines, adapters[weights])
+    found |= {weights + " again": ask(engines, adapters[weights]) for weights in "AB"}
+    found["base"] = ask(engines)
+    engines.release()
+    assert not engines.llm.llm_engine.list_loras()
+    return found
+
+
+def push_while_a_request_runs(engines: Engines) -> Answer:
+    """What a request is answered that began with adapter A, in an engine with room for one adapter, which then gets
+    B, C and D."""
+    from vllm.lora.request import LoRARequest
+
+    model = wrapped("linear")
+    engine = engines.llm.llm_engine
+    with WeightSync("fsdp", LoraTransport(keep_last=1), engines.llm, timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        first = sync.adapter
+        prompt = {"prompt_token_ids": PROMPTS[0]}
+        engine.add_request("running", prompt, engines.sampling(8), lora_request=LoRARequest(*first))
+        for weights in "BCD":
+            engine.step()
+            fill_adapters(model, weights)
+            sync.push(model)
+            assert Path(first.path).exists()
+        while not (outputs := [output for output in engine.step() if output.finished]):
+            pass
+        sync.push(model)
+        sync.push(model)
+        assert not Path(first.path).exists()
+    return [answer_of(outputs[0])]
+
+
+def push_base_beside(engines: Engines) -> dict[str, Answer]:
+    """An adapter, then the weights "B" of the base under it."""
+    model = wrapped("linear")
+    with (
+        WeightSync("fsdp", "lora", engines.llm, timeout_s=TIMEOUT_S) as adapters,
+        WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S) as weights,
+    ):
+        adapters.push(model)
+        asked = ask(engines, adapters.adapter)
+        base = model.base_model.model
+        with model.disable_adapter(), torch.no_grad():
+            for name, tensor in tiny_models.build("qwen3", "B").named_parameters():
+                path, _, last = name.rpartition(".")
+                module = base.get_submodule(path)
+                getattr(getattr(module, "base_layer", module), last).copy_(tensor)
+            weights.push(model)
+        return {"before": asked, "base": ask(engines), "adapter": ask(engines, adapters.adapter)}
+
+
+def refuse(engines: Engines) -> None:
+    with WeightSync("fsdp", "lora", engines.llm, timeout_s=TIMEOUT_S) as sync:
+        with pytest.raises(ConfigError, match="rank 16, and the engine was started for at most 8"):
+            sync.push(wrapped("linear", r=16))
+        sync.push(wrapped("linear"))
+
+
+def refuse_experts(engines: Engines) -> None:
+    """No engine with adapters on experts starts on a CPU, so a layer of another kind stands for them."""
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    from weightsync.vllm.compat import without_lora
+
+    live = engines.live_model()
+    plain = without_lora(live)
+    names = [name for name, _ in plain.named_parameters()]
+    assert len(names) == len(list(live.named_parameters()))
+    assert not [name for name in names if "base_layer" in name]
+    name = "model.layers.0.self_attn.o_proj"
+    assert plain.get_submodule(name) is live.get_submodule(f"{name}.base_layer")
+    experts = BaseLayerWithLoRA()
+    experts.base_layer = torch.nn.Linear(2, 2)
+    with pytest.raises(UnsupportedError, match=r"model\.1, a Linear that takes adapters"):
+        without_lora(torch.nn.Sequential(torch.nn.Identity(), experts))
+
+
+def check_pushes(engines: Remote, expected: dict[str, Answer], kinds: Iterable[str]) -> None:
+    for kind in kinds:
+        found = engines.call(push, kind)
+        assert expected["A"] != expected["A" + kind + "A"] != expected["A" + kind + "B"]
+        for weights in "AB":
+            assert_same(found[weights], expected["A" + kind + weights], f"{kind} {weights}")
+            assert_same(found[weights + " again"], expected["A" + kind + weights], f"{kind} {weights} again")
+        assert_same(found["base"], expected["A"], "the base")
+    found = engines.call(push_base_beside)
+    assert_same(found["before"], expected["AlinearA"], "the adapter over the old base")
+    assert_same(found["base"], expected["B"], "the new base")
+    assert_same(found["adapter"], expected["BlinearA"], "the adapter over the new base")
+
+
+def test_a_real_engine_answers_as_one_that_loaded_what_peft_saved(engines: Remote, tmp_path: Path):
+    expected = engines.call(cold, tmp_path, KINDS, 1, timeout_s=240)
+    assert_same(engines.call(push_while_a_request_runs), expected["AlinearA"][:1], "the request that ran")
+    engines.call(refuse)
+    engines.call(refuse_experts)
+    check_pushes(engines, expected, KINDS)
+
+
+def test_two_workers_share_an_adapter_out(engines: Remote, tmp_path: Path):
+    expected = engines.call(cold, tmp_path, ["linear"], 2, timeout_s=240)
+    check_pushes(engines, expected, ["linear"])

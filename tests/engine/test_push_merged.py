@@ -1,0 +1,61 @@
+"""A model that PEFT has wrapped, merged into a real engine: it equals a cold one of the merged model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from engines import TIMEOUT_S, Answer, Engines, Remote, Trainer, Trainers, assert_same
+from test_lora import fill_adapters, frozen_copy, local, shard, wrapped
+
+from weightsync import TensorSelection, WeightSync
+
+pytest_plugins = ["engine_fixtures"]
+pytestmark = pytest.mark.engine
+
+
+def cold(engines: Engines, folder: Path, kind: str) -> Answer:
+    """What an engine answers that was started from the merged weights; it runs on."""
+    model = wrapped(kind)
+    fill_adapters(model, "A")
+    engines.start(tiny_models.save(model.merge_and_unload(), folder / "merged"))
+    engines._running = ()
+    return engines.ask()
+
+
+def connect(trainer: Trainer | Engines, kind: str, transport: str) -> None:
+    model = trainer.model = wrapped(kind)
+    if isinstance(trainer, Trainer):
+        shard(model)
+    engine = trainer.engine if isinstance(trainer, Trainer) else trainer.llm
+    selection = TensorSelection(only_trained=True)
+    trainer.sync = WeightSync("fsdp", transport, engine, selection=selection, max_bytes=1 << 16, timeout_s=TIMEOUT_S)
+
+
+def push(trainer: Trainer | Engines, weights: str) -> int:
+    """The bytes that it moved; the trainer's own are as they were."""
+    fill_adapters(trainer.model, weights)
+    before = frozen_copy(trainer.model)
+    nbytes = trainer.sync.push(trainer.model).nbytes
+    assert all(torch.equal(local(param), before[name]) for name, param in trainer.model.named_parameters())
+    return nbytes
+
+
+def release(trainer: Trainer | Engines) -> None:
+    trainer.release()
+
+
+def test_a_real_engine_equals_a_cold_one_of_the_merged_model(engines: Remote, trainers: Trainers, tmp_path: Path):
+    kind = "all of these"
+    expected = engines.call(cold, tmp_path, kind, timeout_s=240)
+    for transport in ("ipc", "broadcast"):
+        for side in (engines, trainers):
+            side.call(connect, kind, transport)
+            whole = side.call(push, "B")
+            assert engines.call(Engines.ask) != expected
+            partial = side.call(push, "A")
+            assert (partial if side is engines else partial[0]) < (whole if side is engines else whole[0])
+            assert_same(engines.call(Engines.ask), expected, transport)
+            side.call(release)

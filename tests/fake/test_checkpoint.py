@@ -1,0 +1,505 @@
+"""Checkpoints: each version is whole or not there, says what the engine got, and is what other programs load."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import megatron_models
+import peft
+import pytest
+import tiny_models
+import torch
+import zero
+from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, fail_once_after, trainer_model
+from megatron_models import Mesh
+from ranks import run_ranks
+from safetensors.torch import load_file
+from torch import nn
+
+import weightsync
+from weightsync import (
+    CheckpointTransport,
+    ConfigError,
+    DigestError,
+    ManifestError,
+    PlacementError,
+    PushReport,
+    TensorSelection,
+    WeightSync,
+    WeightSyncError,
+)
+from weightsync.checkpoint.files import check_seen, memory_of
+from weightsync.checkpoint.safetensors import INDEX, runs
+from weightsync.transports import files
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, by way of its index when it has one."""
+    if (folder / INDEX).exists():
+        files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    else:
+        files = ["model.safetensors"]
+    return {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+class Saver:
+    """Something with a `save_pretrained`."""
+
+    def __init__(self, file: str, content: dict[str, Any]) -> None:
+        self.file, self.content, self.calls = file, content, 0
+
+    def save_pretrained(self, folder: str) -> None:
+        self.calls += 1
+        path = Path(folder, self.file)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(self.content))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# With an engine that is not vLLM
+
+
+@pytest.fixture
+def host() -> ModuleHost:
+    return ModuleHost(TinyEngineModel, checkpoint(1))
+
+
+@pytest.fixture
+def engine(host: ModuleHost) -> Iterator[FakeEngine]:
+    with closing(FakeEngine(host)) as engine:
+        yield engine
+
+
+class Pusher:
+    """A trainer that pushes the tensors of `checkpoint(seed)`, a module in each bucket, a few buckets in each file."""
+
+    def __init__(self, engine: Any, folder: Path, selection: TensorSelection | None = None, **options: Any) -> None:
+        transport = CheckpointTransport(folder, max_shard_bytes=300, **options)
+        self.sync = WeightSync("fsdp", transport, engine, selection=selection, max_bytes=1, timeout_s=10.0)
+        self.model = trainer_model(checkpoint(1))
+
+    def push(self, seed: int, version: int | None = None) -> PushReport:
+        with torch.no_grad():
+            for name, param in self.model.named_parameters():
+                param.copy_(checkpoint(seed)[name])
+        return self.sync.push(self.model, version)
+
+
+def assert_serves(host: ModuleHost, seed: int) -> None:
+    expected = cold(checkpoint(seed)).state_dict()
+    for name, tensor in host.live.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_each_push_leaves_a_version_and_the_last_ones_are_kept(host: ModuleHost, engine: FakeEngine, tmp_path: Path):
+    (tmp_path / "version-abc").mkdir()  # not ours
+    (tmp_path / "version-00000000.txt").touch()
+    others = names_in(tmp_path)
+    pusher = Pusher(engine, tmp_path, keep_last=2)
+    with pusher.sync:
+        for seed in (2, 3, 4):
+            report = pusher.push(seed)
+            assert_serves(host, seed)
+            assert_equal(read(tmp_path / f"version-{report.version:08}"), checkpoint(seed))
+        assert report.chunks > len(list((tmp_path / "version-00000003").glob("*.safetensors"))) > 1
+        assert_equal(read(tmp_path / "version-00000002"), checkpoint(3))
+        incoming = [name for name in names_in(tmp_path) if name.startswith(".incoming-")]
+    assert len(incoming) == 1
+    assert names_in(tmp_path) == sorted([*others, ".lock", "version-00000002", "version-00000003"])
+
+
+def test_what_is_frozen_is_in_every_version(host: ModuleHost, engine: FakeEngine, tmp_path: Path):
+    selection = TensorSelection(frozen=("embed.weight", "layers.1.*"))
+    pusher = Pusher(engine, tmp_path, selection)
+    with pusher.sync:
+        for seed, version in ((2, 1), (3, 2)):
+            assert pusher.push(seed).nbytes == sum(tensor.nbytes for tensor in checkpoint(seed).values())
+            assert_serves(host, seed)
+            assert_equal(read(tmp_path / f"version-{version:08}"), checkpoint(seed))
+
+
+def test_one_file_needs_no_index(engine: FakeEngine, tmp_path: Path):
+    with WeightSync("fsdp", CheckpointTransport(tmp_path), engine, timeout_s=10.0) as sync:
+        sync.push(trainer_model(checkpoint(2)))
+    assert names_in(tmp_path / "version-00000001") == ["model.safetensors"]
+    assert_equal(load_file(tmp_path / "version-00000001" / "model.safetensors"), checkpoint(2))
+
+
+def test_versions_go_on_where_the_folder_is(engine: FakeEngine, tmp_path: Path):
+    with Pusher(engine, tmp_path).sync as sync:
+        sync.push(trainer_model(checkpoint(2)), 7)
+    with closing(FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))) as fresh:
+        pusher = Pusher(fresh, tmp_path)
+        with pytest.raises(ConfigError, match="version 7 is not newer than 7"):
+            pusher.push(3, version=7)
+        assert fresh.log == [], "it was refused after something had been done"
+        assert pusher.push(3).version == 8
+        pusher.sync.close()
+    assert_equal(read(tmp_path / "version-00000007"), checkpoint(2))
+
+
+def test_config_and_tokenizer_are_saved_once_for_each_connection(engine: FakeEngine, tmp_path: Path):
+    config = Saver("config.json", {"architectures": ["X"], "dtype": "float32", "text_config": {"dtype": "float32"}})
+    tokenizer = Saver("templates/chat.json", {"a": 1})
+    selection = TensorSelection(dtypes={"embed*": "bfloat16", "layers.*.attn.*": "bfloat16"})
+    pusher = Pusher(engine, tmp_path, selection, config=config, tokenizer=tokenizer)
+    with pusher.sync:
+        pusher.push(2)
+        pusher.push(3)
+    assert config.calls == tokenizer.calls == 1
+    for version in (1, 2):
+        folder = tmp_path / f"version-{version:08}"
+        saved = json.loads((folder / "config.json").read_text())
+        assert (saved["dtype"], saved["text_config"]["dtype"]) == ("bfloat16", "bfloat16")
+        assert json.loads((folder / "templates/chat.json").read_text()) == {"a": 1}
+    assert read(folder)["embed.weight"].dtype == torch.bfloat16
+
+
+def test_a_config_without_a_class_is_refused_before_anything_is_written(
+    host: ModuleHost, engine: FakeEngine, tmp_path: Path
+):
+    pusher = Pusher(engine, tmp_path / "new", config=Saver("config.json", {"architectures": None}))
+    with pytest.raises(ConfigError, match=r"set config.architectures"):
+        pusher.push(2)
+    assert not (tmp_path / "new").exists()
+    assert_serves(host, 1)
+
+
+def test_a_push_that_fails_leaves_the_last_version_and_no_other(host: ModuleHost, engine: FakeEngine, tmp_path: Path):
+    pusher = Pusher(engine, tmp_path)
+    pusher.push(2)
+    fail_once_after(engine.sessions[0].receiver, 2)
+    with pytest.raises(WeightSyncError, match="no memory left"):
+        pusher.push(3)
+    assert names_in(tmp_path) == [".lock", "version-00000001"]
+    assert_equal(read(tmp_path / "version-00000001"), checkpoint(2))
+    assert pusher.push(4).version == 2
+    assert_serves(host, 4)
+    assert_equal(read(tmp_path / "version-00000002"), checkpoint(4))
+    pusher.sync.close()
+
+
+def test_the_files_of_a_killed_trainer_are_replaced(engine: FakeEngine, tmp_path: Path):
+    left = tmp_path / ".incoming-0123abcd" / "3"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half of it")
+    with Pusher(engine, tmp_path).sync as sync:
+        sync.push(trainer_model(checkpoint(2)))
+        assert not left.exists()
+    assert names_in(tmp_path) == [".lock", "version-00000001"]
+
+
+@pytest.mark.parametrize("pushes", [0, 2])
+def test_a_full_disk_is_found_before_the_engine_is_touched(
+    host: ModuleHost, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pushes: int
+):
+    def no_room(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    pusher = Pusher(engine, tmp_path)
+    for _ in range(pushes):
+        pusher.push(1)
+    engine.log.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", no_room)
+        words = r"cannot write a checkpoint of \d+ bytes to .*No space left on device"
+        with pytest.raises(PlacementError, match=words):
+            pusher.push(2)
+    assert_serves(host, 1)
+    assert "CLEAN" in engine.sessions[0].status()
+    assert engine.log.count("pause keep") == engine.log.count("resume")  # whether it was is the order of two threads
+    assert not (engine.version() or "").startswith("POISONED")
+    assert names_in(tmp_path) == [".lock", *(f"version-{version:08}" for version in range(1, pushes + 1))]
+    assert pusher.push(2).version == pushes + 1
+    assert_serves(host, 2)
+    pusher.sync.close()
+
+
+def push_and_die(folder: Path) -> None:
+    """Kill this process in the middle of its second push."""
+    write, calls = files.write, []
+
+    def write_and_die(*args: Any) -> Any:
+        done = write(*args)
+        calls.append(args[0].name)
+        if calls.count("2") == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return done
+
+    files.write = write_and_die
+    with closing(FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))) as engine:
+        transport = CheckpointTransport(folder, max_shard_bytes=300)
+        sync = WeightSync("fsdp", transport, engine, max_bytes=1, timeout_s=10.0)
+        model = trainer_model(checkpoint(2))
+        sync.push(model)
+        sync.push(model)
+
+
+def test_a_trainer_that_is_killed_leaves_the_last_version_and_the_next_one_goes_on(engine: FakeEngine, tmp_path: Path):
+    trainer = multiprocessing.get_context("spawn").Process(target=push_and_die, args=(tmp_path,), daemon=True)
+    trainer.start()
+    trainer.join(60)
+    assert trainer.exitcode == -signal.SIGKILL
+    (left,) = tmp_path.glob(".incoming-*")
+    assert any((left / "2").iterdir())
+    assert_equal(read(tmp_path / "version-00000001"), checkpoint(2))
+    pusher = Pusher(engine, tmp_path)
+    with pusher.sync:
+        assert pusher.push(4).version == 2
+    assert names_in(tmp_path) == [".lock", "version-00000001", "version-00000002"]
+    assert_equal(read(tmp_path / "version-00000002"), checkpoint(4))
+
+
+def test_a_version_appears_whole(engine: FakeEngine, tmp_path: Path):
+    """Whatever has its last name can be read, at any moment."""
+    seen: list[tuple[str, dict[str, torch.Tensor]]] = []
+    errors: list[Exception] = []
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            for path in sorted(tmp_path.glob("version-*")):
+                try:
+                    seen.append((path.name, read(path)))
+                except Exception as error:
+                    errors.append(error)
+
+    pusher = Pusher(engine, tmp_path, keep_last=99)
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    with pusher.sync:
+        for seed in range(2, 8):
+            pusher.push(seed)
+    deadline = time.monotonic() + 30
+    while len({name for name, _ in seen}) < 6 and not errors and time.monotonic() < deadline:
+        time.sleep(0.01)
+    over.set()
+    watcher.join()
+    assert not errors
+    assert len({name for name, _ in seen}) == 6
+    for name, tensors in seen:
+        assert_equal(tensors, checkpoint(int(name[-8:]) + 1))
+
+
+def test_a_folder_has_one_trainer(engine: FakeEngine, tmp_path: Path):
+    first = Pusher(engine, tmp_path)
+    first.push(2)
+    with closing(FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))) as other:
+        second = Pusher(other, tmp_path)
+        with pytest.raises(ConfigError, match=f"another trainer writes checkpoints to {tmp_path}"):
+            second.push(3)
+        assert first.push(4).version == 2
+        first.sync.close()
+        assert second.push(5).version == 3
+        second.sync.close()
+
+
+def test_a_worker_that_does_not_see_the_folder_says_so(
+    host: ModuleHost, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def look(incoming: Path, who: str) -> None:
+        check_seen(incoming / "elsewhere" if "worker" in who else incoming, who)
+
+    monkeypatch.setattr(files, "check_seen", look)
+    with pytest.raises(PlacementError, match="must see the folder of checkpoints under the same path"):
+        Pusher(engine, tmp_path).push(2)
+    assert engine.log == []
+    assert_serves(host, 1)
+
+
+def test_a_file_that_is_changed_on_the_way_is_noticed(
+    host: ModuleHost, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write = files.write
+
+    def write_and_spoil(folder: Path, shards: Any, regions: Any, *args: Any) -> Any:
+        regions = list(regions)
+        done = write(folder, shards, regions, *args)
+        (location, values), *_ = regions
+        _, starts = runs(shards.manifest[location.name].shape, location.box)
+        with (folder / shards.file_of[location.name]).open("r+b") as file:
+            file.seek(shards.in_file[location.name] + starts[0] * values.element_size())
+            file.write(b"\x13")
+        return done
+
+    monkeypatch.setattr(files, "write", write_and_spoil)
+    with pytest.raises(DigestError, match="arrived with another digest than it was sent with"):
+        Pusher(engine, tmp_path).push(2)
+    assert_serves(host, 1)
+
+
+def test_arguments_that_cannot_work(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"pass transport=CheckpointTransport\(folder\)"):
+        WeightSync("fsdp", "checkpoint")
+    with pytest.raises(ConfigError, match="keep_last=0"):
+        CheckpointTransport(tmp_path, keep_last=0)
+    with pytest.raises(ConfigError, match="max_shard_bytes=0"):
+        CheckpointTransport(tmp_path, max_shard_bytes=0)
+    with pytest.raises(ConfigError, match=r"config=model\.config"):
+        CheckpointTransport(tmp_path, config=nn.Linear(1, 1))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Saving without an engine
+
+
+def test_a_plain_module_is_saved(tmp_path: Path):
+    expected = checkpoint(3)
+    selection = TensorSelection(exclude=("*.norm.*",), dtypes={"embed*": "bfloat16"})
+    weightsync.save(trainer_model(expected), tmp_path / "a" / "b", selection=selection, max_shard_bytes=200)
+    expected = {name: tensor for name, tensor in expected.items() if ".norm." not in name}
+    expected["embed.weight"] = expected["embed.weight"].bfloat16()
+    assert_equal(read(tmp_path / "a" / "b"), expected)
+    assert names_in(tmp_path / "a") == ["b"]
+    assert (tmp_path / "a" / "b" / INDEX).exists()
+
+
+def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path):
+    target = tmp_path / "saved"
+    target.mkdir()
+    weightsync.save(trainer_model(checkpoint(1)), target)
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        weightsync.save(trainer_model(checkpoint(2)), target)
+    assert_equal(read(target), checkpoint(1))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        weightsync.save(trainer_model(checkpoint(2)), tmp_path / "file")
+    with pytest.raises(PlacementError, match="cannot make"):
+        weightsync.save(trainer_model(checkpoint(2)), tmp_path / "file" / "below")
+    with pytest.raises(ManifestError, match=r"embed.weight: the trainer has float32, the selection says int8"):
+        weightsync.save(
+            trainer_model(checkpoint(2)), tmp_path / "wrong", selection=TensorSelection(dtypes={"embed*": "int8"})
+        )
+    assert names_in(tmp_path) == ["file", "saved"]
+
+
+def save_sharded(rank: int, folder: str) -> None:
+    model = tiny_models.shard(tiny_models.build("qwen3-moe", "B"))
+    weightsync.save(model, Path(folder, "new"), tokenizer=Saver("tokenizer.json", {}), max_shard_bytes=100_000)
+    assert Path(folder, "new", INDEX).exists()
+
+    def fail(_: str) -> None:
+        raise OSError("the disk is gone")
+
+    tokenizer = Saver("tokenizer.json", {})
+    tokenizer.save_pretrained = fail  # type: ignore[method-assign]
+    with pytest.raises(WeightSyncError, match=r"the disk is gone \[trainer rank 0, phase save\]"):
+        weightsync.save(model, Path(folder, "failed"), tokenizer=tokenizer, timeout_s=20.0)
+
+
+def test_two_ranks_save_what_transformers_loads(tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    run_ranks(save_sharded, 2, str(tmp_path))
+    assert names_in(tmp_path) == ["new"]
+    expected = tiny_models.build("qwen3-moe", "B")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    assert type(loaded) is type(expected)
+    assert_equal(loaded.state_dict(), expected.state_dict())
+    # The same files, as far as names and tensors go, as transformers' own.
+    own = tiny_models.save(expected, tmp_path / "own")
+    assert_equal(read(tmp_path / "new"), read(own))
+    assert set(names_in(own)) - {"model.safetensors"} <= set(names_in(tmp_path / "new"))
+    new, old = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("new", "own"))
+    assert new == old
+
+
+def test_adapters_are_saved_merged(tmp_path: Path):
+    def wrapped() -> Any:
+        torch.manual_seed(1)
+        options = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+        return peft.get_peft_model(tiny_models.build("llama-tied", "A"), peft.LoraConfig(**options))
+
+    weightsync.save(wrapped(), tmp_path / "new")
+    wrapped().merge_and_unload().save_pretrained(tmp_path / "own")
+    assert_equal(read(tmp_path / "new"), read(tmp_path / "own"))
+    new, own = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("new", "own"))
+    assert new == own
+
+
+def save_zero3(rank: int, folder: str) -> None:
+    engine = zero.initialize(tiny_models.build("qwen3", "A"), zero.config(3))
+    weightsync.save(engine, folder, "deepspeed", selection=TensorSelection(dtypes={"*": "bfloat16"}))
+
+
+def test_zero_3_saves_its_partitions(tmp_path: Path):
+    run_ranks(save_zero3, 2, str(tmp_path / "new"))
+    tiny_models.save(tiny_models.build("qwen3", "A"), tmp_path / "own")
+    assert_equal(read(tmp_path / "new"), read(tmp_path / "own"))
+    assert names_in(tmp_path / "new") == names_in(tmp_path / "own")
+
+
+def save_megatron(rank: int, folder: str) -> None:
+    config = tiny_models.CONFIGS["qwen3"]()
+    config.architectures = ["Qwen3ForCausalLM"]
+    for name, mesh in (("tp", Mesh(tp=2)), ("pp", Mesh(pp=2))):
+        model = megatron_models.build(config, mesh, torch.bfloat16, padding=5)
+        megatron_models.load(model, config, load_file(Path(folder, "own", "model.safetensors")))
+        weightsync.save(model, Path(folder, name), "megatron", config=config, vocab_size=config.vocab_size)
+
+
+def test_megatron_saves_rows_and_columns_and_stages(tmp_path: Path):
+    tiny_models.save(tiny_models.build("qwen3", "B"), tmp_path / "own")
+    run_ranks(save_megatron, 2, str(tmp_path))
+    for name in ("tp", "pp"):
+        assert_equal(read(tmp_path / name), read(tmp_path / "own"))
+        assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def push_sharded(rank: int, folder: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = trainer_model(checkpoint(2))
+    for layer in (0, 1):  # FSDP2 shards no scalars
+        norm = model.get_submodule(f"layers.{layer}.norm")
+        norm.register_buffer("seen", norm._parameters.pop("seen").detach())  # type: ignore[union-attr]
+    fully_shard(model)
+    host = ModuleHost(TinyEngineModel, checkpoint(1)) if rank == 0 else None
+    engine = FakeEngine(host) if host is not None else None
+    transport = CheckpointTransport(folder, max_shard_bytes=300)
+    with WeightSync("fsdp", transport, engine, max_bytes=1, timeout_s=30.0) as sync:
+        for version in (1, 2):
+            sync.push(model)
+            assert_equal(read(Path(folder, f"version-{version:08}")), checkpoint(2))
+            if host is not None:
+                assert_serves(host, 2)
+    if engine is not None:
+        engine.close()
+
+
+def test_two_ranks_write_their_uneven_shards_at_once(tmp_path: Path):
+    run_ranks(push_sharded, 2, str(tmp_path))
+    assert names_in(tmp_path) == [".lock", "version-00000001", "version-00000002"]
+
+
+def test_bytes_keep_the_tensor_alive_that_they_are_of():
+    data = torch.arange(10, dtype=torch.uint8)
+    alive = weakref.ref(data)
+    memory = memory_of(data)
+    del data
+    assert alive() is not None
+    assert bytes(memory) == bytes(range(10))
+    del memory
+    assert alive() is None

@@ -1,0 +1,241 @@
+"""Engines from 8-bit checkpoints, without vLLM: which of the trainer's tensors become pairs of values and scales."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_engine import ModuleHost
+from memory_trainer import MemoryTrainer, manifest_of
+from torch import nn
+
+from weightsync.control.wire import LoadPlan
+from weightsync.kernels.quantize import fp8_per_block, fp8_per_channel, int8_per_channel
+from weightsync.receiver.checkpoint_quantize import int8_packed
+from weightsync.receiver.load_plan import IN_PLACE, NATIVE_LOADER
+from weightsync.receiver.receiver import Receiver
+
+FP8 = torch.float8_e4m3fn
+ROWS, COLUMNS = 256, 128
+
+
+class Layer(nn.Module):
+    """Two weights of `ROWS / 2` rows fused into one, and the scales beside it. As int32 it is packed."""
+
+    def __init__(self, dtype: torch.dtype, suffix: str, scales: tuple[int, ...]) -> None:
+        super().__init__()
+        if dtype == torch.int32:
+            for key, like in [
+                ("packed", torch.zeros(ROWS, COLUMNS // 4, dtype=dtype)),
+                ("scale", torch.zeros(scales, dtype=torch.bfloat16)),
+                ("shape", torch.zeros(2, dtype=torch.int64)),
+            ]:
+                self.register_parameter(f"weight_{key}", nn.Parameter(like, requires_grad=False))
+            group = COLUMNS // scales[1] if scales[1] > 1 else -1
+            self.scheme = SimpleNamespace(num_bits=8, symmetric=True, group_size=group)
+            return
+        self.weight = nn.Parameter(torch.zeros(ROWS, COLUMNS, dtype=dtype), requires_grad=False)
+        self.register_parameter("weight" + suffix, nn.Parameter(torch.zeros(scales), requires_grad=False))
+        if suffix == "_scale_inv":
+            self.weight_block_size = [128, 128]
+
+
+class Model(nn.Module):
+    def __init__(self, dtype: torch.dtype, suffix: str, scales: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(dtype, suffix, scales) for _ in range(3))
+        self.norm = nn.Parameter(torch.zeros(4))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        params = dict(self.named_parameters())
+        for name, tensor in weights:
+            half = 1 if ".up." in name else 0
+            target = params[name.replace(".gate.", ".").replace(".up.", ".")].data
+            if name != "norm" and not name.endswith("_shape"):
+                rows = target.shape[0] // 2
+                target = target[half * rows : (half + 1) * rows]
+            assert target.shape == tensor.shape
+            target.copy_(tensor)
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    names = [f"layers.{n}.{half}.weight" for n in range(3) for half in ("gate", "up")]
+    shape = (ROWS // 2, COLUMNS)
+    return {name: torch.randn(shape, generator=draw).bfloat16() for name in names} | {"norm": torch.randn(4)}
+
+
+SCHEMES = {
+    "fp8 per channel": (FP8, "_scale", (ROWS, 1), fp8_per_channel),
+    "int8 per channel": (torch.int8, "_scale", (ROWS, 1), int8_per_channel),
+    "fp8 per block": (FP8, "_scale_inv", (2, 1), fp8_per_block),
+    "int8 packed, per channel": (torch.int32, "_scale", (ROWS, 1), functools.partial(int8_packed, group=COLUMNS)),
+    "int8 packed, in groups": (torch.int32, "_scale", (ROWS, 4), functools.partial(int8_packed, group=32)),
+}
+
+
+def in_8_bits(tensors: dict[str, torch.Tensor], suffix: str, quantise: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        made = (tensor,) if name == "norm" else quantise(tensor.bfloat16())
+        keys = ("_packed", suffix, "_shape") if len(made) == 3 else ("", suffix)
+        found |= {name + key: part for key, part in zip(keys, made, strict=False)}
+    return found
+
+
+def host(scheme: str) -> ModuleHost:
+    dtype, suffix, scales, quantise = SCHEMES[scheme]
+    made = ModuleHost(functools.partial(Model, dtype, suffix, scales), in_8_bits(weights(0), suffix, quantise))
+    made.dtype = torch.bfloat16
+    return made
+
+
+def plan_of(made: ModuleHost, tensors: dict[str, torch.Tensor]) -> LoadPlan:
+    return Receiver(made).make_plan(manifest_of(tensors))
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("max_bytes", [None, 10_000])  # with which a tensor is cut
+@pytest.mark.parametrize("travels_as", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_engine_quantises_as_the_checkpoint_was(scheme: str, travels_as: torch.dtype, max_bytes: int | None):
+    _, suffix, _, quantise = SCHEMES[scheme]
+    made, new = host(scheme), weights(1)
+    sent = {name: tensor.to(travels_as) for name, tensor in new.items()}
+    trainer = MemoryTrainer(made, tensors=sent, max_bytes=max_bytes)
+    trainer.push()
+    assert trainer.load_paths == {IN_PLACE: 1, NATIVE_LOADER: 3}
+    expected = Model(*SCHEMES[scheme][:3])
+    expected.load_weights(in_8_bits(new, suffix, quantise).items())
+    for name, tensor in expected.state_dict().items():
+        if name != "norm":
+            assert torch.equal(raw(made.live.state_dict()[name]), raw(tensor)), name
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_comes_in_8_bits_is_loaded_as_it_is(scheme: str):
+    _, suffix, _, quantise = SCHEMES[scheme]
+    made, new = host(scheme), in_8_bits(weights(1), suffix, quantise)
+    trainer = MemoryTrainer(made, tensors=new)
+    trainer.push()
+    assert trainer.load_paths == {IN_PLACE: 4}
+    expected = Model(*SCHEMES[scheme][:3])
+    expected.load_weights(new.items())
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(raw(made.live.state_dict()[name]), raw(tensor)), name
+
+
+def scale_beside_bf16(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return tensors | {"layers.1.up.weight_scale": torch.ones(ROWS // 2, 1)}
+
+
+def in_another_kind(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return in_8_bits(tensors, "_scale", int8_per_channel)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (scale_beside_bf16, "layers.1.up.weight_scale comes with it"),
+        (in_another_kind, "it comes in int8, and the engine holds it in float8_e4m3fn"),
+    ],
+)
+def test_what_no_scheme_covers_is_refused_and_nothing_is_written(change: Any, words: str):
+    made = host("fp8 per channel")
+    before = {name: raw(tensor).clone() for name, tensor in made.live.state_dict().items()}
+    assert any(words in text for text in plan_of(made, change(weights(1))).refused.values())
+    assert all(torch.equal(raw(tensor), before[name]) for name, tensor in made.live.state_dict().items())
+
+
+def test_scales_for_activations_are_not_made_up():
+    made = host("fp8 per channel")
+    for model in (made.live, made.pristine()):
+        model.layers[0].register_parameter("input_scale", nn.Parameter(torch.ones(1), requires_grad=False))
+    refused = plan_of(made, weights(1)).refused
+    assert refused.keys() == {"layers.0.gate.weight", "layers.0.up.weight"}
+    assert "wants scales for activations" in refused["layers.0.up.weight"]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Packed into words
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"num_bits": 4}, "packs symmetric int8 with columns in their order alone"),
+        ({"symmetric": False}, "packs symmetric int8 with columns in their order alone"),
+        ({"group_size": 48}, "its 128 columns are no whole groups of 48"),
+    ],
+)
+def test_what_is_packed_otherwise_is_refused(how: dict[str, Any], words: str):
+    made = host("int8 packed, per channel")
+    vars(made.pristine().layers[1].scheme).update(how)
+    plan = plan_of(made, weights(1))
+    assert plan.refused.keys() == {"layers.1.gate.weight", "layers.1.up.weight"}
+    assert words in plan.refused["layers.1.up.weight"]
+    assert set(plan.hints) <= plan.refused.keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (scale_beside_bf16, "layers.1.up.weight_scale comes with it"),
+        (in_another_kind, "it comes in int8, and the engine holds it in int8 packed into words"),
+    ],
+)
+def test_what_does_not_fit_a_packed_layer_is_refused_by_its_own_name(change: Any, words: str):
+    made = host("int8 packed, per channel")
+    assert any(words in text for text in plan_of(made, change(weights(1))).refused.values())
+    assert not any("weight" in vars(layer)["_parameters"] for layer in made.pristine().layers)
+
+
+@pytest.mark.parametrize("scheme", ["fp8 per channel", "int8 packed, per channel"])
+def test_a_missing_tensor_is_hinted_at_by_its_own_name(scheme: str):
+    tensors = weights(1)
+    del tensors["layers.1.up.weight"]
+    plan = plan_of(host(scheme), tensors)
+    assert plan.missing != []
+    assert plan.hints == ["layers.1.up.weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", [None, 128, 32])
+def test_int8_is_packed_as_by_compressed_tensors(group: int | None, dtype: torch.dtype):
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    args = quantization.QuantizationArgs(
+        num_bits=8, type="int", symmetric=True, strategy="group" if group else "channel", group_size=group
+    )
+    weight = torch.randn(4096, 384, generator=torch.Generator().manual_seed(3)) * torch.logspace(-9, 3, 4096)[:, None]
+    weight[:3, :128] = 0
+    weight[5, 7] = -(weight[5].abs().max() * 2)  # -127.5 scales
+    weight = weight.to(dtype)
+    groups = weight.unflatten(-1, (-1, group or 384))
+    scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)  # as its "memoryless_minmax" observer
+    expected = PackedQuantizationCompressor.compress(
+        {"weight": weight, "weight_scale": scale, "weight_zero_point": zero},
+        quantization.QuantizationScheme(targets=["Linear"], weights=args),
+    )
+    found = dict(zip(("weight_packed", "weight_scale", "weight_shape"), int8_packed(weight, group or 384), strict=True))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_of_packed_weights_are_the_same_where_a_division_is_a_product(dtype: torch.dtype):
+    """A GPU multiplies by the reciprocal of a Python number, a CPU divides by it."""
+    every = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    every = every[every.isfinite()]
+    assert torch.equal(every / 127.5, (every.float() * torch.tensor(127.5).reciprocal()).to(dtype))

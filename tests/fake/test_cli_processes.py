@@ -1,0 +1,247 @@
+"""The command `weightsync` in processes of its own, with vLLM's loader, and against servers that are no engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from weightsync.engines.child import free_port
+from weightsync.tools import cli, doctor
+from weightsync.tools.processes import ChildError, Responder, ask, tiny_model
+
+
+def weightsync(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "weightsync", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+
+
+def test_plan_shows_what_fuses_where_and_in_which_buckets(tmp_path, monkeypatch):
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    model = tiny_model(tmp_path, layers=3)
+    run = weightsync("plan", str(model), "--tp", "2", "--bucketer", "threshold", "--max-bytes", "90kB", timeout_s=60)
+    assert (run.returncode, run.stderr) == (0, "")
+    lines = [line.strip() for line in run.stdout.splitlines()]
+    assert "36 tensors, 952.45 kB in the dtypes that the engine holds" in lines
+    # Worker 0 of 2 keeps the first half of each: 4 query heads of 32 and 2 key and value heads, over a width of 128.
+    at = lines.index("model.layers.*.self_attn.qkv_proj.weight  [128, 128] bfloat16  x 3")
+    assert lines[at + 1 : at + 4] == [
+        "[0:64, 0:128]   <- model.layers.*.self_attn.q_proj.weight[0:64, 0:128]",
+        "[64:96, 0:128]  <- model.layers.*.self_attn.k_proj.weight[0:32, 0:128]",
+        "[96:128, 0:128] <- model.layers.*.self_attn.v_proj.weight[0:32, 0:128]",
+    ]
+    assert "3 tensors  model.layers.*.self_attn.{q_proj,k_proj,v_proj}.weight  x 3" in lines
+    assert "2 tensors  model.layers.*.mlp.{gate_proj,up_proj}.weight  x 3" in lines
+    assert "0   32.77 kB      1 tensor  model.embed_tokens.weight" in lines
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        ("{ cut off", [], "is not a valid JSON file"),
+        ("{}", [], "Should have a `model_type`"),
+        ('{"model_type": "nonesuch"}', [], "model type `nonesuch`"),
+        (None, ["--tp", "3"], "vLLM refuses it: Total number of attention heads (4) must be divisible by"),
+    ],
+)
+def test_plan_of_what_no_engine_serves_is_one_line_and_status_2(config, arguments, message, tmp_path, capsys):
+    file = tiny_model(tmp_path, layers=1) / "config.json"
+    if config is not None:
+        file.write_text(config)
+    assert cli.main(["plan", str(file), *arguments]) == 2
+    *warnings, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("weightsync plan: ")
+    assert message in line
+    assert all("WARNING" in warning for warning in warnings), "vLLM's, of variables that tests have set"
+
+
+def test_plan_says_which_sizes_cannot_be_shared_out(tmp_path, capsys):
+    file = tiny_model(tmp_path, layers=1) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 258}))  # its 4 heads can
+    assert cli.main(["plan", str(file), "--tp", "4"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "vLLM cannot make a model of this config for 4 tensor parallel workers: assert all(output_size" in line
+
+
+def test_plan_of_everything_shows_every_layer_and_worker(tmp_path):
+    run = weightsync("plan", str(tiny_model(tmp_path, layers=2)), "--tp", "2", "--all", timeout_s=60)
+    assert run.returncode == 0, run.stderr
+    assert "load plan of worker tp=1" in run.stdout
+    assert "<- model.layers.1.self_attn.v_proj.weight[32:64, 0:128]" in run.stdout
+    assert "*" not in run.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["plan", "1T", "--simulate", "hosts=128,ranks=512,engines=16,tp=32"]], ids=" ".join
+)
+def test_what_needs_no_torch_starts_within_a_second(arguments):
+    seconds = []
+    for _ in range(5):  # a busy machine only adds to it, so one good run is enough
+        started = time.perf_counter()
+        assert weightsync(*arguments, timeout_s=60).returncode == 0
+        seconds.append(time.perf_counter() - started)
+        if seconds[-1] < 1:
+            return
+    raise AssertionError(f"{arguments} took {seconds} s")
+
+
+def test_doctor_checks_the_machine():
+    run = weightsync("doctor", "--no-engine", timeout_s=60)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = {line[6:29].strip(): line[:4] for line in run.stdout.splitlines() if line[:4] in ("pass", "FAIL", "skip")}
+    assert found.keys() >= {"python", "weightsync", "torch", "msgpack", "/dev/shm", "loopback port", "vLLM plug-in"}
+    assert found["shared memory"] == "pass", run.stdout
+    assert found["engine"] == "skip"
+
+
+def test_doctor_fails_where_vllm_would_not_load_the_plug_in(monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_resolver")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert cli.main(["doctor", "--no-engine"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAIL  vLLM plug-in           VLLM_PLUGINS=lora_resolver keeps it out: add weightsync to the list" in printed
+    assert "FAIL  expandable_segments    on, by PYTORCH_CUDA_ALLOC_CONF" in printed
+    assert "2 checks failed" in printed
+
+
+def test_doctor_does_not_begin_without_weights_to_push(tmp_path, capsys):
+    model = tiny_model(tmp_path, layers=1)
+    assert cli.main(["doctor", "--engine", "http://127.0.0.1:1", "--model", str(model)]) == 2
+    printed = capsys.readouterr()
+    assert f"{model} has no weights (no *.safetensors and no *.bin); expected the folder of" in printed.err
+    assert printed.out == ""
+
+
+@contextmanager
+def server(answers: dict[str, object]) -> Iterator[str]:
+    """The URL of a server with these paths; a number is the status of a failure, and other paths are not found."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            answer = answers.get(self.path, 404)
+            self.send_response(answer if isinstance(answer, int) else 200)
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        def do_GET(self) -> None:
+            self.do_POST()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
+        threading.Thread(target=found.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{found.server_port}"
+        finally:
+            found.shutdown()
+
+
+COMPLETIONS = {"/v1/completions": {"choices": [{"logprobs": {"tokens": ["token_id:7"], "token_logprobs": [-0.5]}}]}}
+
+
+def given_engine(url: str, model: Path) -> list[tuple[str, str, str]]:
+    return [(f.status, f.check, f.text) for f in doctor._given_engine(url, model, "ipc")]
+
+
+def test_doctor_does_not_blame_an_engine_that_it_never_reached(tmp_path):
+    (engine, afterwards) = given_engine(f"http://127.0.0.1:{free_port()}", tmp_path)
+    assert engine[:2] == ("FAIL", "engine")
+    assert "is the server running, and is this its address?" in engine[2]
+    assert afterwards == ("skip", "afterwards", "nothing was pushed")
+
+
+def test_doctor_tells_an_engine_that_fails_before_any_push_from_a_push_that_fails(tmp_path):
+    with server({"/v1/completions": 500}) as url:
+        (generate, afterwards) = given_engine(url, tmp_path)
+    assert generate[:2] == ("FAIL", "generate")
+    assert generate[2].startswith("the engine fails before any push; its log says why: /v1/completions (status 500)")
+    assert afterwards == ("skip", "afterwards", "nothing was pushed")
+
+
+def test_doctor_tells_what_is_no_vllm(tmp_path):
+    with server({"/v1/completions": "<html>"}) as url:
+        (generate, _) = given_engine(url, tmp_path)
+    assert generate[:2] == ("FAIL", "generate")
+    assert "/v1/completions: the answer is not vLLM's: '\"<html>\"'" in generate[2]
+
+
+def test_doctor_says_when_a_refused_push_has_changed_nothing(tmp_path):
+    config = AutoConfig.from_pretrained(tiny_model(tmp_path, layers=1))
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    with server(COMPLETIONS) as url:  # and no routes for weights, as without VLLM_SERVER_DEV_MODE=1
+        (push, afterwards) = given_engine(url, tmp_path)
+    assert push[:2] == ("FAIL", "push")
+    assert afterwards[:2] == ("pass", "afterwards")
+    assert "the engine serves what it did before" in afterwards[2]
+
+
+def test_doctor_says_when_a_checkpoint_cannot_be_loaded(tmp_path):
+    (tiny_model(tmp_path, layers=1) / "model.safetensors").write_bytes(b"cut off")
+    with server(COMPLETIONS) as url:
+        (model, afterwards) = given_engine(url, tmp_path)
+    assert model[:2] == ("FAIL", "model")
+    assert str(tmp_path) in model[2]
+    assert afterwards == ("skip", "afterwards", "nothing was pushed")
+
+
+def responder(tmp_path: Path, code: str) -> Responder:
+    return Responder("the responder", [sys.executable, "-c", code], {}, tmp_path / "log")
+
+
+def running(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not yet waited for does not."""
+    for _ in range(50):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return False
+        except FileNotFoundError:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_a_child_that_dies_is_an_error_with_the_end_of_its_log(tmp_path):
+    child = responder(tmp_path, "import sys; print('out of luck', file=sys.stderr); input(); sys.exit(3)")
+    try:
+        with pytest.raises(ChildError, match=r"the responder ended with exit code 3(.|\n)*out of luck"):
+            ask([child], {"do": "it"}, timeout_s=30)
+    finally:
+        child.stop()
+
+
+def test_a_child_that_does_not_answer_is_an_error_in_time(tmp_path):
+    child = responder(tmp_path, "import time; time.sleep(100)")
+    started = time.monotonic()
+    try:
+        with pytest.raises(ChildError, match=r"no answer from the responder within 0\.5 s"):
+            ask([child], {}, timeout_s=0.5)
+    finally:
+        child.stop()
+    assert time.monotonic() - started < 10
+
+
+def test_stopping_a_child_ends_what_it_has_started(tmp_path):
+    code = """
+import json, signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+print(json.dumps({"pid": grandchild.pid}), flush=True)
+input()
+sys.exit()
+"""
+    child = responder(tmp_path, code)
+    (answer,) = ask([child], {}, timeout_s=30)
+    child.stop()
+    assert not running(answer["pid"])

@@ -1,0 +1,110 @@
+"""A communicator whose members do not come, or go: nobody waits past its deadline, and no process ends of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from weightsync.control.runtime import Deadline
+from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
+from weightsync.transports.communicator import Communicator, Rendezvous, visit
+
+HOST = "127.0.0.1"
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))]
+
+
+def device_of(kind: str, rank: int) -> torch.device:
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+    return device
+
+
+def still_works(device: torch.device) -> None:
+    """A process that has lost a member goes on, its device too, also once NCCL's watchdog has had its time."""
+    time.sleep(3.0 if device.type == "cuda" else 0.3)
+    assert float(torch.ones(4, device=device).sum()) == 4.0
+
+
+def alone(rank: int, kind: str, ending: str) -> None:
+    """The other member never comes."""
+    device, rendezvous, started = device_of(kind, rank), Rendezvous(HOST), time.monotonic()
+
+    def wait(seconds: float) -> None:
+        time.sleep(seconds)
+        if ending == "news" and time.monotonic() - started > 0.5:
+            raise WeightSyncError("bad news")
+
+    deadline = Deadline(1.5 if ending == "deadline" else 20.0)
+    with pytest.raises(SyncTimeoutError if ending == "deadline" else WeightSyncError) as caught:
+        Communicator(lambda: rendezvous.store(20.0), 0, 2, device, HOST, wait, deadline)
+    assert ("bad news" if ending == "news" else "2 members of a communicator") in str(caught.value)
+    assert time.monotonic() - started < 15.0
+    still_works(device)
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("ending", ["deadline", "news"])
+def test_a_member_that_never_comes(kind: str, ending: str):
+    run_ranks(alone, 1, kind, ending, timeout_s=60)
+
+
+def meet(rank: int, device: torch.device, place: Path, what: str) -> Communicator:
+    """Where `what` is no broadcast, rank 1 will send to rank 0."""
+    deadline = Deadline(20.0)
+    ends = (None, None) if what == "broadcast" else ([], [1]) if rank == 0 else ([0], [])
+    if rank == 0:
+        rendezvous = Rendezvous(HOST)
+        place.with_suffix(".new").write_text(str(rendezvous.port))
+        place.with_suffix(".new").rename(place)
+        return Communicator(lambda: rendezvous.store(20.0), 0, 2, device, HOST, time.sleep, deadline, *ends)
+    while not place.exists():
+        time.sleep(0.01)
+    port = int(place.read_text())
+    return Communicator(lambda: visit(HOST, port, 20.0), rank, 2, device, HOST, time.sleep, deadline, *ends)
+
+
+def lose(rank: int, kind: str, what: str, gone: int, folder: str) -> None:
+    """After one round that works, rank `gone` dies where the other waits for it."""
+    device, place = device_of(kind, rank), Path(folder, "port")
+    communicator = meet(rank, device, place, what)
+    nbytes = 1 << (28 if kind == "cuda" else 22)  # NCCL takes what fits into its buffers also for a dead receiver
+    data = torch.full((nbytes,), rank, dtype=torch.uint8, device=device)
+
+    def begin() -> Any:
+        if what == "broadcast":
+            return communicator.broadcast(data)
+        return communicator.exchange(0, [(data, 0)], []) if rank else communicator.exchange(0, [], [(data, 1)])
+
+    begin().wait(time.sleep, Deadline(20.0), "transfer")
+    assert int(data[-1]) == (1 if what == "send" else 0)
+    if rank == gone:
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        os._exit(0)
+    time.sleep(0.5)
+    started = time.monotonic()
+
+    def wait(seconds: float) -> None:
+        time.sleep(seconds)
+        if time.monotonic() - started > (2.0 if device.type == "cuda" else 0.5):
+            raise PeerError("its connection has closed")  # how the library notices, whatever NCCL does
+
+    with pytest.raises(PeerError):
+        begin().wait(wait, Deadline(20.0), "transfer")
+    communicator.abort()
+    assert time.monotonic() - started < 15.0
+    still_works(device)
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize(("what", "gone"), [("broadcast", 1), ("broadcast", 0), ("send", 1), ("send", 0)])
+def test_a_member_that_dies(kind: str, what: str, gone: int, tmp_path: Path):
+    run_ranks(lose, 2, kind, what, gone, str(tmp_path), timeout_s=60)

@@ -1,0 +1,142 @@
+"""What a sender makes of a transformers model: the tensors of its checkpoint, as views of the model's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+import transformers
+from ranks import run_ranks
+from safetensors.torch import load_file
+from test_source_fsdp import assert_same, rebuilt
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Shard
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Concatenate, Interleave, Transpose, WeightConverter, WeightRenaming
+
+from weightsync.errors import UnsupportedError
+from weightsync.selection import TensorSelection
+from weightsync.sources.fsdp import FsdpSource
+
+
+def sent(model: nn.Module, **selection: object) -> dict[str, torch.Tensor]:
+    """What an unsharded model sends."""
+    source = FsdpSource(TensorSelection(**selection))
+    shards = source.shards(model)
+    assert [piece.meta for piece in shards] == list(source.manifest(model))
+    return {piece.meta.name: piece.tensor for piece in shards}
+
+
+def written(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
+    """What `save_pretrained` writes."""
+    return load_file(tiny_models.save(model, folder) / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", tiny_models.CONFIGS)
+def test_what_is_sent_is_what_save_pretrained_writes(name: str, tmp_path: Path):
+    model = tiny_models.build(name, "A")
+    expected = written(model, tmp_path)
+    found = sent(model)
+    assert_same({key: found.pop(key) for key in expected}, expected)
+    assert not found
+    assert sent(model).keys() == expected.keys()  # once more, from what it remembers
+
+
+def test_experts_are_views_of_the_fused_tensors():
+    model = tiny_models.build("mixtral", "A")
+    fused = model.model.layers[1].mlp.experts
+    found = sent(model)
+    with torch.no_grad():
+        fused.gate_up_proj += 1
+    first, second = (found[f"model.layers.1.block_sparse_moe.experts.3.{part}.weight"] for part in ("w1", "w3"))
+    assert torch.equal(torch.cat([first, second]), fused.gate_up_proj[3])
+
+
+def test_names_of_either_form_are_excluded():
+    model = tiny_models.build("qwen3-moe", "A")
+    rest = sent(model, exclude=("*.layers.0.mlp.experts.gate_up_proj", "*.layers.1.mlp.experts.2.*"))
+    experts = {name.partition(".mlp.experts.")[2] for name in rest if ".layers.1." in name and ".experts." in name}
+    assert experts == {f"{i}.{part}_proj.weight" for i in (0, 1, 3) for part in ("gate", "up", "down")}
+    assert not [name for name in rest if ".layers.0." in name and "gate_proj" in name]
+
+
+def sharded_experts(rank: int, folder: str) -> None:
+    """Two ranks: on the experts' own dimension, on the one along which gate and up lie, flattened, and wrapped."""
+    expected = load_file(Path(folder) / "model.safetensors")
+
+    def check(model: nn.Module) -> None:
+        found = rebuilt(model)
+        assert_same({key: found.pop(key) for key in expected}, expected)
+        assert not found
+
+    check(tiny_models.shard(tiny_models.build("mixtral", "A")))
+    for dim in (1, 2):
+        model = tiny_models.build("mixtral", "A")
+        for layer in model.model.layers:
+            fully_shard(layer.mlp.experts, shard_placement_fn=lambda param, dim=dim: Shard(dim))
+        check(tiny_models.shard(model))
+    for use_orig_params in (True, False):
+        model = tiny_models.build("mixtral", "A")
+        check(
+            FullyShardedDataParallel(
+                model,
+                auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}),
+                use_orig_params=use_orig_params,
+                device_id=torch.device("cpu"),
+            )
+        )
+
+
+def test_sharded_experts_are_those_of_the_checkpoint(tmp_path: Path):
+    tiny_models.save(tiny_models.build("mixtral", "A"), tmp_path)
+    run_ranks(sharded_experts, 2, str(tmp_path))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Conversions that none of the models above has
+
+
+class OddConfig(transformers.PretrainedConfig):
+    model_type = "weightsync_test_odd"
+
+
+class Odd(transformers.PreTrainedModel):
+    config_class = OddConfig
+
+    def __init__(self, config: OddConfig) -> None:
+        super().__init__(config)
+        self.turned = nn.Parameter(torch.rand(2, 3, 4))
+        self.one = nn.Parameter(torch.rand(4))
+        self.other = nn.Parameter(torch.rand(4))
+        self.norm = nn.Parameter(torch.rand(4))
+
+
+def odd(*conversions: object) -> Odd:
+    register_checkpoint_conversion_mapping(OddConfig.model_type, list(conversions), overwrite=True)
+    return Odd(OddConfig())
+
+
+RENAMED = WeightRenaming("^norm_old$", "norm")
+
+
+def test_a_transposed_tensor_is_a_strided_view():
+    model = odd(WeightConverter("flipped", "turned", [Transpose(1, 2)]), RENAMED)
+    found = sent(model)
+    assert list(found) == ["flipped", "one", "other", "norm_old"]
+    assert torch.equal(found["flipped"], model.turned.transpose(1, 2))
+    assert found["flipped"].data_ptr() == model.turned.data_ptr()
+
+
+def test_what_a_checkpoint_has_in_another_form_than_a_view_is_refused():
+    # `Chunk` when it is loaded, and so `Concatenate` when it is saved.
+    joined = WeightConverter("joined", ["one", "other"], [Concatenate(0).reverse_op])
+    with pytest.raises(UnsupportedError, match="computes what it saves") as caught:
+        sent(odd(joined, RENAMED))
+    assert set(caught.value.tensors) == {"one", "other"}
+    assert list(sent(odd(joined, RENAMED), exclude=("one", "other"))) == ["turned", "norm_old"]
+    with pytest.raises(UnsupportedError, match="cannot follow how transformers saves a Odd"):
+        sent(odd(WeightConverter("mixed", "turned", [Interleave(2)])))

@@ -1,0 +1,454 @@
+"""Adapters alone: what is read of a model, how it is delivered, when older ones go, and what an engine then answers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import test_lora
+import tiny_models
+import torch
+import zero
+from ranks import run_ranks
+from safetensors.torch import load_file
+from test_lora import fill_adapters, wrapped
+
+import weightsync.strategies.lora
+from weightsync import (
+    ConfigError,
+    EngineError,
+    LoraAdapter,
+    LoraTransport,
+    PlacementError,
+    UnsupportedError,
+    WeightSync,
+)
+from weightsync.strategies.lora import AdapterFolder
+
+KINDS = ["linear", "rslora", "embedding"]
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In place of /dev/shm, which is everybody's."""
+    path = tmp_path / "memory"
+    path.mkdir()
+    monkeypatch.setattr(weightsync.strategies.lora, "_MEMORY", path)
+    return path
+
+
+class FakeEngine:
+    """An `AdapterEngine` that loads the files and keeps what is in them."""
+
+    host = "127.0.0.1"
+
+    def __init__(self, name: str = "a fake engine", max_lora_rank: int | None = None) -> None:
+        self.name = name
+        self.adapters: dict[str, dict[str, torch.Tensor]] = {}
+        self.in_use: set[str] = set()
+        self.log: list[str] = []
+        self.fails = False
+        self._max_lora_rank = max_lora_rank
+
+    def max_lora_rank(self) -> int | None:
+        return self._max_lora_rank
+
+    def load_adapter(self, adapter: LoraAdapter) -> None:
+        if self.fails:
+            raise EngineError("no memory left for this adapter", who=self.name)
+        self.log.append(f"load {adapter.name}")
+        self.adapters[adapter.name] = load_file(Path(adapter.path) / "adapter_model.safetensors")
+
+    def unload_adapter(self, adapter: LoraAdapter) -> None:
+        if self.adapters.pop(adapter.name, None) is not None:
+            self.log.append(f"unload {adapter.name}")
+
+    def has_adapter(self, adapter: LoraAdapter) -> bool:
+        return adapter.name in self.adapters
+
+    def adapters_in_use(self) -> set[str]:
+        return self.in_use
+
+    def is_alive(self) -> bool:
+        return True
+
+    # `connect` takes what can be pushed weights to.
+    def other(self, *args: Any) -> None:
+        raise AssertionError("nothing but adapters is touched")
+
+    init = start = update = finish = pause = resume = reset_caches = set_version = version = other
+
+
+def in_peft(model: Any) -> dict[str, torch.Tensor]:
+    """What PEFT would save of the active adapter."""
+    state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def assert_holds(engine: FakeEngine, adapter: LoraAdapter | None, expected: dict[str, torch.Tensor]) -> None:
+    assert adapter is not None
+    held = engine.adapters[adapter.name]
+    assert set(held) == set(expected)
+    for name, tensor in held.items():
+        assert tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor, expected[name]), name
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What is written
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_loads_what_it_would_have_saved(kind: str, dtype: torch.dtype, backend: str, tmp_path: Path):
+    model = wrapped(kind, dtype)
+    engine = FakeEngine()
+    with WeightSync(backend, LoraTransport(folder=tmp_path / "run"), engine) as sync:
+        report = sync.push(model)
+    assert sync.adapter is None
+    (path,) = (tmp_path / "run").glob("policy-1-*")
+    expected = in_peft(model)
+    assert_holds(engine, LoraAdapter(path.name, 0, str(path)), expected)
+    assert report.nbytes == sum(tensor.nbytes for tensor in expected.values())
+    loaded = peft.PeftModel.from_pretrained(tiny_models.build("qwen3", "A", dtype), path, autocast_adapter_dtype=False)
+    for name, tensor in in_peft(loaded).items():
+        assert torch.equal(tensor, expected[name])
+    assert loaded.peft_config["default"].inference_mode
+    assert not model.peft_config["default"].inference_mode
+
+
+def test_one_of_several_adapters_is_pushed():
+    model = wrapped("linear")
+    model.add_adapter("other", peft.LoraConfig(r=4, target_modules=["o_proj"]))
+    model.set_adapter("other")
+    fill_adapters(model, "B")
+    engine = FakeEngine()
+    with WeightSync("fsdp", "lora", engine) as sync:
+        sync.push(model)
+        assert_holds(engine, sync.adapter, in_peft_of(model, "other"))
+
+
+def in_peft_of(model: Any, name: str) -> dict[str, torch.Tensor]:
+    return dict(peft.get_peft_model_state_dict(model, adapter_name=name))
+
+
+def both_active() -> Any:
+    model = wrapped("linear")
+    model.add_adapter("other", peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    model.base_model.set_adapter(["default", "other"])
+    return model
+
+
+def merged() -> Any:
+    model = wrapped("linear")
+    model.merge_adapter()
+    return model
+
+
+def rescaled() -> Any:
+    model = wrapped("linear")
+    model.base_model.model.model.layers[0].self_attn.q_proj.set_scale("default", 3.0)
+    return model
+
+
+def begun_otherwise() -> Any:
+    """As `init_lora_weights="pissa"` leaves it, without the time that takes."""
+    model = wrapped("linear")
+    model.peft_config["default"].init_lora_weights = "pissa_niter_4"
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no adapter": (lambda: tiny_models.build("qwen3", "A"), ConfigError, "no LoRA adapter; wrap it"),
+    "two": (both_active, ConfigError, "active: default, other"),
+    "merged": (merged, ConfigError, "merged into the base"),
+    "prompt": (test_lora.with_a_prompt, UnsupportedError, "PROMPT_TUNING"),
+    "dora": (lambda: wrapped("linear", use_dora=True), UnsupportedError, "DoraLinearVariant"),
+    "whole modules": (lambda: wrapped("whole modules"), UnsupportedError, r"modules_to_save=\['lm_head', 'model.norm'"),
+    "bias": (lambda: wrapped("linear", model="qwen2", bias="all"), UnsupportedError, "bias='all'"),
+    "another base": (begun_otherwise, UnsupportedError, "it changes the base's weights"),
+    "ranks": (lambda: wrapped("linear", rank_pattern={"q_proj": 4}), UnsupportedError, r"self_attn.q_proj.*\(4, 4.0\)"),
+    "alphas": (lambda: wrapped("linear", alpha_pattern={"q_proj": 4}), UnsupportedError, r"are \(8, 0.5\)"),
+    "scaled": (rescaled, UnsupportedError, r"layers.0.self_attn.q_proj.*\(8, 6.0\), those of the config \(8, 2.0\)"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_an_engine_cannot_serve_is_refused_before_it_is_called(kind: str, memory: Path):
+    make, error, words = REFUSED[kind]
+    engine = FakeEngine()
+    with WeightSync("fsdp", "lora", engine) as sync, pytest.raises(error, match=words):
+        sync.push(make())
+    assert engine.log == []
+    assert list(memory.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Several ranks
+
+
+def fsdp2(rank: int, folder: Path) -> None:
+    for kind in KINDS:
+        engine = FakeEngine()
+        model = wrapped(kind)
+        whole = in_peft(model)
+        test_lora.shard(model)
+        with WeightSync("fsdp", LoraTransport(folder=folder / kind), engine) as sync:
+            sync.push(model)
+            if rank == 0:
+                assert_holds(engine, sync.adapter, whole)
+            name = sync.adapter.name
+            fill_adapters(model, "B")
+            report = sync.push(model)
+            assert (report.version, sync.adapter.name != name) == (2, True)
+        whole_b = wrapped(kind)
+        fill_adapters(whole_b, "B")
+        if rank == 0:
+            assert_holds(engine, LoraAdapter(list(engine.adapters)[-1], 0, ""), in_peft(whole_b))
+    # One rank cannot push, so none does; and then they can.
+    with WeightSync("fsdp", LoraTransport(folder=folder), engine) as sync:
+        with pytest.raises(ConfigError, match=r"no LoRA adapter.*trainer rank 1"):
+            sync.push(tiny_models.build("qwen3", "A") if rank == 1 else model)
+        assert sync.adapter is None
+        assert sync.push(model).version == 1
+
+
+def zero3(rank: int, folder: Path) -> None:
+    expected = in_peft(wrapped("linear"))
+    trained = zero.initialize(wrapped("linear"), zero.config(3))
+    engine = FakeEngine()
+    with WeightSync("deepspeed", LoraTransport(folder=folder), engine) as sync:
+        sync.push(trained)
+        if rank == 0:
+            assert_holds(engine, sync.adapter, expected)
+        for param in trained.module.parameters():
+            if param.requires_grad:
+                param.ds_tensor.add_(1)  # what a step writes
+        sync.push(trained.module)
+        if rank == 0:
+            assert_holds(engine, sync.adapter, {name: tensor + 1 for name, tensor in expected.items()})
+
+
+def several_ranks(rank: int, folder: Path) -> None:
+    fsdp2(rank, folder)
+    zero3(rank, folder)
+
+
+def test_shards_and_partitions_are_gathered(tmp_path: Path):
+    run_ranks(several_ranks, 2, tmp_path)
+
+
+def see_other_folders(rank: int, folder: Path) -> None:
+    """As on a host that does not have trainer rank 0's memory, or its folder."""
+    engine, model = FakeEngine(), wrapped("linear")
+    seen = weightsync.strategies.lora.check_seen
+    with WeightSync("fsdp", LoraTransport(folder=folder), engine) as sync:
+        if rank == 1:
+            weightsync.strategies.lora.check_seen = lambda path, who: seen(path / "elsewhere", who)
+        with pytest.raises(
+            PlacementError, match=r"rank 1 cannot open .*LoraTransport\(folder=\.\.\.\).*phase save"
+        ) as error:
+            sync.push(model)
+        assert (error.value.who, error.value.phase) == ("trainer rank 1", "save")
+        assert engine.log == []
+        weightsync.strategies.lora.check_seen = seen
+        assert sync.push(model).version == 1
+
+
+def test_a_rank_that_does_not_see_the_folder_fails_the_push_before_an_engine_is_called(tmp_path: Path):
+    run_ranks(see_other_folders, 2, tmp_path)
+    assert names_in(tmp_path) == ["policy-1"]
+    assert not list(tmp_path.glob(".incoming*"))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# From one version to the next
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return wrapped("linear")
+
+
+def names_in(folder: Path) -> list[str]:
+    """The adapters that lie in a folder, or in the trainer's own in memory, without the numbers at their ends."""
+    return sorted(path.name.rpartition("-")[0] for path in folder.rglob("policy-*"))
+
+
+def test_older_adapters_go_after_their_last_request(model: Any, memory: Path):
+    engine = FakeEngine()
+    loaded = lambda: [name.rpartition("-")[0] for name in engine.adapters]  # noqa: E731
+    with WeightSync("fsdp", "lora", engine) as sync:
+        sync.push(model)
+        first = sync.adapter
+        assert first is not None
+        assert oct(Path(first.path).parent.stat().st_mode & 0o777) == "0o700"
+        engine.in_use = {first.name}
+        for _ in range(3):
+            sync.push(model)
+        assert loaded() == ["policy-1", "policy-3", "policy-4"]
+        engine.in_use = set()
+        sync.push(model)
+        assert loaded() == ["policy-4", "policy-5"]
+        # Whoever has asked for one just now still finds its files, for one push more.
+        assert names_in(memory) == ["policy-1", "policy-3", "policy-4", "policy-5"]
+        engine.in_use = {first.name}
+        sync.push(model)
+        assert names_in(memory) == ["policy-1", "policy-4", "policy-5", "policy-6"]
+        assert sync.push(model, version=20).version == 20
+        with pytest.raises(ConfigError, match="version 20 is not newer than 20"):
+            sync.push(model, version=20)
+        engine.in_use = set()
+    assert engine.adapters == {}
+    assert list(memory.iterdir()) == []
+
+
+def test_files_in_use_outlive_their_trainer_and_are_removed_by_the_next(model: Any, memory: Path):
+    engine = FakeEngine()
+    with WeightSync("fsdp", "lora", engine) as sync:
+        sync.push(model)
+        old = sync.adapter
+        engine.in_use = {old.name}
+    assert names_in(memory) == ["policy-1"]
+    (memory / "weightsync-lora-of-one-that-was-killed").mkdir()
+    with (
+        WeightSync("fsdp", LoraTransport(keep_last=1), engine) as sync,
+        WeightSync("fsdp", "lora", FakeEngine()) as other,
+    ):
+        sync.push(model)
+        other.push(model)  # it leaves alone what a living trainer has
+        assert Path(old.path).exists()
+        engine.in_use = set()
+        sync.push(model)
+        sync.push(model)
+        assert not Path(old.path).parent.exists()
+        assert names_in(memory) == ["policy-1", "policy-2", "policy-3"]
+        assert len(list(memory.iterdir())) == 2
+    assert list(memory.iterdir()) == []
+
+
+def test_a_folder_keeps_adapters_and_their_versions(model: Any, tmp_path: Path):
+    transport = LoraTransport(folder=tmp_path / "run")
+    engine = FakeEngine()
+    for count in (2, 1):
+        with WeightSync("fsdp", transport, engine) as sync:
+            for _ in range(count):
+                sync.push(model)
+            other = WeightSync("fsdp", transport, FakeEngine())
+            with pytest.raises(ConfigError, match="another trainer writes adapters to"):
+                other.push(model)
+        assert len(engine.adapters) == 2
+    assert [name.rpartition("-")[0] for name in engine.adapters] == ["policy-2", "policy-3"]
+    (tmp_path / "run" / ".incoming-of-one-that-was-killed").mkdir()
+    with WeightSync("fsdp", transport, engine) as sync:
+        sync.push(model)
+        sync.push(model)
+    assert names_in(tmp_path / "run") == ["policy-3", "policy-4", "policy-5"]
+    assert not list((tmp_path / "run").glob(".incoming*"))
+
+
+def test_an_adapter_that_somebody_has_removed_keeps_no_other(model: Any, memory: Path):
+    engine = FakeEngine()
+    with WeightSync("fsdp", LoraTransport(keep_last=1), engine) as sync:
+        sync.push(model)
+        assert sync.adapter is not None
+        shutil.rmtree(sync.adapter.path)
+        for _ in range(4):
+            sync.push(model)
+        assert [name.rpartition("-")[0] for name in engine.adapters] == ["policy-5"]
+        assert names_in(memory) == ["policy-4", "policy-5"]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What goes wrong
+
+
+def test_a_folder_that_cannot_be_read_at_first_keeps_its_versions(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with WeightSync("fsdp", LoraTransport(folder=tmp_path), FakeEngine()) as sync:
+        sync.push(model, version=7)
+
+    def stale(folder: AdapterFolder) -> list[Path]:
+        raise OSError("stale file handle")
+
+    with WeightSync("fsdp", LoraTransport(folder=tmp_path), FakeEngine()) as sync:
+        with monkeypatch.context() as patch:
+            patch.setattr(AdapterFolder, "earlier", stale)
+            with pytest.raises(PlacementError, match=r"cannot read the adapters in .*: stale file handle"):
+                sync.push(model)
+        assert sync.push(model).version == 8
+
+
+def test_one_engine_that_fails_fails_the_push(model: Any, memory: Path):
+    first, second = FakeEngine("engine A"), FakeEngine("engine B")
+    with WeightSync("fsdp", "lora", [first, second]) as sync:
+        assert [worker.name for worker in sync.push(model).workers] == ["engine A", "engine B"]
+        good = sync.adapter
+        second.fails = True
+        with pytest.raises(EngineError, match=r"no memory left.* taken back from engine A.*\[engine B, phase load\]"):
+            sync.push(model)
+        assert sync.adapter == good
+        assert list(first.adapters) == list(second.adapters) == [good.name]
+        assert names_in(memory) == ["policy-1"]
+        second.fails = False
+        assert sync.push(model).version == 2
+        assert len(first.adapters) == len(second.adapters) == 2
+
+
+def test_a_rank_that_is_too_high_is_refused_before_anything_is_written(model: Any, memory: Path):
+    with (
+        WeightSync("fsdp", "lora", [FakeEngine(max_lora_rank=8), FakeEngine("small", max_lora_rank=4)]) as sync,
+        pytest.raises(ConfigError, match=r"rank 8, and the engine was started for at most 4.*small"),
+    ):
+        sync.push(model)
+    assert list(memory.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_used(model: Any, tmp_path: Path):
+    (tmp_path / "file").touch()
+    with (
+        WeightSync("fsdp", LoraTransport(folder=tmp_path / "file" / "run"), FakeEngine()) as sync,
+        pytest.raises(PlacementError, match="cannot write adapters to"),
+    ):
+        sync.push(model)
+
+
+def test_a_folder_that_could_not_be_used_is_free_again(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / ".incoming-0").mkdir()
+
+    def refuse(path: Path) -> None:
+        raise OSError("device or resource busy")
+
+    with WeightSync("fsdp", LoraTransport(folder=tmp_path), FakeEngine()) as sync:
+        with monkeypatch.context() as patch:
+            patch.setattr(weightsync.strategies.lora.shutil, "rmtree", refuse)
+            with pytest.raises(PlacementError, match="busy"):
+                sync.push(model)
+        assert sync.push(model).version == 1
+
+
+def test_engines_that_cannot_take_adapters(model: Any):
+    elsewhere = FakeEngine()
+    elsewhere.host = "192.0.2.1"  # nobody has it
+    with WeightSync("fsdp", "lora", elsewhere) as sync, pytest.raises(PlacementError, match="give a folder that both"):
+        sync.push(model)
+    without = test_lora.FakeEngine(test_lora.ModuleHost(test_lora.Head, test_lora.Head().state_dict()))
+    with WeightSync("fsdp", "lora", without) as sync, pytest.raises(UnsupportedError, match="takes no adapters"):
+        sync.push(model)
+
+
+def test_arguments_that_cannot_work():
+    for options in ({"backend": "megatron"}, {"backend": "fsdp", "quantize": "fp8"}):
+        with pytest.raises(ConfigError, match="adapters are those of PEFT"):
+            WeightSync(transport="lora", **options)
+    with pytest.raises(ConfigError, match="keep_last=0"):
+        LoraTransport(keep_last=0)
+    for name in ("", "a/b", ".hidden", "a b"):
+        with pytest.raises(ConfigError, match="part of a file's name"):
+            LoraTransport(name=name)

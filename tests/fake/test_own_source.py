@@ -1,0 +1,166 @@
+"""What every weight source promises of `shards`, and a source of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Any
+
+import peft
+import pytest
+import torch
+from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from weightsync import TensorSelection, WeightSync
+from weightsync.errors import ConfigError
+from weightsync.planning.layout import Box, Manifest, TensorMeta
+from weightsync.sources import open_source
+from weightsync.sources.base import Snapshot, TensorShard
+from weightsync.sources.quantize import QuantizingSource
+
+
+class DictSource:
+    """Tensors that a trainer keeps in a dict."""
+
+    def manifest(self, model: dict[str, torch.Tensor]) -> Manifest:
+        return Manifest(tuple(TensorMeta(name, tuple(t.shape), "float32") for name, t in model.items()))
+
+    def shards(self, model: dict[str, torch.Tensor]) -> list[TensorShard]:
+        metas = self.manifest(model)
+        return [TensorShard(meta, Box.full(meta.shape), model[meta.name]) for meta in metas]
+
+    def gather(self, names: Sequence[str]) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_a_source_of_ones_own_is_pushed_from(transport: str) -> None:
+    host = ModuleHost(TinyEngineModel, checkpoint(1))
+    tensors = checkpoint(2)
+    with closing(FakeEngine(host)) as engine, WeightSync(DictSource(), transport, engine, timeout_s=30.0) as sync:
+        for seed in (2, 3):
+            for name, tensor in checkpoint(seed).items():
+                tensors[name].copy_(tensor)
+            sync.push(tensors)
+            assert all(map(torch.equal, host.live.parameters(), cold(checkpoint(seed)).parameters()))
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "words"),
+    [
+        (object(), {}, "or give an object with the methods of weightsync.sources.base.WeightSource"),
+        (DictSource(), {"vocab_size": 5}, 'are for backend="megatron"'),
+        (DictSource(), {"selection": TensorSelection(exclude=("*",))}, "decides what travels"),
+        (DictSource(), {"selection": TensorSelection(buffers=False)}, "decides what travels"),
+    ],
+)
+def test_open_source_with_what_has_no_effect_raises(backend: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        open_source(backend, options.pop("selection", TensorSelection()), **options)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+
+
+def adapted() -> nn.Module:
+    config = peft.LoraConfig(r=2, target_modules=["0", "1"], init_lora_weights=False)
+    return peft.get_peft_model(network(), config)
+
+
+def quantizing() -> QuantizingSource:
+    inner = open_source("fsdp", TensorSelection())
+    return QuantizingSource(inner, "int8", TensorSelection(), wait=lambda seconds: None, timeout_s=1.0)
+
+
+class Export:
+    def export_weights(self, chunks: list[nn.Module]) -> Any:
+        return iter(chunks[0].state_dict().items())
+
+
+SOURCES: dict[str, tuple[Callable[[], Any], Callable[[], nn.Module]]] = {
+    "fsdp": (lambda: open_source("fsdp", TensorSelection()), network),
+    "adapted": (lambda: open_source("fsdp", TensorSelection()), adapted),
+    "quantised": (quantizing, network),
+    "bridge": (lambda: open_source("megatron", TensorSelection(), bridge=Export()), network),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_shards_of_a_model_that_has_not_moved_are_the_same_list(kind: str) -> None:
+    make, build = SOURCES[kind]
+    source, model = make(), build()
+    first = source.shards(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    manifest = source.manifest(model)
+    assert source.shards(model) is first
+    assert {shard.meta for shard in first} <= set(manifest)
+    assert first
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "adapted"])
+@pytest.mark.parametrize("change", ["memory", "trains", "selection"])
+def test_shards_of_a_model_that_has_changed_are_another_list(kind: str, change: str) -> None:
+    make, build = SOURCES[kind]
+    source, model = make(), build()
+    first = source.shards(model)
+    weight = model.get_parameter("1.weight" if kind == "fsdp" else "base_model.model.0.base_layer.bias")
+    if change == "memory":
+        weight.data = weight.data.clone()
+    elif change == "trains":
+        weight.requires_grad_(not weight.requires_grad)
+    else:
+        source.selection = TensorSelection(exclude=("0.bias",))
+    second = source.shards(model)
+    assert second is not first
+    assert source.shards(model) is second
+
+
+def test_shards_after_close_are_read_anew() -> None:
+    source, model = open_source("fsdp", TensorSelection()), network()
+    first = source.shards(model)
+    source.close()
+    assert source.shards(model) is not first
+
+
+def look_twice_at_flat_parameters(rank: int) -> None:
+    model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
+    source = open_source("fsdp", TensorSelection())
+    first = source.shards(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    assert source.shards(model) is first
+    assert first
+
+
+def test_shards_of_flat_parameters_are_the_same_list() -> None:
+    run_ranks(look_twice_at_flat_parameters, 2)
+
+
+def test_a_snapshot_is_read_again_when_marks_differ_are_none_or_reading_failed() -> None:
+    snapshot: Snapshot[list[int]] = Snapshot()
+    reads: list[int] = []
+
+    def read() -> list[int]:
+        reads.append(len(reads))
+        return [reads[-1]]
+
+    def fail() -> list[int]:
+        raise LookupError
+
+    found = [snapshot.of(marks, read) for marks in (1, 1, 2, None, None, 2)]
+    assert found == [[0], [0], [1], [2], [3], [4]]
+    with pytest.raises(LookupError):
+        snapshot.of(3, fail)
+    assert snapshot.of(3, read) == [5]
+    snapshot.clear()
+    assert snapshot.of(3, read) == [6]

@@ -1,0 +1,117 @@
+"""What is installed, and what lies at the top of the repository."""
+
+from __future__ import annotations
+
+import configparser
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import weightsync
+
+ROOT = Path(__file__).resolve().parents[2]
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+
+TOP_LEVEL = {
+    ".ci",
+    ".gitignore",
+    "CHANGELOG.md",
+    "LICENSE",
+    "Makefile",
+    "README.md",
+    "benchmarks",
+    "docs",
+    "examples",
+    "pyproject.toml",
+    "setup.py",
+    "tests",
+    "weightsync",
+}
+
+ENTRY_POINTS = {
+    "console_scripts": {"weightsync": "weightsync.tools.cli:main"},
+    "vllm.general_plugins": {"weightsync": "weightsync.vllm.plugin:register"},
+}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel, built from a copy so that nothing of an earlier build gets in and nothing is left behind."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    shutil.copytree(ROOT / "weightsync", source / "weightsync", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
+    subprocess.run(command, check=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_wheel_holds_every_module(wheel: Path):
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "weightsync").rglob("*.py")}
+    assert held == modules | {"weightsync/py.typed"}
+
+
+def test_wheel_metadata(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        (info,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+        entry_points = configparser.ConfigParser(delimiters=["="])
+        entry_points.read_string(archive.read(f"{info}/entry_points.txt").decode())
+        metadata = archive.read(f"{info}/METADATA").decode()
+        license_text = archive.read(f"{info}/licenses/LICENSE").decode()
+    assert {group: dict(entry_points[group]) for group in entry_points.sections()} == ENTRY_POINTS
+    assert f"\nVersion: {weightsync.__version__}\n" in metadata, "setup.py and weightsync/__init__.py must agree"
+    assert "\nLicense-Expression: Apache-2.0\n" in metadata
+    assert "Apache License" in license_text
+
+
+def test_wheel_installs_and_imports(wheel: Path, tmp_path: Path):
+    subprocess.run([*PIP, "install", "--no-deps", "--target", str(tmp_path), str(wheel)], check=True)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import weightsync; print(weightsync.__file__)"
+    printed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert printed.stdout.strip() == str(tmp_path / "weightsync" / "__init__.py")
+
+
+def test_entry_points_lead_somewhere():
+    for group, points in ENTRY_POINTS.items():
+        for name, target in points.items():
+            found = {point.value: point for point in importlib.metadata.entry_points(group=group, name=name)}
+            assert target in found, (
+                f"this Python has no entry point {name} = {target} in {group}, so neither the command nor vLLM finds "
+                "weightsync: run `pip install --no-deps --no-build-isolation -e .`"
+            )
+            assert callable(found[target].load())
+
+
+def test_top_level_of_the_repository():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    tracked = {name.split("/")[0] for name in listed.split("\0") if name}
+    lock_files = {name for name in tracked if name.startswith("requirements-") and name.endswith(".lock")}
+    assert lock_files == {"requirements-cpu.lock", "requirements-gpu.lock"}
+    assert tracked - lock_files == TOP_LEVEL
+
+
+def test_lock_files_pin_every_package():
+    for lock in sorted(ROOT.glob("*.lock")):
+        lines = [line for line in lock.read_text().splitlines() if not line.startswith("#")]
+        names = [line.split("==")[0] for line in lines]
+        assert all(line.count("==") == 1 for line in lines), f"{lock.name} has a line that is not name==version"
+        assert names == sorted(set(names)), f"{lock.name} is not sorted, or has a package twice"
+        assert not {"torchvision", "torchaudio", "torchcodec"} & set(names), f"{lock.name}: its head says why not"
+
+
+def test_a_vllm_that_takes_no_plug_in_starts_nevertheless(tmp_path: Path):
+    factory = tmp_path / "vllm" / "distributed" / "weight_transfer" / "factory.py"
+    factory.parent.mkdir(parents=True)
+    factory.write_text("class WeightTransferEngineFactory:\n    def register_engine(other): ...\n")
+    code = f"import sys; sys.path[:0] = {[str(tmp_path), str(ROOT)]}; import weightsync.vllm.plugin as p; p.register()"
+    subprocess.run([sys.executable, "-c", code], check=True)

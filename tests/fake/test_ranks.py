@@ -1,0 +1,256 @@
+"""The trainer's ranks as one group: what one knows all know, and what fails on one fails on all."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+
+from weightsync.control.ranks import Ranks, _broadcast_text
+from weightsync.control.runtime import Deadline
+from weightsync.errors import (
+    ConfigError,
+    DigestError,
+    ManifestError,
+    PeerError,
+    SyncTimeoutError,
+    WeightSyncError,
+)
+
+RANKS = 3
+
+
+@contextmanager
+def group_of(rank: int, timeout_s: float = 60.0) -> Iterator[Ranks]:
+    """Collective: every rank calls this."""
+    group = Ranks(timeout_s)
+    try:
+        group.begin("connect")
+        assert (group.listener is None) == (rank > 0)
+        yield group
+    finally:
+        group.disconnect()
+
+
+def outcome(group: Ranks, work: Callable[[], Any]) -> WeightSyncError:
+    """What a push would raise here when `work` fails."""
+    try:
+        work()
+    except WeightSyncError as error:
+        return group.agree_on(error)
+    raise AssertionError("it did not fail")
+
+
+def steps(group: Ranks) -> None:
+    """Collective: what a push does, until somebody fails."""
+    for _ in range(100):
+        group.gather(None, "gather")
+        group.broadcast(None, "gather")
+
+
+def raising(error: Exception) -> Callable[[], Any]:
+    def work() -> None:
+        raise error
+
+    return work
+
+
+def test_alone_there_is_nobody_to_talk_to():
+    group = Ranks(5.0)
+    group.begin("connect")
+    assert (group.rank, group.size) == (0, 1)
+    assert group.gather({"a": 1}, "plan") == [{"a": 1}]
+    assert group.broadcast({"a": 1}, "plan") == {"a": 1}
+    started = time.monotonic()
+    group.wait(0.05)
+    assert time.monotonic() - started >= 0.05
+    error = DigestError("m")
+    assert group.agree_on(error) is error
+    group.disconnect()
+
+
+def test_values_reach_every_rank():
+    run_ranks(_values, RANKS)
+
+
+def _values(rank: int) -> None:
+    with group_of(rank) as group:
+        assert (group.rank, group.size, group.host) == (rank, RANKS, "127.0.0.1")
+        for value in ([rank, None, "x" * rank], {"of": rank}, bytes([rank]) * (2 << 20)):
+            gathered = group.gather(value, "plan")
+            assert type(gathered) is list
+            if rank == 0:
+                assert gathered[0] == value
+                assert len(gathered) == RANKS
+            else:
+                assert gathered == []
+            shared = group.broadcast(gathered, "plan")
+            assert shared[rank] == value
+        group.wait(0.01)
+        group.gather(None, "plan")  # so that rank 0 does not leave while others are idle
+        assert group.broadcast("zero" if rank == 0 else "ignored", "plan") == "zero"
+        # Rank 0 may be away for longer than the others would wait for an engine: its own waits have deadlines.
+    with group_of(rank) as group:
+        group.timeout_s = 0.5
+        if rank == 0:
+            time.sleep(0.7)
+        assert group.broadcast(7, "load") == 7
+        group.timeout_s = 0.1
+        if rank == 0:
+            time.sleep(1.0)
+        assert group.broadcast(7, "load", away_s=20.0) == 7
+
+
+def test_one_ranks_failure_is_everybodys():
+    run_ranks(_failures, RANKS)
+
+
+def _failures(rank: int) -> None:
+    for failing in range(RANKS):
+        # In the middle of a step, and in a wait that polls.
+        for wait in (steps, idle_for_long):
+            with group_of(rank) as group:
+                error = ManifestError("rows differ", missing=["a"], who=f"trainer rank {failing}", phase="plan")
+                started = time.monotonic()
+                raised = outcome(group, raising(error) if rank == failing else lambda g=group, w=wait: w(g))
+                assert type(raised) is ManifestError
+                assert str(raised) == f"rows differ [trainer rank {failing}, phase plan]"
+                assert raised.missing == ["a"]
+                assert time.monotonic() - started < 30
+    # Several at once: all raise one of them, the same one.
+    for _ in range(5):
+        with group_of(rank) as group:
+            mine = [ConfigError("zero"), DigestError("one"), ManifestError("two")][rank]
+            raised = outcome(group, raising(mine))
+        assert_agreed(rank, raised)
+    for _ in range(5):
+        with group_of(rank) as group:
+            mine = [None, DigestError("one"), ManifestError("two")][rank]
+            raised = outcome(group, lambda g=group: steps(g)) if mine is None else outcome(group, raising(mine))
+        assert str(raised) in ("one", "two")
+        assert_agreed(rank, raised)
+
+
+def idle_for_long(group: Ranks) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        group.wait(0.001)
+
+
+def assert_agreed(rank: int, raised: WeightSyncError) -> None:
+    with group_of(rank) as group:
+        said = group.broadcast(group.gather(raised.to_fields(), "test"), "test")
+    assert said == [said[0]] * RANKS
+
+
+def test_a_rank_that_dies_is_named():
+    run_ranks(_death, RANKS, 2)
+
+
+def _death(rank: int, dying: int) -> None:
+    with group_of(rank) as group:
+        group.broadcast(group.gather(rank, "plan"), "plan")
+        if rank == dying:
+            os._exit(0)
+        started = time.monotonic()
+        raised = outcome(group, lambda: steps(group))
+        assert isinstance(raised, PeerError)
+        assert f"trainer rank {dying} closed its connection" in str(raised)
+        assert raised.who == f"trainer rank {dying}"
+        assert time.monotonic() - started < 30
+    os._exit(0)  # the default group waits for the dead
+
+
+def test_the_death_of_rank_0_is_noticed():
+    run_ranks(_death_of_the_root, RANKS)
+
+
+def _death_of_the_root(rank: int) -> None:
+    with group_of(rank) as group:
+        if rank == 0:
+            os._exit(0)
+        started = time.monotonic()
+        raised = outcome(group, lambda: steps(group))
+        assert isinstance(raised, PeerError)
+        assert "trainer rank 0 closed its connection" in str(raised)
+        assert time.monotonic() - started < 30
+    os._exit(0)
+
+
+def test_a_rank_that_does_not_come_is_missed(tmp_path: Path):
+    run_ranks(_absence, RANKS, tmp_path)
+
+
+def _absence(rank: int, folder: Path) -> None:
+    if rank == 2:
+        # It takes part in the default group's step, so that this stays in order, and then never connects.
+        _broadcast_text("", Deadline(60))
+    else:
+        with (
+            pytest.raises(SyncTimeoutError, match=r"trainer ranks \(1 of 2 have connected"),
+            group_of(rank, 1.0) as group,
+        ):
+            group.broadcast(None, "plan")
+    dist.barrier()
+    # And everything is in order again.
+    with group_of(rank) as group:
+        assert group.broadcast(3, "plan") == 3
+    told = [Path(folder, f"told-{other}") for other in (1, 2)]
+    if rank == 0:
+        wait_for(lambda: all(path.exists() for path in told))
+    else:
+        with pytest.raises(SyncTimeoutError, match="every rank must call push") as raised:
+            Ranks(1.0).begin("connect")
+        assert raised.value.waiting_for == ["trainer rank 0"]
+        told[rank - 1].touch()
+        wait_for(lambda: all(path.exists() for path in told))
+    os._exit(0)  # a step of the default group is left open
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = Deadline(60)
+    while not condition():
+        assert not deadline.passed()
+        time.sleep(0.01)
+
+
+def test_a_rank_that_begins_alone_is_told_so():
+    run_ranks(_alone, 2)
+
+
+@contextmanager
+def begun(group: Ranks) -> Iterator[None]:
+    group.begin("plan")
+    yield
+
+
+def _alone(rank: int) -> None:
+    for absent in (0, 1):
+        with group_of(rank, 1.0) as group:
+            with begun(group):
+                group.gather(None, "plan")
+            if rank != absent:
+                silence = f"trainer rank {absent} within 1 s: every rank must call push"
+                with pytest.raises(SyncTimeoutError, match=silence), begun(group):
+                    group.gather(None, "plan")
+            dist.barrier()
+
+
+def test_an_address_at_which_rank_0_cannot_listen_is_an_error_on_every_rank():
+    run_ranks(_no_address, RANKS)
+
+
+def _no_address(rank: int) -> None:
+    os.environ["MASTER_ADDR"] = "::1"  # IPv4 is what we listen on; no name server is asked
+    with pytest.raises(PeerError, match="cannot listen"), group_of(rank):
+        pass
+    os.environ["MASTER_ADDR"] = "localhost"
+    with group_of(rank) as group:
+        assert group.broadcast(1, "plan") == 1

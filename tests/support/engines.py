@@ -1,0 +1,370 @@
+"""Real vLLM engines, and trainers of two ranks, in processes of their own, so that pytest's process stays free of vLLM.
+
+    engines   one process that imports vLLM once and holds one engine at a time (with TP=1 inside of it)
+    trainers  two processes with gloo, for FSDP2; rank 0 reaches the engine in the other process
+
+A test module gets both as fixtures with `pytest_plugins = ["engine_fixtures"]`; they last for the whole run. What runs
+in these processes are module-level functions of the tests, which get the process's `Engines` or `Trainer` as their
+first argument.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import threading
+import time
+import traceback
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import tiny_models
+from ranks import FORKSERVER
+
+from weightsync.errors import EngineUnreachableError, SyncTimeoutError
+
+TIMEOUT_S = 60.0
+ANSWER_TOKENS = 4
+"""Every weight has a part in the first one's log-probabilities, and the cache of keys and values in the others."""
+PROMPTS = [[5, 6, 7, 8], [9, 9, 3], [(7 * i * i + 11) % 251 for i in range(40)]]
+
+Answer = list[tuple[list[int], list[dict[int, float]]]]
+"""For each prompt: the token ids, and at each of them the log-probabilities of the likeliest tokens."""
+
+
+def assert_same(found: Answer, expected: Answer, what: str) -> None:
+    """Token ids and log-probabilities are equal to the bit."""
+    for number, ((tokens, logprobs), (cold_tokens, cold_logprobs)) in enumerate(zip(found, expected, strict=True)):
+        assert tokens == cold_tokens, f"{what}: prompt {number} was answered {tokens}, the cold engine {cold_tokens}"
+        for at, (one, other) in enumerate(zip(logprobs, cold_logprobs, strict=True)):
+            assert one == other, f"{what}: prompt {number}, token {at}: log-probabilities {one}, cold {other}"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# A process that does what it is told
+
+
+class Remote:
+    """A process that makes a `kind(*args)` and then runs functions on it, one at a time, until `close`."""
+
+    def __init__(self, kind: Callable[..., Any], *args: Any) -> None:
+        self._connection, theirs = FORKSERVER.Pipe()
+        # Not a daemon: those must not have processes of their own, and engines have.
+        self._process = FORKSERVER.Process(target=_main, args=(theirs, kind, args), daemon=False)
+        self._process.start()
+        theirs.close()
+
+    def begin(self, fn: Callable[..., Any], *args: Any) -> None:
+        """Let the process run `fn(its object, *args)`; `result` gives what it returned."""
+        self._connection.send((fn, args))
+
+    def result(self, timeout_s: float = 300.0) -> Any:
+        if not self._connection.poll(timeout_s):
+            self.close()
+            raise AssertionError(f"no answer from process {self._process.pid} within {timeout_s:g} s; it was ended")
+        try:
+            error, value = self._connection.recv()
+        except EOFError:
+            self._process.join(10)
+            raise AssertionError(f"process {self._process.pid} ended with {self._process.exitcode}") from None
+        if error is None:
+            return value
+        error.add_note(f"In process {self._process.pid}:\n{value}")
+        raise error
+
+    def call(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> Any:
+        self.begin(fn, *args)
+        return self.result(timeout_s)
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.join(30)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(10)
+
+
+def _main(commands: Connection, kind: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
+    subject = kind(*args)
+    try:
+        while True:
+            for connection in wait([commands, *subject.connections]):
+                assert isinstance(connection, Connection)
+                connection.send(_outcome(subject, *connection.recv()))
+    except (EOFError, OSError):
+        pass  # whoever told us what to do has closed its end
+    finally:
+        subject.close()
+
+
+def _outcome(subject: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Exception | None, Any]:
+    try:
+        return None, fn(subject, *args)
+    except Exception as error:
+        text = traceback.format_exc()
+        try:
+            multiprocessing.reduction.ForkingPickler.dumps(error)
+        except Exception:
+            error = AssertionError(f"{type(error).__name__}: {error}")
+        return error, text
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Engines
+
+
+class Engines:
+    """Lives in the engines' process: one engine at a time. What engines that were started cold have answered is kept in
+    the folder `known`, which all processes of a run share."""
+
+    def __init__(self, folder: Path, known: Path, calls: Connection) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an `LLM` with one worker lives in this process
+        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # below, it warns of everything that these models lack
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, which take longer to clear than all else to start
+        import vllm
+        from vllm.v1.executor import multiproc_executor
+
+        if vllm.platforms.current_platform.is_cpu():
+            # Workers of an engine with TP=2 start as clean as by "spawn", and need not import all of vLLM again.
+            forkserver = multiprocessing.get_context("forkserver")
+            forkserver.set_forkserver_preload(["vllm.v1.worker.cpu_worker", "weightsync.vllm.engine"])
+            multiproc_executor.get_mp_context = lambda: forkserver
+        self.connections = [calls]  # from trainers in other processes: calls of `PipeEngine`
+        self.llm: Any = None
+        self.model: Any = None  # a trainer in this process
+        self.sync: Any = None
+        self._vllm = vllm
+        self._folder = folder
+        self._running: tuple[Any, ...] = ()
+        self._known = known
+
+    def serve(self, model: str, tp: int = 1, **options: Any) -> dict[str, Answer]:
+        """Have an engine running that was started from the weights "A" of `model`, and that may have been pushed to
+        since. Gives what engines that were started cold from the weights "A" and "B" answer."""
+        key = (model, tp, repr(options))
+        files = {w: self._known / f"{zlib.crc32(repr((key, w)).encode()):08x}.json" for w in ("B", "A")}
+        if self._running != key:
+            # Both before an engine starts: where vLLM runs transformers' own classes, it changes them in its process.
+            folders = {weights: self.checkpoint(model, weights) for weights in files}
+            for weights, file in files.items():
+                if weights == "A" or not file.exists():
+                    self.start(folders[weights], tensor_parallel_size=tp, **options)
+                    note(self.ask(), file)
+            self._running = key
+        return {weights: noted(file) for weights, file in files.items()}
+
+    def checkpoint(self, model: str, weights: str) -> Path:
+        folder = self._folder / f"{model}-{weights}"
+        return folder if folder.exists() else tiny_models.save(tiny_models.build(model, weights), folder)
+
+    def start(self, checkpoint: Path, **options: Any) -> None:
+        """Start an `LLM`, `self.llm`, after ending the one that runs."""
+        self.end()
+        gc.freeze()  # vLLM collects garbage five times as it starts, and would look through all that is imported
+        self.llm = self._vllm.LLM(**{**self.options(checkpoint), **options})
+
+    def ask(self) -> Answer:
+        return [answer_of(self.generate(prompt)) for prompt in PROMPTS]
+
+    def generate(self, prompt: list[int]) -> Any:
+        """VLLM's own output. One prompt at a time: what else is in a batch may change the last bits."""
+        (output,) = self.llm.generate([{"prompt_token_ids": prompt}], self.sampling(ANSWER_TOKENS), use_tqdm=False)
+        return output
+
+    def sampling(self, max_tokens: int) -> Any:
+        return self._vllm.SamplingParams(
+            max_tokens=max_tokens, temperature=0, logprobs=5, ignore_eos=True, detokenize=False
+        )
+
+    def options(self, checkpoint: Path) -> dict[str, Any]:
+        """How every engine of the tests is started."""
+        know_class(checkpoint)
+        return {
+            "model": str(checkpoint),
+            "dtype": "bfloat16",
+            "enforce_eager": True,
+            "max_model_len": 256,
+            "kv_cache_memory_bytes": 64 * 2**20,
+            "skip_tokenizer_init": True,
+            "disable_log_stats": True,
+            "weight_transfer_config": {"backend": "weightsync"},
+        }
+
+    def live_model(self) -> Any:
+        """The module that an engine in this process runs."""
+        worker = self.llm.llm_engine.model_executor.driver_worker.worker
+        return worker.model_runner.model
+
+    def end(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.release()  # whoever holds an engine keeps it alive, and its end then disturbs the next one
+        if self.llm is not None:
+            self.llm, self._running = None, ()
+            cleanup_dist_env_and_memory()
+
+    close = end
+
+    def release(self) -> None:
+        """Let the trainer in this process go."""
+        if self.sync is not None:
+            self.sync.close()
+        self.sync = self.model = None
+
+
+def note(answer: Answer, file: Path) -> None:
+    """Keep an answer; floats in JSON are exact."""
+    draft = file.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(answer))
+    draft.rename(file)  # another process may write the same
+
+
+def noted(file: Path) -> Answer:
+    rows = json.loads(file.read_text())
+    return [(tokens, [{int(t): p for t, p in at.items()} for at in logprobs]) for tokens, logprobs in rows]
+
+
+def know_class(checkpoint: Path) -> None:
+    """Look at the class of a checkpoint's model in this process. VLLM looks at an architecture that is new to the
+    machine in a process of its own, which takes 10 s for each."""
+    from transformers import AutoConfig
+    from vllm import ModelRegistry
+
+    (architecture,) = AutoConfig.from_pretrained(checkpoint).architectures
+    ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+
+
+def answer_of(output: Any) -> tuple[list[int], list[dict[int, float]]]:
+    completion = output.outputs[0]
+    logprobs = [{token: row.logprob for token, row in rows.items()} for rows in completion.logprobs]
+    return list(completion.token_ids), logprobs
+
+
+class PipeEngine:
+    """An `Engine` of `weightsync.engines` for a trainer in another process than the `LLM` of an `Engines`."""
+
+    host = "127.0.0.1"
+
+    def __init__(self, calls: Connection) -> None:
+        self.name = "the engine in the other process"
+        self._calls = calls
+        self._one_at_a_time = threading.Lock()
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        self._call("init", init_info)
+
+    def start(self) -> None:
+        self._call("start")
+
+    def update(self, update_info: dict[str, Any]) -> None:
+        self._call("update", update_info)
+
+    def finish(self, version: str) -> None:
+        self._call("finish", version)
+
+    def pause(self, mode: str) -> None:
+        self._call("pause", mode)
+
+    def resume(self) -> None:
+        self._call("resume")
+
+    def reset_caches(self) -> None:
+        self._call("reset_caches")
+
+    def set_version(self, version: str) -> None:
+        self._call("set_version", version)
+
+    def version(self) -> str | None:
+        return self._call("version")
+
+    def is_alive(self) -> bool:
+        return self._call("is_alive")
+
+    def _call(self, method: str, *args: Any) -> Any:
+        with self._one_at_a_time:
+            try:
+                self._calls.send((_call_engine, (method, *args)))
+                if not self._calls.poll(TIMEOUT_S + 10):
+                    raise SyncTimeoutError(f"no answer to {method}", who=self.name, waiting_for=[self.name])
+                error, value = self._calls.recv()
+            except (EOFError, OSError) as gone:
+                raise EngineUnreachableError(f"its process is gone ({method})", who=self.name) from gone
+        if error is not None:
+            raise error
+        return value
+
+
+def _call_engine(engines: Engines, method: str, *args: Any) -> Any:
+    from weightsync.engines import LlmEngine
+
+    return getattr(LlmEngine(engines.llm, name="the engine", timeout_s=TIMEOUT_S), method)(*args)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Trainers
+
+
+@dataclass
+class Trainer:
+    """Lives in a trainer's process, rank `rank` of `size`."""
+
+    rank: int
+    size: int
+    store: Path
+    calls: Connection | None  # rank 0's way to the engine
+    model: Any = None
+    sync: Any = None
+    connections: list[Connection] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{self.store}", rank=self.rank, world_size=self.size
+        )
+
+    @property
+    def engine(self) -> PipeEngine | None:
+        return PipeEngine(self.calls) if self.calls is not None else None
+
+    def release(self) -> None:
+        """Let go of the engine."""
+        if self.sync is not None:
+            self.sync.close()
+        self.sync = self.model = None
+
+    close = release
+
+
+class Trainers:
+    """The ranks of a trainer, which are told everything at once."""
+
+    def __init__(self, size: int, folder: Path, calls: Connection) -> None:
+        store = folder / f"store-{time.monotonic_ns()}"
+        self._ranks = [Remote(Trainer, rank, size, store, calls if rank == 0 else None) for rank in range(size)]
+
+    def call(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
+        """Every rank's result, in rank order. Raises what the first of them raised, once all are done."""
+        for rank in self._ranks:
+            rank.begin(fn, *args)
+        results, errors = [], []
+        for rank in self._ranks:
+            try:
+                results.append(rank.result(timeout_s))
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return results
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.close()

@@ -1,0 +1,90 @@
+"""Processes with a gloo group, for tests that need more than one rank."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+FORKSERVER = multiprocessing.get_context("forkserver")
+"""As clean as "spawn", without importing torch in every process again."""
+FORKSERVER.set_forkserver_preload(
+    ["hypothesis.strategies", "pytest", "transformers.modeling_utils", "weightsync.sources.fsdp"]
+)
+
+
+def run_ranks(fn: Callable[..., None], world_size: int, *args: Any, timeout_s: float = 120) -> None:
+    """Run `fn(rank, *args)` in `world_size` new processes with gloo initialised; `fn` is a module-level function.
+
+    Raises AssertionError with the traceback of the first rank that failed, or with the stacks of the ranks that had
+    not finished after `timeout_s`. No process is left behind.
+    """
+    deadline = time.monotonic() + timeout_s
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            FORKSERVER.Process(target=_main, args=(fn, rank, world_size, folder, deadline, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        for rank, process in enumerate(ranks):
+            Path(folder, f"rank{rank}.txt").touch()
+            process.start()
+        try:
+            running = dict(enumerate(ranks))
+            while running:
+                left_s = max(0.0, deadline - time.monotonic())
+                wait([process.sentinel for process in running.values()], timeout=left_s)
+                ended = {rank: process.exitcode for rank, process in running.items() if process.exitcode is not None}
+                failed = [rank for rank, code in ended.items() if code != 0]
+                if failed:
+                    first = min(failed, key=lambda rank: Path(folder, f"rank{rank}.txt").stat().st_mtime_ns)
+                    raise AssertionError(f"rank {first} ended with {ended[first]}\n{_report(folder, first)}")
+                running = {rank: process for rank, process in running.items() if rank not in ended}
+                if running and time.monotonic() >= deadline:
+                    stacks = "\n".join(f"rank {rank}:\n{_report(folder, rank)}" for rank in running)
+                    raise AssertionError(f"ranks {list(running)} had not finished after {timeout_s} s\n{stacks}")
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join(10)
+
+
+def _report(folder: str, rank: int) -> str:
+    return Path(folder, f"rank{rank}.txt").read_text() or "(it left no traceback)"
+
+
+def _main(
+    fn: Callable[..., None], rank: int, world_size: int, folder: str, deadline: float, args: tuple[Any, ...]
+) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    with Path(folder, f"rank{rank}.txt").open("w") as report:
+        left_s = max(2.0, deadline - time.monotonic())
+        # Shortly before the parent gives up, so that it can show where this rank hangs.
+        faulthandler.dump_traceback_later(left_s - 1, file=report)
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/store",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=left_s),
+            )
+            fn(rank, *args)
+            dist.destroy_process_group()
+        except BaseException:
+            traceback.print_exc(file=report)
+            report.flush()
+            os._exit(1)  # a clean exit may wait for peers that now wait for this rank
+        finally:
+            faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,45 @@
+"""The kernels for GPUs, run on a CPU by Triton's interpreter: `TRITON_INTERPRET=1 python
+tests/unit/interpreted_kernels.py`.
+
+In a process of its own, because Triton asks for that variable as it is imported. Says what it has compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import test_copies
+import test_digest
+import torch
+
+from weightsync.kernels import copies_triton, digest_triton
+from weightsync.kernels.digest import MIB, digest, share, signed
+
+
+def copies(of: torch.dtype, to: torch.dtype) -> int:
+    """Copies between random views; gives how many there were."""
+    sizes = [size for size in test_copies.SIZES if 0 not in size]
+    pairs, wholes = test_copies.some_pairs(of, to, "cpu", sizes)
+    assert all(copies_triton.can_launch(*pair) for pair in pairs)
+    test_copies.check(pairs, wholes, links=3, batched=copies_triton.Launches)
+    return len(pairs)
+
+
+def digests(start: int) -> int:
+    sizes = [0, 5, 8, 4096, MIB, 2 * MIB + 70_007, 9]
+    runs = [test_digest.noise(start + size, seed)[start:] for seed, size in enumerate(sizes)]
+    for sample in test_digest.EVERY_KIND:
+        first, nbytes = share(sample)
+        out = torch.full((len(runs),), 7, dtype=torch.int64)
+        digest_triton.Launch(runs, nbytes).run(first, out)
+        assert out.tolist() == [signed(digest(run, sample)) for run in runs]
+    return len(runs)
+
+
+if __name__ == "__main__":
+    torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment, misc]
+    same = [torch.int64, torch.float32, torch.bfloat16, torch.float8_e4m3fn]  # of each size one
+    print(sum(copies(dtype, dtype) for dtype in same), "copies")
+    casts = [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)]  # to bfloat16 it does not round
+    print(sum(copies(*dtypes) for dtypes in casts), "casts")
+    print(sum(digests(start) for start in (0, 1, 2, 4)), "digests")

@@ -1,0 +1,196 @@
+"""`weightsync bench`: what it measures and what it leaves out, its lower bounds and results."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from argparse import Namespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from weightsync.errors import ConfigError
+from weightsync.tools import cli
+from weightsync.tools.bench.cases import (
+    BROADCAST,
+    CLIENTS,
+    DEVICE_COPY,
+    FILES,
+    MEMCPY,
+    PEER_COPY,
+    PEERS,
+    Case,
+    Layout,
+    expand,
+    floor,
+    lay_out,
+    refusal,
+)
+from weightsync.tools.bench.models import fill, make_trainer, save_checkpoint, stepper
+from weightsync.tools.bench.run import medians
+from weightsync.tools.bench.shapes import SHAPES, write_config
+from weightsync.tools.plan import checkpoint_tensors
+
+CASE = Case("weightsync", "plain", 1, "ipc", "module", "bfloat16", "tiny", "none", 1, 1, "http")
+PEER = dataclasses.replace(CASE, way=FILES, transport="", bucketer="")
+ALL = frozenset({"deepspeed", "megatron"})
+CPU = torch.device("cpu")
+
+
+def case(**fields) -> Case:
+    return dataclasses.replace(CASE, **fields)
+
+
+def fsdp(**fields) -> Case:
+    return case(backend="fsdp", **fields)
+
+
+def peer(way, **fields) -> Case:
+    return dataclasses.replace(PEER, way=way, **fields)
+
+
+def axes(**more) -> Namespace:
+    one = {name: [value] for name, value in vars(CASE).items() if name != "way"}
+    return Namespace(**{**one, "peers": False, **more})
+
+
+# Counted by their authors (model cards, the papers' tables); 8B also by what a push of it has moved.
+@pytest.mark.parametrize(
+    ("shape", "parameters"),
+    [("0.5B", 494_032_768), ("8B", 8_190_735_360), ("30B-A3B", 30_532_122_624), ("70B", 70_553_706_496)],
+)
+def test_a_shape_has_as_many_parameters_as_its_model(shape, parameters, tmp_path):
+    tensors = checkpoint_tensors(write_config(shape, tmp_path))[1]
+    assert sum(tensor.nbytes for tensor in tensors) // 2 == parameters
+
+
+def test_a_checkpoint_of_a_tied_model_has_its_embedding_once(tmp_path):
+    config = write_config("tiny", tmp_path) / "config.json"
+    config.write_text(json.dumps(SHAPES["tiny"] | {"tie_word_embeddings": True}))
+    save_checkpoint(str(tmp_path), "A", tmp_path / "saved", CPU)
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["tie_word_embeddings"]
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert "lm_head.weight" not in saved
+    model = make_trainer("plain", str(tmp_path), torch.bfloat16, CPU)
+    fill(model, "plain", "A", CPU)
+    name = "model.embed_tokens.weight"
+    assert torch.equal(saved[name], model.state_dict()[name])
+
+
+def test_a_step_changes_weights_where_they_lie_and_keeps_them_numbers(tmp_path):
+    model = make_trainer("plain", str(write_config("tiny", tmp_path)), torch.float32, CPU)
+    fill(model, "plain", "A", CPU)
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.named_parameters()}
+    stepper(model, "plain")()
+    for name, tensor in model.named_parameters():
+        address, _ = before[name]
+        assert tensor.data_ptr() == address
+        assert tensor.isfinite().all()
+    assert not torch.equal(model.state_dict()["lm_head.weight"], before["lm_head.weight"][1])
+
+
+def test_every_combination_once_and_peers_with_their_own_clients():
+    cases = expand(axes(transport=["ipc", "broadcast"], ranks=[1, 2], tp=[1, 2], client=CLIENTS, peers=True))
+    ours = [c for c in cases if c.way == "weightsync"]
+    theirs = [c for c in cases if c.way in PEERS]
+    assert len(ours) == len(set(ours)) == 2 * 2 * 2 * 3
+    assert len(theirs) == len(set(theirs)) == 2 * 2 * sum(map(len, PEERS.values()))
+    assert {c.client for c in theirs if c.way != FILES} == {"llm"}
+    with pytest.raises(ConfigError, match="--tp 0"):
+        expand(axes(tp=[1, 0]))
+
+
+@pytest.mark.parametrize(
+    ("refused", "gpus", "why"),
+    [
+        (peer("vllm nccl"), 0, "vllm nccl moves GPU memory, and there is no GPU"),
+        (peer("vllm nccl", ranks=2, backend="fsdp"), 8, "sends from one rank"),
+        (peer("vllm ipc", tp=2), 8, "vllm ipc wants a rank on each worker's GPU"),
+        (peer("vllm ipc packed", ranks=2, engines=2, backend="fsdp"), 8, "one at a time"),
+        (peer(FILES, quantization="fp8"), 0, "into unquantised engines"),
+        (peer(FILES, backend="deepspeed"), 0, "from a plain module or FSDP2"),
+        (case(ranks=2), 0, "a plain module has one rank"),
+        (case(backend="megatron", shape="0.5B"), 0, "dense Qwen3 shapes"),
+        (case(backend="megatron", ranks=4), 0, "4 ranks cannot share 2 heads"),
+        (case(tp=3), 0, "3 workers cannot share 4 attention heads"),
+        (case(transport="broadcast"), 1, "need 2 GPUs, and there are 1"),
+        (fsdp(ranks=2, tp=2), 1, "need 2 GPUs"),
+    ],
+)
+def test_what_cannot_run_says_why(refused, gpus, why):
+    assert why in (refusal(refused, gpus, ALL) or "")
+
+
+def test_a_backend_that_is_not_installed_is_refused():
+    assert refusal(case(backend="deepspeed"), 0, frozenset()) == "deepspeed is not installed"
+
+
+@pytest.mark.parametrize(
+    ("able", "gpus"),
+    [
+        (CASE, 0),
+        (PEER, 0),
+        (fsdp(transport="broadcast", ranks=2, tp=2, engines=2), 0),
+        (CASE, 1),
+        (peer("vllm ipc"), 1),
+        (fsdp(ranks=2, tp=2), 2),
+        (case(transport="broadcast"), 2),
+        (peer("vllm nccl"), 2),
+        (peer("vllm ipc", ranks=2, tp=2, backend="fsdp", quantization="fp8_per_channel"), 2),
+    ],
+    ids=str,
+)
+def test_what_can_run_is_not_refused(able, gpus):
+    assert refusal(able, gpus, ALL) is None
+
+
+def test_trainers_share_the_engines_gpus_except_where_nccl_broadcasts():
+    assert lay_out(case(ranks=2, engines=2), 4) == Layout((0, 1), ((0,), (1,)))
+    assert lay_out(case(ranks=2, tp=2, transport="broadcast"), 4) == Layout((2, 3), ((0, 1),))
+    assert lay_out(peer("vllm nccl packed", tp=2), 4) == Layout((2,), ((0, 1),))
+    assert lay_out(case(ranks=2), 0) == Layout((), ())
+
+
+@pytest.mark.parametrize(
+    ("of", "gpus", "seconds", "limit"),
+    [
+        (case(), 0, 0.05, MEMCPY),
+        (case(ranks=4, tp=4, engines=3), 0, 0.15, MEMCPY),  # 3 GB in all
+        (case(transport="broadcast", tp=2), 0, 0.2, BROADCAST),
+        (case(transport="checkpoint"), 0, 1.0, "file write"),
+        (case(), 1, 0.001, DEVICE_COPY),
+        (case(ranks=2, tp=2), 2, 2.5e-3, PEER_COPY),  # half of what a worker reads lies on its own GPU
+    ],
+)
+def test_a_floor_is_the_bytes_over_the_limit_that_they_pass(of, gpus, seconds, limit):
+    limits = {MEMCPY: 20, BROADCAST: 5, DEVICE_COPY: 1000, PEER_COPY: 100, "file write": 1}
+    assert floor(of, 10**9, limits, gpus) == (pytest.approx(seconds), limit)
+
+
+def test_medians_have_every_phase_with_its_range():
+    pushes = [{"total_s": seconds, "load_s": seconds / 2} for seconds in (0.3, 0.1, 0.2)]
+    assert medians(pushes) == {
+        "total_s": {"median": 0.2, "least": 0.1, "most": 0.3},
+        "load_s": {"median": 0.1, "least": 0.05, "most": 0.15},
+    }
+
+
+def test_a_dry_run_shows_the_plan_and_starts_nothing(capsys):
+    arguments = ["bench", "--dry-run", "--gpus", "0", "--shape", "8B", "--tp", "2", "--transport", "broadcast"]
+    assert cli.main([*arguments, "checkpoint", "--client", "llm"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    # 16.38 GB at 5 GB/s
+    assert (
+        "broadcast at 5 GB/s 3276 ms 8B bfloat16, plain x1, broadcast/module, to 1 x TP=2 by llm (16.38 GB)" in printed
+    )
+    assert "8B bfloat16, plain x1, checkpoint/module, to 1 x TP=2 by llm (16.38 GB)" in printed
+    assert "not measured: 8B bfloat16, plain x1, vllm nccl, to 1 x TP=2 by llm: vllm nccl moves GPU memory" in printed
+
+
+def test_a_dry_run_may_assume_gpus(capsys):
+    arguments = ["bench", "--dry-run", "--gpus", "4", "--shape", "70B", "--ranks", "4", "--tp", "4", "--no-peers"]
+    assert cli.main([*arguments, "--backend", "fsdp"]) == 0
+    # A worker reads 35 GB: a quarter from its own GPU, the rest over the link.
+    assert "peer copy at 397 GB/s 66.6 ms" in " ".join(capsys.readouterr().out.split())
+    assert cli.main(["bench", "--gpus", "4096"]) == 2

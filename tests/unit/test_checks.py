@@ -1,0 +1,94 @@
+"""What is said of tensors that do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weightsync import ConfigError, ManifestError, ModuleBucketer, ParameterBucketer
+from weightsync.control.wire import LoadPlan
+from weightsync.planning.checks import check_plans, cut
+from weightsync.planning.layout import Manifest, TensorMeta
+
+ENGINE = {"model.embed.weight", "model.layers.0.a", "model.layers.0.b", "model.layers.1.a", "lm_head.weight"}
+
+
+def manifest(*names: str) -> Manifest:
+    return Manifest(tuple(TensorMeta(name, (8, 4), "float32") for name in names))
+
+
+def planned(offered: Manifest, **changes: Any) -> LoadPlan:
+    """What a worker whose model is `ENGINE` answers."""
+    used = dict.fromkeys(ENGINE & {*offered.names}, "float32")
+    absent = sorted(ENGINE - {*offered.names})
+    answer: dict[str, Any] = {"partial": {}, "refused": {}, "groups": [], "reloads": [], "load_paths": {}}
+    return LoadPlan(**(answer | {"used": used, "missing": absent, "hints": absent} | changes))
+
+
+def problem(offered: Manifest, padded: bool = False, **changes: Any) -> ManifestError:
+    with pytest.raises(ManifestError, match="Nothing was written") as raised:
+        check_plans(offered, [planned(offered, **changes)], padded)
+    return raised.value
+
+
+def test_what_fits_is_no_problem():
+    offered = manifest(*ENGINE)
+    check_plans(offered, [planned(offered)], False)
+
+
+def test_a_part_of_the_model_is_recognised():
+    part = [name.removeprefix("model.") for name in ENGINE if name.startswith("model.")]
+    error = problem(manifest(*part))
+    assert 'all names lack "model.": push the whole model' in str(error)
+    assert "exclude" not in str(error), "to leave them out would not help"
+    assert {*error.missing} == ENGINE
+    assert {*error.unexpected} == {*part}
+
+
+def test_other_names_are_not_taken_for_a_part():
+    error = problem(manifest("a", "embed.weight"))
+    assert "lack" not in str(error)
+    assert "exclude" not in str(error)
+
+
+def test_what_is_too_much_can_be_left_out():
+    assert "unexpected 1: vision.weight; leave them out with" in str(problem(manifest(*ENGINE, "vision.weight")))
+
+
+def test_layers_that_nothing_came_of_are_named():
+    error = problem(manifest(*(ENGINE - {"model.layers.1.a"})))
+    assert "missing 1: model.layers.1.a; nothing came of model.layers.1: the trainer has fewer layers" in str(error)
+
+
+def test_tied_embeddings_are_thought_of():
+    assert "tie_word_embeddings" in str(problem(manifest(*(ENGINE - {"lm_head.weight"}))))
+
+
+@pytest.mark.parametrize(("padded", "advice"), [(False, "the same config.json"), (True, "vocab_size=...")])
+def test_what_has_another_shape_is_told_with_the_reason(padded: bool, advice: str):
+    refused = {"lm_head.weight": "shape (9, 4): the engine's loader refuses it, which has (8, 4) there"}
+    error = problem(manifest(*ENGINE), padded, refused=refused)
+    assert error.mismatched == refused
+    assert f"lm_head.weight ({refused['lm_head.weight']}); " in str(error)
+    assert advice in str(error)
+
+
+def test_what_is_frozen_has_the_last_buckets_with_all_that_it_is_loaded_with():
+    offered = manifest(*ENGINE)
+    plans = [planned(offered, reloads=[["model.layers.0.a", "model.layers.0.b"]])]
+    frozen = {"model.embed.weight", "model.layers.0.a"}  # and b is not, which is loaded with it
+    buckets, last = cut(ModuleBucketer(), offered, plans, [], frozen)
+    assert last == {"model.embed.weight"}
+    assert [bucket.names for bucket in buckets][-1] == ("model.embed.weight",)
+    with pytest.raises(ConfigError, match="all 5 tensors are frozen"):
+        cut(ModuleBucketer(), offered, plans, [], ENGINE)
+
+
+def test_weights_are_not_torn_from_their_scales():
+    pair = ("model.layers.0.a", "model.layers.0.b")
+    offered = manifest(*ENGINE)
+    with pytest.raises(ConfigError, match=r"tears 1 quantised weights from their scales, such as model\.layers\.0\.a"):
+        cut(ParameterBucketer(), offered, [planned(offered)], [pair], set())
+    buckets, _ = cut(ModuleBucketer(max_bytes=1), offered, [planned(offered)], [pair], set())
+    assert any({*pair} <= {*bucket.names} for bucket in buckets)

@@ -1,0 +1,134 @@
+"""The command `weightsync`: what it teaches, what it prints, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from weightsync.errors import ConfigError
+from weightsync.tools import cli
+from weightsync.tools.demo import lay_out
+from weightsync.tools.processes import Answer, difference, tiny_model
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--help"], ["weightsync demo", "weightsync plan ", "weightsync bench", "weightsync doctor", "Exit status"]),
+        (["demo", "--help"], ["--transport {ipc,broadcast}", "--steps", "--layers"]),
+        (
+            ["plan", "--help"],
+            ["MODEL_DIR", "--tp", "--expert-parallel", "--bucketer", "--max-bytes", "--dtype", "--all", "--simulate"],
+        ),
+        (
+            ["bench", "--help"],
+            [
+                "--num-iters N",
+                "--num-iters-warmup N",
+                "--dry-run",
+                "--json FILE",
+                "--client NAME",
+                "--cuda-graphs HOW",
+                "Exit status 1",
+            ],
+        ),
+        (["doctor", "--help"], ["--engine URL", "--model DIR", "--no-engine", "--quantization SCHEME"]),
+        (["--version"], ["weightsync 0."]),
+    ],
+)
+def test_help(arguments, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert [word for word in words if word not in printed] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "/nonexistent"], "/nonexistent has no config.json"),
+        (["plan", "/nonexistent", "--bucketer", "parameter", "--max-bytes", "1"], "has no meaning"),
+        (["plan", "Qwen/Qwen3-8B"], "hf download Qwen/Qwen3-8B config.json --local-dir Qwen3-8B"),
+        (["plan", "70B"], "a size goes with --simulate: weightsync plan 70B --simulate"),
+        (["plan", "/nonexistent", "--simulate", "hosts=2"], "no size such as 70B"),
+        (["plan", "70B", "--simulate", "hosts=2", "--tp", "1"], "--tp says nothing to --simulate: put tp=1 into"),
+        (["plan", "70B", "--simulate", "", "--max-bytes", "1GB"], "--max-bytes says nothing to --simulate: put chunk"),
+        (["plan", "70B", "--simulate", "", "--all"], "--all says nothing to --simulate: leave it out"),
+        (["plan", "70B", "--simulate", "gpus=2"], "a topology has no 'gpus'"),
+        (["demo", "--steps", "0"], "--steps 0"),
+        (["bench", "--num-iters", "0"], "--num-iters 0"),
+        (["bench", "--ranks", "2", "0"], "--ranks 0"),
+        (["doctor", "--engine", "http://127.0.0.1:1"], "--engine and --model go together"),
+        (["doctor", "--engine", "http://127.0.0.1:1", "--model", "/nonexistent", "--no-engine"], "exclude each other"),
+        (["doctor", "--no-engine", "--quantization", "fp8"], "engines of the doctor's own"),
+        (["doctor", "--engine", "localhost:8000", "--model", "/nonexistent"], "is not the URL of a server"),
+        (["doctor", "--engine", "http://127.0.0.1:1", "--model", "/nonexistent"], "/nonexistent has no config.json"),
+    ],
+)
+def test_a_call_that_cannot_work_is_one_message_and_status_2(arguments, message, capsys):
+    assert cli.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_help_of_bench_begins_with_what_it_does(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    usage, text, *_ = capsys.readouterr().out.split("\n\n")
+    assert len(usage.splitlines()) == 1
+    assert text.startswith("Starts trainers")
+
+
+def test_sizes_are_bytes_or_have_a_unit(capsys):
+    assert [cli._size(text) for text in ("90000", "256MiB", "1GB", "4kB")] == [90000, 256 << 20, 10**9, 4000]
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["plan", "/nonexistent", "--max-bytes", "1MX"])
+    assert "'1MX': expected bytes, such as 268435456 or 256MiB" in capsys.readouterr().err
+
+
+def test_no_command_at_all_shows_what_there_is(capsys):
+    assert cli.main([]) == 2
+    assert "weightsync demo" in capsys.readouterr().out
+
+
+def test_plan_predicts_a_push_on_other_machines(capsys):
+    arguments = ["plan", "70B", "--simulate", "", "--simulate", "hosts=8,ranks=32,engines=4"]
+    assert cli.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "70B, 140.00 GB in bfloat16: predicted, not measured"
+    rows = [re.split(r" {2,}", line.strip()) for line in lines[2:]]
+    assert rows[0] == ["GPUs", "hosts", "ranks", "engines", "chunk", "transport", "push", "control", "longest part"]
+    assert rows[1] == ["8", "1", "8", "1 x TP=8", "256 MiB", "ipc", "22 ms", "8 ms", "peer copy, 64%"]
+    impossible = ["-", "-", "not possible: ipc needs trainer and engine on one host"]
+    assert rows[4] == ["64", "8", "32", "4 x TP=8", "256 MiB", "ipc", *impossible]
+    assert len(rows) == 1 + 2 * 3
+    assert {line.index("  not possible") for line in lines if "not possible" in line} == {lines[2].index("  longest")}
+
+
+def test_demo_lays_out_trainers_and_engine_by_what_gpus_there_are(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert lay_out(0, "broadcast").trainers == ("cpu", "cpu")
+    assert lay_out(1, "ipc").trainers == ("cuda:0",)
+    assert (lay_out(4, "ipc").trainers, lay_out(4, "ipc").engine) == (("cuda:0", "cuda:1"), "cuda:0")
+    with pytest.raises(ConfigError, match="this machine has one"):
+        lay_out(1, "broadcast")
+    two = lay_out(2, "broadcast")
+    assert (two.trainers, two.engine, two.engine_environment) == (("cuda:0",), "cuda:1", {"CUDA_VISIBLE_DEVICES": "1"})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    three = lay_out(3, "broadcast")
+    assert (three.trainers, three.engine_environment) == (("cuda:0", "cuda:1"), {"CUDA_VISIBLE_DEVICES": "7"})
+
+
+def test_answers_differ_by_tokens_or_by_log_probabilities():
+    one = Answer((1, 2), (-0.5, -1.0))
+    assert difference([one], [one]) == 0
+    assert difference([one], [Answer((1, 2), (-0.5, -1.25))]) == 0.25
+    assert difference([one], [Answer((1, 3), (-0.5, -1.0))]) == float("inf")
+
+
+def test_a_tiny_model_is_a_config_alone(tmp_path):
+    config = json.loads((tiny_model(tmp_path / "model", layers=5) / "config.json").read_text())
+    assert (config["model_type"], config["num_hidden_layers"]) == ("qwen3", 5)
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]

@@ -1,0 +1,262 @@
+"""The prose of docstrings and documents: sentences that can be read once, links and names that exist."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "weightsync").rglob("*.py"))
+CODE = ("weightsync", "tests", "examples", "benchmarks")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+MOST_WORDS = 40
+"""In one sentence of a docstring. The aim is 25."""
+
+# An imperative verb is none of these. A property is read like an attribute, so it may begin with a noun.
+NO_VERB = re.compile(
+    "(A|All|An|Any|Are|As|At|Because|Both|But|By|Collective|Each|Every|For|From|Has|How|If|In|Is|It|Its|Let|Like|Never|"
+    "No|None|Of|On|Only|Or|Our|Such|That|The|Their|Them|There|These|They|This|Those|To|What|When|Where|Whether|Which|"
+    "Who|Why|With|Yes)"
+)
+PRIVATE_WORDS = re.compile(r"\b(whoever|nobody|somebody)\b", re.IGNORECASE)
+
+# Files that do not keep these rules yet. The list only shrinks.
+NOT_YET = frozenset(
+    {
+        "weightsync/tools/testing/engines.py",
+        "weightsync/tools/testing/runner.py",
+        "weightsync/tools/testing/transports.py",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Docstring:
+    """A docstring, or a string below an attribute. `owner` is what it documents."""
+
+    line: int
+    owner: ast.AST
+    text: str
+
+
+def docstrings(source: str) -> Iterator[Docstring]:
+    """Yield every string that is a statement."""
+    for node in ast.walk(ast.parse(source)):
+        body = getattr(node, "body", None)
+        for number, statement in enumerate(body if isinstance(body, list) else []):
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    yield Docstring(statement.lineno, statement if number else node, inspect.cleandoc(text))
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a docstring without its code, tables and lists of symbols."""
+    lines = [line.rstrip() for line in text.splitlines()]
+    prose = ["" if re.search(r"\S {2,}\S|^\s*\+--|^ {4,}\S.*[=(]", line) else line for line in lines]
+    # An entry of a list, "- ..." or "name: ...", begins a paragraph.
+    paragraphs = re.split(r"\n\s*\n|\n(?=\s*- )|\n(?=\s*[\w, ]+: )", "\n".join(prose))
+    joined = [" ".join(paragraph.split()) for paragraph in paragraphs]
+    return [found for paragraph in joined for found in re.split(r"(?<=[.!?])[)\"]?\s+", paragraph) if found]
+
+
+def count_words(sentence: str) -> int:
+    """Return the number of words; what stands in backticks is one."""
+    return len(re.findall(r"\w+", re.sub(r"`[^`]*`", "code", sentence)))
+
+
+def begins_with_a_verb(text: str) -> bool:
+    """Return whether a text may begin with an imperative verb."""
+    first = re.match(r"[A-Z][a-z-]+(?=[ ,.:]|$)", text)
+    if first is None or NO_VERB.fullmatch(first[0]):
+        return False
+    return re.search(r"(ss|^Bring|^String)$", first[0]) is not None or not first[0].endswith(("s", "ing"))
+
+
+def is_property(node: ast.AST) -> bool:
+    """Return whether a function is read like an attribute."""
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    return any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def faults(source: str) -> list[str]:
+    """Return what the prose of a module lacks, each with its line."""
+    found = []
+    for doc in docstrings(source):
+        for sentence in sentences(doc.text):
+            if (words := count_words(sentence)) > MOST_WORDS:
+                found.append(f"line {doc.line}: a sentence of {words} words, at most {MOST_WORDS}: {sentence[:60]}...")
+        is_function = isinstance(doc.owner, ast.FunctionDef | ast.AsyncFunctionDef) and not is_property(doc.owner)
+        if is_function and not begins_with_a_verb(doc.text):
+            found.append(f"line {doc.line}: begins with no imperative verb: {doc.text[:60]!r}")
+    for number, line in enumerate(source.splitlines(), 1):
+        if word := PRIVATE_WORDS.search(line):
+            found.append(f"line {number}: name the actor in place of {word[0]!r}")
+    return found
+
+
+def name_of(path: Path) -> str:
+    """Return a file's path inside of the repository."""
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if name_of(path) not in NOT_YET], ids=name_of)
+def test_prose_of_a_module_follows_the_rules(path: Path):
+    found = faults(path.read_text(encoding="utf-8"))
+    assert not found, "\n  ".join([f"{name_of(path)}:", *found])
+
+
+def test_not_yet_has_only_files_with_faults():
+    faulty = {name_of(path) for path in SOURCES if faults(path.read_text(encoding="utf-8"))}
+    assert not sorted(NOT_YET - faulty), "these keep the rules now, or are gone: take them off NOT_YET"
+
+
+@pytest.mark.parametrize(
+    ("docstring", "fault"),
+    [
+        ("Return the name.", ""),
+        ("Pass it on.", ""),
+        ("The name.", "no imperative verb"),
+        ("Whether it is whole.", "no imperative verb"),
+        ("Let the worker go.", "no imperative verb"),
+        ("Returns the name.", "no imperative verb"),
+        ("return the name.", "no imperative verb"),
+        ("Return " + "a " * 39 + "name.", "a sentence of 41 words"),
+        ("Return " + "a " * 38 + "name. Raise an error.", ""),
+        ("Return `" + "a " * 60 + "`.", ""),
+        ("Return x.\n\nfirst: " + "a " * 30 + "\nsecond: " + "a " * 30, ""),
+        ("Tell whoever asks.", "name the actor"),
+    ],
+)
+def test_faults_of_a_docstring_are_found(docstring: str, fault: str):
+    found = faults(f'def name():\n    """{docstring}"""\n')
+    assert len(found) == (1 if fault else 0), found
+    assert fault in "".join(found)
+
+
+def test_faults_leaves_nouns_of_classes_and_properties_alone():
+    source = 'class A:\n    """The class."""\n    @property\n    def b(self):\n        """The b."""\n'
+    assert faults(source) == []
+    assert len(faults(source.replace("@property", "@staticmethod"))) == 1
+
+
+def test_faults_reads_the_text_below_an_attribute():
+    assert "41 words" in "".join(faults('LIMIT = 1\n"""The ' + "a " * 39 + 'limit."""\n'))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Documents
+
+
+def without_code(text: str) -> str:
+    """Return a page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", without_code(page.read_text(encoding="utf-8")), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return frozenset(re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain)
+
+
+def broken_links(page: Path) -> list[str]:
+    """Return the relative links of a page that lead nowhere."""
+    links = re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8")))
+    return [link for link in links if "://" not in link and not leads_somewhere(page, link)]
+
+
+def leads_somewhere(page: Path, link: str) -> bool:
+    """Return whether a link's file exists, and the heading in it that the link names."""
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    return target.exists() and (not anchor or anchor in anchors(target.resolve()))
+
+
+def unknown_names(page: Path) -> list[str]:
+    """Return the dotted names of weightsync on a page that nothing in the package defines."""
+    text = page.read_text(encoding="utf-8")
+    names = set(re.findall(r"(?<![\w./-])weightsync(?:\.[A-Za-z_]\w*)+", text))
+    for module, imported in re.findall(r"from (weightsync[\w.]*) import ([\w, ]+)", text):
+        names |= {f"{module}.{name.strip()}" for name in imported.split(",")}
+    return sorted(name for name in names if not is_defined(name))
+
+
+def is_defined(name: str) -> bool:
+    """Return whether a dotted name is a module, what a module has, or what a class of it has. Imports nothing."""
+    path, rest = ROOT, name.split(".")
+    while rest and (path / rest[0]).is_dir():
+        path /= rest.pop(0)
+    if rest and (path / f"{rest[0]}.py").exists():
+        path = path / f"{rest.pop(0)}.py"
+    else:
+        path /= "__init__.py"
+    body: list[ast.stmt] | None = ast.parse(path.read_text(encoding="utf-8")).body
+    while rest:
+        if body is None or rest[0] not in (defined := members(body)):
+            return False
+        body = defined[rest.pop(0)]
+    return True
+
+
+def members(body: list[ast.stmt]) -> dict[str, list[ast.stmt] | None]:
+    """Return what a module or class defines or imports, each class with its own body."""
+    found: dict[str, list[ast.stmt] | None] = {}
+    for node in body:
+        match node:
+            case ast.ClassDef():
+                found[node.name] = node.body
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                found[node.name] = None
+            case ast.Import() | ast.ImportFrom():
+                found |= dict.fromkeys((alias.asname or alias.name for alias in node.names), None)
+            case ast.Assign():
+                targets = [name for target in node.targets for name in ast.walk(target)]
+                found |= dict.fromkeys((name.id for name in targets if isinstance(name, ast.Name)), None)
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                found[name] = None
+            case ast.If():  # for type checkers
+                found |= members(node.body)
+    return found
+
+
+def test_pages_that_code_names_exist():
+    code = [ROOT / "Makefile", *(path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py")))]
+    named = {
+        (path, name) for path in code for name in re.findall(r"\bdocs/[\w-]+\.md", path.read_text(encoding="utf-8"))
+    }
+    assert named, "no page is named anywhere: does the test look at the right folders?"
+    assert not sorted(f"{name_of(path)}: {name}" for path, name in named if not (ROOT / name).exists())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page: Path):
+    assert not broken_links(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_on_a_page_are_defined(page: Path):
+    assert not unknown_names(page)
+
+
+def test_broken_links_and_unknown_names_are_found(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A `b`, c\n[here](#a-b-c) [self](page.md#a-b-c) [gone](gone.md) [no heading](page.md#d) [web](https://x.y)\n"
+        "```\n[code](gone.md)\n```\n`weightsync.save` `weightsync.errors.PeerError.who` `weightsync.senders` "
+        "`weightsync.errors.SyncTimeoutError.waiting_for`\nfrom weightsync.sources.base import WeightSource, Sender\n"
+    )
+    assert broken_links(page) == ["gone.md", "page.md#d"]
+    assert unknown_names(page) == [
+        "weightsync.errors.PeerError.who",
+        "weightsync.senders",
+        "weightsync.sources.base.Sender",
+    ]

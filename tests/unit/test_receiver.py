@@ -1,0 +1,893 @@
+"""The receiver without vLLM or a transport: what it learns from a loader, how each module loads, and what arrives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fake_engine import HEADS, WIDTH, Attention, ModuleHost, TinyEngineModel, checkpoint, cold
+from memory_trainer import MemoryTrainer, manifest_of
+from torch import nn
+
+from weightsync.control.wire import CLEAN, POISONED, Go
+from weightsync.errors import DigestError, PlacementError, ProtocolError, UnsupportedError
+from weightsync.planning.layout import Box
+from weightsync.receiver.experiment import choose_load_paths
+from weightsync.receiver.load_plan import IN_PLACE, NATIVE_LOADER, RELOAD
+from weightsync.receiver.module_groups import find_groups
+from weightsync.receiver.receiver import Receiver
+from weightsync.receiver.trace import Trace, trace_loader, uncovered
+
+ONE_ROW = WIDTH * 4
+"""Bytes: with chunks of this size, every matrix is cut into its rows."""
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def trace_of(make: Callable[[], nn.Module], tensors: dict[str, torch.Tensor]) -> Trace:
+    model = on_meta(make)
+    return trace_loader(model, model.load_weights, manifest_of(tensors))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The trace
+
+
+@pytest.mark.parametrize(("rank", "tp"), [(0, 1), (0, 2), (1, 2)])
+def test_a_trace_that_is_replayed_does_what_the_loader_does(rank: int, tp: int):
+    tensors = checkpoint(1)
+    trace = trace_of(functools.partial(TinyEngineModel, rank, tp), tensors)
+    assert trace.computed == {f"layers.{n}.decay.rate": [f"layers.{n}.decay.log_rate"] for n in (0, 1)}
+    assert (trace.refused, trace.unknown) == ({}, [])
+
+    replayed = TinyEngineModel(rank, tp)
+    targets = dict(replayed.named_parameters()) | dict(replayed.named_buffers())
+    for fill in trace.fills:
+        torch.as_strided(targets[fill.param].data, fill.size, fill.stride, fill.offset).fill_(fill.value)
+    for copy in trace.copies:
+        source = tensors[copy.name][tuple(slice(a, a + n) for a, n in zip(copy.box.start, copy.box.size, strict=True))]
+        torch.as_strided(targets[copy.param].data, copy.box.size, copy.stride, copy.offset).copy_(source)
+
+    expected = cold(tensors, rank=rank, tp=tp).state_dict()
+    for name, tensor in replayed.state_dict().items():
+        if not name.endswith("decay.rate"):
+            assert torch.equal(tensor, expected[name]), name
+
+
+class OneParameter(nn.Module):
+    """A 4 x 6 parameter, and a loader made of `write`."""
+
+    def __init__(self, write: Callable[[torch.Tensor, torch.Tensor], Any], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.write = write
+        self.weight = nn.Parameter(torch.empty(4, 6, dtype=dtype))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            self.write(self.weight.data, tensor)
+
+
+def through_a_buffer(param: torch.Tensor, w: torch.Tensor) -> None:
+    staged = torch.empty_like(param)
+    staged[:2] = w[2:]
+    staged[2:] = w[:2]
+    param.copy_(staged)
+
+
+COPIES = {
+    "whole": ((4, 6), lambda p, w: p.copy_(w)),
+    "by index": ((4, 6), lambda p, w: p.__setitem__(slice(None), w)),
+    "row by row": ((4, 6), lambda p, w: [p[i].copy_(w[i]) for i in range(4)]),
+    "halves swapped": ((4, 6), lambda p, w: (p[:2].copy_(w[2:]), p[2:].copy_(w[:2]))),
+    "every second row": ((4, 6), lambda p, w: (p[::2].copy_(w[:2]), p[1::2].copy_(w[2:]))),
+    "columns": ((4, 6), lambda p, w: (p[:, 2:].copy_(w.narrow(1, 0, 4)), p[:, :2].copy_(w.narrow(1, 4, 2)))),
+    "transposed": ((6, 4), lambda p, w: p.copy_(w.t())),
+    "into the transposed": ((6, 4), lambda p, w: p.t().copy_(w)),
+    "chunks": ((2, 4, 3), lambda p, w: [a.copy_(b) for a, b in zip(p.chunk(2, 1), w.unbind(0), strict=True)]),
+    "reshaped": ((24,), lambda p, w: p.copy_(w.view(4, 6))),
+    "interleaved": ((2, 2, 6), lambda p, w: p.view(2, 2, 6).copy_(w.transpose(0, 1))),
+    "squeezed in place": ((1, 4, 6), lambda p, w: p.copy_(w.squeeze_(0))),
+    "cleared first": ((3, 6), lambda p, w: (p.zero_(), p[:3].copy_(w))),
+}
+COMPUTATIONS = {
+    "negated": ((4, 6), lambda p, w: p.copy_(-torch.exp(w.float()))),
+    "cast": ((4, 6), lambda p, w: p.copy_(w.double())),
+    "scaled in place": ((4, 6), lambda p, w: (p.copy_(w), p.mul_(2))),
+    "scaled before": ((4, 6), lambda p, w: (w.mul_(2), p.copy_(w))),
+    "scaled before, one of many": ((4, 6), lambda p, w: (torch._foreach_mul_([w], 2), p.copy_(w))),
+    "one row cleared before": ((4, 6), lambda p, w: (w[0].zero_(), p.copy_(w))),
+    "into itself": ((4, 6), lambda p, w: (torch.add(w, 1, out=w), p.copy_(w))),
+    "one row for all": ((6,), lambda p, w: p.copy_(w)),
+    "expanded": ((4, 1), lambda p, w: p.copy_(w.expand(4, 6))),
+    "made contiguous": ((6, 4), lambda p, w: p.copy_(w.t().contiguous())),
+    "joined": ((2, 6), lambda p, w: p.copy_(torch.cat([w, w.flip(0)]))),
+    "scattered": ((4, 6), lambda p, w: p.__setitem__(torch.tensor([3, 1, 0, 2], device=p.device), w)),
+    "into out": ((4, 6), lambda p, w: torch.add(w, 1, out=p)),
+    "through a buffer": ((4, 6), through_a_buffer),
+}
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("post_process", ["none", "repacks"])
+@pytest.mark.parametrize("kind", [*COPIES, *COMPUTATIONS])
+def test_whatever_a_loader_does_arrives(kind: str, post_process: str, cut: bool):
+    shape, write = (COPIES | COMPUTATIONS)[kind]
+    make = functools.partial(OneParameter, write)
+    process = {"none": lambda module: None, "repacks": transpose}[post_process]
+    a, b = torch.randn(shape), torch.randn(shape)
+    host = ModuleHost(make, {"weight": a}, process)
+    trainer = MemoryTrainer(host, tensors={"weight": b}, max_bytes=8 if cut else None)
+    trainer.push()
+    path = NATIVE_LOADER if kind in COMPUTATIONS else {"none": IN_PLACE, "repacks": RELOAD}[post_process]
+    assert trainer.load_paths == {path: 1}
+    assert (len(trainer.chunks) > 1) == cut
+    assert torch.equal(host.live.weight, ModuleHost(make, {"weight": b}, process).live.weight)
+
+
+class ChangesWhatItIsGiven(nn.Module):
+    """Two modules, both loaded from one tensor, which is scaled in place on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 4, bias=False), nn.Linear(6, 4, bias=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            tensor.mul_(2)
+            self.one.weight.data.copy_(tensor)
+            self.other.weight.data.copy_(tensor)
+
+
+@pytest.mark.parametrize("in_place", [(), ("weight",)])
+def test_a_loader_that_changes_what_it_is_given_does_so_once(in_place: tuple[str, ...]):
+    b = torch.randn(4, 6)
+    sent = b.clone()
+    host = ModuleHost(ChangesWhatItIsGiven, {"weight": torch.randn(4, 6)})
+    MemoryTrainer(host, tensors={"weight": b}, in_place=in_place, max_bytes=ONE_ROW).push()
+    assert torch.equal(b, sent)
+    assert torch.equal(host.live.one.weight, 2 * b)
+    assert torch.equal(host.live.other.weight, 2 * b)
+
+
+class MakesItsBias(OneParameter):
+    """Its loader makes a parameter anew each time, as vLLM's transformers backend does with the bias of a head."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda param, tensor: param.copy_(tensor))
+        self.register_parameter("bias", None)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "bias":
+                with torch.device("cpu"):
+                    self.bias = nn.Parameter(torch.empty(6))
+                self.bias.data[:4].copy_(tensor)
+                self.bias.data[4:].fill_(0)
+            else:
+                super().load_weights([(name, tensor)])
+
+
+@pytest.mark.parametrize("post_process", ["none", "repacks"])
+def test_a_parameter_that_the_loader_makes_is_loaded_too(post_process: str):
+    process = {"none": lambda module: None, "repacks": transpose}[post_process]
+    a, b = ({"weight": torch.randn(4, 6), "bias": torch.randn(4)} for _ in "ab")
+    host = ModuleHost(MakesItsBias, a, process)
+    trainer = MemoryTrainer(host, tensors=b)
+    for tensors in (b, a, b):
+        trainer.tensors = tensors
+        trainer.push()
+        assert_same(host.live, ModuleHost(MakesItsBias, tensors, process).live)
+
+
+def test_a_parameter_that_was_never_made_is_refused():
+    weight = torch.randn(4, 6)
+    host = ModuleHost(MakesItsBias, {"weight": weight})
+    receiver = Receiver(host)
+    for _ in range(2):  # the second time its parameter is there in the copy that the engine never loaded
+        with pytest.raises(UnsupportedError, match="the running model has no bias"):
+            receiver.make_plan(manifest_of({"weight": weight, "bias": torch.randn(4)}))
+    MemoryTrainer(receivers=[receiver], tensors={"weight": weight + 2}).push()  # as without "bias" in the selection
+    assert torch.equal(host.live.weight, weight + 2)
+
+
+class Picky(nn.Module):
+    """Says no in all the ways that loaders have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "rotary.inv_freq":
+                continue
+            if name == "lora.weight":
+                raise ValueError("There is no module or parameter named 'lora' in Picky")
+            if name == "wrong.kind":
+                assert tensor.dim() == 2
+            if name == "looked.at":
+                tensor.sum().item()
+            dict(self.named_parameters())[name].data.copy_(tensor)
+
+
+def test_all_that_is_wrong_with_the_names_is_found_in_one_trace():
+    row = torch.zeros(3)
+    names = ["lora.weight", "wrong.kind", "weight", "rotary.inv_freq", "looked.at", "typo"]
+    trace = trace_of(Picky, dict.fromkeys(names, row))
+    assert trace.unknown == ["lora.weight", "typo"]
+    assert list(trace.refused) == ["wrong.kind", "looked.at"]
+    assert trace.refused["wrong.kind"].startswith("shape (3,): ")
+    assert [copy.name for copy in trace.copies] == ["weight"]
+
+
+def test_a_loader_that_fails_on_its_own_account_is_not_blamed_on_a_tensor():
+    class Broken(nn.Module):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            raise RuntimeError("no such backend")
+
+    with pytest.raises(RuntimeError, match="no such backend"):
+        trace_of(Broken, {"weight": torch.zeros(3)})
+
+
+def test_what_nothing_fills_and_what_is_filled_twice():
+    tensors = checkpoint(1)
+    del tensors["layers.0.attn.k.weight"]
+    model = on_meta(TinyEngineModel)
+    trace = trace_loader(model, model.load_weights, manifest_of(tensors))
+    missing, doubled = uncovered(model, trace)
+    assert missing == {"layers.0.attn.weight": [Box((HEADS, 0), (HEADS, WIDTH))]}
+    assert doubled == {}
+
+    overlapping = on_meta(lambda: OneParameter(lambda p, w: (p[:3].copy_(w), p[1:].copy_(w))))
+    trace = trace_loader(overlapping, overlapping.load_weights, manifest_of({"w": torch.zeros(3, 6)}))
+    assert uncovered(overlapping, trace) == ({}, {"weight": [Box((1, 0), (2, 6))]})
+
+    # A constant counts where nothing is copied.
+    for first, missing in [(0, {}), (1, {"weight": [Box((0, 0), (2, 6))]})]:
+        cleared = on_meta(lambda first=first: OneParameter(lambda p, w: (p[first:].zero_(), p[2:].copy_(w))))
+        trace = trace_loader(cleared, cleared.load_weights, manifest_of({"w": torch.zeros(2, 6)}))
+        assert uncovered(cleared, trace) == (missing, {})
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Load paths
+
+
+def assert_same(found: nn.Module, expected: nn.Module) -> None:
+    mine, theirs = found.state_dict(), expected.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+
+
+def transpose(module: nn.Module) -> None:
+    if isinstance(module, (OneParameter, Attention)):
+        module.weight = nn.Parameter(module.weight.data.t().contiguous(), requires_grad=False)
+
+
+def scale_beside(module: nn.Module) -> None:
+    if isinstance(module, Attention):
+        module.scale = module.weight.data.abs().amax(1)
+        module.weight.data.div_(module.scale[:, None])
+
+
+def hide_in_closure(module: nn.Module) -> None:
+    if isinstance(module, Attention):
+        packed = module.weight.data.clone()
+        module.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+        module.forward = lambda x: x @ packed.t() + module.bias
+
+
+def remove_and_keep_in_object(module: nn.Module) -> None:
+    class Kernel:
+        def __init__(self, weight: torch.Tensor) -> None:
+            self.weight = weight.clone()
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight.t()
+
+    if isinstance(module, Attention):
+        module.kernel = Kernel(module.weight.data)
+        del module.weight
+        module.forward = lambda x: module.kernel(x) + module.bias
+
+
+def keep_sum(module: nn.Module) -> None:
+    """A number that was made from the weights, which only a plain float holds."""
+    if isinstance(module, Attention):
+        module.register_buffer("total", module.weight.data.sum())
+
+
+def name_it(module: nn.Module) -> None:
+    """Sets nothing that depends on the weights."""
+    if isinstance(module, Attention):
+        module.kernel_name, module.sizes = "plain", (module.weight.shape, torch.float32)
+        module.run = functools.partial(torch.nn.functional.linear, weight=module.weight, bias=module.bias)
+
+
+REPACKS = [transpose, scale_beside, hide_in_closure, remove_and_keep_in_object, keep_sum]
+
+
+def attention_is_in_place(process: Callable[[nn.Module], None]) -> bool:
+    """Whether the first attention is loaded in place."""
+    host = ModuleHost(TinyEngineModel, checkpoint(1), process)
+    before = [(name, list(vars(module))) for name, module in host.pristine().named_modules()]
+    found = find_groups(host.live, host.pristine())
+    choose_load_paths(found, host)
+    assert all(param.is_meta for param in host.pristine().parameters())
+    assert [(name, list(vars(module))) for name, module in host.pristine().named_modules()] == before
+    in_place = {group.names[0]: group.in_place for group in found}
+    assert all(own for name, own in in_place.items() if not name.endswith("attn"))
+    return in_place["layers.0.attn"]
+
+
+@pytest.mark.parametrize("process", REPACKS)
+def test_what_post_processing_changes_is_reloaded(process: Callable[[nn.Module], None]):
+    assert not attention_is_in_place(process)
+
+
+@pytest.mark.parametrize("process", [lambda module: None, name_it])
+def test_what_post_processing_leaves_alone_is_loaded_in_place(process: Callable[[nn.Module], None]):
+    assert attention_is_in_place(process)
+
+
+def test_what_post_processing_changes_cannot_be_exported():
+    receiver = Receiver(ModuleHost(TinyEngineModel, checkpoint(1), transpose))
+    receiver.make_plan(manifest_of(checkpoint(1)))
+    with pytest.raises(UnsupportedError, match=r"4 modules keep .* such as layers\.0\.attn.*weightsync_plain"):
+        receiver.export()
+
+
+def test_exported_parameters_are_where_the_trainer_writes_and_a_push_is_a_mixture_until_its_commit():
+    tensors = {name: tensor for name, tensor in checkpoint(2).items() if "decay" not in name}
+    host = ModuleHost(CopyingModel, {name: t for name, t in checkpoint(1).items() if "decay" not in name})
+    receiver = Receiver(host)
+    receiver.make_plan(manifest_of(tensors))
+    storages, locations = receiver.export()
+    assert receiver.state == CLEAN
+    done = receiver.run(Go(1, None, -1, []), lambda seconds: None, None)
+    assert (receiver.state, done.nbytes) == (POISONED, 0)
+    of = dict(host.live.named_parameters()) | dict(host.live.named_buffers())
+    written = {tensor.untyped_storage()._cdata: tensor for tensor in of.values()}
+    assert len(storages) == len(written)
+    by_number = list(dict.fromkeys(of[copy.param].untyped_storage()._cdata for copy in receiver._traced.trace.copies))
+    for at in locations:
+        source = tensors[at.name][tuple(slice(a, a + n) for a, n in zip(at.box.start, at.box.size, strict=True))]
+        target = written[by_number[at.storage]].data
+        torch.as_strided(target, at.box.size, at.stride, at.offset).copy_(source)
+    receiver.commit(1)
+    assert (receiver.state, receiver.version) == (CLEAN, 1)
+    assert_same(host.live, ModuleHost(CopyingModel, tensors).live)
+
+
+class CopyingModel(TinyEngineModel):
+    """Its loader copies all that comes as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            del layer.decay
+
+
+def test_tied_modules_are_one_group():
+    host = ModuleHost(TinyEngineModel, checkpoint(1))
+    found = find_groups(host.live, host.pristine())
+    assert found[0].names == ["embed", "head"]
+    assert found[0].params == ["embed.weight"]
+    assert sorted(name for group in found for name in group.params) == sorted(
+        name for name, _ in host.pristine().named_parameters()
+    )
+
+
+def outputs(model: nn.Module) -> list[torch.Tensor]:
+    """What the engine computes, and every tensor that it keeps in the open."""
+    x = torch.linspace(-1, 1, WIDTH)
+    attention = [module for module in model.modules() if isinstance(module, Attention)]
+    computed = []
+    for module in attention:
+        if "forward" in vars(module):
+            computed.append(module(x))
+    return [*computed, *model.state_dict().values(), *(m.scale for m in attention if hasattr(m, "scale"))]
+
+
+ATTENTION = [[f"layers.{n}.attn.{part}.{kind}" for part in "qkv" for kind in ("weight", "bias")] for n in (0, 1)]
+CHUNKS = {
+    "one chunk": {},
+    "a chunk each": {"max_bytes": 1 << 9},
+    "rows": {"max_bytes": ONE_ROW},
+    "elements": {"max_bytes": 1},
+    "in place": {"in_place": list(checkpoint(1))},
+    "some in place": {"in_place": ["embed.weight", *ATTENTION[0]], "max_bytes": ONE_ROW},
+    "rows, by modules": {
+        "buckets": [*ATTENTION, [n for n in checkpoint(1) if ".attn." not in n]],
+        "max_bytes": ONE_ROW,
+    },
+}
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("process", [lambda module: None, *REPACKS])
+def test_pushed_equals_cold(process: Any, chunks: str):
+    a, b = checkpoint(1), checkpoint(2)
+    hosts = [ModuleHost(functools.partial(TinyEngineModel, rank, 2), a, process, rank, 2) for rank in (0, 1)]
+    places = [[tensor.data_ptr() for tensor in outputs(host.live)] for host in hosts]
+    trainer = MemoryTrainer(*hosts, tensors={name: t.clone() for name, t in b.items()}, **CHUNKS[chunks])
+    for tensors in (b, a, a, b):
+        for name, tensor in trainer.tensors.items():
+            tensor.copy_(tensors[name])
+        trainer.push()
+        for rank, host in enumerate(hosts):
+            expected = cold(tensors, process, rank=rank, tp=2)
+            for one, other in zip(outputs(host.live), outputs(expected), strict=True):
+                assert torch.equal(one, other)
+    assert [host.refreshed for host in hosts] == [4, 4]
+    if process is not hide_in_closure and process is not remove_and_keep_in_object:
+        assert places == [[tensor.data_ptr() for tensor in outputs(host.live)] for host in hosts]
+
+
+def test_the_bytes_of_a_push_are_those_that_were_read():
+    tensors = checkpoint(1)
+    (done,) = MemoryTrainer(ModuleHost(TinyEngineModel, tensors, transpose), tensors=tensors, max_bytes=ONE_ROW).push()
+    assert done.nbytes == sum(tensor.nbytes for tensor in tensors.values())
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = nn.Parameter(torch.empty(4))
+
+
+class CountingModel(TinyEngineModel):
+    """Its loader copies all that comes as it is, and makes one parameter out of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counting = Counting()
+        for layer in self.layers:
+            del layer.decay
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(weights)
+        numbers = self.counting.numbers.data
+        numbers.copy_(torch.arange(4.0, device=numbers.device))
+
+
+@pytest.mark.parametrize("frozen", [(), ("embed.weight",)])
+def test_a_parameter_that_is_made_of_no_tensor_is_made_in_every_push(frozen: tuple[str, ...]):
+    tensors = [{n: t for n, t in checkpoint(seed).items() if "decay" not in n} for seed in (1, 2)]
+    host = ModuleHost(CountingModel, tensors[0])
+    trainer = MemoryTrainer(host, tensors=tensors[1], frozen=frozen, max_bytes=ONE_ROW)
+    assert trainer.load_paths[NATIVE_LOADER] == 1
+    for _ in range(3):
+        with torch.no_grad():
+            host.live.counting.numbers.zero_()
+        trainer.push()
+        assert host.live.counting.numbers.tolist() == [0, 1, 2, 3]
+
+
+class WithEmpty(nn.Module):
+    """A parameter without elements, whose tensor never travels, decides with another one what a third becomes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty, self.weight = nn.Parameter(torch.empty(0, 6)), nn.Parameter(torch.empty(4, 6))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        given = dict(weights)
+        self.empty.data.copy_(given["empty"])
+        self.weight.data.copy_(torch.cat([given["weight"], given["empty"]]))
+
+
+def test_a_tensor_without_elements_counts_as_arrived():
+    a, b = ({"weight": torch.randn(4, 6), "empty": torch.randn(0, 6)} for _ in "ab")
+    host = ModuleHost(WithEmpty, a)
+    trainer = MemoryTrainer(host, tensors=b, max_bytes=ONE_ROW)
+    trainer.push()
+    assert trainer.load_paths == {NATIVE_LOADER: 1}
+    assert torch.equal(host.live.weight, b["weight"])
+
+
+def test_constants_of_the_loader_reach_an_engine_that_started_with_dummy_weights():
+    host = ModuleHost(TinyEngineModel, checkpoint(1))
+    with torch.no_grad():
+        for param in host.live.parameters():
+            param.fill_(7)  # the padding of the embedding too
+    MemoryTrainer(host, tensors=checkpoint(2)).push()
+    assert_same(host.live, cold(checkpoint(2)))
+
+
+@pytest.mark.parametrize("max_bytes", [None, ONE_ROW])
+def test_the_native_loader_computes_what_a_cold_start_does_for_tied_and_repacked_modules(max_bytes: int | None):
+    class Scaled(TinyEngineModel):
+        """Every parameter is multiplied on the way in, the tied embedding too."""
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            super().load_weights((name, w if name.endswith("seen") else w.float() * 3) for name, w in weights)
+
+    a, b = checkpoint(1), checkpoint(2)
+    host = ModuleHost(Scaled, a, transpose)
+    trainer = MemoryTrainer(host, tensors=b, max_bytes=max_bytes)
+    trainer.push()
+    assert trainer.load_paths == {NATIVE_LOADER: 7}
+    assert_same(host.live, ModuleHost(Scaled, b, transpose).live)
+
+
+def test_a_tensor_that_the_native_loader_only_copies_comes_in_the_regions_that_are_read():
+    class Mixed(nn.Module):
+        """Half of `bias` is copied, all of `weight` goes into arithmetic."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.empty(4)), nn.Parameter(torch.empty(2, 3))
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            given = dict(weights)
+            self.weight.data.copy_(given["weight"] * 2)
+            self.bias.data.copy_(given["bias"][2:])
+
+    b = {"weight": torch.randn(4), "bias": torch.randn(4, 3)}
+    host = ModuleHost(Mixed, {"weight": torch.randn(4), "bias": torch.randn(4, 3)})
+    trainer = MemoryTrainer(host, tensors=b, max_bytes=12)
+    assert trainer.plans[0].partial == {"bias": [[[2, 0], [2, 3]]]}
+    message = trainer.message
+    rows = [[[row for row in rows if not (row[0] == "bias" and row[1][0] < 2)], runs] for rows, runs in message.chunks]
+    trainer.connect(replace(message, chunks=rows))
+    trainer.push()
+    assert torch.equal(host.live.weight, b["weight"] * 2)
+    assert torch.equal(host.live.bias, b["bias"][2:])
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+class Aliased(TinyEngineModel):
+    """Knows a second name for the biases of q."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights((name.replace(".q.b_", ".q.bias"), tensor) for name, tensor in weights)
+
+
+def test_missing_unexpected_misshapen_and_doubled_tensors_are_in_one_plan():
+    tensors = checkpoint(1)
+    host = ModuleHost(Aliased, tensors)
+    before = host.live.state()
+    del tensors["layers.1.attn.k.weight"]
+    del tensors["layers.0.norm.weight"]
+    tensors["layers.0.attn.q.b_"] = tensors["layers.0.attn.q.bias"]
+    tensors["embed.weight"] = torch.zeros(4, WIDTH)
+    tensors["vision.weight"] = torch.zeros(3)
+    plan = Receiver(host).make_plan(manifest_of(tensors))
+    assert sorted(plan.hints) == ["layers.0.norm.weight", "layers.1.attn.k.weight"]
+    assert plan.missing == [
+        "embed.weight",
+        "layers.0.norm.weight",
+        f"layers.1.attn.weight rows {HEADS}..{2 * HEADS} of {3 * HEADS}",
+    ]
+    assert tensors.keys() - plan.used.keys() - plan.refused.keys() == {"vision.weight"}
+    assert sorted(plan.refused) == ["embed.weight", "layers.0.attn.q.b_", "layers.0.attn.q.bias"]
+    assert "expected 5 rows, got 4" in plan.refused["embed.weight"]
+    assert "twice" in plan.refused["layers.0.attn.q.bias"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in host.live.state_dict().items())
+
+
+def test_a_plan_is_remembered_until_other_tensors_are_asked_for():
+    receiver = Receiver(ModuleHost(TinyEngineModel, checkpoint(1)))
+    plan = receiver.make_plan(manifest_of(checkpoint(1)))
+    assert receiver.make_plan(manifest_of(checkpoint(2))) is plan
+    other = checkpoint(1) | {"vision.weight": torch.zeros(3)}
+    assert receiver.make_plan(manifest_of(other)) is not plan
+
+
+def test_a_worker_says_which_regions_it_reads():
+    tensors = checkpoint(1)
+    host = ModuleHost(functools.partial(TinyEngineModel, 0, 2), tensors, world=1)
+    tensors["layers.0.attn.q.weight"] = torch.zeros(HEADS + 4, WIDTH)
+    partial = Receiver(host).make_plan(manifest_of(tensors)).partial
+    assert partial["layers.0.attn.q.weight"] == partial["layers.0.attn.k.weight"] == [[[0, 0], [HEADS // 2, WIDTH]]]
+    assert "embed.weight" not in partial
+
+
+def test_a_kernel_object_is_reloaded_on_a_cpu():
+    host = ModuleHost(TinyEngineModel, checkpoint(1), remove_and_keep_in_object)
+    found = find_groups(host.live, host.pristine())
+    choose_load_paths(found, host)  # on a GPU it is refused: graphs have captured what the object holds
+    assert not found[1].in_place
+
+
+def test_a_computed_buffer_is_refused_before_anything_is_written():
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3))
+            self.register_buffer("correction", torch.zeros(3))
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            tensors = dict(self.named_parameters()) | dict(self.named_buffers())
+            for name, tensor in weights:
+                tensors[name].data.copy_(tensor.double() if name == "correction" else tensor)
+
+    host = ModuleHost(Biased, {"weight": torch.zeros(3), "correction": torch.zeros(3)})
+    with pytest.raises(UnsupportedError, match=r"computes 1 buffers.*correction"):
+        Receiver(host).make_plan(manifest_of({"weight": torch.ones(3), "correction": torch.ones(3)}))
+    assert host.live.weight.tolist() == [0, 0, 0]
+
+
+def drop_last(chunks: list[Any]) -> list[Any]:
+    return chunks[:-1]
+
+
+def repeat_first(chunks: list[Any]) -> list[Any]:
+    return [*chunks, chunks[0]]
+
+
+@pytest.mark.parametrize("process", [lambda module: None, *REPACKS])
+@pytest.mark.parametrize(("change", "words"), [(drop_last, "is held by no rank"), (repeat_first, "is held twice")])
+def test_chunks_that_do_not_bring_every_region_once_are_refused(process: Any, change: Any, words: str):
+    host = ModuleHost(TinyEngineModel, checkpoint(1), process)
+    before = host.live.state()
+    trainer = MemoryTrainer(host, tensors=checkpoint(2), max_bytes=ONE_ROW)
+    message = trainer.message
+    with pytest.raises(PlacementError, match=words):
+        trainer.connect(replace(message, chunks=change(message.chunks)))
+    assert trainer.receivers[0].state == CLEAN
+    assert all(torch.equal(tensor, before[name]) for name, tensor in host.live.state_dict().items())
+    with pytest.raises(ProtocolError, match="Go came before Connect"):
+        trainer.run(1)
+
+
+def test_a_step_before_its_turn_is_refused():
+    trainer = MemoryTrainer(ModuleHost(TinyEngineModel, checkpoint(1)), tensors=checkpoint(2))
+    with pytest.raises(ProtocolError, match="Go came before Connect"):
+        trainer.run(1)
+    fresh = Receiver(ModuleHost(TinyEngineModel, checkpoint(1)))
+    with pytest.raises(ProtocolError, match="ExportParameters came before PlanRequest"):
+        fresh.export()
+    with pytest.raises(ProtocolError, match="Connect came before PlanRequest"):
+        fresh.connect(trainer.message, lambda seconds: None, None)
+    trainer.connect()
+    with pytest.raises(ProtocolError, match="Commit of version 1 before all of its chunks were loaded"):
+        trainer.receivers[0].commit(1)
+    trainer.run(1)
+    with pytest.raises(ProtocolError, match="Commit of version 2 before"):
+        trainer.receivers[0].commit(2)
+    assert trainer.receivers[0].state == POISONED
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Frozen chunks
+
+
+def test_frozen_chunks_are_loaded_in_the_first_push_of_each_connection():
+    a, b = checkpoint(1), checkpoint(2)
+    host = ModuleHost(TinyEngineModel, a, transpose)
+    frozen = [n for n in a if n.startswith("layers.1.attn")]
+    trainer = MemoryTrainer(host, tensors=b, max_bytes=ONE_ROW, frozen=frozen)
+    counts = []
+    for _ in range(3):
+        trainer.push()
+        counts.append(len(trainer.written))
+    late = sum(chunk.frozen for chunk in trainer.chunks)
+    assert late > 2
+    assert counts == [len(trainer.chunks), len(trainer.chunks) - late, len(trainer.chunks) - late]
+    trainer.connect()
+    trainer.push()
+    assert len(trainer.written) == len(trainer.chunks)
+    assert_same(host.live, cold(b, transpose))
+
+
+def test_a_push_that_was_not_committed_makes_the_next_one_whole():
+    trainer = MemoryTrainer(
+        ModuleHost(TinyEngineModel, checkpoint(1)), tensors=checkpoint(2), frozen=["embed.weight"], max_bytes=ONE_ROW
+    )
+    trainer.connect()
+    for version in (1, 2):
+        trainer.run(version)
+        assert len(trainer.written) == len(trainer.chunks)
+    trainer.receivers[0].commit(2)
+    trainer.run(3)
+    assert len(trainer.written) < len(trainer.chunks)
+    trainer.run(4)
+    assert len(trainer.written) == len(trainer.chunks)
+
+
+@pytest.mark.parametrize("process", REPACKS)
+def test_frozen_chunks_must_not_tear_a_module_apart(process: Any):
+    trainer = MemoryTrainer(
+        ModuleHost(TinyEngineModel, checkpoint(1), process),
+        tensors=checkpoint(2),
+        frozen=["layers.0.attn.k.weight"],
+    )
+    with pytest.raises(ProtocolError, match=r"layers\.0\.attn\.k\.weight come only in the first push"):
+        trainer.connect()
+
+
+def test_frozen_chunks_may_have_a_part_of_what_is_loaded_in_place():
+    host = ModuleHost(TinyEngineModel, checkpoint(1))
+    trainer = MemoryTrainer(host, tensors=checkpoint(2), frozen=["layers.0.attn.k.weight"], max_bytes=ONE_ROW)
+    for _ in range(2):
+        trainer.push()
+    assert len(trainer.written) == len(trainer.chunks) - HEADS
+    assert_same(host.live, cold(checkpoint(2)))
+
+
+@pytest.mark.parametrize("frozen", [-1, 1, 2])
+def test_one_chunk_is_in_every_push(frozen: int):
+    trainer = MemoryTrainer(ModuleHost(TinyEngineModel, checkpoint(1)), tensors=checkpoint(2), max_bytes=1 << 20)
+    assert len(trainer.chunks) == 1
+    with pytest.raises(ProtocolError, match="one must be in every push"):
+        trainer.connect(replace(trainer.message, frozen=frozen))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Failures half-way
+
+
+@pytest.fixture
+def failing() -> Callable[[nn.Module], None]:
+    """`transpose` that raises, half done, when `calls["left"]` has counted down to nothing."""
+    calls = {"left": 0}
+
+    def process(module: nn.Module) -> None:
+        if isinstance(module, Attention):
+            calls["left"] -= 1
+            if calls["left"] == 0:
+                module.weight = None
+                raise RuntimeError("this kernel does not like these weights")
+        transpose(module)
+
+    process.calls = calls  # type: ignore[attr-defined]
+    return process
+
+
+@pytest.mark.parametrize("max_bytes", [None, ONE_ROW])
+def test_a_failed_post_process_leaves_every_module_old_or_new_and_the_next_push_heals(
+    failing: Any, max_bytes: int | None
+):
+    a, b = checkpoint(1), checkpoint(2)
+    host = ModuleHost(TinyEngineModel, a, failing)
+    trainer = MemoryTrainer(host, tensors=a, max_bytes=max_bytes)
+    (receiver,) = trainer.receivers
+    trainer.push()
+    old = host.live.state()
+    places = {name: tensor.data_ptr() for name, tensor in host.live.state_dict().items()}
+    new = cold(b, transpose).state_dict()
+    trainer.tensors = b
+
+    failing.calls["left"] = 2
+    with pytest.raises(RuntimeError, match="this kernel does not like these weights"):
+        trainer.push()
+    assert (receiver.state, receiver.version) == (POISONED, 1)
+    with pytest.raises(ProtocolError, match="Commit of version 2 before"):
+        receiver.commit(2)
+    live = host.live.state_dict()
+    assert {name: tensor.data_ptr() for name, tensor in live.items()} == places
+    assert torch.equal(live["layers.0.attn.weight"], new["layers.0.attn.weight"])
+    assert torch.equal(live["layers.1.attn.weight"], old["layers.1.attn.weight"])
+
+    failing.calls["left"] = 0
+    trainer.push(2)
+    assert (receiver.state, receiver.version) == (CLEAN, 2)
+    assert {name: tensor.data_ptr() for name, tensor in host.live.state_dict().items()} == places
+    assert_same(host.live, cold(b, transpose))
+
+
+def test_a_transport_that_stops_early_leaves_the_model_poisoned(monkeypatch: pytest.MonkeyPatch):
+    trainer = MemoryTrainer(ModuleHost(TinyEngineModel, checkpoint(1)), tensors=checkpoint(2), max_bytes=ONE_ROW)
+    trainer.connect()
+    (receiver,) = trainer.receivers
+    whole = receiver._source.chunks
+    monkeypatch.setattr(receiver._source, "chunks", lambda numbers, *rest: whole(numbers[:-1], *rest))
+    with pytest.raises(ProtocolError, match=r"(\d+) of \d+ chunks of version 1 came"):
+        trainer.run(1)
+    assert receiver.state == POISONED
+
+
+def test_versions_only_grow():
+    trainer = MemoryTrainer(ModuleHost(TinyEngineModel, checkpoint(1)), tensors=checkpoint(2))
+    (receiver,) = trainer.receivers
+    assert (receiver.version, receiver.state) == (0, CLEAN)
+    trainer.push(7)
+    assert receiver.version == 7
+    with pytest.raises(ProtocolError, match="versions only grow"):
+        trainer.push(7)
+    assert receiver.state == CLEAN
+    trainer.push()
+    assert (receiver.version, receiver.state) == (8, CLEAN)
+
+
+def test_what_was_connected_is_given_back():
+    trainer = MemoryTrainer(ModuleHost(TinyEngineModel, checkpoint(1)), tensors=checkpoint(2))
+    trainer.push()
+    (receiver,) = trainer.receivers
+    source = receiver._source
+    trainer.connect()
+    assert receiver._source is source  # the transport is the same
+    trainer.connect(replace(trainer.message, transport="another"))
+    assert source.closed
+    assert receiver._source is not source
+    source = receiver._source
+    receiver.disconnect()
+    assert source.closed
+    with pytest.raises(ProtocolError, match="Go came before Connect"):
+        trainer.run(2)
+    assert receiver.state == CLEAN
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Digests
+
+
+@pytest.mark.parametrize("corrupt", [0, 3])
+def test_a_chunk_that_changed_on_its_way_is_not_loaded(corrupt: int):
+    host = ModuleHost(TinyEngineModel, checkpoint(1))
+    trainer = MemoryTrainer(host, tensors=checkpoint(2), max_bytes=ONE_ROW)
+    trainer.corrupt = corrupt
+    before = host.live.state()
+    with pytest.raises(DigestError, match=f"chunk {corrupt} from trainer rank 0 arrived with another digest"):
+        trainer.push(sample=3)  # the tensors are small, so every sample has all of their bytes
+    assert trainer.receivers[0].state == POISONED
+    assert trainer.written == list(range(corrupt + 1))
+    changed = [name for name, tensor in host.live.state_dict().items() if not torch.equal(tensor, before[name])]
+    assert changed == (["embed.weight", "head.weight"] if corrupt else [])  # which are one
+    trainer.corrupt = None
+    trainer.push()
+    assert trainer.receivers[0].state == CLEAN
+    assert_same(host.live, cold(checkpoint(2)))
+
+
+def test_nothing_is_compared_where_nothing_is_to_be_verified():
+    trainer = MemoryTrainer(
+        ModuleHost(TinyEngineModel, checkpoint(1)), tensors=checkpoint(2), in_place=["embed.weight"]
+    )
+    trainer.connect(replace(trainer.message, proof=[]))
+    trainer.corrupt = len(trainer.chunks) - 1
+    trainer.push(sample=None)
+    assert trainer.receivers[0].state == CLEAN
+
+
+@pytest.mark.parametrize("corrupt_late", [False, True])
+def test_another_memory_than_the_trainers_is_found_when_it_is_mapped(corrupt_late: bool):
+    tensors = {"weight": torch.randn(300, 6), "other": torch.randn(4, 6)}
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.other = nn.Parameter(torch.empty(300, 6)), nn.Parameter(torch.empty(4, 6))
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for name, tensor in weights:
+                self.get_parameter(name).data.copy_(tensor)
+
+    host = ModuleHost(Two, tensors)
+    trainer = MemoryTrainer(host, tensors=tensors, in_place=["weight", "other"])
+    number = next(iter(trainer.memory))
+    if not corrupt_late:
+        trainer.memory[number] = torch.randn(300, 6)
+        with pytest.raises(DigestError, match="mapped another memory than that of trainer rank 0"):
+            trainer.connect()
+        assert trainer.receivers[0].state == CLEAN
+        return
+    # The trainer has freed a tensor and allocated another one: the worker still has the old one mapped.
+    trainer.push()
+    trainer.tensors["weight"] = torch.randn(300, 6)
+    with pytest.raises(DigestError, match="must have freed a tensor and allocated another one"):
+        trainer.push(sample=2)
+    assert trainer.receivers[0].state == POISONED
+
+
+@pytest.mark.parametrize("proof", [[1], [1, 2]])
+def test_memory_of_a_rank_without_digests_is_refused(proof: list[int]):
+    trainer = MemoryTrainer(
+        ModuleHost(TinyEngineModel, checkpoint(1)), tensors=checkpoint(2), in_place=["embed.weight"]
+    )
+    message = trainer.message
+    rows = [[2, *row[1:]] for row in message.in_place]
+    with pytest.raises(ProtocolError, match=f"rank 2 is read in place, but there are digests of {len(proof)} ranks"):
+        trainer.connect(replace(message, in_place=rows, proof=proof))

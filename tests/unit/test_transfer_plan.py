@@ -1,0 +1,210 @@
+"""Cutting what travels into chunks, choosing a route, and the plan as plain values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, coverage, itemsize, row_major
+from weightsync.planning.rows import Reads
+from weightsync.planning.transfer_plan import (
+    Chunk,
+    Route,
+    TransferPlan,
+    choose_route,
+    load_all,
+    load_each,
+    load_staged,
+    make_chunks,
+    slices,
+)
+
+FLOAT = "float32"
+
+
+def shard(name: str, start: Sequence[int], size: Sequence[int], rank: int, dtype: str = FLOAT) -> ShardLocation:
+    return ShardLocation(name, Box(tuple(start), tuple(size)), rank, 1, 0, row_major(size), dtype)
+
+
+def by_rows(name: str, rows: int, columns: int, ranks: int) -> list[ShardLocation]:
+    """A matrix of which each rank has as many rows as another."""
+    share = rows // ranks
+    return [shard(name, (rank * share, 0), (share, columns), rank) for rank in range(ranks)]
+
+
+def manifest_of(*tensors: tuple[str, tuple[int, ...]]) -> Manifest:
+    return Manifest(tuple(TensorMeta(name, shape, FLOAT) for name, shape in tensors))
+
+
+def whole(manifest: Manifest) -> Reads:
+    return {meta.name: (Box.full(meta.shape),) for meta in manifest}
+
+
+def chunks_of(
+    manifest: Manifest,
+    locations: Sequence[ShardLocation],
+    max_bytes: int | None,
+    *,
+    route: Route = Route.ALL,
+    buckets: Sequence[Sequence[str]] | None = None,
+    frozen: frozenset[str] = frozenset(),
+    in_place: frozenset[str] = frozenset(),
+    reads: Sequence[Reads] | None = None,
+    together: dict[str, str] | None = None,
+) -> tuple[Chunk, ...]:
+    buckets = [[name] for name in manifest.names] if buckets is None else buckets
+    reads = [whole(manifest)] if reads is None else reads
+    return make_chunks(manifest, route, buckets, frozen, in_place, locations, reads, max_bytes, together or {})
+
+
+def peak(chunk: Chunk, load) -> int:
+    return max(sum(map(load, chunk.pieces), Counter[Hashable]()).values())
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
+    st.integers(1, 40),
+    st.integers(0, 5),
+)
+def test_slices_of_a_box_cover_it_once(size: tuple[int, ...], count: int, start: int):
+    box = Box((start,) * len(size), size)
+    parts = slices(box, count)
+    inner = [Box(tuple(at - start for at in part.start), part.size) for part in parts]
+    assert coverage(size, inner) == ([], [])
+    assert len(parts) >= min(count, box.numel)
+    assert max(part.numel for part in parts) <= 2 * -(-box.numel // count)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=1, max_size=6),
+    st.integers(1, 3),
+    st.integers(4, 200),
+    st.sampled_from([Route.ALL, Route.EACH, Route.IN_PLACE]),
+)
+def test_chunks_have_every_element_once_and_bounded_loads(
+    shapes: list[tuple[int, int]], ranks: int, max_bytes: int, route: Route
+):
+    manifest = manifest_of(*((f"t{n}", (rows * ranks, columns)) for n, (rows, columns) in enumerate(shapes)))
+    locations = [p for meta in manifest for p in by_rows(meta.name, *meta.shape, ranks)]
+    reads = [whole(manifest), whole(manifest)]
+    chunks = chunks_of(manifest, locations, max_bytes, route=route, reads=reads)
+    for meta in manifest:
+        boxes = [piece.box for chunk in chunks for piece in chunk.pieces if piece.name == meta.name]
+        assert coverage(meta.shape, boxes) == ([], [])
+    load = {
+        Route.ALL: load_all(manifest),
+        Route.EACH: load_each(manifest, reads),
+        Route.IN_PLACE: load_staged(manifest),
+    }[route]
+    for chunk in chunks:
+        in_one_row_of_each = all(piece.box.numel == 1 for piece in chunk.pieces)
+        assert peak(chunk, load) <= max_bytes or in_one_row_of_each
+
+
+def test_a_large_tensor_has_a_share_of_every_rank_in_each_chunk():
+    manifest = manifest_of(("embed", (64, 4)))
+    chunks = chunks_of(manifest, by_rows("embed", 64, 4, 4), 256)
+    assert len(chunks) == 4
+    for chunk in chunks:
+        assert Counter(piece.rank for piece in chunk.pieces) == dict.fromkeys(range(4), 1)
+
+
+def test_small_buckets_share_a_chunk_and_order_is_kept():
+    manifest = manifest_of(*((f"t{n}", (4, 4)) for n in range(10)))
+    locations = [shard(meta.name, (0, 0), (4, 4), 0) for meta in manifest]
+    chunks = chunks_of(manifest, locations, 256)
+    assert [chunk.names for chunk in chunks] == [
+        ("t0", "t1", "t2", "t3"),
+        ("t4", "t5", "t6", "t7"),
+        ("t8", "t9"),
+    ]
+
+
+def test_without_a_limit_every_bucket_is_a_chunk():
+    manifest = manifest_of(("a", (1, 1)), ("b", (100, 100)), ("c", (1, 1)))
+    locations = [shard(meta.name, (0, 0), meta.shape, 0) for meta in manifest]
+    assert [chunk.names for chunk in chunks_of(manifest, locations, None)] == [("a",), ("b",), ("c",)]
+
+
+def test_frozen_tensors_have_the_last_chunks_to_themselves():
+    manifest = manifest_of(("a", (8, 4)), ("b", (8, 4)), ("c", (8, 4)))
+    locations = [shard(meta.name, (0, 0), (8, 4), 0) for meta in manifest]
+    buckets = [["a"], ["c"], ["b"]]
+    chunks = chunks_of(manifest, locations, 1024, buckets=buckets, frozen=frozenset({"b"}))
+    assert [(chunk.names, chunk.frozen) for chunk in chunks] == [(("a", "c"), False), (("b",), True)]
+    plan = TransferPlan(manifest, Route.ALL, chunks, (whole(manifest),), "h", {})
+    assert list(plan.due(first=True)) == [0, 1]
+    assert list(plan.due(first=False)) == [0]
+    assert plan.nbytes(first=True) == 3 * 128
+    assert plan.nbytes(first=False) == 2 * 128
+
+
+def test_what_is_read_in_place_is_one_chunk_with_its_replicas():
+    manifest = manifest_of(("a", (8, 4)), ("b", (8, 4)), ("c", (8, 4)))
+    locations = [shard(name, (0, 0), (8, 4), rank) for name in "abc" for rank in (0, 1)]
+    chunks = chunks_of(manifest, locations, 64, route=Route.IN_PLACE, in_place=frozenset("ab"))
+    assert chunks[0].in_place
+    assert [(piece.name, piece.rank) for piece in chunks[0].pieces] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert {chunk.names for chunk in chunks[1:]} == {("c",)}
+    assert sum(piece.box.numel for chunk in chunks[1:] for piece in chunk.pieces) == 32
+    assert not any(chunk.in_place for chunk in chunks[1:])
+
+
+def test_rank_0_gives_what_it_holds_itself_when_it_sends_everything():
+    manifest = manifest_of(("a", (8, 4)), ("b", (8, 4)))
+    locations = [shard(name, (0, 0), (8, 4), rank) for name in "ab" for rank in (1, 0)]
+    chunks = chunks_of(manifest, locations, 1024)
+    assert {piece.rank for chunk in chunks for piece in chunk.pieces} == {0}
+
+
+def test_replicas_are_shared_out_when_every_rank_sends():
+    manifest = manifest_of(("a", (8, 4)), ("b", (8, 4)))
+    locations = [shard(name, (0, 0), (8, 4), rank) for name in "ab" for rank in (1, 0)]
+    chunks = chunks_of(manifest, locations, 1024, route=Route.EACH)
+    assert {piece.rank for chunk in chunks for piece in chunk.pieces} == {0, 1}
+
+
+def test_scales_travel_with_the_first_chunk_of_their_weight():
+    manifest = manifest_of(("w", (64, 4)), ("w_scale", (64, 1)))
+    locations = [shard("w", (0, 0), (64, 4), 0), shard("w_scale", (0, 0), (64, 1), 0)]
+    chunks = chunks_of(manifest, locations, 512, buckets=[["w", "w_scale"]], together={"w": "w_scale"})
+    assert [set(chunk.names) for chunk in chunks] == [{"w", "w_scale"}, {"w"}]
+
+
+def test_tensors_without_elements_do_not_travel():
+    manifest = manifest_of(("a", (0, 4)), ("b", (2, 4)))
+    locations = [shard("a", (0, 0), (0, 4), 0), shard("b", (0, 0), (2, 4), 0)]
+    assert [chunk.names for chunk in chunks_of(manifest, locations, 1024)] == [("b",)]
+
+
+def test_each_worker_gets_its_own_where_that_saves_bytes():
+    manifest = manifest_of(("a", (8, 4)))
+    halves = [{"a": (Box((0, 0), (4, 4)),)}, {"a": (Box((4, 0), (4, 4)),)}]
+    one_rank, two_ranks = by_rows("a", 8, 4, 1), by_rows("a", 8, 4, 2)
+    assert choose_route(manifest, one_rank, halves, 1) is Route.EACH
+    assert choose_route(manifest, two_ranks, [whole(manifest)], 2) is Route.EACH
+    assert choose_route(manifest, one_rank, [whole(manifest)], 1) is Route.ALL
+    assert choose_route(manifest, one_rank, [whole(manifest)] * 2, 1) is Route.ALL  # rank 0 would send it twice
+
+
+def test_load_of_a_worker_counts_the_regions_that_it_reads():
+    manifest = manifest_of(("a", (8, 4)))
+    load = load_each(manifest, [{"a": (Box((2, 0), (3, 4)),)}, {}])
+    assert load(shard("a", (0, 0), (4, 4), 5)) == {("rank", 5): 32, ("worker", 0): 32}
+
+
+@pytest.mark.parametrize("route", Route)
+def test_a_plan_survives_being_plain_values(route: Route):
+    manifest = manifest_of(("a", (8, 4)), ("b", (3, 3)))
+    locations = [*by_rows("a", 8, 4, 2), shard("b", (0, 0), (3, 3), 1)]
+    in_place = frozenset({"b"}) if route is Route.IN_PLACE else frozenset()
+    reads = ({"a": (Box((0, 0), (4, 4)),)}, whole(manifest))
+    chunks = chunks_of(manifest, locations, 64, route=route, in_place=in_place, reads=reads)
+    plan = TransferPlan(manifest, route, chunks, reads, "10.0.0.1", {"in_place": 3})
+    assert TransferPlan.unpack(msgpack.unpackb(msgpack.packb(plan.pack()))) == plan
+    assert sum(itemsize(p.dtype) * p.box.numel for chunk in plan.chunks for p in chunk.pieces) == plan.nbytes(True)

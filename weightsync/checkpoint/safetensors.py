@@ -1,0 +1,125 @@
+"""Which tensor of a checkpoint lies at which bytes of which file. Pure arithmetic: no tensors, no file is touched.
+
+A file is a safetensors file: eight bytes with the length of the header, the header (JSON, padded with spaces to a
+multiple of eight bytes), and the tensors without gaps. A bucket is never spread over two files. Within a file wider
+dtypes come first, as in the files that safetensors writes itself, so that each tensor lies at a multiple of its
+element's size; tensors of one width are in the order of the buckets. So a bucket is one run of bytes in its file, or
+as many as it has widths.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from weightsync.errors import ConfigError
+from weightsync.planning.layout import Box, Manifest, TensorMeta, itemsize, row_major
+
+MAX_SHARD_BYTES = 5 * 10**9
+INDEX = "model.safetensors.index.json"
+_HEADER_ALIGN_BYTES = 8
+_CODES = {
+    "bool": "BOOL",
+    **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint", "float") for bits in (16, 32, 64)},
+    "int8": "I8",
+    "uint8": "U8",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file: its name, what it begins with, and how many bytes it has in all."""
+
+    name: str
+    header: bytes
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A checkpoint's files: which file each tensor is in, and its first byte there.
+
+    `index` says which tensor is in which file; None when there is only one.
+    """
+
+    manifest: Manifest
+    files: tuple[Shard, ...]
+    file_of: dict[str, str]
+    in_file: dict[str, int]
+    index: bytes | None
+
+
+def lay_out(manifest: Manifest, groups: Sequence[Sequence[str]], max_shard_bytes: int) -> Shards:
+    """Return the files of a checkpoint, each of at most `max_shard_bytes` of tensors, but at least one group.
+
+    `groups` have every name once, in the order of the files. Raises `ConfigError` for dtypes that safetensors has not.
+    """
+    if unknown := {meta.name: meta.dtype for meta in manifest if meta.dtype not in _CODES}:
+        name, dtype = next(iter(unknown.items()))
+        raise ConfigError(f"{len(unknown)} tensors have a dtype that safetensors has not, such as {name}: {dtype}")
+    contents: list[list[str]] = []
+    sizes: list[int] = []
+    for names in groups:
+        nbytes = sum(manifest[name].nbytes for name in names)
+        if not contents or sizes[-1] + nbytes > max_shard_bytes:
+            contents.append([])
+            sizes.append(0)
+        contents[-1] += names
+        sizes[-1] += nbytes
+    files: list[Shard] = []
+    in_file: dict[str, int] = {}
+    file_of: dict[str, str] = {}
+    for number, names in enumerate(contents):
+        metas = sorted((manifest[name] for name in names), key=lambda meta: -itemsize(meta.dtype))  # widest first
+        header = _header(metas)
+        at = len(header)
+        for meta in metas:
+            in_file[meta.name] = at
+            at += meta.nbytes
+        files.append(Shard(_file_name(number, len(contents)), header, at))
+        file_of.update({meta.name: files[-1].name for meta in metas})
+    index = None
+    if len(files) > 1:
+        rows = {"metadata": {"total_size": manifest.nbytes}, "weight_map": file_of}
+        index = json.dumps(rows, indent=2, sort_keys=True).encode() + b"\n"
+    return Shards(manifest, tuple(files), file_of, in_file, index)
+
+
+def runs(shape: Sequence[int], box: Box) -> tuple[int, list[int]]:
+    """Return the region `box` of a contiguous tensor of `shape` as runs of elements that follow each other.
+
+    The answer is the length of a run, and where each begins, in the order of the box's elements. `box` is not empty.
+    """
+    length, dim = 1, len(shape)
+    while dim > 0:
+        dim -= 1
+        length *= box.size[dim]
+        if box.size[dim] < shape[dim]:
+            break
+    strides = row_major(shape)
+    first = sum(start * stride for start, stride in zip(box.start, strides, strict=True))
+    outer = product(*(range(0, size * stride, stride) for size, stride in zip(box.size[:dim], strides, strict=False)))
+    return length, [first + sum(offsets) for offsets in outer]
+
+
+def _header(metas: Sequence[TensorMeta]) -> bytes:
+    rows: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for meta in metas:
+        end = at + meta.nbytes
+        rows[meta.name] = {"dtype": _CODES[meta.dtype], "shape": meta.shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(rows, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGN_BYTES)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _file_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"

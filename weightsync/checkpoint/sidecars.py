@@ -1,0 +1,60 @@
+"""The files that a checkpoint has beside its weights: config, generation config, tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from weightsync.errors import ConfigError
+from weightsync.planning.layout import Manifest, itemsize
+
+_CONFIG = "config.json"
+
+
+def files_beside(things: Iterable[Any], manifest: Manifest) -> dict[str, bytes]:
+    """Return what the `save_pretrained` of these writes, by file name. None among them is passed over.
+
+    `config.json` says the dtype of the checkpoint's weights, whatever the trainer's is. Raises `ConfigError` when it
+    names no class.
+    """
+    with TemporaryDirectory() as folder:
+        for thing in things:
+            if thing is not None:
+                thing.save_pretrained(folder)
+        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+        found = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    if _CONFIG in found:
+        config = json.loads(found[_CONFIG])
+        if not config.get("architectures"):
+            raise ConfigError(
+                "the config names no class, so that an engine could not tell what to start: set config.architectures = "
+                "[type(model).__name__]"
+            )
+        if (dtype := _dtype_of_weights(manifest)) is not None:
+            _set_dtype(config, dtype)
+        found[_CONFIG] = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
+    return found
+
+
+def _dtype_of_weights(manifest: Manifest) -> str | None:
+    """Return the floating dtype of most of the bytes, or None where everything is quantised."""
+    nbytes: Counter[str] = Counter()
+    for meta in manifest:
+        if "float" in meta.dtype and itemsize(meta.dtype) > 1:
+            nbytes[meta.dtype] += meta.nbytes
+    return nbytes.most_common(1)[0][0] if nbytes else None
+
+
+def _set_dtype(config: dict[str, Any], dtype: str) -> None:
+    """Set the dtype in a config, and in those of its parts (text, vision) that say one.
+
+    Transformers 4 calls it `torch_dtype`.
+    """
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    for part in config.values():
+        if isinstance(part, dict) and ("torch_dtype" in part or "dtype" in part):
+            _set_dtype(part, dtype)

@@ -1,0 +1,419 @@
+"""Trainer rank 0 and the engines: what is asked of them in a push, and what is done when a push ends early.
+
+    connect             once: every engine's `init` brings its workers, who answer PlanRequest and Connect
+    open, opened        finish what another trainer left open, pause, start; then the update call, in which workers wait
+    go, done            workers run the plan
+    commit              workers commit; caches are reset, the update is finished under its version, generation resumes
+
+    the push ends in    calls                                              an engine afterwards
+    CLOSED              none                                               as it was
+    OPEN                finish, resume (unless it was POISONED before)     as it was, generating
+    DIRTY               finish, mark                                       paused and POISONED
+    COMMITTED           none                                               serves the new version
+
+Engine calls run in threads, since each returns only when its workers are released. This module knows nothing about
+models, plans or how bytes travel.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, TypeVar
+
+from weightsync.control.connection import BackgroundCall, Connection, Listener
+from weightsync.control.ranks import Ranks
+from weightsync.control.runtime import Deadline
+from weightsync.control.wire import (
+    POISONED,
+    Commit,
+    Committed,
+    Connect,
+    Connected,
+    Done,
+    ExportParameters,
+    Failure,
+    Go,
+    Hello,
+    LoadPlan,
+    MachineInfo,
+    Message,
+    ParametersExported,
+    PlanRequest,
+    Release,
+)
+from weightsync.engines import Engine, connect
+from weightsync.errors import EngineError, EngineUnreachableError, PeerError, SyncTimeoutError, WeightSyncError
+
+M = TypeVar("M", bound=Message)
+
+_FAREWELL_S = 5.0
+"""How long an engine may take to end its calls after a failure."""
+_LOOK_S = 0.1
+"""How often a wait for an engine looks at the trainer's other ranks."""
+_ARRIVAL_S = 3.0
+"""How long a worker may take to connect once its engine says that it has been told to."""
+
+
+class UpdateState(Enum):
+    """How far a push has come. The table at the top says what is done when it ends there."""
+
+    CLOSED = auto()
+    OPEN = auto()
+    DIRTY = auto()
+    COMMITTED = auto()
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One connected engine worker."""
+
+    hello: Hello
+    connection: Connection
+
+    @property
+    def machine(self) -> MachineInfo:
+        return MachineInfo(self.connection.peer, self.hello.device, self.hello.gpu_uuid, self.hello.boot_id)
+
+
+@dataclass(eq=False)
+class _Member:
+    """One engine of the fleet. `started` and `paused` say what this push has asked of it and not yet taken back."""
+
+    engine: Engine
+    started: bool = False
+    paused: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Fleet:
+    """The engines of one `WeightSync`, on rank 0. Every method but `fail` raises `WeightSyncError`s."""
+
+    def __init__(self, engine: Any, ranks: Ranks, pause: str, timeout_s: float, after: Fleet | None = None) -> None:
+        """Find the engines. `after` is the fleet that failed before, whose last calls are waited for."""
+        assert ranks.listener is not None, "a fleet is rank 0's"
+        if after is not None:
+            after._drain()
+        self.workers: list[Worker] = []
+        self.newest_version = 0
+        self.state = UpdateState.CLOSED
+        self._members = [_Member(one) for one in connect(engine, timeout_s)]
+        self._ranks = ranks
+        self._listener: Listener = ranks.listener
+        self._pause = pause
+        self._timeout_s = timeout_s
+        self._id = secrets.token_hex(8)
+        self._version = 0
+        self._calls: list[BackgroundCall] = []  # init and update, which return when the workers are released
+        self._changing: list[BackgroundCall] = []  # this push's calls that change what an engine does
+        self._opening: BackgroundCall | None = None
+        self._left_open: list[_Member] = []  # another trainer has started an update and not finished it
+        self._was_poisoned = False
+        self._over = False
+
+    @property
+    def host(self) -> str:
+        """This process's address that every engine reaches."""
+        addresses = [self._listener.listen(one.engine.host)[0] for one in self._members]
+        return next((address for address in addresses if not address.startswith("127.")), addresses[0])
+
+    def connect(self) -> list[Worker]:
+        """Call the workers of every engine in. They wait for messages until `release`."""
+        deadline = Deadline(self._timeout_s)
+        for number, one in enumerate(self._members):
+            try:
+                host, port = self._listener.listen(one.engine.host)
+            except OSError as error:
+                raise EngineUnreachableError(
+                    f"there is no way to {one.engine.host}: {error}", who=one.engine.name
+                ) from error
+            info = {
+                "session": self._id,
+                "engine": number,
+                "host": host,
+                "port": port,
+                "token": self._listener.token.hex(),
+                "timeout_s": self._timeout_s,
+            }
+            name = f"init of {one.engine.name}"
+            self._calls.append(BackgroundCall(self._listener, name, one.engine.init, info))
+        if not self.workers:
+            for number in range(len(self._members)):
+                check = self._check_arrivals(deadline)
+                admitted = self._listener.admit("worker", number, deadline, "init", check)
+                self.workers += [Worker(hello, connection) for hello, connection in admitted]
+            # The trainer that pushed last may have died between start and finish, or with the weights half loaded.
+            left_open = {worker.hello.group for worker in self.workers if worker.hello.update_open}
+            self._left_open = [self._members[number] for number in left_open]
+            self._was_poisoned = any(worker.hello.state == POISONED for worker in self.workers)
+            self.newest_version = max(worker.hello.version for worker in self.workers)
+        return self.workers
+
+    def plan(self, tensors: list[list[Any]]) -> list[LoadPlan]:
+        """Return what each worker's model makes of these tensors."""
+        deadline = Deadline(self._timeout_s)
+        self._send(PlanRequest(tensors), deadline, "plan")
+        return self._collect(LoadPlan, deadline, "plan")
+
+    def export(self) -> list[ParametersExported]:
+        """Return where each worker's parameters lie."""
+        deadline = Deadline(self._timeout_s)
+        self._send(ExportParameters(), deadline, "connect")
+        return self._collect(ParametersExported, deadline, "connect")
+
+    def attach(self, messages: Sequence[Connect], meet: Callable[[Deadline], None]) -> None:
+        """Send every worker its `Connect`, and wait until it has mapped or joined what that names.
+
+        `meet` runs in a thread meanwhile.
+        """
+        deadline = Deadline(self._timeout_s)
+        for worker, message in zip(self.workers, messages, strict=True):
+            worker.connection.send(message, deadline, "connect")
+        meeting = BackgroundCall(self._listener, "connect", meet, deadline)
+        self._calls.append(meeting)
+        self._collect(Connected, deadline, "connect")
+        self._wait([meeting], deadline, "connect")
+        self._calls.remove(meeting)
+
+    def release(self, phase: str) -> None:
+        """Release the workers from their engine calls, and wait until these have returned."""
+        deadline = Deadline(self._timeout_s)
+        self._send(Release(), deadline, phase)
+        self._await_calls(deadline, phase)
+
+    def open(self) -> None:
+        """Begin to pause generation and to open the update. Returns at once; `opened` waits."""
+        for worker in self.workers:  # an engine that was started anew at the same address is left alone
+            worker.connection.check("pause")
+        self._changing = []
+        self.state = UpdateState.OPEN
+        self._opening = BackgroundCall(self._listener, "open", self._open)
+
+    def opened(self) -> None:
+        """Wait until generation is paused everywhere and every worker is called to the update."""
+        opening = self._opening
+        if opening is None:
+            return
+        while opening.is_alive():  # each of its calls has a deadline of its own
+            opening.join(_LOOK_S)
+            self._check_ranks()
+        self._opening = None
+        if opening.error is not None:
+            raise opening.error
+
+    def cancel(self) -> None:
+        """Close the update that was opened, before `go`: the engines generate as before."""
+        self.opened()
+        self.check()
+        self.release("pause")
+        self._all("pause", self._members, lambda one: self._finish(one, None))
+        self._all("pause", self._members, self._resume)
+        self.state = UpdateState.CLOSED
+
+    def go(self, version: int, sample: int | None, place_sample: int | None, digests: Sequence[int]) -> None:
+        """Tell every worker to run its part of the plan. From here on the engines' weights are a mixture."""
+        self._version, self.state = version, UpdateState.DIRTY
+        self._send(Go(version, sample, place_sample, list(digests)), Deadline(self._timeout_s), "transfer")
+
+    def done(self, timeout_s: float | None = None) -> list[Done]:
+        """Wait until every worker has verified and loaded everything; at most `timeout_s`, or one wait's time."""
+        return self._collect(Done, Deadline(timeout_s or self._timeout_s), "load")
+
+    def commit(self) -> list[Committed]:
+        """Declare the version complete: reset caches, stamp the version, resume generation."""
+        deadline = Deadline(self._timeout_s)
+        self._send(Commit(self._version), deadline, "commit")
+        # An engine does one thing after the other: this one waits behind the update, and saves a round trip.
+        resets = [self._call("commit", one, lambda each: each.engine.reset_caches()) for one in self._members]
+        answers = self._collect(Committed, deadline, "commit")
+        self._await_calls(deadline, "commit")
+        version = str(self._version)
+        self._all("commit", self._members, lambda one: self._finish(one, version))
+        self._wait(resets, Deadline(self._timeout_s), "commit")
+        # Only now: an engine that remembers what old weights computed must not resume.
+        self.state, self._was_poisoned, self.newest_version = UpdateState.COMMITTED, False, self._version
+        self._all("resume", self._members, self._resume)
+        self.state = UpdateState.CLOSED
+        return answers
+
+    def check(self) -> None:
+        """Raise when a worker or an engine call has failed."""
+        for worker in self.workers:
+            worker.connection.check("transfer")
+        self._check_calls()
+
+    def fail(self, error: WeightSyncError) -> None:
+        """End the push as the table says, after any failure. Never raises, takes seconds; the fleet is over."""
+        state, self._over = self.state, True
+        deadline = Deadline(_FAREWELL_S)
+        for worker in self.workers:
+            with suppress(WeightSyncError):  # it is gone
+                worker.connection.send(Failure(error.to_fields()), deadline, "fail")
+            worker.connection.close()
+        # A worker that is only just connecting would wait to be admitted, and its engine with it.
+        self._listener.close()
+        for call in (*([self._opening] if self._opening else []), *self._calls, *self._changing):
+            call.join(deadline.left_s())
+        if state in (UpdateState.OPEN, UpdateState.DIRTY):
+            self._try_all("give up", self._take_back)
+        if state is UpdateState.DIRTY:
+            # The version that vLLM reports with every answer is where people look. Generation stays paused.
+            mark = f"{POISONED}: the push of version {self._version} failed"
+            self._try_all("mark", lambda one: one.engine.set_version(mark))
+
+    def close(self) -> None:
+        """Disconnect from the workers. Another trainer may push afterwards."""
+        for worker in self.workers:
+            worker.connection.close()
+
+    def _open(self) -> None:
+        try:
+            self._all("pause", self._left_open, lambda one: one.engine.finish(None), in_opening=True)
+            self._left_open = []
+            # Both at once: requests that are running have to end a step first, or all of their tokens.
+            self._all("pause", self._members, self._pause_one, self._start, in_opening=True)
+        except WeightSyncError as error:
+            error.phase = error.phase or "pause"
+            raise
+        if not self._over:
+            for one in self._members:
+                name, info = f"update of {one.engine.name}", {"session": self._id}
+                self._calls.append(BackgroundCall(self._listener, name, one.engine.update, info))
+
+    def _pause_one(self, one: _Member) -> None:
+        if self._over:
+            return
+        one.paused = True
+        try:
+            one.engine.pause(self._pause)
+        finally:
+            if self._over:  # `fail` did not wait for this call; what it resumed was not paused yet
+                one.paused = True
+                self._take_back(one)
+
+    def _start(self, one: _Member) -> None:
+        if self._over:
+            return
+        one.engine.start()
+        one.started = True
+        if self._over:
+            self._take_back(one)
+
+    def _finish(self, one: _Member, version: str | None) -> None:
+        one.started = False  # before the call: whatever comes of it, vLLM must not be asked twice
+        one.engine.finish(version)
+
+    def _resume(self, one: _Member) -> None:
+        one.paused = False
+        one.engine.resume()
+
+    def _take_back(self, one: _Member) -> None:
+        """Finish the update of an engine, and let it generate where nothing was written."""
+        with one.lock:
+            try:
+                if one.started:  # vLLM takes no other way out of an update; the version stays
+                    self._finish(one, None)
+            finally:
+                # Workers' weights may be whole, and what the engine remembers not be theirs: a mark says so.
+                whole = self.state is UpdateState.OPEN and not self._was_poisoned
+                if one.paused and whole and not (one.engine.version() or "").startswith(POISONED):
+                    self._resume(one)
+
+    def _drain(self) -> None:
+        """Wait for the calls that `fail` did not wait for, since each may yet pause an engine, or resume it."""
+        deadline = Deadline(self._timeout_s)
+        while under_way := [call for call in (self._opening, *self._changing) if call is not None and call.is_alive()]:
+            if deadline.passed():
+                raise SyncTimeoutError(
+                    f"{under_way[0].name}, of the push that failed, did not return within {self._timeout_s:g} s",
+                    phase="init",
+                    waiting_for=[call.name for call in under_way],
+                )
+            under_way[0].join(min(_LOOK_S, deadline.left_s()))
+
+    def _send(self, message: Message, deadline: Deadline, phase: str) -> None:
+        for worker in self.workers:
+            worker.connection.send(message, deadline, phase)
+
+    def _collect(self, kind: type[M], deadline: Deadline, phase: str) -> list[M]:
+        connections = [worker.connection for worker in self.workers]
+        try:
+            return self._listener.collect(connections, kind, deadline, phase, self._check_everyone)
+        except PeerError:
+            self._check_ranks()  # what a rank has done to a worker is the better cause
+            raise
+
+    def _check_ranks(self) -> None:
+        self._ranks.wait(0.0)
+
+    def _check_everyone(self) -> None:
+        self._check_ranks()
+        self._check_calls()
+
+    def _check_calls(self) -> None:
+        for call in (*([self._opening] if self._opening else []), *self._calls):
+            if not call.is_alive() and call.error is not None:
+                raise call.error
+
+    def _check_arrivals(self, deadline: Deadline) -> Callable[[], None]:
+        returned: dict[BackgroundCall, float] = {}
+
+        def check() -> None:
+            self._check_everyone()
+            for call in self._calls:
+                if not call.is_alive():
+                    since = returned.setdefault(call, time.monotonic())
+                    if time.monotonic() - since > _ARRIVAL_S or deadline.passed():
+                        raise EngineError(
+                            f"{call.name} returned, but no worker connected: either the engine's weight transfer "
+                            'backend is not weightsync (start it with weight_transfer_config={"backend": '
+                            '"weightsync"}), or its workers cannot reach this process: see the engine\'s log',
+                            phase="init",
+                        )
+
+        return check
+
+    def _await_calls(self, deadline: Deadline, phase: str) -> None:
+        calls, self._calls = self._calls, []
+        self._wait(calls, deadline, phase)
+
+    def _all(
+        self, phase: str, members: Sequence[_Member], *methods: Callable[[_Member], None], in_opening: bool = False
+    ) -> None:
+        """Call these methods with each of these engines, all at once, and wait."""
+        jobs = [(method, one) for method in methods for one in members]
+        here = jobs.pop() if len(members) == 1 else None  # saves a thread
+        calls = [self._call(phase, one, method) for method, one in jobs]
+        if here is not None:
+            method, one = here
+            method(one)
+        self._wait(calls, Deadline(self._timeout_s), phase, in_opening)
+
+    def _try_all(self, phase: str, method: Callable[[_Member], None]) -> None:
+        deadline = Deadline(_FAREWELL_S)
+        for call in [self._call(phase, one, method) for one in self._members]:
+            call.join(deadline.left_s())
+
+    def _call(self, phase: str, one: _Member, method: Callable[[_Member], None]) -> BackgroundCall:
+        call = BackgroundCall(self._listener, f"{phase} of {one.engine.name}", method, one)
+        self._changing.append(call)
+        return call
+
+    def _wait(self, calls: Sequence[BackgroundCall], deadline: Deadline, phase: str, in_opening: bool = False) -> None:
+        for call in calls:
+            while call.is_alive() and not deadline.passed():
+                call.join(min(_LOOK_S, deadline.left_s()))
+                if not in_opening:  # whose thread must not read the ranks' connections
+                    self._check_ranks()
+            if call.is_alive():
+                raise SyncTimeoutError(
+                    f"{call.name} did not return within {deadline.timeout_s:g} s", phase=phase, waiting_for=[call.name]
+                )
+            if call.error is not None:
+                call.error.phase = call.error.phase or phase
+                raise call.error

@@ -1,0 +1,106 @@
+"""What a process needs to know of itself and its machine: deadlines, threads, addresses, devices."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the command imports this module and starts without torch
+    import torch
+
+_KEPT_S = 10.0
+
+
+class Deadline:
+    """A moment in the future. `Deadline(30.0)` is 30 seconds from now. Every wait has one."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._end = time.monotonic() + timeout_s
+
+    def left_s(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+    def passed(self) -> bool:
+        return time.monotonic() >= self._end
+
+
+def boot_id() -> str:
+    """Return the id of this boot of this host. Two processes with equal ids can share memory."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def address_facing(host: str) -> str:
+    """Return this host's address on the interface that reaches `host`. Raises `OSError` when no route exists."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing: it only asks the routing table
+        return str(probe.getsockname()[0])
+
+
+def describe_device(device: torch.device) -> tuple[str, str]:
+    """Return ("cuda", UUID of the GPU) or ("cpu", ""). The UUID does not depend on CUDA_VISIBLE_DEVICES."""
+    if device.type == "cuda":
+        import torch
+
+        return "cuda", str(torch.cuda.get_device_properties(device).uuid)
+    return "cpu", ""
+
+
+def started_ticks(pid: int) -> int | None:
+    """Return when a process of this host was started, in clock ticks since boot, or None when it does not run.
+
+    Two processes that have the same pid after each other differ in it.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])
+
+
+def in_thread(name: str, function: Callable[[], None]) -> None:
+    """Run `function`, which must not raise, in a daemon thread of this name. Raises `RuntimeError` without a thread.
+
+    Threads are kept for the next call. In a process with an in-process engine, starting a thread takes longer than
+    most engine calls. The interpreter does not wait for these threads when it exits.
+    """
+    try:
+        thread = _idle.pop()
+    except IndexError:
+        thread = _Kept()
+        thread.start()
+    thread.work.put((name, function))
+
+
+class _Kept(threading.Thread):
+    def __init__(self) -> None:
+        super().__init__(name="weightsync idle", daemon=True)
+        self.work: queue.SimpleQueue[tuple[str, Callable[[], None]]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        while True:
+            try:
+                name, function = self.work.get(timeout=_KEPT_S)
+            except queue.Empty:
+                try:
+                    _idle.remove(self)
+                except ValueError:  # `in_thread` has taken this thread just now
+                    name, function = self.work.get()
+                else:
+                    return
+            self.name = f"weightsync {name}"
+            function()
+            del function  # an idle thread must not keep what the function holds
+            self.name = "weightsync idle"
+            _idle.append(self)
+
+
+_idle: list[_Kept] = []
+os.register_at_fork(after_in_child=_idle.clear)  # a child process inherits the list, but not the threads

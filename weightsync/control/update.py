@@ -1,0 +1,110 @@
+"""One collective step of the trainer's ranks, such as a push: its ranks, its phases, its deadline.
+
+Everything that waits during a push gets an `Update`, and nothing else of `WeightSync`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from weightsync.control.runtime import Deadline
+from weightsync.errors import ConfigError, PeerError
+
+_NEWS_S = 0.2
+"""How long the death of a rank may take to be seen on its connection."""
+
+
+class Group(Protocol):
+    """The trainer's ranks, talking on the host. `host` is rank 0's address among the ranks."""
+
+    rank: int
+    size: int
+    host: str
+
+    def gather(self, value: Any, phase: str) -> list[Any]:
+        """Return every rank's value, in rank order, on rank 0; an empty list elsewhere. Collective."""
+
+    def broadcast(self, value: Any, phase: str) -> Any:
+        """Return rank 0's value. Collective."""
+
+    def wait(self, seconds: float) -> None:
+        """Sleep for at most that long. Raise when any rank has failed."""
+
+
+class Timeline:
+    """The phase that an error happened in, and the seconds of each phase."""
+
+    def __init__(self) -> None:
+        self.phase = "connect"
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Enter a phase. Return to the outer one on success, and keep the inner one when an exception leaves."""
+        outer, self.phase = self.phase, phase
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - started
+        self.phase = outer
+
+
+class Update:
+    """One collective step on one trainer rank.
+
+    `check` raises when an engine worker or an engine call has failed; rank 0 sets it once there are engines. `report`
+    is the `PushReport` of a step that has no return value.
+    """
+
+    def __init__(self, ranks: Group, timeout_s: float, version: int | None = None) -> None:
+        self.ranks = ranks
+        self.timeout_s = timeout_s
+        self.version = version
+        self.timeline = Timeline()
+        self.check: Callable[[], None] = lambda: None
+        self.report: Any = None
+
+    def deadline(self) -> Deadline:
+        """Return the deadline of a wait that begins now."""
+        return Deadline(self.timeout_s)
+
+    def wait(self, seconds: float) -> None:
+        """Sleep for at most that long. Raise when a rank, a worker or an engine call has failed."""
+        self.ranks.wait(seconds)
+        self.check()
+
+    def barrier(self, phase: str) -> None:
+        """Return once every rank has come. Collective. Raise when a rank has failed before."""
+        self.ranks.gather(None, phase)
+        self.ranks.broadcast(None, phase)
+
+    @contextmanager
+    def blaming_ranks(self) -> Iterator[None]:
+        """Raise the death of a rank in place of a `PeerError` that it has caused.
+
+        A transfer breaks, and a worker says so, before or after the rank's own connection is seen to close.
+        """
+        try:
+            yield
+        except PeerError:
+            self.ranks.wait(_NEWS_S)
+            raise
+
+    def choose_version(self, newest: int) -> int:
+        """Return the version that was asked for, or the one after `newest`.
+
+        Raises `ConfigError` when the one that was asked for is not newer.
+        """
+        if self.version is None:
+            return newest + 1
+        if self.version <= newest:
+            raise ConfigError(
+                f"version {self.version} is not newer than {newest}, which was pushed already: versions only grow. "
+                f"Leave `version` out, or give at least {newest + 1}"
+            )
+        return self.version

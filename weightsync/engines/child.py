@@ -1,0 +1,64 @@
+"""A process that this process starts, and ends by its process id."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_FAREWELL_S = 20.0
+_LOG_LINES = 25
+
+
+class Child:
+    """A process in a session of its own, started at once. What it prints is added to its log.
+
+    talks: the process reads its standard input, and its standard output is a pipe.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, *, talks: bool = False
+    ) -> None:
+        self.name = name
+        self.log = log
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if talks else file,
+                stderr=file,
+                env={**os.environ, **environment},
+                start_new_session=True,  # a Ctrl-C reaches this process alone, which ends its children in order
+            )
+
+    def obituary(self) -> str | None:
+        """Return how the process ended, with the end of its log. None: it lives."""
+        code = self.process.poll()
+        return None if code is None else f"{self.name} ended with exit code {code}. {self.log_end()}"
+
+    def log_end(self) -> str:
+        """Return the last lines of the log, with an introduction."""
+        lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        shown = "\n".join(f"  | {line}" for line in lines) or "  | (empty)"
+        return f"The end of its log, {self.log}:\n{shown}"
+
+    def stop(self) -> None:
+        """End the process, and all that it has started."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(_FAREWELL_S)
+        with suppress(ProcessLookupError):  # nothing is left of it
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that no process listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,237 @@
+"""A vLLM server, by HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import re
+import ssl
+from contextlib import closing, suppress
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from weightsync.control.runtime import Deadline
+from weightsync.engines.base import LoraAdapter
+from weightsync.engines.calls import (
+    HEALTH_TIMEOUT_S,
+    LOCAL,
+    STILL_ASLEEP,
+    caches_not_reset,
+    engine_error,
+    limit_s,
+    too_late,
+)
+from weightsync.errors import (
+    ConfigError,
+    EngineError,
+    EngineUnreachableError,
+    UnsupportedError,
+    WeightSyncError,
+)
+
+DEFAULT_URL = "http://localhost:8000"
+
+logger = logging.getLogger(__name__)
+
+_DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
+_LORA_UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+_LORA_METRIC = "vllm:lora_requests_info"
+_LORA_SAMPLE = re.compile(rf"^{_LORA_METRIC}\{{(.*)\}} (\S+)", re.MULTILINE)
+_LORA_LABEL = re.compile(r'(?:running|waiting)_lora_adapters="([^"]*)"')
+
+
+class HttpEngine:
+    """A vLLM server with the plug-in, started with VLLM_SERVER_DEV_MODE=1, without which it has no routes for weights.
+
+    Proxies of the environment are not used. Each call is a connection of its own: an old one that the server has
+    closed would have to be retried. The worker extension cannot be reached by HTTP.
+    """
+
+    def __init__(self, url: str, *, name: str, timeout_s: float) -> None:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ConfigError(f"{url!r} is not a URL: {error}") from error
+        if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
+            raise ConfigError(f"{url!r} is not the URL of a server; expected one such as {DEFAULT_URL!r}")
+        if parts.path.rstrip("/").endswith("/v1"):
+            raise ConfigError(f"{url!r} is where vLLM answers as OpenAI does; give the server's address, without /v1")
+        self.name = name
+        self.timeout_s = timeout_s
+        self.host = LOCAL if host == "localhost" else host
+        self._address = host, port
+        self._connection_class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._prefix = parts.path.rstrip("/")
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the JSON object that the server answers to one request. Raise `EngineError`s."""
+        return self._object(path, self._checked(path, *self._request(method, path, body, self.timeout_s)))
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        self._post("/init_weight_transfer_engine", {"init_info": init_info})
+
+    def start(self) -> None:
+        self._post("/start_weight_update")
+
+    def update(self, update_info: dict[str, Any]) -> None:
+        self._post("/update_weights", {"update_info": update_info})
+
+    def finish(self, version: str | None) -> None:
+        # Before 0.27 the server does not read the body.
+        self._post("/finish_weight_update", {"weight_version": version})
+
+    def pause(self, mode: str) -> None:
+        # Level 0 is to pause, without the 20 ms that vLLM's route of that name sleeps afterwards.
+        self._post(f"/sleep?level=0&mode={quote(mode)}")
+        # If this cannot be done, nothing has been written yet. Not the connector, which may take it once.
+        self._reset_prefix_cache(connector=False)
+
+    def resume(self) -> None:
+        # This does not resume an engine whose memory has been put to sleep.
+        if self._post("/wake_up?tags=scheduling").get("status") == "sleeping":
+            logger.warning(STILL_ASLEEP, self.name)
+
+    def reset_caches(self) -> None:
+        self._reset_prefix_cache()
+        self._post("/reset_encoder_cache")
+
+    def _reset_prefix_cache(self, connector: bool = True) -> None:
+        external = str(connector).lower()
+        answer = self._post(f"/reset_prefix_cache?reset_running_requests=true&reset_external={external}")
+        # vLLM 0.25 has no field for it: there a failure is a status 500, and a connector's is not told.
+        if not answer.get("success", True):
+            raise caches_not_reset(self.name)
+
+    def set_version(self, version: str) -> None:
+        with suppress(UnsupportedError):  # before vLLM 0.27
+            self._post("/update_weight_version", {"new_version": version})
+
+    def version(self) -> str | None:
+        try:
+            return str(self.call("GET", "/weight_info")["weight_version"])
+        except UnsupportedError:  # before vLLM 0.27
+            return None
+
+    def is_alive(self) -> bool:
+        try:
+            status, _ = self._request("GET", "/health", None, min(self.timeout_s, HEALTH_TIMEOUT_S))
+        except WeightSyncError:
+            return False
+        return status == 200
+
+    def max_lora_rank(self) -> int | None:
+        return None  # a server does not say it, and refuses what is too much
+
+    def load_adapter(self, adapter: LoraAdapter) -> None:
+        self._change_adapters("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.path})
+        if self._adapters().get(adapter.name) != adapter.path:
+            raise EngineError(
+                f"the server says that it has loaded the adapter {adapter.name}, but does not list it in /v1/models; "
+                "are there several API servers behind this address? Give each one's own",
+                who=self.name,
+            )
+
+    def unload_adapter(self, adapter: LoraAdapter) -> None:
+        if self.has_adapter(adapter):
+            self._change_adapters("/v1/unload_lora_adapter", {"lora_name": adapter.name})
+
+    def _change_adapters(self, path: str, body: dict[str, Any]) -> None:
+        self._checked(path, *self._request("POST", path, body, self.timeout_s), needs=_LORA_UPDATING)
+
+    def has_adapter(self, adapter: LoraAdapter) -> bool:
+        return adapter.name in self._adapters()
+
+    def _adapters(self) -> dict[str, str]:
+        """Return the paths of all adapters that the server lists, by name. The base model is listed too."""
+        return {row["id"]: row.get("root") for row in self.call("GET", "/v1/models").get("data", [])}
+
+    def adapters_in_use(self) -> set[str]:
+        path = "/metrics"
+        status, text = self._request("GET", path, None, self.timeout_s)
+        if status != 200 or _LORA_METRIC not in text:
+            raise EngineError(
+                f"the server does not say which adapters are in use ({path} has no {_LORA_METRIC}); start it with "
+                "--enable-lora, and without --disable-log-stats",
+                who=self.name,
+            )
+        # One sample for each set of adapters that there has been; its value is the time when that was seen last.
+        samples = [(float(value), labels) for labels, value in _LORA_SAMPLE.findall(text)]
+        last = max((when for when, _ in samples), default=0.0)
+        newest = [labels for when, labels in samples if when == last]
+        found = {name for labels in newest for names in _LORA_LABEL.findall(labels) for name in names.split(",")}
+        return found - {""}
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        route = path.partition("?")[0]
+        limit = limit_s(route.lstrip("/"), self.timeout_s)
+        return self._object(route, self._checked(route, *self._request("POST", path, body, limit)))
+
+    def _object(self, route: str, text: str) -> dict[str, Any]:
+        """Return the JSON object that an answer is, or {} for an answer without a body."""
+        answer = _parsed(text or "{}")
+        if not isinstance(answer, dict):
+            raise EngineError(f"{route}: the answer is not vLLM's: {text[:200]!r}", who=self.name)
+        return answer
+
+    def _checked(self, route: str, status: int, text: str, needs: str = _DEV_MODE) -> str:
+        """Return the text of an answer of status 200; raise the error that another answer stands for."""
+        if status == 200:
+            return text
+        message = _message_of(text)
+        if status == 404 and (needs == _DEV_MODE or message == "Not Found"):  # an adapter that is not found is named
+            raise UnsupportedError(
+                f"the server has no route {route} (status 404); vLLM has it only when started with {needs} in its "
+                "environment. Is it a vLLM that answers there?",
+                who=self.name,
+            )
+        if status in (502, 503, 504):
+            raise EngineUnreachableError(f"{route}: status {status}: {message}", who=self.name)
+        raise engine_error(message, f"{route} (status {status})", self.name)
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> tuple[int, str]:
+        """Return status and text of the answer to one request."""
+        deadline = Deadline(timeout_s)
+        route = path.partition("?")[0]
+        content = b"" if body is None else json.dumps(body).encode()
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        with closing(self._connection_class(*self._address, timeout=timeout_s)) as connection:
+            try:
+                connection.connect()
+            except OSError as error:
+                what = "it does not speak https" if isinstance(error, ssl.SSLError) else "nothing answers there"
+                raise EngineUnreachableError(
+                    f"{what} ({error}); is the server running, and is this its address?", who=self.name
+                ) from error
+            try:
+                connection.request(method, self._prefix + path, content, headers)
+                connection.sock.settimeout(max(deadline.left_s(), 0.001))
+                response = connection.getresponse()
+                return response.status, response.read().decode(errors="replace")
+            except TimeoutError as error:
+                raise too_late(route, timeout_s, self.name) from error
+            except (OSError, http.client.HTTPException) as error:
+                raise EngineUnreachableError(
+                    f"the server closed the connection without an answer to {route} ({error}); whether it was carried "
+                    "out is not known",
+                    who=self.name,
+                ) from error
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _message_of(text: str) -> str:
+    """Return what an error answer says: {"error": {"message": ...}} or {"error": ...}, or FastAPI's {"detail": ...}."""
+    error = answer = _parsed(text)
+    if isinstance(answer, dict):
+        error = answer.get("error", answer.get("detail", answer.get("message")))
+    if isinstance(error, dict):
+        error = error.get("message", error)
+    found = error if isinstance(error, str) else json.dumps(error) if error is not None else ""
+    return found or text[:2000] or "no message"

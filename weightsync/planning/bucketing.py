@@ -1,0 +1,165 @@
+"""Which tensors travel together: a manifest, cut into buckets.
+
+A bucket is gathered, sent and loaded as one. A *unit* must not be cut. It is the tensors that fuse into one engine
+parameter, which the engine's load plan knows (see `layout.fuse_groups`), and the tensors of one innermost module, so
+that a quantised weight has its scales beside it. Pure: names and sizes in, names and sizes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from weightsync.errors import ConfigError
+from weightsync.planning.layout import Manifest, connected
+
+Groups = Sequence[Sequence[str]]
+"""Names that must not be separated, as the engine's load plan says; a name may occur in several groups."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that travel and are loaded together. `nbytes` counts them in the manifest's dtypes."""
+
+    names: tuple[str, ...]
+    nbytes: int
+
+
+class Bucketer(Protocol):
+    """Cuts a manifest into buckets: every name in exactly one, the same buckets on every rank."""
+
+    def bucket(self, manifest: Manifest, groups: Groups | None) -> list[Bucket]:
+        """Cut the manifest. `groups` is None when no engine is attached, and the grouping is then by name.
+
+        Raises `ConfigError` when `groups` has a name that the manifest has not.
+        """
+
+
+@dataclass(frozen=True)
+class ModuleBucketer:
+    """One bucket for each module (`self_attn`, `mlp`, all experts of a layer, ...), or, with `max_bytes`, as many
+    whole modules as fit. A module that alone is larger than `max_bytes` has a bucket of its own."""
+
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_max_bytes(self.max_bytes)
+
+    def bucket(self, manifest: Manifest, groups: Groups | None) -> list[Bucket]:
+        return _fill(manifest, _units(manifest, _module, groups or ()), self.max_bytes)
+
+
+@dataclass(frozen=True)
+class ThresholdBucketer:
+    """Buckets filled up to `max_bytes` in export order, tearing apart nothing that fuses. What fuses into more than
+    `max_bytes` has a bucket of its own, which is then larger than that."""
+
+    max_bytes: int
+
+    def __post_init__(self) -> None:
+        _check_max_bytes(self.max_bytes)
+
+    def bucket(self, manifest: Manifest, groups: Groups | None) -> list[Bucket]:
+        together = _module if groups is None else _innermost_module
+        return _fill(manifest, _units(manifest, together, groups or ()), self.max_bytes)
+
+
+@dataclass(frozen=True)
+class ParameterBucketer:
+    """One tensor at a time: the baseline. It looks at no groups, so what fuses arrives in several buckets, and an
+    engine that loads module by module must hold a module open until its last tensor has come."""
+
+    def bucket(self, manifest: Manifest, groups: Groups | None) -> list[Bucket]:
+        return [Bucket((tensor.name,), tensor.nbytes) for tensor in manifest]
+
+
+def open_bucketer(kind: str, max_bytes: int | None) -> Bucketer:
+    """Return the bucketer called `kind`: "module", "threshold" (needs `max_bytes`) or "parameter" (takes none).
+
+    Raises `ConfigError` for anything else.
+    """
+    if kind == "module":
+        return ModuleBucketer(max_bytes)
+    if kind == "threshold":
+        if max_bytes is None:
+            raise ConfigError('bucketing "threshold" needs max_bytes, the size up to which a bucket is filled')
+        return ThresholdBucketer(max_bytes)
+    if kind == "parameter":
+        if max_bytes is not None:
+            raise ConfigError(f'bucketing "parameter" sends one tensor at a time: max_bytes={max_bytes} has no meaning')
+        return ParameterBucketer()
+    raise ConfigError(f'unknown bucketing {kind!r}: choose "module", "threshold" or "parameter"')
+
+
+def lasting(manifest: Manifest, frozen: set[str], groups: Groups) -> frozenset[str]:
+    """Return the names in `frozen` that need not travel again.
+
+    They share no group, directly or by a chain, with a name that is not frozen.
+    """
+    alone = ((name, ("name", name)) for name in manifest.names)
+    by_plan = ((name, ("group", number)) for number, group in enumerate(groups) for name in group)
+    units = connected((*alone, *by_plan))
+    return frozenset(name for names in units if frozen.issuperset(names) for name in names)
+
+
+def split(bucketer: Bucketer, manifest: Manifest, groups: Groups, last: frozenset[str]) -> list[Bucket]:
+    """Return the bucketer's buckets, with those of the names in `last` apart from the others, at the end.
+
+    No group may have names of both kinds.
+    """
+    parts = [
+        (
+            tuple(tensor for tensor in manifest if (tensor.name in last) is at_end),
+            [group for group in groups if last.issuperset(group) is at_end],
+        )
+        for at_end in (False, True)
+    ]
+    return [bucket for tensors, own in parts if tensors for bucket in bucketer.bucket(Manifest(tensors), own)]
+
+
+def _check_max_bytes(max_bytes: int | None) -> None:
+    if max_bytes is not None and max_bytes <= 0:
+        raise ConfigError(f"max_bytes is {max_bytes}; a bucket needs room for at least one byte")
+
+
+def _innermost_module(name: str) -> str:
+    """Return the module that owns a tensor. A weight, its bias and its quantisation scales have the same."""
+    return name.rpartition(".")[0]
+
+
+def _module(name: str) -> str:
+    """Return the module that a tensor is bucketed with when only names are known.
+
+    It is `self_attn` for the weights of q, k, v and o, and `mlp` for gate, up and down. It is `experts` for every
+    expert of a layer, because engines hold these in one tensor.
+    """
+    parts = name.split(".")
+    depth = parts.index("experts") + 1 if "experts" in parts else len(parts) - 2
+    return ".".join(parts[: max(depth, 0)])
+
+
+def _units(manifest: Manifest, together: Callable[[str], str], groups: Groups) -> list[tuple[str, ...]]:
+    """Return the manifest's names in units: names that share a group, or the outcome of `together`, are in one."""
+    unknown = sorted({name for group in groups for name in group if name not in manifest})
+    if unknown:
+        raise ConfigError(
+            f"{len(unknown)} names of the load plan's groups are not in the manifest, first {unknown[0]!r}: groups and "
+            "manifest must be of the same push"
+        )
+    by_name = ((name, ("module", together(name))) for name in manifest.names)
+    by_plan = ((name, ("group", number)) for number, group in enumerate(groups) for name in group)
+    return connected((*by_name, *by_plan))
+
+
+def _fill(manifest: Manifest, units: Iterable[tuple[str, ...]], max_bytes: int | None) -> list[Bucket]:
+    """Put units into buckets in their order, a new bucket wherever the next unit would pass `max_bytes`; without a
+    limit each unit is a bucket."""
+    buckets: list[Bucket] = []
+    for names in units:
+        nbytes = sum(manifest[name].nbytes for name in names)
+        if buckets and max_bytes is not None and buckets[-1].nbytes + nbytes <= max_bytes:
+            last = buckets.pop()
+            names, nbytes = last.names + names, last.nbytes + nbytes
+        buckets.append(Bucket(names, nbytes))
+    return buckets

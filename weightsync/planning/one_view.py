@@ -1,0 +1,55 @@
+"""The one view of a storage that a set of copies amounts to. Pure arithmetic, as `layout` is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from weightsync.planning.layout import CopyOp, View, row_major
+
+
+def one_view(shape: Sequence[int], offset: int, steps: Iterable[CopyOp]) -> View | None:
+    """Return the one strided view of a storage from which all of `steps` read.
+
+    The steps write a contiguous tensor of `shape`, which begins at `offset` of their destination, and must write all of
+    it. The view's element at each index is what the steps write there. Returns None where no view is that, and where
+    the steps read from several storages.
+    """
+    at = row_major(shape)
+    strides: list[int | None] = [0 if length == 1 else None for length in shape]
+    firsts: list[tuple[tuple[int, ...], int]] = []
+    storages = set()
+    for step in steps:
+        storages.add((step.rank, step.storage))
+        firsts.append((_index(step.dst_offset - offset, at), step.src_offset))
+        for length, dst_stride, src_stride in zip(step.size, step.dst_stride, step.src_stride, strict=True):
+            if length == 1:
+                continue
+            dim = next((d for d, s in enumerate(at) if s == dst_stride and shape[d] > 1), None)
+            if dim is None or strides[dim] not in (None, src_stride):
+                return None
+            strides[dim] = src_stride
+    if len(storages) != 1:
+        return None
+    # Along a dimension of which each step has one index, the steps' first elements tell.
+    index, start = firsts[0]
+    unknown = [dim for dim, stride in enumerate(strides) if stride is None]
+    for dim in unknown:
+        others = [d for d in unknown if d != dim]
+        beside = (f for f in firsts if f[0][dim] != index[dim] and all(f[0][d] == index[d] for d in others))
+        if (neighbour := next(beside, None)) is None:
+            return None
+        there, its_start = neighbour
+        known = sum((strides[d] or 0) * (there[d] - index[d]) for d in range(len(shape)) if d not in unknown)
+        strides[dim] = (its_start - start - known) // (there[dim] - index[dim])
+    found = tuple(stride or 0 for stride in strides)
+    base = start - sum(s * i for s, i in zip(found, index, strict=True))
+    fits = all(base + sum(s * i for s, i in zip(found, index, strict=True)) == start for index, start in firsts)
+    return (base, tuple(shape), found) if fits else None
+
+
+def _index(offset: int, strides: Sequence[int]) -> tuple[int, ...]:
+    found = []
+    for stride in strides:
+        found.append(offset // stride)
+        offset %= stride
+    return tuple(found)

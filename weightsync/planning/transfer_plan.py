@@ -1,0 +1,266 @@
+"""A push, compiled: what travels, in which chunks, between whom.
+
+Every trainer rank holds the same `TransferPlan`, and works out its own part of each push from it. This module is pure:
+it knows nothing about tensors, sockets or processes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from weightsync.planning.layout import Box, Manifest, ShardLocation, choose_owners, itemsize, part_of
+from weightsync.planning.rows import (
+    Reads,
+    pack_locations,
+    pack_manifest,
+    pack_reads,
+    unpack_locations,
+    unpack_manifest,
+    unpack_reads,
+)
+
+DEFAULT_MAX_BYTES = 256 * 2**20
+_ABOUT = 1.02
+"""Sending each worker its own repeats what every worker reads (norms), and aligns each region."""
+
+
+class Route(Enum):
+    """How bytes go from the trainer's ranks to the engines' workers."""
+
+    IN_PLACE = "in place"
+    """Workers read every rank's memory. What cannot be mapped is staged by the rank that owns it."""
+    EACH = "each"
+    """Every rank sends each worker what that worker reads of what the rank owns."""
+    ALL = "all"
+    """Rank 0 receives what the other ranks own, and everything goes to every worker."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What travels as one.
+
+    pieces: where the bytes are taken from, in the dtypes that the trainer holds.
+    in_place: workers read them where they lie, and choose among replicas; the chunk's size is not bounded.
+    frozen: it travels in the first push alone.
+    """
+
+    pieces: tuple[ShardLocation, ...]
+    in_place: bool = False
+    frozen: bool = False
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The tensors that any of it is of, each once."""
+        return tuple(dict.fromkeys(piece.name for piece in self.pieces))
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """What travels, in which chunks, between whom. Equal on every rank: rank 0 makes it and broadcasts it.
+
+    manifest: all tensors, in the dtypes that travel.
+    chunks: in the order in which they travel. Those that are frozen come last. Together they hold every region of every
+        tensor that has elements, once, but for the replicas in chunks that are read in place.
+    reads: what each worker reads, in the order of the workers' numbers.
+    host: an address of trainer rank 0 that every worker reaches.
+    load_paths: how many of the engines' modules take each load path.
+    """
+
+    manifest: Manifest
+    route: Route
+    chunks: tuple[Chunk, ...]
+    reads: tuple[Reads, ...]
+    host: str
+    load_paths: dict[str, int]
+
+    @property
+    def frozen_chunks(self) -> int:
+        """How many chunks, counted from the end, travel in the first push alone."""
+        return sum(chunk.frozen for chunk in self.chunks)
+
+    def due(self, first: bool) -> range:
+        """Return the numbers of the chunks of the next push, which is the `first` over this plan or a later one."""
+        return range(len(self.chunks) - (0 if first else self.frozen_chunks))
+
+    def nbytes(self, first: bool) -> int:
+        """Return the bytes of the tensors that travel in the next push, each counted once."""
+        names = {name for number in self.due(first) for name in self.chunks[number].names}
+        return sum(self.manifest[name].nbytes for name in names)
+
+    def pack(self) -> list[Any]:
+        """Return the plan as plain values."""
+        chunks = [[pack_locations(chunk.pieces), chunk.in_place, chunk.frozen] for chunk in self.chunks]
+        reads = [pack_reads(worker) for worker in self.reads]
+        return [pack_manifest(self.manifest), self.route.value, chunks, reads, self.host, self.load_paths]
+
+    @classmethod
+    def unpack(cls, fields: Sequence[Any]) -> TransferPlan:
+        """Return the plan that `pack` gave the fields of. Raises `ProtocolError` for malformed rows."""
+        manifest, route, chunks, reads, host, load_paths = fields
+        return cls(
+            unpack_manifest(manifest),
+            Route(route),
+            tuple(Chunk(tuple(unpack_locations(rows)), in_place, frozen) for rows, in_place, frozen in chunks),
+            tuple(unpack_reads(worker) for worker in reads),
+            host,
+            dict(load_paths),
+        )
+
+
+def choose_route(manifest: Manifest, locations: Sequence[ShardLocation], reads: Sequence[Reads], ranks: int) -> Route:
+    """Return the cheaper of `Route.EACH` and `Route.ALL`.
+
+    Sending each worker its own is cheaper when no rank sends, and no worker receives, more than the whole model, and
+    when there is anybody to spare: a rank 0 that would gather, or workers that read different parts.
+    """
+    load = sum(map(load_each(manifest, reads), choose_owners(locations)), Counter[Hashable]())
+    nbytes = sum(meta.nbytes for meta in manifest)
+    spares = max(load.values(), default=0) <= _ABOUT * nbytes and (ranks > 1 or len(reads) > 1)
+    return Route.EACH if spares else Route.ALL
+
+
+Load = Callable[[ShardLocation], Counter[Hashable]]
+"""The bytes that each participant has to hold of a piece while it travels."""
+
+
+def load_each(manifest: Manifest, reads: Sequence[Reads]) -> Load:
+    """Return the load of `Route.EACH`: what the piece's rank sends and what each worker receives."""
+    workers: dict[tuple[Any, ...], tuple[Reads, list[int]]] = {}  # engines read alike
+    for worker, wanted in enumerate(reads):
+        workers.setdefault(tuple(wanted.items()), (wanted, []))[1].append(worker)
+
+    def load(piece: ShardLocation) -> Counter[Hashable]:
+        size = itemsize(manifest[piece.name].dtype)
+        found: Counter[Hashable] = Counter()
+        for wanted, numbers in workers.values():
+            parts = (piece.box.intersect(box) for box in dict.fromkeys(wanted.get(piece.name, ())))
+            if nbytes := min(sum(part.numel for part in parts if part is not None), piece.box.numel) * size:
+                found["rank", piece.rank] += nbytes * len(numbers)
+                found.update({("worker", worker): nbytes for worker in numbers})
+        return found
+
+    return load
+
+
+def load_all(manifest: Manifest) -> Load:
+    """Return the load of `Route.ALL`: rank 0, and every worker, hold everything."""
+    return lambda piece: Counter({"rank 0": piece.box.numel * itemsize(manifest[piece.name].dtype)})
+
+
+def load_staged(manifest: Manifest) -> Load:
+    """Return the load of what a rank stages in its own memory."""
+    return lambda piece: Counter({piece.rank: piece.box.numel * itemsize(manifest[piece.name].dtype)})
+
+
+def make_chunks(
+    manifest: Manifest,
+    route: Route,
+    buckets: Sequence[Sequence[str]],
+    frozen: frozenset[str],
+    in_place: frozenset[str],
+    locations: Sequence[ShardLocation],
+    reads: Sequence[Reads],
+    max_bytes: int | None,
+    together: Mapping[str, str],
+) -> tuple[Chunk, ...]:
+    """Cut what travels into chunks, in the order of the buckets.
+
+    Neighbouring buckets share a chunk as long as no participant holds more than `max_bytes` of it, and larger ones are
+    cut by rows. With `max_bytes` None every bucket is one chunk. The names in `in_place`, which `Route.IN_PLACE` alone
+    has, are one chunk. The names in `frozen` have the last chunks to themselves. `together` maps the name of a
+    quantised weight to that of its scales, which travel with the weight's first chunk.
+    """
+    load = {
+        Route.EACH: lambda: load_each(manifest, reads),
+        Route.ALL: lambda: load_all(manifest),
+        Route.IN_PLACE: lambda: load_staged(manifest),
+    }[route]()
+    travelling = [location for location in locations if location.box.numel and location.name not in in_place]
+    at_root = {(p.name, p.box) for p in travelling if p.rank == 0} if route is Route.ALL else set()
+    owned: dict[str, list[ShardLocation]] = {}
+    for piece in choose_owners([p for p in travelling if p.rank == 0 or (p.name, p.box) not in at_root]):
+        owned.setdefault(piece.name, []).append(piece)
+    chunks: list[Chunk] = []
+    for is_frozen in (False, True):
+        alike = [bucket for bucket in buckets if bucket and (bucket[0] in frozen) is is_frozen]
+        lying = tuple(p for p in locations if p.box.numel and p.name in in_place and (p.name in frozen) is is_frozen)
+        if lying:
+            chunks.append(Chunk(lying, in_place=True, frozen=is_frozen))
+        atoms = [atom for bucket in alike for atom in _atoms(bucket, owned, load, max_bytes, together)]
+        chunks += [Chunk(tuple(pieces), frozen=is_frozen) for pieces in _fill(atoms, load, max_bytes)]
+    return tuple(chunks)
+
+
+def slices(box: Box, count: int) -> list[Box]:
+    """Cut a box by rows into about `count` boxes of equal size; by parts of rows where it has fewer rows."""
+    if count <= 1 or box.numel <= 1:
+        return [box]
+    rows = box.size[0]
+    if rows >= count:
+        bounds = [rows * number // count for number in range(count + 1)]
+        return [
+            Box((box.start[0] + low, *box.start[1:]), (high - low, *box.size[1:])) for low, high in pairwise(bounds)
+        ]
+    inner = slices(Box(box.start[1:], box.size[1:]), -(-count // rows))
+    return [Box((box.start[0] + row, *part.start), (1, *part.size)) for row in range(rows) for part in inner]
+
+
+def _atoms(
+    bucket: Sequence[str],
+    owned: Mapping[str, Sequence[ShardLocation]],
+    load: Load,
+    max_bytes: int | None,
+    together: Mapping[str, str],
+) -> list[list[ShardLocation]]:
+    """Return the parts of a bucket that are not cut further: the bucket itself, or slices of its tensors."""
+    whole = [piece for name in bucket for piece in owned.get(name, ())]
+    if max_bytes is None or _peak(whole, load) <= max_bytes:
+        return [whole] if whole else []
+    scales = {together[name] for name in bucket if name in together}
+    atoms: list[list[ShardLocation]] = []
+    for name in (name for name in bucket if name in owned and name not in scales):
+        count = -(-_peak(owned[name], load) // max_bytes)
+        cut = _sliced(owned[name], count)
+        while max(_peak(part, load) for part in cut) > max_bytes and any(p.box.numel > 1 for part in cut for p in part):
+            count += max(1, count // 8)  # rows do not divide evenly
+            cut = _sliced(owned[name], count)
+        cut[0] += owned.get(together.get(name, ""), ())
+        atoms += cut
+    return atoms
+
+
+def _sliced(pieces: Iterable[ShardLocation], count: int) -> list[list[ShardLocation]]:
+    """Return slices of a tensor, each with a part of every piece, so that all ranks have a share of each slice."""
+    cut: list[list[ShardLocation]] = []
+    for piece in pieces:
+        for number, box in enumerate(slices(piece.box, count)):
+            part = part_of(piece, box)
+            assert part is not None
+            if number == len(cut):
+                cut.append([])
+            cut[number].append(part)
+    return cut
+
+
+def _fill(atoms: Iterable[list[ShardLocation]], load: Load, max_bytes: int | None) -> list[list[ShardLocation]]:
+    chunks: list[list[ShardLocation]] = []
+    held: Counter[Hashable] = Counter()
+    for atom in atoms:
+        more = sum(map(load, atom), Counter[Hashable]())
+        if chunks and max_bytes is not None and max((held + more).values(), default=0) <= max_bytes:
+            chunks[-1] += atom
+            held += more
+        else:
+            chunks.append(list(atom))
+            held = more
+    return chunks
+
+
+def _peak(pieces: Sequence[ShardLocation], load: Load) -> int:
+    return max(sum(map(load, pieces), Counter[Hashable]()).values(), default=0)

@@ -1,0 +1,57 @@
+"""What the receiver needs of the engine that it runs in. The `vllm` package implements it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from weightsync.kernels.rows import AllReduceMax
+
+
+@dataclass(frozen=True)
+class WorkerIdentity:
+    """Which worker of its engine this is: number `rank` of `world`. `name` is for people ("tp=1 pp=0 dp=0")."""
+
+    rank: int
+    world: int
+    name: str
+
+
+class EngineModel(Protocol):
+    """One engine worker's model, and the engine's own functions around it.
+
+    `dtype` is that of the model's weights and activations, where they are not quantised.
+    """
+
+    identity: WorkerIdentity
+    device: torch.device
+    dtype: torch.dtype
+    all_reduce_max: AllReduceMax | None
+    """Among the workers that have parts of the same modules. None where this worker is the only one."""
+
+    @property
+    def live(self) -> nn.Module:
+        """The running model."""
+
+    def pristine(self) -> nn.Module:
+        """Return a copy of the model as it is before any weight is loaded, on the `meta` device. Made once."""
+
+    def load_weights(self, model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """Apply the engine's own loader to `model`."""
+
+    def parts(self, module: nn.Module) -> list[Any]:
+        """Return the objects that hold the post-processed state of `module`."""
+
+    def post_process(self, module: nn.Module) -> None:
+        """Bring a freshly loaded module into its kernel's format, as the engine does once at its start."""
+
+    def refresh(self) -> bool:
+        """Update what the engine derives from several modules once all are loaded. Return whether there was any."""
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Enter the engine's configuration and the worker's device. Every use of this object happens inside."""

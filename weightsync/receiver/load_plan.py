@@ -1,0 +1,221 @@
+"""Make one worker's load plan: which tensors its model takes, where they land, and what does not fit."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from weightsync.control.wire import LoadPlan
+from weightsync.errors import UnsupportedError
+from weightsync.planning.layout import Box, Manifest, coverage, fuse_groups, itemsize
+from weightsync.planning.rows import pack_reads
+from weightsync.receiver.checkpoint_quantize import Pair, collapse, expand, find_pairs, renamed, unpacked
+from weightsync.receiver.engine_model import EngineModel
+from weightsync.receiver.experiment import choose_load_paths
+from weightsync.receiver.module_groups import Addresses, ModuleGroup, find_groups
+from weightsync.receiver.trace import Trace, named_tensors, trace_loader, uncovered, writers
+
+IN_PLACE, FUSED_QUANTIZE, RELOAD, NATIVE_LOADER = LOAD_PATHS = ("in_place", "fused_quantize", "reload", "native_loader")
+
+
+@dataclass(frozen=True)
+class TracedLoad:
+    """What a worker knows of its load plan.
+
+    answer: the plan as the trainer is told.
+    trace: what the loader does, in terms of the trainer's tensors.
+    pairs: the tensors that are quantised for the loader.
+    load_path: the load path of each group of modules, in the model's order.
+    group_of: the group of each parameter.
+    sources: the names of the tensors that each group is loaded from.
+    """
+
+    manifest: Manifest
+    answer: LoadPlan
+    trace: Trace
+    pairs: Mapping[str, Pair]
+    load_path: Mapping[ModuleGroup, str]
+    group_of: Mapping[str, ModuleGroup]
+    sources: Mapping[ModuleGroup, Sequence[str]]
+
+
+class LoadPlanner:
+    """Makes load plans for one model. It lives as long as the engine, since groups and addresses are found once."""
+
+    def __init__(self, model: EngineModel) -> None:
+        self.addresses = Addresses(model, [])
+        self.outlived: list[object] = []
+        """What groups before these kept alive. Kernels may use it until all is loaded anew."""
+        self._model = model
+        self._constructed = dict(model.pristine().named_parameters()).keys()
+        self._groups: list[ModuleGroup] = []
+
+    def make(self, manifest: Manifest) -> TracedLoad:
+        """Trace the model's loader for these tensors. Writes nothing into the running model.
+
+        Raises `UnsupportedError` for a model with modules that cannot be reloaded.
+        """
+        pristine = self._model.pristine()
+        load = partial(self._model.load_weights, pristine)
+        with unpacked(pristine) as packs:
+            seen = trace_loader(pristine, load, manifest)
+            pairs, unfit = find_pairs(pristine, manifest, seen)
+        if pairs or packs:
+            seen = trace_loader(pristine, load, expand(manifest, pairs))
+        landed, trace = renamed(seen, pairs), collapse(seen, pairs)
+        self._refuse_made(trace)
+        self._find_groups()
+        group_of = {name: group for group in self._groups for name in group.params}
+        if buffers := [name for name in trace.computed if name not in group_of]:
+            raise UnsupportedError(
+                f"the engine's loader computes {len(buffers)} buffers, which this version can only copy into: "
+                f"{', '.join(buffers[:5])}"
+            )
+        load_path = _load_paths(self._groups, {group_of[param] for param in trace.computed})
+        sources = _sources(trace, group_of)
+        missing, doubled = uncovered(pristine, seen)
+        held = named_tensors(pristine)
+        counts = Counter(load_path.values())
+        answer = LoadPlan(
+            used=_used(manifest, trace, pairs, held, self._model.dtype),
+            partial=_partial(manifest, trace),
+            refused=trace.refused | unfit | _doubled(pristine, landed, doubled, held),
+            groups=[list(names) for names in fuse_groups(landed.copies)],
+            reloads=[names for group, names in sources.items() if load_path[group] != IN_PLACE],
+            missing=[_region(param, boxes, held) for param, boxes in missing.items()],
+            hints=_hints(landed, missing),
+            load_paths={name: counts[name] for name in LOAD_PATHS},
+        )
+        return TracedLoad(manifest, answer, trace, pairs, load_path, group_of, sources)
+
+    def locate(self) -> None:
+        """Note where the live tensors lie now."""
+        self.addresses = Addresses(self._model, self._groups)
+
+    def _refuse_made(self, trace: Trace) -> None:
+        """Raise `UnsupportedError` when the loader has made a parameter that the running model does not have."""
+        pristine = self._model.pristine()
+        made = {*(copy.param for copy in trace.copies), *trace.computed} - self._constructed
+        absent = sorted(made - named_tensors(self._model.live).keys())
+        for name in absent:  # or the next plan would find nothing that fills them
+            path, _, key = name.rpartition(".")
+            if key in pristine.get_submodule(path)._parameters:
+                pristine.get_submodule(path)._parameters[key] = None
+        if absent:
+            raise UnsupportedError(
+                f"the running model has no {absent[0]}, which the engine's loader makes when it loads one; start "
+                "the engine from a checkpoint that has it"
+            )
+
+    def _find_groups(self) -> None:
+        """Group the modules, again when a trace has made parameters that were not there before."""
+        pristine = self._model.pristine()
+        grouped = {name for group in self._groups for name in group.params}
+        if grouped == dict(pristine.named_parameters()).keys():
+            return
+        found = find_groups(self._model.live, pristine)
+        self.outlived += [group.keep_alive for group in self._groups]
+        choose_load_paths(found, self._model)
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()  # the scratch copies are as large as the largest parameters
+        self._groups = found
+        self.locate()
+
+
+def _load_paths(groups: Sequence[ModuleGroup], computed: set[ModuleGroup]) -> dict[ModuleGroup, str]:
+    def path(group: ModuleGroup) -> str:
+        if group in computed:
+            return NATIVE_LOADER
+        if group.in_place:
+            return IN_PLACE
+        return RELOAD if group.recipe is None else FUSED_QUANTIZE
+
+    return {group: path(group) for group in groups}
+
+
+def _sources(trace: Trace, group_of: Mapping[str, ModuleGroup]) -> dict[ModuleGroup, list[str]]:
+    names: dict[ModuleGroup, dict[str, None]] = {group_of[param]: {} for param in trace.computed}
+    for copy in trace.copies:
+        if (group := group_of.get(copy.param)) is not None:
+            names.setdefault(group, {})[copy.name] = None
+    for param, computed_from in trace.computed.items():
+        names[group_of[param]].update(dict.fromkeys(computed_from))
+    return {group: list(those) for group, those in names.items()}
+
+
+def _used(
+    manifest: Manifest,
+    trace: Trace,
+    pairs: Mapping[str, Pair],
+    held: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+) -> dict[str, str]:
+    """Return the dtype that each tensor is wanted in."""
+    used: dict[str, str] = {}
+    for copy in trace.copies:
+        kept = str(held[copy.param].dtype).removeprefix("torch.")
+        used[copy.name] = max(used.get(copy.name, kept), kept, key=itemsize)
+    for names in trace.computed.values():
+        used.update({name: manifest[name].dtype for name in names})  # arithmetic wants all that the trainer has
+    used.update(dict.fromkeys(pairs.keys() & used.keys(), str(dtype).removeprefix("torch.")))
+    return used
+
+
+def _doubled(
+    pristine: nn.Module, landed: Trace, doubled: Mapping[str, list[Box]], held: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
+    """Return what is wrong with each tensor that lands where another one does."""
+    refused: dict[str, str] = {}
+    for param, boxes in doubled.items():
+        names = writers(pristine, landed, param, boxes)
+        refused |= dict.fromkeys(names, f"{_region(param, boxes, held)} is written twice, by {', '.join(names)}")
+    return refused
+
+
+def _partial(manifest: Manifest, trace: Trace) -> dict[str, list[list[list[int]]]]:
+    """Return the regions that are read of each tensor that is not read whole, as tensor parallelism does."""
+    whole = set().union(*trace.computed.values())
+    regions: dict[str, list[Box]] = defaultdict(list)
+    for copy in trace.copies:
+        regions[copy.name].append(copy.box)
+    return pack_reads(
+        {
+            name: tuple(boxes)
+            for name, boxes in regions.items()
+            if name not in whole and coverage(manifest[name].shape, boxes)[0]
+        }
+    )
+
+
+def _region(param: str, boxes: Sequence[Box], held: Mapping[str, torch.Tensor]) -> str:
+    """Return a readable name for part of a parameter: "model.layers.0.self_attn.qkv_proj.weight rows 64..96 of 128"."""
+    shape = held[param].shape
+    if any(box.size == tuple(shape) for box in boxes) or not shape:
+        return param
+    rows = ", ".join(f"{box.start[0]}..{box.start[0] + box.size[0]}" for box in boxes[:3])
+    return f"{param} rows {rows} of {shape[0]}"
+
+
+def _hints(trace: Trace, missing: Mapping[str, list[Box]]) -> list[str]:
+    """Return the names of tensors that would fill what is missing, read off another layer that has its own."""
+    patterns: dict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
+    for copy in trace.copies:
+        patterns[_without_numbers(copy.param)].append((copy.param, copy.name))
+    hints: dict[str, None] = {}
+    for param in missing:
+        for other, name in patterns[_without_numbers(param)]:
+            for theirs, ours in zip(other.split("."), param.split("."), strict=True):
+                if theirs != ours:
+                    name = name.replace(f".{theirs}.", f".{ours}.", 1)
+            hints[name] = None
+    offered = {copy.name for copy in trace.copies}
+    return [name for name in hints if name not in offered]
+
+
+def _without_numbers(name: str) -> tuple[str, ...]:
+    return tuple("#" if part.isdigit() else part for part in name.split("."))

@@ -1,0 +1,194 @@
+"""One engine worker's conversation with trainer rank 0. docs/wire.md draws it.
+
+The engine calls `init`, `start`, `update` and `finish` when the trainer asks for them. During `init` and `update` the
+worker answers messages on its own connection to the trainer, until it is released. A trainer that dies is noticed at
+once, by its connection.
+
+Every failure is told to the trainer on that connection, and the engine's call returns as if nothing had happened. When
+one worker of several raises, vLLM's multi-process executor takes the first failed answer and leaves the others' in
+their queues, and from then on every call gets an older call's answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import Any
+
+from weightsync.control.connection import Connection, dial
+from weightsync.control.runtime import Deadline, boot_id, describe_device
+from weightsync.control.wire import (
+    POISONED,
+    PROTOCOL,
+    Commit,
+    Committed,
+    Connect,
+    Connected,
+    ExportParameters,
+    Failure,
+    Go,
+    Hello,
+    Message,
+    ParametersExported,
+    PlanRequest,
+    Release,
+)
+from weightsync.errors import EngineBusyError, ProtocolError, WeightSyncError, foreign
+from weightsync.planning.rows import pack_locations, unpack_manifest
+from weightsync.receiver.engine_model import EngineModel
+from weightsync.receiver.receiver import Receiver
+from weightsync.transports.base import Wait
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 5.0
+"""How much longer than the trainer a worker waits, so that the trainer's error, which knows more, comes first."""
+_PATIENCE = 8
+"""A worker that is done may wait this many times as long, for workers that have more to load."""
+
+
+class WorkerSession:
+    """Lives as long as the engine. One trainer at a time."""
+
+    def __init__(self, model: EngineModel) -> None:
+        self.receiver = Receiver(model)
+        self.engine_instance = secrets.token_hex(8)
+        """Another one for each start of the engine."""
+        self._model = model
+        self._connection: Connection | None = None
+        self._session = ""
+        self._update_open = False
+        self._serving = False
+        self._timeout_s = 0.0
+        self._name = f"worker {model.identity.name}"
+
+    def init(self, info: dict[str, Any]) -> None:
+        """Meet the trainer that `info` describes: {"session", "engine", "host", "port", "token", "timeout_s"}. Then
+        answer it until it releases us. While another trainer is connected it is told so, and turned away."""
+        try:
+            self._meet(info)
+        except Exception as error:
+            # There is no connection to say it on. The trainer finds that no worker came.
+            logger.error("%s cannot meet the trainer: %s", self._name, foreign(error, who=self._name, phase="init"))
+            return
+        if self._session == info["session"]:
+            self._serve("init")
+
+    def _meet(self, info: dict[str, Any]) -> None:
+        expected = {"session", "engine", "host", "port", "token", "timeout_s"}
+        if info.keys() != expected:
+            raise ProtocolError(f"init needs exactly {sorted(expected)}, got {sorted(info)}")
+        if self._connection is not None and self._session == info["session"] and self._connection.is_open():
+            return
+        timeout_s = float(info["timeout_s"])
+        deadline = Deadline(timeout_s)
+        identity = self._model.identity
+        device, gpu_uuid = describe_device(self._model.device)
+        hello = Hello(
+            protocol=PROTOCOL,
+            token=bytes.fromhex(info["token"]),
+            role="worker",
+            group=int(info["engine"]),
+            rank=identity.rank,
+            world=identity.world,
+            boot_id=boot_id(),
+            device=device,
+            gpu_uuid=gpu_uuid,
+            name=identity.name,
+            version=self.receiver.version,
+            state=self.receiver.state,
+            update_open=self._update_open,
+        )
+        connection = dial(info["host"], int(info["port"]), hello, "trainer rank 0", deadline)
+        if self._connection is not None and (self._serving or self._connection.is_open()):
+            busy = EngineBusyError(
+                "another trainer is connected to this engine; close its WeightSync first, or stop it", who=self._name
+            )
+            connection.send(Failure(busy.to_fields()), deadline, "init")
+            connection.close()
+            return
+        self.close()
+        self._connection, self._session, self._timeout_s = connection, info["session"], timeout_s
+        self._name = f"engine {info['engine']} worker {identity.name}"
+
+    def start(self) -> None:
+        """Note that the trainer will push. Does nothing else, because nothing may fail halfway between workers here."""
+        self._update_open = True
+
+    def update(self, info: dict[str, Any]) -> None:
+        """Answer the trainer until it releases us. `info` is {"session"}, which must be the connected trainer's."""
+        if self._connection is None or info.get("session") != self._session:
+            logger.error("%s got an update from a trainer that is not connected; it is ignored", self._name)
+            return
+        self._serve("update")
+
+    def finish(self) -> None:
+        """Note that the update is over, committed or given up: see `Receiver.state`."""
+        self._update_open = False
+
+    def status(self) -> str:
+        """One line for people."""
+        if self.receiver.state == POISONED:
+            return (
+                f"POISONED: a push after version {self.receiver.version} failed half-way and the weights are a "
+                "mixture; push again"
+            )
+        return f"CLEAN at version {self.receiver.version}"
+
+    def close(self) -> None:
+        """Disconnect from the trainer, and unmap its memory."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self.receiver.disconnect()
+
+    def _serve(self, phase: str) -> None:
+        connection = self._connection
+        assert connection is not None
+
+        def wait(seconds: float) -> None:
+            connection.check(phase, seconds)
+
+        self._serving = True
+        patience = 1
+        try:
+            while True:
+                message = connection.receive(Deadline(patience * self._timeout_s + _GRACE_S), phase)
+                patience = _PATIENCE if isinstance(message, Go) else 1
+                if isinstance(message, Release):
+                    return
+                deadline = self._deadline()  # for what is asked for, however late it came
+                connection.send(self._answer(message, wait), deadline, phase)
+                if isinstance(message, Commit):
+                    return
+        except BaseException as error:
+            problem = foreign(error, who=self._name, phase=phase)
+            try:
+                connection.send(Failure(problem.to_fields()), Deadline(1.0), phase)
+            except WeightSyncError:
+                logger.debug("the trainer cannot be told: it is gone")
+            self.close()
+            logger.error("%s gave up: %s; it is %s", self._name, problem, self.status())
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._serving = False
+
+    def _answer(self, message: Message, wait: Wait) -> Message:
+        match message:
+            case PlanRequest():
+                return self.receiver.make_plan(unpack_manifest(message.tensors))
+            case Connect():
+                self.receiver.connect(message, wait, self._deadline())
+                return Connected()
+            case ExportParameters():
+                storages, locations = self.receiver.export()
+                return ParametersExported(self.engine_instance, storages, pack_locations(locations))
+            case Go():
+                return self.receiver.run(message, wait, self._deadline)
+            case Commit():
+                return Committed(message.version, self.receiver.commit(message.version))
+        raise ProtocolError(f"the trainer sent {type(message).__name__}, which a worker does not expect")
+
+    def _deadline(self) -> Deadline:
+        return Deadline(self._timeout_s + _GRACE_S)

@@ -1,0 +1,71 @@
+"""Which tensors travel, how often, and in which dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from weightsync.errors import ConfigError
+from weightsync.planning.layout import itemsize
+
+UNQUANTIZED = (
+    "*embed*",
+    "*.wte.weight",
+    "*.wpe.weight",
+    "*lm_head.weight",
+    "*.gate.weight",
+    "*_gate.weight",
+    "*router*",
+)
+"""Two-dimensional weights that quantised checkpoints leave as they are: embeddings, output layers and routers."""
+
+
+@dataclass(frozen=True)
+class TensorSelection:
+    """Which tensors travel, and as what.
+
+    Patterns are shell patterns on checkpoint names (`*.mlp.gate.weight`), case sensitive. `*` matches dots too.
+
+    exclude: tensors that are never pushed.
+    buffers: whether persistent buffers travel. The others never do.
+    dtypes: pattern to torch's dtype name on the wire, in place of the narrower of the trainer's and the engine's. The
+        first match counts. Raises `ConfigError` for a dtype that does not exist.
+    unquantized: with `WeightSync(quantize=...)`, the two-dimensional tensors `....weight` that travel as they are. All
+        others of these are quantised. It must be what the engine's checkpoint has left as it is.
+    frozen: tensors that the first push sends and later pushes do not, until the `WeightSync` is closed or a push fails.
+        A frozen tensor that changes after all is not noticed. One that shares an engine parameter with something that
+        trains, or a module that must be loaded whole, still travels. Engines must not lose or change weights on their
+        own in between, as vLLM's sleep at level 2 does. Close the `WeightSync` then.
+    only_trained: whether parameters that need no gradient, and have no adapter, are frozen as well.
+    """
+
+    exclude: tuple[str, ...] = ()
+    buffers: bool = True
+    frozen: tuple[str, ...] = ()
+    only_trained: bool = False
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    unquantized: tuple[str, ...] = UNQUANTIZED
+
+    def __post_init__(self) -> None:
+        for pattern, dtype in self.dtypes.items():
+            try:
+                itemsize(dtype)
+            except ConfigError as error:
+                raise ConfigError(f"dtypes[{pattern!r}]: {error.message}") from None
+
+    def excludes(self, name: str) -> bool:
+        """Return whether `name` never travels."""
+        return any(fnmatchcase(name, pattern) for pattern in self.exclude)
+
+    def freezes(self, name: str, trains: bool) -> bool:
+        """Return whether only the first push sends `name`, which `trains` or does not."""
+        return (self.only_trained and not trains) or any(fnmatchcase(name, pattern) for pattern in self.frozen)
+
+    def wire_dtype(self, name: str) -> str | None:
+        """Return the dtype that `name` is declared to travel in, or None."""
+        return next((dtype for pattern, dtype in self.dtypes.items() if fnmatchcase(name, pattern)), None)
+
+    def quantizes(self, name: str) -> bool:
+        """Return whether `name`, if it has two dimensions, is quantised where weights are."""
+        return name.endswith(".weight") and not any(fnmatchcase(name, pattern) for pattern in self.unquantized)

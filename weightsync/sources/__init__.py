@@ -1,0 +1,47 @@
+"""The weight sources: which tensors a trainer has, under their checkpoint names, and where their bytes lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weightsync.errors import ConfigError
+from weightsync.selection import TensorSelection
+from weightsync.sources.base import WeightSource
+
+
+def open_source(
+    backend: str | WeightSource, selection: TensorSelection, *, bridge: Any = None, vocab_size: int | None = None
+) -> WeightSource:
+    """Return the weight source of a trainer backend. `backend` may be one itself.
+
+    `bridge` and `vocab_size` are for "megatron" (see `WeightSync`). Raises `ConfigError` for an unknown backend, and
+    for options that have no effect with this one.
+    """
+    if backend == "megatron":
+        if bridge is not None and not isinstance(bridge, str):
+            from weightsync.sources.megatron_bridge import BridgeSource
+
+            if vocab_size is not None:
+                raise ConfigError("a bridge that exports whole tensors knows the vocabulary: leave vocab_size out")
+            return BridgeSource(selection, bridge)
+        from weightsync.sources.megatron import MegatronSource
+
+        return MegatronSource(selection, bridge=bridge, vocab_size=vocab_size)
+    if bridge is not None or vocab_size is not None:
+        raise ConfigError(f'megatron_bridge and vocab_size are for backend="megatron"; this is backend={backend!r}')
+    if backend == "fsdp":
+        from weightsync.sources.fsdp import FsdpSource  # DTensor and FSDP cost more to import than all the rest
+
+        return FsdpSource(selection)
+    if backend == "deepspeed":
+        from weightsync.sources.deepspeed import DeepSpeedSource
+
+        return DeepSpeedSource(selection)
+    if not isinstance(backend, WeightSource):
+        raise ConfigError(
+            f'backend={backend!r} is unknown; choose "fsdp" (also for DDP and plain modules), "deepspeed" or '
+            '"megatron", or give an object with the methods of weightsync.sources.base.WeightSource'
+        )
+    if selection.exclude or not selection.buffers:
+        raise ConfigError("a weight source of your own decides what travels: leave exclude and buffers out")
+    return backend

@@ -1,0 +1,144 @@
+"""The adapter of a model that PEFT has wrapped, without its base: the factors as `save_pretrained` would name them.
+
+They are read where the trainer's parameters are read: FSDP2's shards, ZeRO-3's partitions, whole tensors. Nothing is
+gathered here.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.planning.layout import Manifest, TensorMeta
+from weightsync.sources.base import Model, TensorShard, one_module
+from weightsync.sources.module import Held, ModuleSource, adapters_of, refusal
+from weightsync.sources.module_tree import modules, walk_shells
+from weightsync.sources.peft import Adapter
+
+_FILE_PREFIX = "base_model.model."
+_KEEPS_BASE = ("gaussian", "eva", "orthogonal")
+"""What `init_lora_weights` may be, beside true and false: other ways to begin change the weights of the base, which
+the engine has from its checkpoint."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """An adapter: what this rank holds of its factors, all their names and shapes, and PEFT's config of it, which has a
+    `save_pretrained`."""
+
+    manifest: Manifest
+    shards: list[TensorShard]
+    config: Any
+
+    @property
+    def rank(self) -> int:
+        return int(self.config.r)
+
+
+@torch.no_grad()
+def read_lora(source: ModuleSource, model: Model) -> Lora:
+    """Read the active adapter of `model` as `source` reads. Local, not collective.
+
+    The views stay valid until the trainer moves its storages. Raises `ConfigError` for a model without exactly one
+    active adapter. Raises `UnsupportedError`, with all reasons, for one that is not plain LoRA or that vLLM cannot
+    serve.
+    """
+    model = one_module(model)
+    own = modules(model)
+    if any(isinstance(module, FullyShardedDataParallel) for module in own):
+        raise UnsupportedError("FSDP1 partitions an adapter's factors in a way that is not covered; use `fully_shard`")
+    source.settle(own)
+    layers = adapters_of(model)
+    name = _active(layers)
+    config = copy.copy(_config(model, name))
+    config.inference_mode = True  # as `save_pretrained` has it
+    _check(config)
+    held: dict[str, Held] = {}
+    refused: dict[str, str] = {}
+    for prefix, adapter in layers.items():
+        if name not in adapter.names():
+            continue
+        if (found := adapter.scaling(name)) != (expected := _scaling(config)):
+            refused[prefix.rstrip(".")] = (
+                f"its rank and scaling are {found}, those of the config {expected}; one of each is covered for the "
+                "whole adapter, without `rank_pattern`, `alpha_pattern` or `set_scale`"
+            )
+        for key, factor in adapter.factors(name).items():
+            for tail, read in source.readers(factor):
+                if isinstance(factor, nn.ParameterDict):  # of an embedding, one parameter for each adapter
+                    full = f"{_FILE_PREFIX}{prefix}{key}" if tail == name else None
+                else:
+                    full = f"{_FILE_PREFIX}{prefix}{key}.{tail}"
+                if full is not None:
+                    try:
+                        held[full] = read()
+                    except UnsupportedError as error:
+                        refused[full] = error.message
+    if refused:
+        raise refusal(refused)
+    metas = {name: TensorMeta(name, one.shape, one.dtype) for name, one in held.items()}
+    shards = [TensorShard(metas[name], box, view) for name, one in held.items() for box, view in one.parts]
+    return Lora(Manifest(tuple(metas.values())), shards, config)
+
+
+def _active(layers: dict[str, Adapter]) -> str:
+    if not layers:
+        raise ConfigError(
+            "the model has no LoRA adapter; wrap it with PEFT's `get_peft_model(model, LoraConfig(...))`, or choose a "
+            "transport that pushes weights"
+        )
+    refused: dict[str, str] = {}
+    active: dict[str, None] = {}
+    for prefix, adapter in layers.items():
+        try:
+            active |= dict.fromkeys(adapter.names())
+        except UnsupportedError as error:
+            refused[prefix.rstrip(".")] = error.message
+    if refused:
+        raise refusal(refused)
+    if len(active) != 1:
+        found = ", ".join(active) if active else "none: they are disabled, or merged into the base"
+        raise ConfigError(f"one adapter is pushed, and of the model's these are active: {found}; see `set_adapter`")
+    return next(iter(active))
+
+
+def _config(model: nn.Module, name: str) -> Any:
+    """Return PEFT's config of adapter `name`, wherever around the model it is kept."""
+    _, shells = next(walk_shells(model))
+    for shell in shells:
+        configs = getattr(shell, "peft_config", None)
+        if isinstance(configs, dict) and name in configs:
+            return configs[name]
+    raise ConfigError(f"the model has an adapter {name!r} and no `peft_config` that describes it")
+
+
+def _check(config: Any) -> None:
+    reasons = []
+    if config.modules_to_save:
+        reasons.append(f"modules_to_save={sorted(config.modules_to_save)}: an engine keeps its own copy of these")
+    if config.bias != "none":
+        reasons.append(f"bias={config.bias!r}: biases are part of the base, expected 'none'")
+    if config.layer_replication:
+        reasons.append("layer_replication: the engine has not these layers")
+    init = config.init_lora_weights
+    if isinstance(init, str) and init.lower() not in _KEEPS_BASE:
+        reasons.append(
+            f"init_lora_weights={init!r}: it changes the base's weights, which the engine has as they were; expected "
+            f"true, false or one of {', '.join(_KEEPS_BASE)}"
+        )
+    if reasons:
+        raise UnsupportedError(
+            f"an engine cannot serve this adapter: {'; '.join(reasons)}. Another transport pushes it merged into the "
+            "weights"
+        )
+
+
+def _scaling(config: Any) -> tuple[int, float]:
+    return config.r, config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)

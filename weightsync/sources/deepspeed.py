@@ -1,0 +1,116 @@
+"""The weight source for DeepSpeed: ZeRO 0 to 3, from `deepspeed.initialize`'s engine or from its module.
+
+Where the truth lies:
+
+- ZeRO 0, 1 and 2 leave the module's parameters whole on every rank, in the dtype in which the model computes. Before
+  `step` returns, each rank has copied its part of the float32 masters into them and gathered the others' parts. They
+  are read as those of a plain module.
+- ZeRO-3 keeps one flat partition of each parameter on a rank, `ds_tensor`, padded so that all are of one size. `step`
+  writes it from the float32 masters, also where parameters or optimizer states are offloaded to the CPU.
+- With ZeRO-3 the parameter itself is empty or a copy gathered from the partitions: for a forward, by the user, or for
+  good when it is small (`ds_persist`). `step` drops these copies and gathers the small ones anew at its end. Only a
+  `GatheredParameters` with a `modifier_rank` writes back. So partitions are read, and copies never.
+- The secondary partitions of ZeRO++ (`zero_hpz_partition_size`) and its quantised gathers (`zero_quantized_weights`)
+  are copies too.
+
+The masters are not read. A push sends what a checkpoint in the model's own dtype has.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from weightsync.errors import UnsupportedError
+from weightsync.sources.module import (
+    Held,
+    ModuleSource,
+    NamedReader,
+    dtype_name,
+    flat_parts,
+    plain,
+    read_whole,
+    readable,
+    trains,
+)
+from weightsync.sources.module_tree import walk
+
+
+class DeepSpeedSource(ModuleSource):
+    """Tensors of a model under DeepSpeed's ZeRO 0, 1, 2 or 3. See `WeightSource`.
+
+    Nothing is gathered, and DeepSpeed's state stays as it is. Push outside of `GatheredParameters`, after `step`.
+    """
+
+    def local(self, tensors: list[Any]) -> list[torch.Tensor] | None:
+        partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_tensor")]
+        whole = plain([tensor for tensor in tensors if not hasattr(tensor, "ds_tensor")])
+        if whole is None or not all(map(_is_settled, partitioned)):
+            return None
+        return [*whole, *(param.ds_tensor for param in partitioned)]
+
+    def readers(self, model: nn.Module) -> Iterator[NamedReader]:
+        pipeline = getattr(sys.modules.get("deepspeed"), "PipelineModule", ())  # nothing to look for if not imported
+        for prefix, module in walk(model):
+            if isinstance(module, pipeline):
+                raise UnsupportedError("DeepSpeed's PipelineModule numbers its layers, and has no checkpoint names")
+            for name, param in module._parameters.items():
+                if param is not None:
+                    yield prefix + name, partial(_read, param)
+            yield from self.buffers(prefix, module, read_whole)
+
+
+def _read(param: Any) -> Held:
+    """Read a parameter: partitioned by ZeRO-3, or whole."""
+    if getattr(param, "ds_is_replaced_module", False):
+        raise UnsupportedError("DeepSpeed's AutoTP has cut it; train without `tensor_parallel`, with ZeRO-3 instead")
+    if getattr(param, "allreduce", True) is False:
+        raise UnsupportedError("it is one of DeepSpeed's own experts (MoE, AutoEP), which have no checkpoint names")
+    if getattr(param, "weight_quantized", False):
+        raise UnsupportedError("it is quantised (`quantized_initialization`); push a model that is not")
+    if not hasattr(param, "ds_tensor"):
+        return read_whole(param)
+    return _read_partition(param)
+
+
+def _is_settled(param: Any) -> bool:
+    """Return whether its partition can be read, as far as that changes while training goes on."""
+    depth = getattr(param, "_ds_z3_gathered_param_context_depth", 0)
+    return depth == 0 and param.ds_tensor.status.name == "AVAILABLE"
+
+
+def _read_partition(param: Any) -> Held:
+    """Read this rank's partition of a parameter: a range of its elements, or none when all of it is padding."""
+    partition = param.ds_tensor
+    if getattr(param, "_ds_z3_gathered_param_context_depth", 0) > 0:
+        raise UnsupportedError("it may be about to change; push outside of `GatheredParameters`")
+    if partition.final_location == "nvme" or partition.status.name != "AVAILABLE":
+        raise UnsupportedError('it is offloaded to NVMe; use `offload_param` with `"device": "cpu"`, or none')
+    if hasattr(partition, "ds_quant_scale"):
+        raise UnsupportedError("it is quantised (`zero_quantized_nontrainable_weights`); switch that off")
+    shape, numel = tuple(param.ds_shape), int(param.ds_numel)
+    world, rank = dist.get_world_size(param.ds_process_group), dist.get_rank(param.ds_process_group)
+    start, stop, padded = held_range(numel, world, rank)
+    if tuple(partition.shape) != (padded,):
+        raise UnsupportedError(
+            f"its partition has shape {tuple(partition.shape)}, expected {padded} elements: {numel} over {world} "
+            "ranks. Is it MiCS? That is not covered; train without `mics_shard_size`"
+        )
+    values = readable(partition)[: stop - start]
+    return Held(shape, dtype_name(values), ("ds_id", param.ds_id), flat_parts(shape, start, values), trains(param))
+
+
+def held_range(numel: int, world: int, rank: int) -> tuple[int, int, int]:
+    """Return which of `numel` elements over `world` ranks `rank` holds: start, stop, and elements with padding.
+
+    All partitions are of one size. Padding is at the end, and may be the whole of the last ones.
+    """
+    padded = -(-numel // world)
+    start = min(rank * padded, numel)
+    return start, min(start + padded, numel), padded

@@ -1,0 +1,187 @@
+"""The tensors of a transformers model as its checkpoint has them, which is what engines load.
+
+Since transformers 5 a model's own tensors may have other names than its checkpoint's, and be several of them in one.
+All experts of a layer are one `experts.gate_up_proj`, where the checkpoint has a `gate_proj` and an `up_proj` of each.
+`save_pretrained` undoes that. No table of names says what it would write. Its conversion is run once over tensors
+without storage, and the result tells where each lies.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weightsync.errors import UnsupportedError
+from weightsync.planning.layout import Box, TensorMeta, row_major
+from weightsync.selection import TensorSelection
+from weightsync.sources.module_tree import unwrapped
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor of the checkpoint that is the region `box` of one of the model's: dimension i of it runs along dimension
+    `dims[i]` of the model's, and where that is None it has length 1."""
+
+    meta: TensorMeta
+    box: Box
+    dims: tuple[int | None, ...]
+
+
+_Cut = tuple[int, Box, tuple[int, ...], int]
+"""Number of a part, a region of it, and that region's strides and offset in a tensor that the trainer holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedParts:
+    """The tensors of the checkpoint that one of the model's tensors holds, in the order in which they are saved."""
+
+    parts: tuple[Saved, ...]
+    _cuts: dict[tuple[Box, tuple[int, ...]], list[_Cut]] = field(default_factory=dict)
+
+    def are_the_whole(self) -> bool:
+        """Return whether this is the model's tensor as it is, though perhaps under another name."""
+        return all(
+            part.box == Box.full(part.meta.shape) and part.dims == tuple(range(len(part.dims))) for part in self.parts
+        )
+
+    def cut(self, held: Iterable[tuple[Box, torch.Tensor]]) -> list[tuple[TensorMeta, Box, torch.Tensor]]:
+        """Return what the tensors `held`, regions of the model's tensor, have of the parts, in the parts' order.
+
+        Each is a tensor of the checkpoint, a region of it, and this region as a view of a tensor in `held`.
+        """
+        views = [
+            (number, region, torch.as_strided(tensor, region.size, stride, tensor.storage_offset() + offset))
+            for box, tensor in held
+            for number, region, stride, offset in self._cuts_of(box, tensor.stride())
+        ]
+        views.sort(key=itemgetter(0))
+        return [(self.parts[number].meta, region, view) for number, region, view in views]
+
+    def _cuts_of(self, box: Box, stride: tuple[int, ...]) -> list[_Cut]:
+        if (box, stride) not in self._cuts:  # worked out once, for a model can have tens of thousands of parts
+            found = (_cut(number, part, box, stride) for number, part in enumerate(self.parts))
+            self._cuts[box, stride] = [cut for cut in found if cut is not None]
+        return self._cuts[box, stride]
+
+
+def saved_form(model: nn.Module, tensors: Sequence[TensorMeta], selection: TensorSelection) -> list[SavedParts]:
+    """Return the tensors of the checkpoint that each of the model's `tensors` holds, without those that are excluded.
+
+    The tensors have the names that `walk` gives them. A model that is not from transformers is saved as it is. Raises
+    one `UnsupportedError` that lists every tensor that is not in the checkpoint as it stands.
+    """
+    return [
+        SavedParts(tuple(part for part in parts if not selection.excludes(part.meta.name)))
+        for parts in _follow(unwrapped(model), tensors)
+    ]
+
+
+def _follow(model: nn.Module, tensors: Sequence[TensorMeta]) -> Iterable[list[Saved]]:
+    as_they_are = [[Saved(meta, Box.full(meta.shape), tuple(range(len(meta.shape))))] for meta in tensors]
+    if "transformers" not in sys.modules:
+        return as_they_are
+    from transformers import PreTrainedModel
+
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return as_they_are  # transformers 4, whose models have the tensors of their checkpoints
+    if not isinstance(model, PreTrainedModel):
+        return as_they_are
+    with _CloneIsAlias():
+        state = {meta.name: torch.empty(meta.shape, dtype=torch.uint8, device="meta") for meta in tensors}
+        try:
+            written = revert_weight_conversion(_as_built(model), dict(state))
+        except Exception as error:
+            raise UnsupportedError(
+                f"cannot follow how transformers saves a {type(model).__name__} ({type(error).__name__}: {error})"
+            ) from error
+    by_storage = {_storage(state[meta.name]): meta for meta in tensors}
+    found: dict[str, list[Saved]] = {meta.name: [] for meta in tensors}
+    for name, tensor in written.items():
+        source = by_storage.get(_storage(tensor))
+        if source is not None and (region := _region(source.shape, tensor)) is not None:
+            found[source.name].append(Saved(TensorMeta(name, tuple(tensor.shape), source.dtype), *region))
+    whole = {name: sum(part.box.numel for part in parts) == state[name].numel() for name, parts in found.items()}
+    if lost := [name for name in whole if not (found[name] and whole[name])]:
+        lines = "".join(f"\n  {name}" for name in lost)
+        raise UnsupportedError(
+            f"{len(lost)} tensors cannot be pushed: transformers computes what it saves of them, so that they are not "
+            f"in the checkpoint as they stand (what should not travel goes into `exclude`):{lines}",
+            tensors=dict.fromkeys(lost, "computed when it is saved"),
+        )
+    return found.values()
+
+
+class _CloneIsAlias(TorchDispatchMode):
+    """Meanwhile a clone is the tensor itself, so that its storage tells what it was made from."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func is torch.ops.aten.clone.default else func(*args, **(kwargs or {}))
+
+
+def _as_built(module: nn.Module) -> nn.Module:
+    """Return the tree of modules without wrappers, and with the classes that they had before `fully_shard`.
+
+    transformers does not recognise a class that is not its own. The modules are new and share what they hold.
+    """
+    module = unwrapped(module)
+    # FSDP2 puts a class in front: FSDPLlamaForCausalLM(FSDPModule, LlamaForCausalLM).
+    kind: type[nn.Module] = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
+    twin = kind.__new__(kind)
+    modules = {name: None if child is None else _as_built(child) for name, child in module._modules.items()}
+    vars(twin).update({**vars(module), "_modules": modules})
+    return twin
+
+
+def _region(shape: tuple[int, ...], view: torch.Tensor) -> tuple[Box, tuple[int | None, ...]] | None:
+    """Return the region of a contiguous tensor of `shape` that a view of it is, and its dimensions that the view's run
+    along.
+
+    Return None when the view is no region, such as every second row.
+    """
+    if tuple(view.shape) == shape and view.is_contiguous():
+        return Box.full(shape), tuple(range(len(shape)))
+    steps = row_major(shape)
+    start, rest = [], view.storage_offset()
+    for step in steps:
+        start.append(rest // step)
+        rest %= step
+    size = [1] * len(shape)
+    dims: list[int | None] = []
+    for length, stride in zip(view.shape, view.stride(), strict=True):
+        if length == 1:
+            dims.append(None)
+            continue
+        dim = next((d for d, step in enumerate(steps) if step == stride and shape[d] > 1), None)
+        if dim is None or start[dim] + length > shape[dim]:
+            return None
+        size[dim] = length
+        dims.append(dim)
+    return Box(tuple(start), tuple(size)), tuple(dims)
+
+
+def _cut(number: int, saved: Saved, box: Box, stride: tuple[int, ...]) -> _Cut | None:
+    """Cut part `saved` within region `box` of the model's tensor from a tensor of that region with strides `stride`."""
+    if (common := saved.box.intersect(box)) is None:
+        return None
+    offset = sum((inner - outer) * step for inner, outer, step in zip(common.start, box.start, stride, strict=True))
+    region = Box(
+        tuple(0 if dim is None else common.start[dim] - saved.box.start[dim] for dim in saved.dims),
+        tuple(1 if dim is None else common.size[dim] for dim in saved.dims),
+    )
+    return number, region, tuple(1 if dim is None else stride[dim] for dim in saved.dims), offset
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,346 @@
+"""The weight source for Megatron-core `GPTModel`s under tensor, pipeline, expert and data parallelism.
+
+A rank reports the regions of the checkpoint's tensors that its parameters hold, where they lie: a pipeline stage those
+of its layers, an expert-parallel rank those of its experts. What is read is the model's own parameters, in the dtype
+of the model, never the fp32 masters of the optimizer. Everything is found in the module tree, its configuration and
+its process groups, whichever layer specification made it; nothing of Megatron is imported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.planning.layout import Box, Manifest, TensorMeta
+from weightsync.selection import TensorSelection
+from weightsync.sources.base import LocalSource, Model, TensorShard
+from weightsync.sources.megatron_names import (
+    LATENT_BY_HEAD,
+    LATENT_DOWN,
+    LATENT_NORMS,
+    NORMS,
+    WHOLE,
+    Family,
+    Shard,
+    Span,
+    by_query_group,
+    family_of,
+    padded,
+    share,
+    side_by_side,
+    whole,
+)
+from weightsync.sources.module import dtype_name, marks, plain, readable, refusal, trains
+from weightsync.sources.module_tree import modules
+
+_REFUSED_OPTIONS = {
+    "layernorm_zero_centered_gamma": "the checkpoint has 1 + gamma, which lies nowhere in memory",
+    "attention_output_gate": "the gates lie between queries and keys, and no covered family has them",
+    "rotary_interleaved": "checkpoints have the two halves of a head apart, not interleaved",
+}
+
+
+class MegatronSource(LocalSource):
+    """The tensors of a `GPTModel`, or of the list of its chunks where pipeline stages are interleaved.
+
+    The model may be in wrappers (`Float16Module`, `DistributedDataParallel`). A parameter that is not known can be
+    excluded by Megatron's name for it.
+
+    bridge: the family whose checkpoint names are used, as `model_type` of its Hugging Face configuration. None takes
+        the names that all families but Mixtral have.
+    vocab_size: rows of the embedding and the output layer that the checkpoint has. None means all, with the padding.
+    """
+
+    def __init__(self, selection: TensorSelection, *, bridge: str | None = None, vocab_size: int | None = None) -> None:
+        super().__init__(selection)
+        self._family = family_of(bridge)
+        self._vocab_size = vocab_size
+
+    def _marks(self, model: Model) -> object:
+        return marks([module for chunk in _chunks(model) for module in modules(chunk)], plain)
+
+    def _read(self, model: Model) -> tuple[Manifest, list[TensorShard]]:
+        metas: list[TensorMeta] = []
+        shards: list[TensorShard] = []
+        refused: dict[str, str] = {}
+        for chunk in _chunks(model):
+            reader = _Reader(chunk, self._family, self._vocab_size)
+            for name, tensor in _sources(chunk, self.selection.buffers):
+                try:
+                    tensors = reader.read(name, tensor)
+                except UnsupportedError as error:
+                    if not self.selection.excludes(name):  # it has no other name
+                        refused[name] = error.message
+                    continue
+                for meta, parts in tensors:
+                    if not self.selection.excludes(meta.name):
+                        metas.append(meta)
+                        shards += [TensorShard(meta, box, view, trains(tensor)) for box, view in parts]
+        if refused:
+            raise refusal(refused)
+        return Manifest(tuple(metas)), shards
+
+
+def _sources(chunk: nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and persistent buffers under Megatron's names."""
+    for prefix, module in chunk.named_modules():
+        dot = "." if prefix else ""
+        for name, param in module._parameters.items():
+            if param is not None:
+                yield f"{prefix}{dot}{name}", param
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffers and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}{dot}{name}", buffer
+
+
+# --- The model and its mesh
+
+
+def _chunks(model: Model) -> list[nn.Module]:
+    """Return the `GPTModel`s of this rank, without wrappers. Raises for a model, list or mesh that cannot be right."""
+    given = list(model) if isinstance(model, Sequence) else [model]
+    if not given:
+        raise ConfigError("push was given an empty list, expected the chunks of this rank's model")
+    chunks = [_unwrapped(chunk) for chunk in given]
+    config: Any = chunks[0].config
+    interleaved = config.virtual_pipeline_model_parallel_size or 1
+    stages: list[int] = [getattr(chunk, "vp_stage", None) or 0 for chunk in chunks]
+    if sorted(stages) != list(range(interleaved)):
+        raise ConfigError(
+            f"push was given {len(chunks)} chunks, of the virtual stages {stages}; each rank has {interleaved}: pass "
+            "the list of all its chunks, each once"
+        )
+    for option, reason in _REFUSED_OPTIONS.items():
+        if getattr(config, option, False):
+            raise UnsupportedError(f"{option}=True is not covered: {reason}")
+    return chunks
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the `GPTModel` inside `Float16Module` and Megatron's `DistributedDataParallel`."""
+    module = model
+    while not hasattr(module, "decoder"):
+        if getattr(module, "remove_forward_pre_hook_handles", None):
+            raise UnsupportedError(
+                "with overlap_param_gather=True the parameters of other ranks' shards are as old as the last forward; "
+                "call the wrapper's `disable_forward_pre_hook()`, which brings them up to date, before `push`, and "
+                "`enable_forward_pre_hook()` after it"
+            )
+        inner = module._modules.get("module")
+        if inner is None:
+            break
+        module = inner
+    absent = [name for name in ("decoder", "config", "pre_process", "pg_collection") if not hasattr(module, name)]
+    if absent:
+        raise ConfigError(
+            'backend="megatron" pushes a GPTModel of Megatron-core 0.16, or the list of its chunks; '
+            f"{type(model)} has no {', '.join(absent)}"
+        )
+    return module
+
+
+def _shard(chunk: Any, group_name: str, option: str) -> Shard:
+    """Return this rank's place in a process group. Raises `ConfigError` for a size that the model was not built for."""
+    expected = getattr(chunk.config, option, None) or 1
+    group = getattr(chunk.pg_collection, group_name, None)
+    shard = WHOLE if group is None else Shard(group.rank(), group.size())
+    if shard.size != expected:
+        found = "no process group" if group is None else f"a process group of {shard.size}"
+        raise ConfigError(
+            f"the model's configuration says {option}={expected}, but it has {found} for it "
+            f"(pg_collection.{group_name}); call parallel_state.initialize_model_parallel with the same sizes before "
+            "the model is built"
+        )
+    return shard
+
+
+# --- One parameter at a time
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """What a parameter holds: spans one after the other along `dim` of `view`."""
+
+    spans: list[Span]
+    view: torch.Tensor
+    dim: int = 0
+
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.linear_fc([12])\.weight(\d+)")
+_LEGACY_EXPERTS = re.compile(r"mlp\.experts\.weight([12])")
+
+
+class _Reader:
+    """Reads the parameters of one chunk. Raises `ConfigError` for a mesh that is not the model's."""
+
+    def __init__(self, chunk: Any, family: Family, vocab_size: int | None) -> None:
+        self._chunk = chunk
+        self._config = chunk.config
+        self._family = family
+        self._tp = _shard(chunk, "tp", "tensor_model_parallel_size")
+        _shard(chunk, "pp", "pipeline_model_parallel_size")
+        self._expert_tp = WHOLE
+        if self._config.num_moe_experts:
+            _shard(chunk, "ep", "expert_model_parallel_size")
+            self._expert_tp = _shard(chunk, "expt_tp", "expert_tensor_parallel_size")
+        self._vocab_size = chunk.vocab_size if vocab_size is None else vocab_size
+        if not 0 < self._vocab_size <= chunk.vocab_size:
+            raise ConfigError(
+                f"vocab_size={vocab_size}, but the model's embedding has {chunk.vocab_size} rows with its padding"
+            )
+
+    def read(self, name: str, tensor: torch.Tensor) -> list[tuple[TensorMeta, list[tuple[Box, torch.Tensor]]]]:
+        """Return the checkpoint tensors in parameter `name`, and this rank's regions of each. Raises
+        `UnsupportedError`.
+        """
+        if type(tensor.detach()) is not torch.Tensor:  # DTensors of Megatron-FSDP, fp8 weights of Transformer Engine
+            kind = type(tensor.detach()).__name__
+            raise UnsupportedError(f"it is a {kind}, expected a plain tensor; keep the parameters in bf16")
+        local = readable(tensor)
+        found: dict[str, tuple[TensorMeta, list[tuple[Box, torch.Tensor]]]] = {}
+        for stack in self._stacks(name, local):
+            size = list(stack.view.shape)
+            expected = sum(span.length for span in stack.spans)
+            if size[stack.dim] != expected:
+                raise UnsupportedError(
+                    f"its shape on this rank is {tuple(local.shape)}, where {expected} rows or columns are expected"
+                )
+            at = 0
+            for span in stack.spans:
+                if span.name is not None:
+                    shape = (*size[: stack.dim], span.total, *size[stack.dim + 1 :])
+                    meta = TensorMeta(span.name, shape, dtype_name(local))
+                    _, parts = found.setdefault(span.name, (meta, []))
+                    if span.length > 0:
+                        start = tuple(span.start if dim == stack.dim else 0 for dim in range(len(size)))
+                        view = stack.view.narrow(stack.dim, at, span.length)
+                        parts.append((Box(start, tuple(view.shape)), view))
+                at += span.length
+        return list(found.values())
+
+    def _stacks(self, name: str, local: torch.Tensor) -> list[_Stack]:
+        if name == "embedding.word_embeddings.weight":
+            # Later stages have copies, for multi-token prediction.
+            return self._vocabulary("model.embed_tokens.weight", local) if self._chunk.pre_process else []
+        if name == "output_layer.weight":
+            # The last stage's copy of a tied embedding travels as the embedding, from the first stage.
+            tied = self._chunk.share_embeddings_and_output_weights
+            return [] if tied else self._vocabulary("lm_head.weight", local)
+        module, leaf = _module_and_leaf(name)
+        if module == "decoder.final_layernorm":
+            return [_replicated(f"model.norm.{leaf}", local)]
+        if (match := _LAYER.fullmatch(name)) is not None:
+            layer = self._chunk.decoder.layers[int(match[1])]
+            stacks = self._layer_stacks(layer, match[2], local)
+            if stacks is not None:
+                prefix = f"model.layers.{layer.layer_number - 1}."
+                return [
+                    _Stack([_prefixed(prefix, span) for span in stack.spans], stack.view, stack.dim) for stack in stacks
+                ]
+        raise UnsupportedError(f"shape {tuple(local.shape)}: it is not a parameter that this source knows")
+
+    def _vocabulary(self, name: str, local: torch.Tensor) -> list[_Stack]:
+        return [_Stack(share(padded(name, self._vocab_size, self._chunk.vocab_size), self._tp), local)]
+
+    def _layer_stacks(self, layer: Any, name: str, local: torch.Tensor) -> list[_Stack] | None:
+        """Return spans under names relative to the layer, or None for a parameter that is not known."""
+        module, leaf = _module_and_leaf(name)
+        latent = bool(getattr(self._config, "multi_latent_attention", False))
+        if leaf not in ("weight", "bias"):
+            return self._expert_stacks(layer, name, local)
+        if (norm := (LATENT_NORMS if latent else NORMS).get(module)) is not None:
+            return [_replicated(f"{norm}.{leaf}", local)]
+        if module == "self_attention.linear_proj":
+            return [self._row_parallel(f"self_attn.o_proj.{leaf}", local, self._tp)]
+        if module == "self_attention.linear_qkv" and not latent:
+            return [self._qkv(leaf, local)]
+        if latent and module in LATENT_BY_HEAD:
+            return [_Stack(side_by_side([f"{LATENT_BY_HEAD[module]}.{leaf}"], len(local), self._tp), local)]
+        if latent and module in LATENT_DOWN:
+            return [self._latent_down(module, leaf, local)]
+        if module in ("mlp.linear_fc1", "mlp.shared_experts.linear_fc1"):
+            up = [f"{self._mlp(layer, module)}.{name}.{leaf}" for name in self._gate_up("gate_proj", "up_proj")]
+            return [_Stack(side_by_side(up, len(local), self._tp), local)]
+        if module in ("mlp.linear_fc2", "mlp.shared_experts.linear_fc2"):
+            return [self._row_parallel(f"{self._mlp(layer, module)}.down_proj.{leaf}", local, self._tp)]
+        if name == "mlp.router.weight":
+            return [_replicated(f"{self._family.moe}.gate.weight", local)]
+        return self._expert_stacks(layer, name, local)
+
+    def _qkv(self, leaf: str, local: torch.Tensor) -> _Stack:
+        config = self._config
+        q, k, v = (f"self_attn.{kind}_proj.{leaf}" for kind in "qkv")
+        stack = by_query_group((q, k, v), config.num_attention_heads, config.num_query_groups, config.kv_channels)
+        return _Stack(share(stack, self._tp), local)
+
+    def _latent_down(self, module: str, leaf: str, local: torch.Tensor) -> _Stack:
+        config = self._config
+        is_query = module.endswith("q_down_proj")
+        total = config.q_lora_rank if is_query else config.kv_lora_rank + config.qk_pos_emb_head_dim
+        stack = whole(f"{LATENT_DOWN[module]}.{leaf}", total)
+        return _Stack(stack if len(local) == total else share(stack, self._tp), local)
+
+    def _mlp(self, layer: Any, module: str) -> str:
+        """Return the checkpoint's name of the MLP that Megatron's linear `module` is in."""
+        if module.startswith("mlp.linear"):
+            return "mlp"
+        # Qwen2-MoE, with a gate, has one of them; the DeepSeek family, without, calls it "experts".
+        return "mlp.shared_expert" if layer.mlp.shared_experts.use_shared_expert_gate else "mlp.shared_experts"
+
+    def _gate_up(self, gate: str, up: str) -> list[str]:
+        return [gate, up] if self._config.gated_linear_unit else [up]
+
+    def _row_parallel(self, name: str, local: torch.Tensor, shard: Shard) -> _Stack:
+        if local.dim() == 1:  # a bias, which is added after the sum over ranks
+            return _replicated(name, local)
+        return _Stack(side_by_side([name], local.shape[1], shard), local, 1)
+
+    def _expert_stacks(self, layer: Any, name: str, local: torch.Tensor) -> list[_Stack] | None:
+        if name == "mlp.router.expert_bias":
+            return [_replicated(f"{self._family.moe}.gate.e_score_correction_bias", local)]
+        if name == "mlp.shared_experts.gate_weight":
+            return [_replicated("mlp.shared_expert_gate.weight", local)]
+        if (match := _SEQUENTIAL_EXPERT.fullmatch(name)) is not None:
+            return [self._expert(layer, int(match[1]), match[2], local)]
+        if (match := _GROUPED_EXPERT.fullmatch(name)) is not None:
+            return [self._expert(layer, int(match[2]), match[1], local)]
+        if (match := _LEGACY_EXPERTS.fullmatch(name)) is not None:
+            # Experts one after the other, each transposed; the shape of the parameter does not show it.
+            count, hidden = len(layer.mlp.local_expert_indices), self._config.hidden_size
+            shape = (count, hidden, -1) if match[1] == "1" else (count, -1, hidden)
+            experts = local.view(shape).transpose(1, 2)
+            return [self._expert(layer, number, match[1], expert) for number, expert in enumerate(experts)]
+        return None
+
+    def _expert(self, layer: Any, number: int, linear: str, weight: torch.Tensor) -> _Stack:
+        """Return linear 1 or 2 of the rank's expert `number`, with a weight that has rows of outputs."""
+        family = self._family
+        expert = f"{family.moe}.experts.{layer.mlp.local_expert_indices[number]}"
+        if linear == "2":
+            return self._row_parallel(f"{expert}.{family.down}.weight", weight, self._expert_tp)
+        names = [f"{expert}.{name}.weight" for name in self._gate_up(family.gate, family.up)]
+        return _Stack(side_by_side(names, len(weight), self._expert_tp), weight)
+
+
+def _module_and_leaf(name: str) -> tuple[str, str]:
+    """Split a name. Transformer Engine's `linear_qkv.layer_norm_weight` is the weight of `linear_qkv.layer_norm`."""
+    module, _, leaf = name.rpartition(".")
+    if leaf.startswith("layer_norm_"):
+        return f"{module}.layer_norm", leaf.removeprefix("layer_norm_")
+    return module, leaf
+
+
+def _replicated(name: str, local: torch.Tensor) -> _Stack:
+    return _Stack(whole(name, len(local)), local)
+
+
+def _prefixed(prefix: str, span: Span) -> Span:
+    return Span(None if span.name is None else prefix + span.name, span.total, span.start, span.length)

@@ -1,0 +1,286 @@
+"""Reading the tensors of a module tree, for every backend whose model is one `nn.Module` per rank."""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.planning.layout import Box, Manifest, TensorMeta, flat_boxes, itemsize
+from weightsync.selection import TensorSelection
+from weightsync.sources.base import LocalSource, Model, Snapshot, TensorShard, one_module
+from weightsync.sources.hf_checkpoint import SavedParts, saved_form
+from weightsync.sources.module_tree import modules, walk_shells
+from weightsync.sources.peft import Adapter, adapter_of
+
+ON_META = "it is on the meta device and has no values; materialise it first (`to_empty`, then load)"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One tensor of the model, and the parts of it that this rank holds.
+
+    Tied tensors have the same `identity`. `trains` is that of `TensorShard`. `adapter` is added to the parts.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    identity: Hashable
+    parts: list[tuple[Box, torch.Tensor]]
+    trains: bool
+    adapter: Adapter | None = None
+
+
+_SHAPE, _DTYPE, _LAYOUT, _TRAINS = map(attrgetter, ("shape", "dtype", "layout", "requires_grad"))
+
+NamedReader: TypeAlias = tuple[str, Callable[[], Held]]
+"""A checkpoint name, and a function that reads the tensor behind it or raises `UnsupportedError`."""
+
+
+class ModuleSource(LocalSource):
+    """A `WeightSource` of one module tree.
+
+    It applies the selection, lets tied tensors travel once under their first name, and refuses in one error all that
+    cannot be read. Adapters of PEFT's are added to what `readers` reads.
+    """
+
+    def __init__(self, selection: TensorSelection) -> None:
+        super().__init__(selection)
+        self._adapters: dict[str, Adapter] = {}  # by name of the tensor that it is added to
+        self._wrapped = False  # PEFT has wrapped layers, whose state is not only in their tensors
+        self._saved: Snapshot[list[SavedParts]] = Snapshot()
+
+    @abstractmethod
+    def readers(self, model: nn.Module) -> Iterator[NamedReader]:
+        """Yield every parameter and persistent buffer in the order of `state_dict`, tied ones under each name."""
+
+    def settle(self, found: list[nn.Module]) -> None:
+        """Bring the tensors of the model, which has these modules, to where `readers` reads them."""
+
+    def local(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Return this rank's memory of these tensors, in any order, or None if memory alone does not tell."""
+        return None
+
+    def sketch(self, model: Model) -> list[TensorShard]:
+        """Return the shards of a model on the `meta` device: what this rank will hold, without values."""
+        return self._read(model, on_meta=True)[1]
+
+    def _marks(self, model: Model) -> object:
+        found = modules(one_module(model))
+        self.settle(found)
+        return None if self._wrapped else marks(found, self.local)
+
+    def _read(self, model: Model, on_meta: bool = False) -> tuple[Manifest, list[TensorShard]]:
+        tensors = self._as_saved(one_module(model), on_meta)
+        self._adapters = {
+            part.meta.name: held.adapter for held, saved in tensors if held.adapter is not None for part in saved.parts
+        }
+        shards = [
+            TensorShard(
+                meta, box, view, held.trains, partial(self._merged, meta.name, box, view) if held.adapter else None
+            )
+            for held, saved in tensors
+            for meta, box, view in saved.cut(held.parts)
+        ]
+        return Manifest(tuple(part.meta for _, saved in tensors for part in saved.parts)), shards
+
+    def close(self) -> None:
+        super().close()
+        self._saved.clear()
+        self._adapters = {}
+
+    def gather(self, names: Sequence[str]) -> None:
+        for adapter in dict.fromkeys(self._adapters[name] for name in names if name in self._adapters):
+            adapter.gather()
+
+    def _merged(self, name: str, box: Box, values: torch.Tensor) -> torch.Tensor:
+        return self._adapters[name].add_to(values, box)
+
+    def _as_saved(self, model: nn.Module, on_meta: bool) -> list[tuple[Held, SavedParts]]:
+        """Return what this rank holds of each of the model's tensors, and what these are in the checkpoint."""
+        tensors = self._tensors(model, on_meta)
+        metas = [TensorMeta(name, held.shape, held.dtype) for name, held in tensors]
+        marks = weakref.ref(model), metas, self.selection
+        saved = self._saved.of(marks, lambda: saved_form(model, metas, self.selection))
+        found = list(zip(tensors, saved, strict=True))
+        if cut := [name for (name, held), parts in found if held.adapter is not None and not parts.are_the_whole()]:
+            raise UnsupportedError(
+                f"{len(cut)} tensors have an adapter and are saved in parts, such as {cut[0]}; leave adapters off them",
+                tensors=dict.fromkeys(cut, "has an adapter, and is saved in parts"),
+            )
+        return [(held, parts) for (_, held), parts in found]
+
+    @torch.no_grad()
+    def _tensors(self, model: nn.Module, on_meta: bool) -> list[tuple[str, Held]]:
+        """Return the tensors that travel, each once, with what this rank holds of them."""
+        found: dict[str, Held] = {}
+        first: dict[Hashable, str] = {}
+        refused: dict[str, str] = {}
+        adapters = adapters_of(model)
+        self._wrapped = bool(adapters)
+        without_weight = set(adapters)
+        for name, read in self.readers(model):
+            without_weight.discard(name.removesuffix("weight"))
+            if self.selection.excludes(name):
+                continue
+            try:
+                held = _adapted(name, read(), adapters)
+            except UnsupportedError as error:
+                refused[name] = error.message
+                continue
+            if any(part.is_meta for _, part in held.parts) and not on_meta:
+                refused[name] = ON_META
+                continue
+            tied = found.setdefault(first.setdefault(held.identity, name), held)
+            if tied.adapter is not held.adapter:
+                refused[name] = f"it is tied to {first[held.identity]}, but an adapter is on one of them; untie them"
+            elif held.trains and not tied.trains:
+                found[first[held.identity]] = replace(tied, trains=True)
+        refused |= {f"{prefix}weight": "it has an adapter, but is no parameter" for prefix in without_weight}
+        if refused:
+            raise refusal(refused)
+        return list(found.items())
+
+    def buffers(self, prefix: str, module: nn.Module, read: Callable[[torch.Tensor], Held]) -> Iterator[NamedReader]:
+        """Yield the module's own persistent buffers, or none where the selection says so."""
+        for name, buffer in module._buffers.items():
+            if buffer is not None and self.selection.buffers and name not in module._non_persistent_buffers_set:
+                yield prefix + name, partial(read, buffer)
+
+
+def marks(found: list[nn.Module], local: Callable[[list[torch.Tensor]], list[torch.Tensor] | None]) -> list[Any] | None:
+    """Return what is equal as long as the model that has these modules is as it was, or None when `local` gives None.
+
+    It has the modules, and of each tensor its identity, the place that `local` gives for it, and whether it trains.
+    Every push waits for it. So it has lists of one thing each, made and compared without a line of Python per tensor.
+    """
+    places: list[nn.Module | str] = []
+    tensors: list[torch.Tensor | None] = []
+    for module in found:
+        places.append(module)
+        if children := module._modules:
+            places += children
+        if parameters := module._parameters:
+            places += parameters
+            tensors += parameters.values()
+        if buffers := module._buffers:
+            places += buffers
+            tensors += buffers.values()
+    there = [tensor for tensor in tensors if tensor is not None]
+    if (held := local(there)) is None:
+        return None
+    return [
+        places,
+        list(map(id, tensors)),
+        list(map(torch.Tensor.data_ptr, held)),
+        list(map(_SHAPE, held)),
+        list(map(torch.Tensor.stride, held)),
+        list(map(_DTYPE, held)),
+        list(map(_TRAINS, there)),
+    ]
+
+
+def plain(tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Return the tensors, if all of them are plain memory."""
+    memory = {*map(type, tensors)} <= {nn.Parameter, torch.Tensor} and {*map(_LAYOUT, tensors)} <= {torch.strided}
+    return tensors if memory else None
+
+
+def adapters_of(model: nn.Module) -> dict[str, Adapter]:
+    """Return the layers that PEFT has wrapped, by the prefix of their tensors' names, one `Adapter` for each layer."""
+    known: dict[nn.Module, Adapter | None] = {}
+    found: dict[str, Adapter] = {}
+    for prefix, shells in walk_shells(model):
+        for shell in shells:
+            if shell not in known:
+                known[shell] = adapter_of(shell)
+            if (adapter := known[shell]) is not None:
+                found[prefix] = adapter
+    return found
+
+
+def _adapted(name: str, held: Held, adapters: dict[str, Adapter]) -> Held:
+    """Return `held` with its adapter, if `name` is the weight of a layer that has one.
+
+    Raises `UnsupportedError` for an adapter that cannot be added, and for another tensor in a layer with an adapter.
+    """
+    for end in (at + 1 for at, letter in enumerate(name) if letter == "."):
+        if (adapter := adapters.get(name[:end])) is not None:
+            names = adapter.names()
+            if name[end:] == "weight":
+                adapter.check(names, held.shape)
+                return replace(held, trains=True, adapter=adapter if names else None)
+    return held
+
+
+def refusal(refused: dict[str, str]) -> UnsupportedError:
+    """Return one error for all tensors that cannot be read, with what is wrong with each."""
+    lines = "\n".join(f"  {name}: {reason}" for name, reason in refused.items())
+    return UnsupportedError(
+        f"{len(refused)} tensors cannot be pushed (what should not travel goes into `exclude`):\n{lines}",
+        tensors=refused,
+    )
+
+
+def read_whole(tensor: torch.Tensor) -> Held:
+    """Read a tensor that this rank has all of."""
+    values = readable(tensor)
+    shape = tuple(values.shape)
+    parts = [(Box.full(shape), values)] if values.numel() > 0 else []
+    return Held(shape, dtype_name(values), memory_of(values, shape), parts, trains(tensor))
+
+
+def trains(tensor: torch.Tensor) -> bool:
+    """Return whether training may change it: a parameter that takes a gradient, or any buffer."""
+    return tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, detached. Raises `UnsupportedError` when it is not plain memory with values in it."""
+    if is_lazy(tensor):
+        raise UnsupportedError("it is not initialised yet; run a forward first")
+    values = tensor.detach()
+    if is_traceable_wrapper_subclass(values):
+        raise UnsupportedError(f"{type(values).__name__} has no memory of its own; push the tensors that it wraps")
+    if values.layout != torch.strided:
+        raise UnsupportedError(f"its layout is {values.layout}, expected torch.strided")
+    dtype_name(values)
+    if values.numel() > 0 and values.untyped_storage().nbytes() == 0:
+        raise UnsupportedError("its memory has been freed; is it sharded by something else than this backend?")
+    return values
+
+
+def memory_of(values: torch.Tensor, shape: tuple[int, ...]) -> Hashable:
+    """Return what is equal for two tensors of full shape `shape` that lie in the same memory."""
+    at = values.untyped_storage()._cdata, values.storage_offset()
+    return *at, shape, tuple(values.shape), values.stride(), values.dtype
+
+
+def flat_parts(shape: tuple[int, ...], start: int, values: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """Cut `values`, the elements from `start` on of a flattened tensor of `shape`, into boxes.
+
+    `values` is 1-D and contiguous. Returns each box with its view of `values`.
+    """
+    boxes = flat_boxes(shape, start, start + values.numel())
+    runs = values.split([box.numel for box in boxes])
+    return [(box, run.view(box.size)) for box, run in zip(boxes, runs, strict=True)]
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Return torch's name of the tensor's dtype. Raises `UnsupportedError` for one that does not travel."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    try:
+        itemsize(name)
+    except ConfigError as error:
+        raise UnsupportedError(error.message) from None
+    return name

@@ -1,0 +1,69 @@
+"""The modules of a model under their checkpoint names, without their wrappers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from weightsync.sources.peft import beneath
+
+# FSDP1, torch.compile and activation checkpointing put a module under one of these names in a module of their own.
+# The `module` of DDP and DeepSpeed is not here: it is a name that models use too.
+_WRAPPED_AS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the model's own module inside any number of wrappers."""
+    return _shells(module)[-1]
+
+
+def _shells(module: nn.Module) -> list[nn.Module]:
+    """Return the module, what it wraps, what that wraps, and so on. The last one is the model's own."""
+    shells = [module]
+    while True:
+        names = ("module",) if _holds_a_module(module) else _WRAPPED_AS
+        inner = next((module._modules[name] for name in names if name in module._modules), beneath(module))
+        if inner is None:
+            return shells
+        shells.append(inner)
+        module = inner
+
+
+def _holds_a_module(module: nn.Module) -> bool:
+    """Return whether the module is a trainer's wrapper around the one that it calls `module`."""
+    # Who has not imported DeepSpeed has no engine of it.
+    engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", ())
+    return isinstance(module, (DistributedDataParallel, DataParallel, engine))
+
+
+def modules(model: nn.Module) -> list[nn.Module]:
+    """Return `model.modules()`, in another order and a fifth of the time.
+
+    A module that is registered twice comes twice.
+    """
+    found = [model]
+    for module in found:
+        if children := module._modules:
+            found += [child for child in children.values() if child is not None]
+    return found
+
+
+def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module of the unwrapped model with the prefix of its tensors' names, in the order of `state_dict`.
+
+    A module that is registered twice comes twice.
+    """
+    for at, shells in walk_shells(model):
+        yield at, shells[-1]
+
+
+def walk_shells(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, list[nn.Module]]]:
+    """Yield what `walk` yields, but each module with its wrappers around it, the outermost first."""
+    shells = _shells(model)
+    yield prefix, shells
+    for name, child in shells[-1]._modules.items():
+        if child is not None:
+            yield from walk_shells(child, f"{prefix}{name}.")

@@ -1,0 +1,172 @@
+"""Models that PEFT has wrapped: the base model under its own names, and its weights with the LoRA adapters added.
+
+`merge_and_unload` of a copy would give the same weights, to the bit. The product of an adapter's factors is PEFT's own
+code, run over the whole factors, because a product of fewer rows need not round alike. Each shard gets its region of
+that product. The trainer's base weights and adapters are only read, so there is nothing to unmerge, and nothing drifts.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from weightsync.errors import UnsupportedError
+from weightsync.planning.layout import Box
+
+
+def beneath(module: nn.Module) -> nn.Module | None:
+    """Return the module that a wrapper of PEFT's computes with, adapters aside, or None for any other module."""
+    if "peft" not in sys.modules:  # who has not imported it has no wrapper of it
+        return None
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+    inner: Any = None
+    if isinstance(module, PeftModel):
+        inner = module.base_model
+    elif isinstance(module, BaseTuner):
+        inner = module.model
+    elif isinstance(module, BaseTunerLayer):
+        inner = module.base_layer
+    elif isinstance(module, ModulesToSaveWrapper) and module.active_adapters and not module.disable_adapters:
+        inner = module.modules_to_save[module.active_adapters[0]]
+    elif isinstance(module, AuxiliaryTrainingWrapper):
+        inner = module.original_module
+    return inner if isinstance(inner, nn.Module) else None
+
+
+def adapter_of(module: nn.Module) -> Adapter | None:
+    """Return what PEFT adds to the weights of the module that `module` wraps, or None when it is no layer of PEFT's.
+
+    Raises `UnsupportedError` for a model whose kind of adapter is no part of any weight, as with prompts.
+    """
+    if "peft" not in sys.modules:
+        return None
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+    if isinstance(module, PeftModel) and not isinstance(module.base_model, BaseTuner):
+        kind = module.active_peft_config.peft_type.value
+        raise UnsupportedError(f"the model has a {kind} adapter of PEFT's, which cannot be merged; LoRA can")
+    if isinstance(module, BaseTunerLayer):
+        return Adapter(module)
+    if isinstance(module, AuxiliaryTrainingWrapper) and not isinstance(module, ModulesToSaveWrapper):
+        return Adapter(module)
+    return None
+
+
+class Adapter:
+    """One layer that PEFT has put around one of the model's: the active adapters' part of its weight."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._gathered: dict[str, list[torch.Tensor]] = {}
+
+    def names(self) -> list[str]:
+        """Return the adapters to add, in order: none when they are disabled, or merged into the base.
+
+        Raises `UnsupportedError` for all but plain LoRA on a linear layer or an embedding.
+        """
+        from peft.tuners.lora.layer import Embedding, Linear
+
+        layer = self._layer
+        plain = [
+            kind
+            for kind in (Linear, Embedding)
+            if isinstance(layer, kind)
+            and type(layer).merge is kind.merge
+            and type(layer).get_delta_weight is kind.get_delta_weight
+        ]
+        if not plain:
+            kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
+            raise UnsupportedError(f"it is in a {kind}; of PEFT, LoRA on linear layers and embeddings is covered")
+        active = [name for name in layer.active_adapters if name in self._factors()]
+        if layer.merged:
+            if layer.disable_adapters or not set(active) <= set(layer.merged_adapters):
+                raise UnsupportedError(
+                    f"the adapters {layer.merged_adapters} are merged into it, and {active} are active; call "
+                    "`unmerge_adapter()`"
+                )
+            return []
+        if layer.disable_adapters:
+            return []
+        for name in active:
+            if (variant := layer.lora_variant.get(name)) is not None:
+                raise UnsupportedError(f"its adapter {name!r} is a {type(variant).__name__}, expected plain LoRA")
+            if layer.lora_bias.get(name):
+                raise UnsupportedError(f"its adapter {name!r} has a bias (`lora_bias=True`), expected none")
+        return active
+
+    def check(self, names: list[str], shape: tuple[int, ...]) -> None:
+        """Raise `UnsupportedError` when these adapters cannot be added to a weight of `shape`."""
+        for name in names:
+            a, b = self._factors()[name]
+            whole = a.dim() == b.dim() == 2 and {b.shape[0], a.shape[1]} == set(shape)
+            # ZeRO-3 keeps small parameters gathered, but those are copies.
+            if not whole or hasattr(a, "ds_tensor") or hasattr(b, "ds_tensor"):
+                raise UnsupportedError(
+                    f"the factors of its adapter {name!r} have shapes {tuple(a.shape)} and {tuple(b.shape)} here; they "
+                    "must be whole, or sharded by `fully_shard`. ZeRO-3 and FSDP1 partition them in ways that are not "
+                    "covered"
+                )
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Fetch the whole factors. Collective where factors are sharded: every rank of their mesh calls this."""
+        self._gathered = {
+            name: [factor.full_tensor() if isinstance(factor, DTensor) else factor.detach() for factor in factors]
+            for name, factors in self._factors().items()
+            if any(isinstance(factor, DTensor) for factor in factors)
+        }
+
+    @torch.no_grad()
+    def add_to(self, values: torch.Tensor, box: Box) -> torch.Tensor:
+        """Return a copy of `values`, the region `box` of the base weight, with that of each active adapter added as
+        PEFT does.
+
+        Uses memory for the whole product, in the factors' dtype.
+        """
+        from peft.tuners.lora.layer import Embedding
+
+        merged = values.clone()
+        region = tuple(slice(start, start + size) for start, size in zip(box.start, box.size, strict=True))
+        for name in self.names():
+            delta = self._product(name)[region]
+            # PEFT lets a linear layer's sum be rounded once, and rounds an embedding's product first.
+            merged += delta.to(merged.dtype) if isinstance(self._layer, Embedding) else delta
+        return merged
+
+    def factors(self, name: str) -> dict[str, nn.Module]:
+        """Return the modules that hold the factors of adapter `name`, by their names in PEFT's files."""
+        layer = self._layer
+        if name in layer.lora_A:
+            return {"lora_A": layer.lora_A[name], "lora_B": layer.lora_B[name]}
+        return {"lora_embedding_A": layer.lora_embedding_A, "lora_embedding_B": layer.lora_embedding_B}
+
+    def scaling(self, name: str) -> tuple[int, float]:
+        """Return the rank of adapter `name`, and what the product of its factors is multiplied by."""
+        return int(self._layer.r[name]), float(self._layer.scaling[name])
+
+    def _product(self, name: str) -> torch.Tensor:
+        """Compute what PEFT would add to the whole weight, from the gathered factors: its own code, on a stand-in."""
+        a, b = self._gathered.get(name) or [factor.detach() for factor in self._factors()[name]]
+        linear = {"lora_A": {name: SimpleNamespace(weight=a)}, "lora_B": {name: SimpleNamespace(weight=b)}}
+        embedding = {"lora_embedding_A": {name: a}, "lora_embedding_B": {name: b}}
+        stand_in = SimpleNamespace(**{**vars(self._layer), **linear, **embedding})
+        product: torch.Tensor = type(self._layer).get_delta_weight(stand_in, name)
+        return product
+
+    def _factors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Return A and B of each adapter, active or not, as this rank has them."""
+        layer = self._layer
+        pairs = {name: (layer.lora_A[name].weight, layer.lora_B[name].weight) for name in layer.lora_A}
+        return pairs | {
+            name: (layer.lora_embedding_A[name], layer.lora_embedding_B[name]) for name in layer.lora_embedding_A
+        }

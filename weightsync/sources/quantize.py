@@ -1,0 +1,226 @@
+"""Weights that travel in 8 bits: a source around another, which quantises when its tensors are sent.
+
+A linear's weight becomes two tensors, as in checkpoints of compressed-tensors: `....weight` in float8 or int8, and
+`....weight_scale`, one float32 number for each row. A row's scale needs the largest magnitude of the whole row. If no
+rank cuts rows (FSDP2, and Megatron's column-parallel layers) each rank finds it alone. If a rank does (ZeRO-3, FSDP1,
+Megatron's row-parallel layers) the ranks find the maxima together, in `gather`. What is sent is what
+`weightsync.kernels.quantize` makes of the whole weight, to the bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
+
+import torch
+from torch import distributed as dist
+
+from weightsync.errors import ConfigError, SyncTimeoutError, UnsupportedError
+from weightsync.kernels.quantize import PerChannel, fp8_per_channel, int8_per_channel, row_maxima
+from weightsync.planning.layout import Box, Manifest, TensorMeta
+from weightsync.selection import TensorSelection
+from weightsync.sources.base import LastShards, Model, TensorShard, WeightSource
+
+FORMS = {"fp8": fp8_per_channel, "int8": int8_per_channel}
+_POLL_S = 0.0005
+_FROM = ("bfloat16", "float16", "float32")
+
+
+class QuantizingSource:
+    """The tensors of `source`, with the weights that `selection` says in 8 bits. See `WeightSource`.
+
+    form: "fp8" or "int8", both with one scale for each output channel. wait: called as `wait(seconds)` while this rank
+    waits for the others' maxima, for at most `timeout_s`. It sleeps, and may raise. Maxima are exchanged over the
+    default process group.
+
+    A float32 weight is rounded to bfloat16 first, as on its way to an engine that quantises itself. So both give the
+    same bits. `selection.dtypes` may name another dtype for a weight, float32 too.
+
+    Holds the 8-bit values of one shard at a time, and a strip of float32. Raises `ConfigError` for an unknown form.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        form: str,
+        selection: TensorSelection,
+        *,
+        wait: Callable[[float], None],
+        timeout_s: float,
+    ) -> None:
+        if form not in FORMS:
+            raise ConfigError(
+                f'quantize={form!r}; choose "fp8" or "int8", with a scale for each output channel. For scales of '
+                "tensors or of blocks let the engine quantise, and push without `quantize`"
+            )
+        self._source = source
+        self._selection = selection
+        self._idle = wait
+        self._timeout_s = timeout_s
+        self._form: PerChannel = FORMS[form]
+        self._made: set[str] = set()  # names that `source` does not know
+        self._inner: list[TensorShard] | None = None  # what `source` holds
+        self._last = LastShards()  # what is made of that
+        self._held: dict[str, dict[Box, TensorShard]] = {}  # what is quantised, by name of the weight
+        self._scales: dict[tuple[str, Box], torch.Tensor] = {}  # of the rows of `_held`, of the last `gather`
+        self._stand_ins: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def manifest(self, model: Model) -> Manifest:
+        found: list[TensorMeta] = []
+        refused: dict[str, str] = {}
+        for meta in self._source.manifest(model):
+            if not self._takes(meta):
+                found.append(meta)
+                continue
+            source = self._source_dtype(meta)
+            if meta.dtype not in _FROM or source not in _FROM:
+                refused[meta.name] = f"{meta.dtype}, to be quantised from {source}"
+            weight, scale = self._metas(meta)
+            self._made.add(scale.name)
+            found += [weight] if self._selection.excludes(scale.name) else [weight, scale]
+        if refused:
+            lines = "\n".join(f"  {name}: {reason}" for name, reason in refused.items())
+            raise UnsupportedError(
+                f"{len(refused)} weights cannot be quantised, which takes {', '.join(_FROM)} (name what should travel "
+                f"as it is in TensorSelection.unquantized):\n{lines}",
+                tensors=refused,
+            )
+        return Manifest(tuple(found))
+
+    def shards(self, model: Model) -> list[TensorShard]:
+        self._scales = {}
+        if (inner := self._source.shards(model)) is self._inner:
+            return self._last.shards
+        self._held = {}
+        found: list[TensorShard] = []
+        for meta, held in groupby(inner, key=lambda piece: piece.meta):
+            if not self._takes(meta):
+                found += held
+                continue
+            weight, scale = self._metas(meta)
+            self._held[meta.name] = own = {piece.box: piece for piece in held}
+            for box, piece in own.items():
+                compute = partial(self._values_of, meta.name, box)
+                found.append(TensorShard(weight, box, self._stand_in(weight, box, piece), piece.trains, compute))
+            for box, piece in own.items():
+                # The rank with a row's first element gives its scale, so that no two ranks give it in different boxes.
+                if box.start[1] == 0 and not self._selection.excludes(scale.name):
+                    rows = Box((box.start[0], 0), (box.size[0], 1))
+                    compute = partial(self._scale_of, meta.name, box)
+                    found.append(TensorShard(scale, rows, self._stand_in(scale, rows, piece), piece.trains, compute))
+        self._inner = inner
+        return self._last.of(found)  # stand-ins stay where they are, wherever the weights go
+
+    def close(self) -> None:
+        self._inner, self._last, self._held, self._scales = None, LastShards(), {}, {}
+        self._source.close()
+
+    def gather(self, names: Sequence[str]) -> None:
+        self._source.gather([name for name in names if name not in self._made])
+        device = _meeting_place()
+        rows = torch.tensor([self._cut_rows(name) for name in names], device=device)
+        self._largest_of_all_ranks(rows)
+        cut = {name: count for name, count in zip(names, rows.tolist(), strict=True) if count > 0}
+        if not cut:
+            self._scales = {}
+            return
+        maxima = torch.zeros((sum(cut.values()), 1), device=device)
+        of = dict(zip(cut, maxima.split(list(cut.values())), strict=True))
+        mine = [
+            (name, box, piece, of[name][box.start[0] : box.start[0] + box.size[0]])
+            for name in cut
+            for box, piece in self._held.get(name, {}).items()
+        ]
+        failed: Exception | None = None
+        for _, _, piece, at in mine:
+            try:
+                at.copy_(torch.maximum(at, row_maxima(self._read(piece)).to(device)))
+            except Exception as error:
+                failed = error
+        self._largest_of_all_ranks(maxima)  # also after a failure: the job's collectives must stay in step
+        if failed is not None:
+            raise failed
+        self._scales = {(name, box): self._form.scale(at.to(piece.tensor.device)) for name, box, piece, at in mine}
+
+    def _largest_of_all_ranks(self, values: torch.Tensor) -> None:
+        """Replace each of `values` by the largest that any rank gives. Collective in a distributed job."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        work = dist.all_reduce(values, op=dist.ReduceOp.MAX, async_op=True)
+        assert work is not None
+        give_up_at = time.monotonic() + self._timeout_s
+        while not work.is_completed():
+            if time.monotonic() > give_up_at:
+                raise SyncTimeoutError(
+                    f"the ranks' largest magnitudes did not come together within {self._timeout_s:g} s",
+                    waiting_for=["the other trainer ranks"],
+                )
+            self._idle(_POLL_S)
+        work.wait()
+
+    def _takes(self, meta: TensorMeta) -> bool:
+        return len(meta.shape) == 2 and self._selection.quantizes(meta.name)
+
+    def _metas(self, meta: TensorMeta) -> tuple[TensorMeta, TensorMeta]:
+        """Return the two tensors that travel in the place of a weight."""
+        return (
+            TensorMeta(meta.name, meta.shape, _name(self._form)),
+            TensorMeta(f"{meta.name}_scale", (meta.shape[0], 1), "float32"),
+        )
+
+    def _stand_in(self, meta: TensorMeta, box: Box, piece: TensorShard) -> torch.Tensor:
+        """Return a tensor of this shape, dtype and device, which stays where it is when the trainer's tensor moves."""
+        key = getattr(torch, meta.dtype), piece.tensor.device
+        if key not in self._stand_ins:
+            self._stand_ins[key] = torch.empty((), dtype=key[0], device=key[1])
+        return self._stand_ins[key].expand(box.size)
+
+    def _cut_rows(self, name: str) -> int:
+        """Return the rows of a weight if this rank holds some of them in part, else 0."""
+        held = self._held.get(name, {})
+        return max((piece.meta.shape[0] for box, piece in held.items() if box.size[1] < piece.meta.shape[1]), default=0)
+
+    def _source_dtype(self, meta: TensorMeta) -> str:
+        """Return the dtype that a weight is rounded to before it is quantised."""
+        return self._selection.wire_dtype(meta.name) or ("bfloat16" if meta.dtype == "float32" else meta.dtype)
+
+    def _read(self, piece: TensorShard) -> torch.Tensor:
+        values = piece.tensor if piece.compute is None else piece.compute()
+        return values.to(getattr(torch, self._source_dtype(piece.meta)))
+
+    def _values_of(self, name: str, box: Box) -> torch.Tensor:
+        weight = self._read(self._held[name][box])
+        return self._form.values(weight, self._scale(name, box, weight))
+
+    def _scale_of(self, name: str, box: Box) -> torch.Tensor:
+        known = self._scales.get((name, box))
+        return self._scale(name, box, self._read(self._held[name][box])) if known is None else known
+
+    def _scale(self, name: str, box: Box, weight: torch.Tensor) -> torch.Tensor:
+        if (name, box) not in self._scales:  # of whole rows; those of cut ones were found by `gather`
+            self._scales[name, box] = self._form.scale(row_maxima(weight))
+        return self._scales[name, box]
+
+
+def pairs(manifest: Manifest) -> list[tuple[str, str]]:
+    """Return the names of each weight that is quantised, and of its scales."""
+    kinds = {_name(form) for form in FORMS.values()}
+    return [
+        (meta.name, f"{meta.name}_scale")
+        for meta in manifest
+        if meta.dtype in kinds and f"{meta.name}_scale" in manifest
+    ]
+
+
+def _name(form: PerChannel) -> str:
+    """Return torch's name of the dtype of its values."""
+    return str(form.dtype).removeprefix("torch.")
+
+
+def _meeting_place() -> torch.device:
+    """Return the device whose tensors the default process group takes."""
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

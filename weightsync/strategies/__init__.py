@@ -1,0 +1,35 @@
+"""The ways to make engines serve a new version, by the value of `WeightSync(transport=...)`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weightsync.errors import ConfigError
+from weightsync.strategies.base import Options, UpdateStrategy
+
+
+def open_strategy(transport: Any, options: Options) -> UpdateStrategy:
+    """Return the strategy that `transport` stands for: a name, an option object, or a `Transport`.
+
+    Raises `ConfigError` for anything else, and for options that the strategy cannot work with.
+    """
+    from weightsync.strategies.copy import CopyWeights
+    from weightsync.transports import open_transport
+
+    match transport:
+        case "single_copy":
+            from weightsync.strategies.shared_memory import SingleCopyTransport
+
+            return SingleCopyTransport().open(options)
+        case "lora":
+            from weightsync.strategies.lora import LoraTransport
+
+            return LoraTransport().open(options)
+        case "checkpoint":
+            raise ConfigError(
+                'transport="checkpoint" needs a folder: pass transport=CheckpointTransport(folder), from weightsync'
+            )
+    if hasattr(transport, "open"):
+        strategy: UpdateStrategy = transport.open(options)
+        return strategy
+    return CopyWeights(options, open_transport(transport))

@@ -1,0 +1,371 @@
+"""A trainer's model whose parameters are the engine's own memory.
+
+    worker i of the engine            trainer rank i, same GPU
+    qkv_proj.weight  [q | k | v]  <-  q_proj.weight, k_proj.weight, v_proj.weight: views of its rows
+
+The engine's load plan says which region of which engine parameter a tensor of the checkpoint is. So every model that a
+push covers can be attached, and no layer is known by name here. Under tensor parallelism a trainer's parameter is a
+DTensor, whose shard on rank i is a view of worker i's parameter. Workers may hold more replicas of a tensor than ranks
+do, as of KV heads that are fewer than workers. Each write is copied to those replicas.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from weightsync.control.runtime import describe_device
+from weightsync.control.update import Update
+from weightsync.errors import ConfigError, PlacementError, UnsupportedError, WeightSyncError
+from weightsync.planning.layout import CopyOp, LoadCopy, ShardLocation, View, copy_ops, part_of
+from weightsync.planning.one_view import one_view
+from weightsync.planning.rows import pack_locations, unpack_locations
+from weightsync.sources.base import TensorShard
+from weightsync.sources.module_tree import modules, unwrapped
+from weightsync.transports.base import strided
+from weightsync.transports.shared_handles import open_exported
+
+
+@dataclass(frozen=True)
+class Export:
+    """What one engine worker says of its parameters. Worker i is paired with trainer rank i."""
+
+    engine_instance: str
+    device: str
+    gpu_uuid: str
+    storages: list[list[Any]]
+    locations: list[ShardLocation]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a module holds a parameter or buffer, and what this rank has of it."""
+
+    tensors: dict[str, torch.Tensor | None]
+    key: str
+    tensor: torch.Tensor
+    local: torch.Tensor
+
+
+class AttachedModel:
+    """A model whose parameters are views of an engine's. Made by `lay_over`."""
+
+    def __init__(
+        self, model: nn.Module, engine_instances: list[str], slots: list[_Slot], replicas: list[_Replica]
+    ) -> None:
+        self.model = model
+        self.engine_instances = engine_instances
+        self._slots = slots
+        self._replicas = replicas
+        self._writing = False
+        self._addresses = [_local(slot.tensor).data_ptr() for slot in slots]
+        self._known = self._versions()
+        self._ours = {id(slot.tensor) for slot in slots}
+        self._hook = register_optimizer_step_pre_hook(self._refuse_step)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Allow writes to the weights inside of this context."""
+        self._writing = True
+        try:
+            yield
+        finally:
+            self._writing = False
+            self._known = self._versions()
+
+    def fence(self, update: Update) -> None:
+        """Return once every rank's writes have reached every worker. Collective."""
+        self._settle(update)
+        with torch.no_grad():
+            for target, source in self._replicas:
+                target.copy_(source)
+        self._settle(update)
+
+    def check(self) -> None:
+        """Raise `WeightSyncError` when a parameter was replaced, or written outside of `writing()`, since `attach`."""
+        for slot, at in zip(self._slots, self._addresses, strict=True):
+            if slot.tensors.get(slot.key) is not slot.tensor or _local(slot.tensor).data_ptr() != at:
+                raise WeightSyncError(
+                    f"the model's {slot.key!r} of shape {tuple(slot.tensor.shape)} is no longer the engine's memory: "
+                    "it was replaced after `attach`, as `model.to(...)` does. Build the model anew on the meta device "
+                    "and attach that"
+                )
+        if (now_at := self._versions()) != self._known:
+            changed = sum(a != b for a, b in zip(now_at, self._known, strict=True))
+            self._known = now_at
+            raise WeightSyncError(
+                f"{changed} parameters were written outside of `with sync.writing():`, while the engine may have been "
+                "generating with them. What it generated since then belongs to no version; write inside"
+            )
+
+    def release(self) -> None:
+        """Stop watching optimizers. The parameters stay the engine's memory."""
+        self._hook.remove()
+
+    def _settle(self, update: Update) -> None:
+        for device in {slot.local.device for slot in self._slots if slot.local.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        update.barrier("write")
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """Return torch's count of writes to each parameter, and to its shard, whose writes a DTensor does not count."""
+        return [(slot.tensor._version, _local(slot.tensor)._version) for slot in self._slots]
+
+    def _refuse_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._writing:
+            return
+        if any(id(p) in self._ours for group in optimizer.param_groups for p in group["params"]):
+            raise WeightSyncError(
+                "this optimizer step would write into an engine that may be generating; take it inside of "
+                "`with sync.writing():`"
+            )
+
+
+_Replica = tuple[torch.Tensor, torch.Tensor]
+"""A region of this rank's worker, and the region of another worker that it must equal."""
+
+
+def lay_over(
+    model: nn.Module, shards: Sequence[TensorShard], exports: Sequence[Export], update: Update
+) -> AttachedModel:
+    """Make the tensors of `model` views of the memory of the worker that is paired with this rank. Collective.
+
+    The tensors are on the meta device, and `shards` say what of the checkpoint they are. Buffers that are in no
+    checkpoint are set up as `from_pretrained` does. No rank's parameters are changed before all ranks' can.
+    Raises `ConfigError`, `PlacementError` or `UnsupportedError` for what cannot be the engine's memory.
+    """
+    ranks = update.ranks
+    own = exports[ranks.rank]
+    device = _device_beside(own, ranks.rank)
+    memory = _map_storages(exports, device)
+    slots = _slots(model)
+    views = _views(slots, shards, own.locations, ranks.rank)
+    located = ranks.gather(pack_locations(_located(shards, own.locations)), "connect")
+    everywhere = unpack_locations(ranks.broadcast([row for rows in located for row in rows], "connect"))
+    with torch.no_grad():
+        replicas = [
+            (
+                strided(memory(ranks.rank, int(op.param)), op.src_dtype, op.dst_offset, op.size, op.dst_stride),
+                strided(memory(op.rank, op.storage), op.src_dtype, op.src_offset, op.size, op.src_stride),
+            )
+            for op in _to_repeat(own.locations, everywhere, ranks.rank)
+        ]
+        locals_ = {
+            key: strided(memory(ranks.rank, storage), dtype, *view) for key, (storage, dtype, view) in views.items()
+        }
+        _set_up_buffers(model, [slot for slot in slots if _key(slot.local) not in views], device)
+        update.barrier("connect")
+        return AttachedModel(model, [one.engine_instance for one in exports], _install(slots, locals_), replicas)
+
+
+def _map_storages(exports: Sequence[Export], device: torch.device) -> Callable[[int, int], torch.Tensor]:
+    """Return a function of a worker and a storage's number that gives its bytes, mapped at their first use."""
+    rows = {(rank, row[0]): row[1:] for rank, export in enumerate(exports) for row in export.storages}
+
+    @cache
+    def memory(rank: int, storage: int) -> torch.Tensor:
+        kind, fields = rows[rank, storage]
+        return open_exported(kind, fields, device, f"engine worker {rank}")
+
+    return memory
+
+
+def _device_beside(own: Export, rank: int) -> torch.device:
+    """Return the device that this rank shares with its worker."""
+    if own.device != "cuda":
+        return torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
+    if (mine := describe_device(device)[1]) != own.gpu_uuid:
+        raise PlacementError(
+            f"trainer rank {rank} works on GPU {mine}, and worker {rank} of the engine on {own.gpu_uuid}: to share "
+            "memory they must use the same one. Call torch.cuda.set_device accordingly, before `attach`"
+        )
+    return device
+
+
+def _slots(model: nn.Module) -> list[_Slot]:
+    """Return every tensor of the model that is on the meta device, under each of its modules.
+
+    Raises `ConfigError` for a parameter that is not.
+    """
+    found: list[_Slot] = []
+    for module in modules(model):
+        if isinstance(module, (FSDPModule, FullyShardedDataParallel)):
+            raise ConfigError("the model is under FSDP, which keeps its own copy of the weights; attach it without")
+        for kind in (module._parameters, module._buffers):
+            tensors: dict[str, torch.Tensor | None] = kind  # type: ignore[assignment]
+            for key, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                local = _local(tensor)
+                if local.is_meta:
+                    found.append(_Slot(tensors, key, tensor, local))
+                elif isinstance(tensor, nn.Parameter):
+                    raise ConfigError(
+                        f"parameter {key!r} of shape {tuple(tensor.shape)} is on {local.device} and has values of its "
+                        'own: build the model under `with torch.device("meta"):`, it gets the engine\'s values'
+                    )
+    return found
+
+
+def _views(
+    slots: Sequence[_Slot], shards: Sequence[TensorShard], locations: Sequence[ShardLocation], rank: int
+) -> dict[int, tuple[int, str, View]]:
+    """Return the number of the storage, the dtype and the view of it that each local tensor becomes, by its key."""
+    twice = [name for (name, _), n in Counter((p.name, p.box) for p in locations).items() if n > 1]
+    if twice:
+        raise UnsupportedError(
+            f"the engine holds {len(twice)} tensors more than once, such as {twice[0]}: a trainer's parameter can be "
+            'only one of them; use transport="ipc"'
+        )
+    copies = [
+        LoadCopy(p.meta.name, p.box, str(_key(p.tensor)), int(p.tensor.storage_offset()), tuple(p.tensor.stride()))
+        for p in shards
+    ]
+    try:
+        steps = copy_ops(copies, [locations])
+    except PlacementError as error:
+        problems = error.facts["problems"]
+        raise PlacementError(
+            f"worker {rank} of the engine does not hold all that trainer rank {rank} has, in {len(problems)} regions: "
+            f"{'; '.join(problems[:5])}. Shard the model as the engine does (parallelize_module with ColwiseParallel "
+            "and RowwiseParallel, the embedding and the output layer too)",
+            problems=problems,
+        ) from error
+    kinds = {p.meta.name: p.meta.dtype for p in shards}
+    if wrong := [s for s in steps if s.src_dtype != kinds[s.name]]:
+        raise ConfigError(
+            f"{wrong[0].name} is {kinds[wrong[0].name]} in the model and {wrong[0].src_dtype} in the engine, of whose "
+            "memory it is to be a view; build the model with the engine's dtype, or start the engine with the model's"
+        )
+    of_tensor: dict[int, list[CopyOp]] = defaultdict(list)
+    for step in steps:
+        of_tensor[int(step.param)].append(step)
+    found: dict[int, tuple[int, str, View]] = {}
+    for slot in slots:
+        steps = of_tensor.get(_key(slot.local), [])
+        if sum(prod(step.size) for step in steps) != slot.local.numel() or not slot.local.is_contiguous():
+            if isinstance(slot.tensor, nn.Parameter):
+                raise ConfigError(
+                    f"no engine parameter is behind all of {slot.key!r} of shape {tuple(slot.local.shape)}: a shared "
+                    "model has every parameter in the engine's memory, so none can be excluded"
+                )
+            continue
+        view = one_view(tuple(slot.local.shape), int(slot.local.storage_offset()), steps)
+        if view is None:
+            raise UnsupportedError(
+                f"{steps[0].name} is not one strided region of the engine's memory, so no parameter can be a view of "
+                'it; use transport="ipc"'
+            )
+        found[_key(slot.local)] = steps[0].storage, steps[0].src_dtype, view
+    return found
+
+
+def _located(shards: Sequence[TensorShard], locations: Sequence[ShardLocation]) -> list[ShardLocation]:
+    """Return where this rank's parameters lie in its worker's memory."""
+    by_name: dict[str, list[ShardLocation]] = defaultdict(list)
+    for location in locations:
+        by_name[location.name].append(location)
+    parts = (part_of(location, shard.box) for shard in shards for location in by_name[shard.meta.name])
+    return [part for part in parts if part is not None]
+
+
+def _to_repeat(locations: Sequence[ShardLocation], located: Sequence[ShardLocation], rank: int) -> list[CopyOp]:
+    """Return copies into this rank's worker of what is behind the parameters of other ranks alone.
+
+    Raises `PlacementError` for what is behind the parameters of no rank.
+    """
+    wanted = [LoadCopy(p.name, p.box, str(p.storage), p.offset, p.stride) for p in locations]
+    try:
+        steps = copy_ops(wanted, [located], rank)
+    except PlacementError as error:
+        raise PlacementError(
+            f"worker {rank} of the engine holds what is no trainer rank's: {'; '.join(error.facts['problems'][:5])}. "
+            "Attach the whole model",
+            problems=error.facts["problems"],
+        ) from error
+    return [s for s in steps if (s.rank, str(s.storage), s.src_offset) != (rank, s.param, s.dst_offset)]
+
+
+def _install(slots: Sequence[_Slot], locals_: dict[int, torch.Tensor]) -> list[_Slot]:
+    """Put the views where the tensors on the meta device were. Tied parameters stay one object."""
+    made: dict[int, torch.Tensor] = {}
+    placed = []
+    for slot in slots:
+        if _key(slot.local) not in locals_:
+            continue
+        if id(slot.tensor) not in made:
+            made[id(slot.tensor)] = _like(slot.tensor, locals_[_key(slot.local)])
+        tensor = made[id(slot.tensor)]
+        slot.tensors[slot.key] = tensor
+        placed.append(_Slot(slot.tensors, slot.key, tensor, _local(tensor)))
+    return placed
+
+
+def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a parameter, buffer or DTensor as `tensor` is, with `local` as its memory."""
+    values = local
+    if isinstance(tensor, DTensor):
+        values = DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+    return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+
+
+def _set_up_buffers(model: nn.Module, slots: Sequence[_Slot], device: torch.device) -> None:
+    """Give the buffers that are in no checkpoint, such as rotary frequencies, the values of `from_pretrained`.
+
+    Raises `UnsupportedError` for a buffer whose value depends on what its memory held before.
+    """
+    if not slots:
+        return
+    outcomes = []
+    for blank in (0, 1):
+        for slot in slots:
+            slot.tensors[slot.key] = torch.full_like(slot.local, blank, device=device)
+        _initialise(model, slots)
+        outcomes.append([slot.tensors[slot.key] for slot in slots])
+    same = [torch.equal(a, b) for a, b in zip(*outcomes, strict=True) if a is not None and b is not None]
+    if not all(same):
+        for slot in slots:
+            slot.tensors[slot.key] = slot.tensor
+        lost = [slot.key for slot, fine in zip(slots, same, strict=True) if not fine]
+        raise UnsupportedError(
+            f"{len(lost)} buffers are on the meta device and in no checkpoint, such as {lost[0]!r}, and nothing says "
+            "what they should be: build the model so that buffers have values, as `accelerate.init_empty_weights` does"
+        )
+
+
+def _initialise(model: nn.Module, slots: Sequence[_Slot]) -> None:
+    """Initialise these slots as `from_pretrained` does with tensors that the checkpoint does not have."""
+    initialise = getattr(unwrapped(model), "initialize_weights", None)
+    if "transformers" not in sys.modules or initialise is None:
+        return
+    blank = {id(slot.tensors) for slot in slots}
+    for module in modules(model):
+        for param in module._parameters.values():
+            if param is not None:
+                param._is_hf_initialized = True  # type: ignore[attr-defined]
+        module._is_hf_initialized = id(module._buffers) not in blank  # type: ignore[assignment]
+    initialise()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

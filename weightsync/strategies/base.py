@@ -1,0 +1,137 @@
+"""What a strategy is: one way to make engines serve a new version of the weights."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from weightsync.control.fleet import Fleet
+from weightsync.control.ranks import Ranks
+from weightsync.control.update import Update
+from weightsync.engines import LoraAdapter
+from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.planning.bucketing import Bucketer
+from weightsync.planning.layout import ShardLocation
+from weightsync.report import PushReport
+from weightsync.selection import TensorSelection
+from weightsync.sources.base import Model, TensorShard, WeightSource
+from weightsync.transports.base import LocalTensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `WeightSync` was given, checked. None stands for what the user left out."""
+
+    backend: str | WeightSource
+    source: WeightSource
+    engine: Any
+    selection: TensorSelection
+    bucketer: str | Bucketer | None
+    max_bytes: int | None
+    pause: str | None
+    verify: str | None
+    quantize: str | None
+    progress: bool | None
+    megatron_bridge: Any
+    vocab_size: int | None
+    timeout_s: float
+
+    def refuse(self, strategy: str, *names: str) -> None:
+        """Raise `ConfigError` for those of the named options that were given: they have no effect on `strategy`."""
+        if given := [name for name in names if getattr(self, name) is not None]:
+            raise ConfigError(f"{', '.join(given)}: no effect with {strategy}; leave out what is given for it")
+
+
+class UpdateStrategy(ABC):
+    """One way to make engines serve a new version. `run`, `attach` and `writing` are collective; `reset` is called on
+    every rank after a failure, `close` on any rank at any time."""
+
+    adapter: LoraAdapter | None = None
+    """The adapter that was pushed last, where the strategy pushes adapters."""
+
+    @abstractmethod
+    def run(self, update: Update, model: Model) -> PushReport:
+        """Make every engine serve `model` as it is now. Raises `WeightSyncError`; `reset` is called next."""
+
+    @abstractmethod
+    def reset(self, error: WeightSyncError) -> None:
+        """Undo what can be undone after a failure on any rank, and mark the rest. Must not raise; takes seconds."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release engines and memory."""
+
+    def attach(self, update: Update, model: nn.Module) -> None:
+        """Make the parameters of `model` the engine's own."""
+        raise ConfigError('attach is for WeightSync(backend, transport="single_copy")')
+
+    def writing(self, update: Update) -> AbstractContextManager[None]:
+        """Return a context in which the attached model may be written; `update.report` is set when it is left."""
+        raise ConfigError('writing is for WeightSync(backend, transport="single_copy"), after attach')
+
+
+class FleetStrategy(UpdateStrategy):
+    """A strategy that keeps the engines' workers connected from one push to the next."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._fleet: Fleet | None = None  # rank 0's
+        self._failed: Fleet | None = None
+
+    def reset(self, error: WeightSyncError) -> None:
+        if self._fleet is not None:
+            self._fleet.fail(error)
+            self._fleet, self._failed = None, self._fleet
+
+    def close(self) -> None:
+        if self._fleet is not None:
+            self._fleet.close()
+            self._fleet = None
+
+    def _find_engine(self) -> Any:
+        """Return the engine as the user gave it."""
+        return self._options.engine
+
+    def _call_in(self, update: Update) -> Fleet:
+        """Rank 0: return the engines, whose workers wait for messages until they are released."""
+        options, ranks = self._options, update.ranks
+        if self._fleet is None:
+            assert isinstance(ranks, Ranks)
+            engine = self._find_engine()
+            self._fleet = Fleet(engine, ranks, options.pause or "keep", options.timeout_s, after=self._failed)
+            self._failed = None
+        update.check = self._fleet.check
+        self._fleet.connect()
+        return self._fleet
+
+
+class StrategyOption(Protocol):
+    """What `WeightSync(transport=...)` takes beside a name: it knows the strategy that it is for."""
+
+    def open(self, options: Options) -> UpdateStrategy:
+        """Return the strategy. Raises `ConfigError` for options that it cannot work with."""
+
+
+def locate(shards: Sequence[TensorShard], rank: int) -> dict[ShardLocation, LocalTensor]:
+    """Return where this rank has each of its shards, and what is there. Its storages are numbered from 1."""
+    numbers: dict[int, int] = {}
+    located: dict[ShardLocation, LocalTensor] = {}
+    for shard in shards:
+        tensor = shard.tensor
+        number = numbers.setdefault(tensor.untyped_storage().data_ptr(), len(numbers) + 1)
+        location = ShardLocation(
+            shard.meta.name,
+            shard.box,
+            rank,
+            number,
+            int(tensor.storage_offset()),
+            tuple(tensor.stride()),
+            shard.meta.dtype,
+        )
+        located[location] = LocalTensor(tensor, shard.compute)
+    return located

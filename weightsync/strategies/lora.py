@@ -1,0 +1,430 @@
+"""Push a LoRA adapter alone: the strategy of `"lora"` and `LoraTransport`.
+
+Every rank writes its shards into PEFT's files, in memory (`/dev/shm`) or in a folder. Every engine loads them under a
+new name. Older adapters are unloaded once no request uses them. Nothing is paused and no cache is reset: a request
+keeps the adapter that it began with, and an engine caches under the adapter's name, which is never used again.
+
+    folder/.lock                    held by the trainer that writes here
+    folder/.incoming-3f2a9c01/      an adapter that is not complete
+    folder/policy-7-3f2a9c01/       version 7 of "policy": adapter_model.safetensors, adapter_config.json
+
+The number at the end is random, so that no name and no path ever stands for two adapters.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import shutil
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any
+
+from weightsync.checkpoint.files import check_seen, create, lock, publish, unlock, write
+from weightsync.checkpoint.safetensors import lay_out
+from weightsync.checkpoint.save import share_out
+from weightsync.checkpoint.sidecars import files_beside
+from weightsync.control.runtime import Deadline, address_facing
+from weightsync.control.update import Update
+from weightsync.engines import AdapterEngine, LoraAdapter, connect
+from weightsync.errors import ConfigError, EngineError, PlacementError, UnsupportedError, WeightSyncError, foreign
+from weightsync.planning.layout import Manifest, ShardLocation
+from weightsync.report import PushReport, WorkerReport
+from weightsync.sources.base import Model, TensorShard
+from weightsync.strategies.base import Options, UpdateStrategy
+
+if TYPE_CHECKING:
+    from weightsync.sources.module import ModuleSource
+
+logger = logging.getLogger(__name__)
+
+_MEMORY = Path("/dev/shm")
+_PRIVATE = "weightsync-lora-"
+_LOCK = ".lock"
+_INCOMING = ".incoming-"
+_REMOVED = ".removed-"
+_FILE = "adapter_model.safetensors"
+_FAREWELL_S = 5.0
+"""How long engines may take to forget adapters that are no longer wanted."""
+
+
+@dataclass(frozen=True)
+class LoraTransport:
+    """Pushes of adapters alone: `WeightSync("fsdp", LoraTransport(), engine)`, or `transport="lora"` for the defaults.
+
+    Each push loads the model's active LoRA adapter into the running engines under a new name. The base stays as it is.
+    `WeightSync.adapter` says what to ask the engines for. The engines must have been started with `enable_lora`.
+
+    name: what the adapters' names begin with, such as "policy-7-3f2a9c01".
+    folder: where adapters are written, each a folder that PEFT and vLLM load. It is made when it is missing. All ranks
+        and engines must see it under this path. One trainer at a time. None means memory of this host, which
+        `WeightSync.close` gives back; then all ranks and engines must run on this host, as the same user.
+    keep_last: how many of the newest versions can be asked for.
+
+    Raises `ConfigError` for arguments that cannot work.
+    """
+
+    name: str = "policy"
+    folder: str | os.PathLike[str] | None = None
+    keep_last: int = 2
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"\w[\w.-]*", self.name, re.ASCII):
+            raise ConfigError(f"name={self.name!r}; it is part of a file's name: letters, digits, and _ . - inside")
+        if self.keep_last < 1:
+            raise ConfigError(f"keep_last={self.keep_last}: the version that was just pushed must stay")
+
+    def open(self, options: Options) -> LoraAdapters:
+        """Return the strategy. Raises `ConfigError` for options that it cannot work with."""
+        from weightsync.sources.module import ModuleSource  # FSDP costs more to import than all the rest
+
+        if not isinstance(options.source, ModuleSource) or options.quantize is not None:
+            raise ConfigError('adapters are those of PEFT: backend="fsdp" or "deepspeed", without quantize')
+        options.refuse("this LoraTransport", "bucketer", "max_bytes", "verify", "pause")
+        return LoraAdapters(options, options.source, self)
+
+
+class LoraAdapters(UpdateStrategy):
+    """A new adapter in every engine for each push. Rank 0 has the folder and calls the engines."""
+
+    def __init__(self, options: Options, source: ModuleSource, transport: LoraTransport) -> None:
+        self._options = options
+        self._source = source
+        self._transport = transport
+        self._engines: list[AdapterEngine] = []
+        self._folder: AdapterFolder | None = None
+        self._version = 0  # pushed last
+        self._loaded: list[LoraAdapter] = []  # the oldest first, with those of earlier trainers
+        self._unloaded: list[LoraAdapter] = []  # whose files are still there
+
+    def run(self, update: Update, model: Model) -> PushReport:
+        started = time.perf_counter()
+        timeline = update.timeline
+        with timeline.during("plan"):
+            manifest, mine, config, version = self._plan(update, model)
+        planned = time.perf_counter()
+        incoming = self._folder.incoming() if self._folder is not None else None
+        outcome: list[Any] | None = None
+        try:
+            with timeline.during("save"):
+                _write(update, manifest, mine, config, incoming)
+            saved = time.perf_counter()
+            with timeline.during("load"):
+                if incoming is not None:
+                    adapter, workers = self._deliver(incoming, version, manifest.nbytes)
+                    report = PushReport(
+                        version=version,
+                        nbytes=manifest.nbytes,
+                        chunks=1,
+                        plan_s=planned - started,
+                        control_s=planned - started,
+                        gather_s=saved - planned,
+                        load_s=max(worker.load_s for worker in workers),
+                        total_s=time.perf_counter() - started,
+                        workers=workers,
+                    )
+                    logger.info("pushed the adapter %s, %s", adapter.name, report)
+                    outcome = [asdict(report), list(adapter)]
+                fields, row = update.ranks.broadcast(outcome, "load")
+        finally:
+            if incoming is not None:
+                shutil.rmtree(incoming, ignore_errors=True)
+        self.adapter, self._version = LoraAdapter(*row), version
+        return PushReport.from_dict(fields)
+
+    def reset(self, error: WeightSyncError) -> None:
+        """Leave the engines as they are: `run` has taken back what it had loaded."""
+
+    def close(self) -> None:
+        """Unload and remove what lies in memory. Adapters in a folder of the user's stay, there and in the engines."""
+        if self._folder is not None:
+            if self._folder.is_private:
+                self._give_back(self._folder)
+            self._folder.close()
+        self._folder, self.adapter = None, None
+        self._engines, self._loaded, self._unloaded = [], [], []
+
+    def _plan(self, update: Update, model: Model) -> tuple[Manifest, list[tuple[ShardLocation, TensorShard]], Any, int]:
+        """Return the adapter's tensors, the shards that this rank writes, PEFT's config, the version. Collective."""
+        from weightsync.sources.adapter import read_lora  # FSDP costs more to import than all the rest
+
+        lora = read_lora(self._source, model)
+        manifest, mine = share_out(update, lora.manifest, lora.shards)
+        version = None
+        if update.ranks.rank == 0:
+            version = update.choose_version(self._open(lora.rank))
+        return manifest, mine, lora.config, update.ranks.broadcast(version, "plan")
+
+    # The rest is rank 0's.
+
+    def _open(self, rank: int) -> int:
+        """Refuse what can be refused before anything is written, and return the newest version."""
+        if not self._engines:
+            self._engines = [_with_adapters(one) for one in connect(self._options.engine, self._options.timeout_s)]
+        for engine in self._engines:
+            most = engine.max_lora_rank()
+            if most is not None and rank > most:
+                raise ConfigError(
+                    f"the adapter has rank {rank}, and the engine was started for at most {most}; start it with "
+                    f"max_lora_rank={rank}, or train with a smaller one",
+                    who=engine.name,
+                )
+        if self._folder is None:
+            for engine in self._engines:
+                engine.adapters_in_use()  # without it, no adapter could ever be unloaded
+                if self._transport.folder is None and not _is_here(engine.host):
+                    raise PlacementError(
+                        f"adapters in memory of this host cannot be read on {engine.host}; give a folder that both "
+                        "see: LoraTransport(folder=...)",
+                        who=engine.name,
+                    )
+            folder = AdapterFolder(self._transport)
+            try:
+                self._loaded = [_adapter(path) for path in folder.earlier()]
+            except OSError as error:
+                folder.close()
+                raise PlacementError(f"cannot read the adapters in {folder.path}: {error}") from error
+            self._folder = folder
+        in_folder = [] if self._folder.is_private else [self._folder.version(one.name) or 0 for one in self._loaded]
+        return max([self._version, *in_folder])
+
+    def _deliver(self, incoming: Path, version: int, nbytes: int) -> tuple[LoraAdapter, tuple[WorkerReport, ...]]:
+        """Name the adapter, let every engine load it, and unload what is too old."""
+        assert self._folder is not None
+        adapter = _adapter(self._folder.named(version))
+        for engine in self._engines:
+            if engine.has_adapter(adapter):
+                raise EngineError(
+                    f"the engine has an adapter with the id {adapter.id} of {adapter.name}; push again, for another id",
+                    who=engine.name,
+                )
+        publish(incoming, Path(adapter.path))
+        self._loaded.append(adapter)
+        with ThreadPoolExecutor(len(self._engines)) as pool:
+            calls = [pool.submit(_load, engine, adapter, nbytes) for engine in self._engines]
+        if any(call.exception() is not None for call in calls):
+            # Its files go once every engine has forgotten it. Else it is unloaded later, when it is old.
+            if _forgotten(self._engines, [adapter]):
+                shutil.rmtree(adapter.path, ignore_errors=True)
+                self._loaded.remove(adapter)
+            raise _failure(adapter, self._engines, [call.exception() for call in calls])
+        self._retire()
+        return adapter, tuple(call.result() for call in calls)
+
+    def _retire(self) -> None:
+        """Unload adapters that are too old, and remove the files of those that an earlier push has unloaded.
+
+        One that a request uses stays, with its files: an engine without room for all adapters loads it again. A failure
+        is logged and left to the next push, since the new adapter is served nevertheless.
+        """
+        try:
+            in_use = set().union(*(engine.adapters_in_use() for engine in self._engines))
+        except WeightSyncError as error:
+            logger.warning("cannot let go of older adapters yet: %s", error)
+            return
+        due = [(self._remove, adapter) for adapter in self._unloaded]
+        due += [(self._unload, adapter) for adapter in self._loaded[: -self._transport.keep_last]]
+        for retire, adapter in due:
+            if adapter.name not in in_use:
+                try:
+                    retire(adapter)
+                except (WeightSyncError, OSError) as error:
+                    logger.warning("cannot let go of the adapter %s yet: %s", adapter.name, error)
+
+    def _remove(self, adapter: LoraAdapter) -> None:
+        assert self._folder is not None
+        self._folder.remove(Path(adapter.path))
+        self._unloaded.remove(adapter)
+
+    def _unload(self, adapter: LoraAdapter) -> None:
+        for engine in self._engines:
+            engine.unload_adapter(adapter)
+        self._loaded.remove(adapter)
+        self._unloaded.append(adapter)
+
+    def _give_back(self, folder: AdapterFolder) -> None:
+        if _forgotten(self._engines, self._loaded + self._unloaded):
+            shutil.rmtree(folder.path, ignore_errors=True)
+        else:
+            logger.warning(
+                "the adapters in %s may still be in use, and stay there until another trainer on this host pushes "
+                "adapters",
+                folder.path,
+            )
+
+
+def _write(
+    update: Update,
+    manifest: Manifest,
+    mine: Sequence[tuple[ShardLocation, TensorShard]],
+    config: Any,
+    incoming: Path | None,
+) -> None:
+    """Write the adapter to `incoming`, which rank 0 names. Collective."""
+    names = [meta.name for meta in manifest]
+    files = lay_out(manifest, [names], manifest.nbytes)
+    files = replace(files, files=(replace(files.files[0], name=_FILE),), file_of=dict.fromkeys(names, _FILE))
+    if incoming is not None:
+        create(incoming, files, files_beside([config], manifest))
+    folder = Path(update.ranks.broadcast(str(incoming), "save"))
+    who = f"trainer rank {update.ranks.rank}"
+    try:
+        check_seen(folder, who)
+    except PlacementError as error:
+        raise PlacementError(
+            f"{who} cannot open {folder}, where trainer rank 0 writes the adapter: give a folder on a file system that "
+            "all trainer ranks and engines share, LoraTransport(folder=...)"
+        ) from error
+    write(folder, files, ((location, shard.tensor) for location, shard in mine))
+    update.ranks.gather(None, "save")  # every rank has written
+
+
+def _forgotten(engines: Sequence[AdapterEngine], adapters: Sequence[LoraAdapter]) -> bool:
+    """Unload adapters within a few seconds. Return whether every engine has, and no request uses any of them."""
+    forgotten: list[AdapterEngine] = []
+
+    def forget(engine: AdapterEngine) -> None:
+        with suppress(WeightSyncError):
+            if engine.is_alive():
+                for adapter in adapters:
+                    engine.unload_adapter(adapter)
+                if engine.adapters_in_use() & {adapter.name for adapter in adapters}:
+                    return
+            forgotten.append(engine)
+
+    deadline = Deadline(_FAREWELL_S)
+    threads = [threading.Thread(target=forget, args=(engine,), daemon=True) for engine in engines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(deadline.left_s())
+    return len(forgotten) == len(engines)
+
+
+def _with_adapters(engine: object) -> AdapterEngine:
+    if not isinstance(engine, AdapterEngine):
+        raise UnsupportedError(
+            f"{engine!r} takes no adapters; see weightsync.engines.AdapterEngine for the methods that it lacks"
+        )
+    return engine
+
+
+def _is_here(host: str) -> bool:
+    address = socket.gethostbyname(host)
+    return address == address_facing(address)
+
+
+def _adapter(path: Path) -> LoraAdapter:
+    """Return the adapter at `path`. Its id follows from its name."""
+    return LoraAdapter(path.name, 1 + zlib.crc32(path.name.encode()) % (2**31 - 1), str(path))
+
+
+def _load(engine: AdapterEngine, adapter: LoraAdapter, nbytes: int) -> WorkerReport:
+    started = time.perf_counter()
+    engine.load_adapter(adapter)
+    return WorkerReport(engine.name, nbytes, 0.0, 0.0, time.perf_counter() - started)
+
+
+def _failure(
+    adapter: LoraAdapter, engines: Sequence[AdapterEngine], errors: Sequence[BaseException | None]
+) -> WeightSyncError:
+    """Return the first engine's error, with what became of the others."""
+    loaded = [engine.name for engine, error in zip(engines, errors, strict=True) if error is None]
+    who, first = next((engine.name, error) for engine, error in zip(engines, errors, strict=True) if error is not None)
+    problem = foreign(first, who=who, phase="load")
+    problem.message += f". The adapter was in {adapter.path}, where the engine must see it"
+    if loaded:
+        problem.message += f"; it was taken back from {', '.join(loaded)}"
+    problem.message += ". The adapters before it are untouched"
+    return problem
+
+
+class AdapterFolder:
+    """Where one trainer's rank 0 keeps adapters; no other trainer writes there.
+
+    Raises `PlacementError` when it cannot be used, and `ConfigError` when another trainer has it.
+    """
+
+    def __init__(self, transport: LoraTransport) -> None:
+        self.is_private = transport.folder is None
+        self._name = transport.name
+        self._pattern = re.compile(rf"{re.escape(transport.name)}-(\d+)-[0-9a-f]{{8}}")
+        where = _MEMORY if transport.folder is None else Path(transport.folder).absolute()
+        held: int | None = None
+        try:
+            if self.is_private:
+                # It is locked before it has a name that other trainers look for.
+                hidden = Path(mkdtemp(prefix=f".{_PRIVATE}", dir=where))
+                held = lock(hidden / _LOCK)
+                self.path = hidden.rename(where / hidden.name.removeprefix("."))
+            else:
+                self.path = where
+                self.path.mkdir(parents=True, exist_ok=True)
+                held = lock(self.path / _LOCK)
+            if held is None:
+                raise ConfigError(
+                    f"another trainer writes adapters to {where}: close its WeightSync first, or use another folder"
+                )
+            for left in (*self.path.glob(f"{_INCOMING}*"), *self.path.glob(f"{_REMOVED}*")):
+                shutil.rmtree(left)
+        except OSError as error:
+            if held is not None:
+                unlock(held)
+            raise PlacementError(f"cannot write adapters to {where}: {error}") from error
+        self._lock = held
+
+    def incoming(self) -> Path:
+        """Return a new path to write an adapter at, before it has its name."""
+        return self.path / f"{_INCOMING}{secrets.token_hex(4)}"
+
+    def named(self, version: int) -> Path:
+        """Return a new path for version `version` of the adapter."""
+        return self.path / f"{self._name}-{version}-{secrets.token_hex(4)}"
+
+    def version(self, name: str) -> int | None:
+        """Return the version of the adapter `name`, or None when the name is of another adapter."""
+        match = self._pattern.fullmatch(name)
+        return None if match is None else int(match[1])
+
+    def earlier(self) -> list[Path]:
+        """Return the adapters that earlier trainers have left, the oldest first: in this folder, or in memory."""
+        roots = list(self._abandoned()) if self.is_private else [self.path]
+        paths = [path for root in roots for path in self._adapters(root)]
+        return sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path.name))
+
+    def _adapters(self, root: Path) -> list[Path]:
+        return [path for path in root.iterdir() if self.version(path.name) is not None]
+
+    def _abandoned(self) -> Iterator[Path]:
+        for root in _MEMORY.glob(f"{_PRIVATE}*"):
+            with suppress(OSError):  # another user's, or another trainer removes it just now
+                if root != self.path and (held := lock(root / _LOCK)) is not None:
+                    unlock(held)
+                    if any(not path.name.startswith(".") for path in root.iterdir()):
+                        yield root
+                    else:
+                        shutil.rmtree(root)
+
+    def remove(self, path: Path) -> None:
+        """Remove an adapter, its name before its files. It may be gone already. Raises `OSError`."""
+        hidden = path.with_name(f"{_REMOVED}{secrets.token_hex(4)}")
+        with suppress(FileNotFoundError):
+            path.rename(hidden)
+            shutil.rmtree(hidden)
+        with suppress(FileNotFoundError):
+            if path.parent != self.path and not self._adapters(path.parent):
+                shutil.rmtree(path.parent)
+
+    def close(self) -> None:
+        """Release the folder. Another trainer may use it then."""
+        unlock(self._lock)

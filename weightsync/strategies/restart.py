@@ -1,0 +1,157 @@
+"""Save a version and start the engine anew from it: the strategy of `CheckpointTransport(folder, restart=True)`.
+
+`CheckpointTransport` without `restart` loads each version into the running engines: see strategies/copy.py and
+transports/files.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import KW_ONLY, asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from weightsync.checkpoint.files import prune, version_name, versions
+from weightsync.checkpoint.safetensors import MAX_SHARD_BYTES
+from weightsync.checkpoint.save import save_tensors
+from weightsync.control.ranks import Ranks
+from weightsync.control.update import Update
+from weightsync.engines import connect
+from weightsync.engines.server import VllmServer
+from weightsync.errors import ConfigError, PlacementError, WeightSyncError
+from weightsync.report import PushReport
+from weightsync.sources.base import Model
+from weightsync.strategies.base import Options, UpdateStrategy
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CheckpointTransport:
+    """Pushes that leave a checkpoint of each version behind.
+
+        CheckpointTransport("/shared/run-1", config=model.config, tokenizer=tokenizer)
+
+    After a push of version 7, `folder/version-00000007` is what `save_pretrained` would have left. It has safetensors,
+    an index when there are several files, and the config, generation config and tokenizer that are given here. The name
+    appears when everything is on the disk, before the engines generate again. Every version has all tensors, those that
+    the selection freezes too.
+
+    folder: is made when it is missing. All ranks and workers must see it under this path. One trainer at a time.
+    keep_last: how many of the newest versions are kept.
+    max_shard_bytes: the most bytes of a file, unless one chunk has more.
+    restart: start the engine anew from each version, for engines that cannot be pushed to. The engine must be a
+        `weightsync.engines.server.VllmServer`. Tensors are saved in the trainer's own dtypes, unless the selection says
+        others.
+    config, generation_config, tokenizer: their `save_pretrained` is called once for each connection. With `restart`
+        None takes a transformers model's own configs.
+
+    Raises `ConfigError` for arguments that cannot work.
+    """
+
+    folder: str | os.PathLike[str]
+    _: KW_ONLY
+    keep_last: int = 2
+    max_shard_bytes: int = MAX_SHARD_BYTES
+    restart: bool = False
+    config: Any = None
+    generation_config: Any = None
+    tokenizer: Any = None
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 1:
+            raise ConfigError(f"keep_last={self.keep_last}: the version that was just written must stay")
+        if self.max_shard_bytes < 1:
+            raise ConfigError(f"max_shard_bytes={self.max_shard_bytes}: a file needs room for at least one byte")
+        if isinstance(self.config, nn.Module):
+            raise ConfigError("config is a model; give its config alone: config=model.config")
+
+    def open(self, options: Options) -> UpdateStrategy:
+        """Return the strategy: `SaveAndRestart`, or `CopyWeights` over files."""
+        if self.restart:
+            return SaveAndRestart(options, self)
+        from weightsync.strategies.copy import CopyWeights
+        from weightsync.transports.files import FilesTransport
+
+        beside = (self.config, self.generation_config, self.tokenizer)
+        transport = FilesTransport(Path(self.folder).absolute(), self.keep_last, self.max_shard_bytes, beside)
+        return CopyWeights(options, transport)
+
+
+class SaveAndRestart(UpdateStrategy):
+    """A version on the disk for each push, and a server that is ended and started from it.
+
+    The server serves until the version is complete. A failure after that leaves it ended; the next push starts it.
+    """
+
+    def __init__(self, options: Options, transport: CheckpointTransport) -> None:
+        if options.quantize is not None:
+            raise ConfigError("restart=True saves the trainer's own tensors; leave quantize out")
+        options.refuse("this CheckpointTransport", "bucketer", "max_bytes", "verify", "pause")
+        self._options = options
+        self._transport = transport
+        self._folder = Path(transport.folder).absolute()
+
+    def run(self, update: Update, model: Model) -> PushReport:
+        started = time.perf_counter()
+        ranks, options, transport = update.ranks, self._options, self._transport
+        assert isinstance(ranks, Ranks)
+        server: VllmServer | None = None  # rank 0's
+        away_s = 0.0
+        with update.timeline.during("plan"):
+            version = 0
+            if ranks.rank == 0:
+                server = self._server()
+                version, away_s = update.choose_version(self._newest_version()), server.start_timeout_s
+            version, away_s = ranks.broadcast([version, away_s], "plan")
+        target = self._folder / version_name(version)
+        beside = (transport.config, transport.generation_config, transport.tokenizer)
+        nbytes = save_tensors(
+            update, model, options.source, target, options.selection, transport.max_shard_bytes, beside
+        )
+        saved = time.perf_counter()
+        report: PushReport | None = None
+        with update.timeline.during("restart"):
+            if server is not None:
+                prune(self._folder, transport.keep_last)
+                server.restart(target)
+                connect(server, options.timeout_s)[0].set_version(str(version))
+                now = time.perf_counter()
+                report = PushReport(
+                    version=version,
+                    nbytes=nbytes,
+                    control_s=now - saved,
+                    gather_s=saved - started,
+                    load_s=now - saved,
+                    pause_s=now - saved,
+                    total_s=now - started,
+                )
+                logger.info("saved and restarted %s", report)
+            fields = ranks.broadcast(asdict(report) if report is not None else None, "restart", away_s=away_s)
+        return PushReport.from_dict(fields)
+
+    def reset(self, error: WeightSyncError) -> None:
+        """Leave the server as it is: serving the version before, or ended."""
+
+    def close(self) -> None:
+        """Leave the server running: it is the user's."""
+
+    def _server(self) -> VllmServer:
+        server = self._options.engine
+        if not isinstance(server, VllmServer):
+            raise ConfigError(
+                "restart=True ends the engine and starts it anew, so it must be a "
+                f"weightsync.engines.server.VllmServer of this process; got a {type(server).__name__}"
+            )
+        return server
+
+    def _newest_version(self) -> int:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return max(versions(self._folder), default=0)
+        except OSError as error:
+            raise PlacementError(f"cannot write checkpoints to {self._folder}: {error}") from error

@@ -1,0 +1,235 @@
+"""Let the trainer write into the engine's own memory: the strategy of `"single_copy"` and `SingleCopyTransport`.
+
+`attach` makes the model's parameters views of the engine's (attached_model.py). After that nothing is moved. A push
+pauses generation, lets the body of `writing()` write, waits for every rank's writes, and commits the version.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from weightsync.control.fleet import Worker
+from weightsync.control.runtime import boot_id
+from weightsync.control.update import Update
+from weightsync.engines import ENGINE_VARIABLE
+from weightsync.errors import ConfigError, EngineError, PlacementError
+from weightsync.planning.checks import check_plans
+from weightsync.planning.layout import Manifest, merge_manifests
+from weightsync.planning.rows import pack_manifest, unpack_locations, unpack_manifest
+from weightsync.report import PushReport, WorkerReport
+from weightsync.sources.base import Model
+from weightsync.strategies.base import FleetStrategy, Options
+from weightsync.transports import handle_file
+
+if TYPE_CHECKING:
+    from weightsync.strategies.attached_model import AttachedModel, Export
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SingleCopyTransport:
+    """Weights in the engine's memory alone: `WeightSync.attach` makes the model's parameters views of the engine's.
+
+    handle_file: the engine's `vllm_bridge_config.json`, which names the engine where `WeightSync(engine=None)`. None
+        looks where `weightsync.transports.handle_file.find` does.
+    """
+
+    handle_file: str | os.PathLike[str] | None = None
+
+    def open(self, options: Options) -> SharedMemory:
+        """Return the strategy. Raises `ConfigError` for options that it cannot work with."""
+        if options.backend != "fsdp" or options.quantize is not None:
+            raise ConfigError(
+                'single_copy works on a plain model, or one that `parallelize_module` has sharded: backend="fsdp", and '
+                f"quantize=None. Got backend={options.backend!r}, quantize={options.quantize!r}"
+            )
+        options.refuse("this SingleCopyTransport", "bucketer", "max_bytes", "verify")
+        return SharedMemory(options, self)
+
+    def engine_url(self) -> str:
+        """Return where the engine serves that the file names. Raises as `handle_file.find`, `read` and `check` do."""
+        found = handle_file.read(handle_file.find(self.handle_file))
+        handle_file.check(found)
+        if found.url is None:
+            raise ConfigError(
+                f"{found.path} was written by an engine that is no server, or was not told its address: give the "
+                "engine, WeightSync(engine=...)"
+            )
+        return found.url
+
+    def check_instances(self, engine_instances: Sequence[str]) -> None:
+        """Raise `PlacementError` where a file was named that another engine than this one has written."""
+        if self.handle_file is None:
+            return
+        found = handle_file.read(handle_file.find(self.handle_file))
+        handle_file.check(found)
+        if [worker.engine_instance for worker in found.workers] != list(engine_instances):
+            raise PlacementError(
+                f"{found.path} is another engine's than the one that answers at this address; name that one's file, or "
+                "none"
+            )
+
+
+class SharedMemory(FleetStrategy):
+    """One copy of the weights, which the trainer's ranks write and the engine's workers read."""
+
+    def __init__(self, options: Options, transport: SingleCopyTransport) -> None:
+        super().__init__(options)
+        self._transport = transport
+        self._manifest: Manifest | None = None  # of the attached model, as far as this rank has it
+        self._attached: AttachedModel | None = None
+
+    def run(self, update: Update, model: Model) -> PushReport:
+        if self._attached is None:
+            raise ConfigError("single_copy pushes the model that `attach` was given: call `attach(model)` first")
+        if self._attached.model is not model:
+            raise ConfigError("single_copy pushes the model that was given to `attach`, and this is another")
+        with self.writing(update):
+            pass
+        report: PushReport = update.report
+        return report
+
+    def attach(self, update: Update, model: nn.Module) -> None:
+        from weightsync.sources.fsdp import FsdpSource  # DTensor and FSDP cost more to import than all the rest
+        from weightsync.strategies.attached_model import lay_over
+
+        if self._attached is not None:
+            raise ConfigError("a model is attached already; close this WeightSync first")
+        assert isinstance(self._options.source, FsdpSource)
+        with update.timeline.during("plan"):
+            shards = self._options.source.sketch(model)
+            self._manifest = Manifest(tuple(dict.fromkeys(shard.meta for shard in shards)))
+            self._attached = lay_over(model, shards, self._connect(update), update)
+
+    @contextmanager
+    def writing(self, update: Update) -> Iterator[None]:
+        attached = self._attached
+        if attached is None:
+            raise ConfigError("there is no model to write: call `attach` first")
+        started = time.perf_counter()
+        ranks, timeline = update.ranks, update.timeline
+        with timeline.during("plan"):
+            attached.check()
+            if ranks.broadcast(ranks.rank == 0 and self._fleet is None, "plan"):
+                self._connect(update)
+            fleet, version = self._fleet, 0
+            if fleet is not None:
+                update.check = fleet.check
+                version = update.choose_version(fleet.newest_version)
+        planned = time.perf_counter()
+        with timeline.during("pause"):
+            if fleet is not None:
+                fleet.open()
+                fleet.opened()
+                fleet.go(version, None, 0, [])  # from here on the weights are a mixture
+                fleet.done()
+            ranks.broadcast(None, "pause")
+        paused = time.perf_counter()
+        with timeline.during("write"):
+            with attached.open():
+                yield
+            written = time.perf_counter()
+            attached.fence(update)
+        report: PushReport | None = None
+        with timeline.during("commit"):
+            if fleet is not None:
+                workers = tuple(
+                    WorkerReport(worker.connection.peer, 0, 0.0, 0.0, answer.load_s)
+                    for worker, answer in zip(fleet.workers, fleet.commit(), strict=True)
+                )
+                now = time.perf_counter()
+                total_s = now - started - (written - paused)
+                report = PushReport(
+                    version=version,
+                    nbytes=0,
+                    plan_s=planned - started,
+                    control_s=total_s,
+                    load_s=max(worker.load_s for worker in workers),
+                    pause_s=now - planned,
+                    total_s=total_s,
+                    workers=workers,
+                )
+                logger.info("wrote %s", report)
+            fields = ranks.broadcast(asdict(report) if report is not None else None, "commit")
+        update.report = PushReport.from_dict(fields)
+
+    def close(self) -> None:
+        """Disconnect from the engine. The parameters stay its memory, for as long as the model lives."""
+        if self._attached is not None:
+            self._attached.release()
+            self._attached = None
+        super().close()
+
+    def _connect(self, update: Update) -> list[Export]:
+        """Return what each of the engine's workers says of its parameters. Collective.
+
+        Raises `EngineError` for another engine than the one whose memory the model has.
+        """
+        from weightsync.strategies.attached_model import Export
+
+        ranks = update.ranks
+        assert self._manifest is not None
+        everyone = ranks.gather([pack_manifest(self._manifest), boot_id()], "plan")
+        rows: list[list[Any]] | None = None
+        if ranks.rank == 0:
+            manifest = merge_manifests([unpack_manifest(own) for own, _ in everyone])
+            fleet = self._call_in(update)
+            check_pairs([host for _, host in everyone], fleet.workers)
+            check_plans(manifest, fleet.plan(pack_manifest(manifest)), False)
+            exported = fleet.export()
+            self._transport.check_instances([answer.engine_instance for answer in exported])
+            rows = [
+                [answer.engine_instance, worker.hello.device, worker.hello.gpu_uuid, answer.storages, answer.locations]
+                for worker, answer in zip(fleet.workers, exported, strict=True)
+            ]
+            fleet.release("init")
+        exports = [
+            Export(engine_instance, device, gpu_uuid, storages, unpack_locations(locations))
+            for engine_instance, device, gpu_uuid, storages, locations in ranks.broadcast(rows, "connect")
+        ]
+        instances = [export.engine_instance for export in exports]
+        if self._attached is not None and self._attached.engine_instances != instances:
+            raise EngineError(
+                "the engine was started anew since `attach`, and the model's parameters are the old one's memory: "
+                "close this WeightSync, build the model anew on the meta device, and attach that"
+            )
+        return exports
+
+    def _find_engine(self) -> Any:
+        if self._options.engine is None and ENGINE_VARIABLE not in os.environ:
+            return self._transport.engine_url()
+        return self._options.engine
+
+
+def check_pairs(hosts: Sequence[str], workers: Sequence[Worker]) -> None:
+    """Raise `PlacementError` unless every trainer rank has a worker of its own, of one engine, on the same host.
+
+    `hosts` has the boot id of each rank's host.
+    """
+    if len(engines := {worker.hello.group for worker in workers}) > 1:
+        raise PlacementError(
+            f"single_copy shares the memory of one engine, and {len(engines)} were given; leave out all but one, or "
+            'use transport="ipc"'
+        )
+    if len(workers) != len(hosts):
+        raise PlacementError(
+            f"{len(hosts)} trainer ranks cannot share the memory of {len(workers)} engine workers: single_copy pairs "
+            "rank i with worker i of one engine. Start as many ranks as the engine has workers, or use "
+            'transport="ipc"'
+        )
+    strangers = [f"trainer rank {rank}" for rank, host in enumerate(hosts) if host != hosts[0]]
+    strangers += [worker.connection.peer for worker in workers if worker.hello.boot_id != hosts[0]]
+    if strangers:
+        raise PlacementError(
+            f"single_copy shares memory of one host, but {', '.join(strangers)} runs on another than trainer rank 0; "
+            'use transport="broadcast"'
+        )

@@ -1,0 +1,151 @@
+"""What is measured: the cases of a benchmark, where each runs, and which cannot run and why. Pure."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from weightsync.errors import ConfigError
+from weightsync.tools.bench.shapes import SHAPES
+
+BACKENDS = ("plain", "fsdp", "deepspeed", "megatron")
+TRANSPORTS = ("ipc", "broadcast", "checkpoint")
+BUCKETERS = ("module", "threshold", "parameter")
+DTYPES = ("bfloat16", "float32")
+HTTP, LLM, EXTENSION = CLIENTS = ("http", "llm", "extension")
+"""How the trainer calls an engine: a server, or an `LLM` in rank 0's process with the plug-in or the extension."""
+GRAPHS = ("off", "decode", "compiled")
+"""off: none. decode: CUDA graphs without torch.compile, which start sooner. compiled: vLLM's default."""
+WEIGHTSYNC, FILES = "weightsync", "vllm reload"
+NATIVE = {
+    "vllm nccl": ("nccl", False),
+    "vllm nccl packed": ("nccl", True),
+    "vllm ipc": ("ipc", False),
+    "vllm ipc packed": ("ipc", True),
+}
+"""Ways of vLLM's own transfer engines: the backend's name, and whether tensors are packed into buffers."""
+PEERS = {FILES: (HTTP, LLM), **dict.fromkeys(NATIVE, (LLM,))}
+"""Other ways to bring the same weights into the same engine, with the clients that each is measured with."""
+
+MEMCPY, FILE_WRITE, DEVICE_COPY, PEER_COPY, BROADCAST = "memcpy", "file write", "device copy", "peer copy", "broadcast"
+ASSUMED = {MEMCPY: 20.0, FILE_WRITE: 1.5, DEVICE_COPY: 2140.0, PEER_COPY: 397.0, BROADCAST: 369.0}
+"""GB/s that a dry run assumes, of H200s. A broadcast over gloo reaches `ASSUMED_GLOO`."""
+ASSUMED_GLOO = 5.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement. `way` is `WEIGHTSYNC` or one of `PEERS`, which have no `transport` and `bucketer` ("").
+
+    `ranks` of the trainer hold the model in `dtype`. The engines hold it in bfloat16, or quantise it.
+    """
+
+    way: str
+    backend: str
+    ranks: int
+    transport: str
+    bucketer: str
+    dtype: str
+    shape: str
+    quantization: str
+    engines: int
+    tp: int
+    client: str
+
+    @property
+    def receivers(self) -> int:
+        """The number of engine workers that receive weights."""
+        return self.engines * self.tp
+
+    @property
+    def apart(self) -> bool:
+        """Whether NCCL broadcasts, which wants a GPU for each of its members."""
+        return self.transport == "broadcast" or NATIVE.get(self.way, ("", False))[0] == "nccl"
+
+    def __str__(self) -> str:
+        way = f"{self.transport}/{self.bucketer}" if self.way == WEIGHTSYNC else self.way
+        engine = f"{self.engines} x TP={self.tp}" + (f" {self.quantization}" if self.quantization != "none" else "")
+        return f"{self.shape} {self.dtype}, {self.backend} x{self.ranks}, {way}, to {engine} by {self.client}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which GPU each trainer rank has, and which each engine's workers have. Empty on a machine without GPUs."""
+
+    trainers: tuple[int, ...]
+    engines: tuple[tuple[int, ...], ...]
+
+
+def expand(options: Namespace) -> list[Case]:
+    """Return every combination of the command's options once. Raise `ConfigError` for numbers below 1."""
+    for name in ("ranks", "engines", "tp"):
+        if wrong := [number for number in getattr(options, name) if number < 1]:
+            raise ConfigError(f"--{name} {wrong[0]}: expected a number, at least 1")
+    ways = [(WEIGHTSYNC, transport, bucketer) for transport, bucketer in product(options.transport, options.bucketer)]
+    ways += [(peer, "", "") for peer in PEERS if options.peers]
+    axes = ("backend", "ranks", "dtype", "shape", "quantization", "engines", "tp", "client")
+    found = []
+    for values in product(ways, *(getattr(options, axis) for axis in axes)):
+        (way, transport, bucketer), chosen = values[0], dict(zip(axes, values[1:], strict=True))
+        if chosen["client"] in PEERS.get(way, CLIENTS):
+            found.append(Case(way, transport=transport, bucketer=bucketer, **chosen))
+    return list(dict.fromkeys(found))
+
+
+def lay_out(case: Case, gpus: int) -> Layout:
+    """Return engines on the first GPUs, and trainers on the same ones, or on those after them where NCCL broadcasts.
+
+    Raise `ConfigError` when there are too few.
+    """
+    if gpus == 0:
+        return Layout((), ())
+    first = case.receivers if case.apart else 0
+    needed = max(first + case.ranks, case.receivers)
+    if needed > gpus:
+        raise ConfigError(f"{case.ranks} ranks and {case.receivers} workers need {needed} GPUs, and there are {gpus}")
+    workers = [tuple(range(e * case.tp, (e + 1) * case.tp)) for e in range(case.engines)]
+    return Layout(tuple(range(first, first + case.ranks)), tuple(workers))
+
+
+def refusal(case: Case, gpus: int, installed: frozenset[str]) -> str | None:
+    """Return why this case cannot run with so many GPUs and these modules. None: it can."""
+    config = SHAPES[case.shape]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    on_gpus = case.way in NATIVE
+    beside = on_gpus and not case.apart
+    reasons = {
+        f"{case.way} moves GPU memory, and there is no GPU": on_gpus and gpus == 0,
+        f"{case.backend} is not installed": case.backend in BACKENDS[2:] and case.backend not in installed,
+        "peers are measured from a plain module or FSDP2": case.way in PEERS and case.backend not in BACKENDS[:2],
+        "a plain module has one rank: use --backend fsdp": case.backend == "plain" and case.ranks > 1,
+        "vLLM's own engines are measured one at a time": on_gpus and case.engines > 1,
+        "vLLM's nccl engine sends from one rank": on_gpus and case.apart and case.ranks > 1,
+        f"{case.way} wants a rank on each worker's GPU": beside and case.ranks != case.receivers,
+        f"{case.way} is measured into unquantised engines": case.way == FILES and case.quantization != "none",
+        "Megatron models are of dense Qwen3 shapes": case.backend == "megatron" and config["model_type"] != "qwen3",
+        f"{case.ranks} ranks cannot share {kv_heads} heads": case.backend == "megatron" and kv_heads % case.ranks,
+        f"{case.tp} workers cannot share {heads} attention heads": heads % case.tp,
+    }
+    try:
+        lay_out(case, gpus)
+    except ConfigError as error:
+        reasons[error.message] = True
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def floor(case: Case, nbytes: int, limits: Mapping[str, float], gpus: int) -> tuple[float, str]:
+    """Return the least seconds for `nbytes` that travel, and the limit that they pass, of GB/s by name."""
+    if case.transport == "checkpoint" or case.way == FILES:
+        limit, passed = FILE_WRITE, float(nbytes)
+    elif case.apart:
+        limit, passed = BROADCAST, float(nbytes)
+    elif gpus == 0:
+        limit, passed = MEMCPY, float(case.engines * nbytes)
+    elif case.ranks == 1 and case.receivers == 1:
+        limit, passed = DEVICE_COPY, float(nbytes)
+    else:  # the slowest worker reads all but what lies on its own GPU over the link
+        near = 1 / case.ranks if case.receivers <= case.ranks else 0.0
+        limit, passed = PEER_COPY, nbytes / case.tp * (1 - near)
+    return passed / (limits[limit] * 1e9), limit

@@ -1,0 +1,190 @@
+"""`weightsync bench`: run the cases one after the other, each in trainer processes of its own, and print the times."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from weightsync import __version__
+from weightsync.engines.child import free_port
+from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.report import format_bytes
+from weightsync.tools.bench import trainer
+from weightsync.tools.bench.cases import ASSUMED, ASSUMED_GLOO, BROADCAST, WEIGHTSYNC, Case, expand, floor, refusal
+from weightsync.tools.bench.limits import measure
+from weightsync.tools.bench.shapes import write_config
+from weightsync.tools.plan import checkpoint_tensors
+from weightsync.tools.processes import Responder, installed, receive, vllm_version
+from weightsync.tools.tables import print_line, print_table
+
+SCHEMA = 2
+LOOPS = ("back_to_back", "in_training")
+_COLUMNS = ("back to back", "min - max", "in training", "min - max", "first", "lower bound", "answers", "case")
+_EXPLAINED = """
+A push on the trainer's clock, median. In training: generate, one optimizer step, 0.3 s, push. Lower bound: the bytes
+that must pass that limit, at its speed. Answers: after the last push, against a cold start from the same weights.
+
+Phases, medians; they overlap.
+"""
+_PATIENCE_S = 300.0
+_SLOWEST_BYTES_PER_S = 20e6
+_DISTRIBUTIONS = ("transformers", "deepspeed", "megatron-core")
+
+
+def run(options: Namespace, console: Console) -> bool:
+    """Run the whole command, and return whether every push of weightsync was right.
+
+    Raise `ConfigError` for what cannot work, and `ChildError` when the limits cannot be measured.
+    """
+    if options.num_iters < 1 or options.num_iters_warmup < 0:
+        raise ConfigError(f"--num-iters {options.num_iters} {options.num_iters_warmup}: expected at least 1, and 0")
+    if not options.dry_run and vllm_version() is None:
+        raise ConfigError("vLLM is not installed here; install it with: pip install 'weightsync[vllm]'")
+    there = torch.cuda.device_count()
+    gpus = there if options.gpus is None else options.gpus
+    if gpus < 0 or (gpus > there and not options.dry_run):
+        raise ConfigError(f"--gpus {gpus}: there are {there}")
+    cases = expand(options)
+    here = frozenset(module for module in ("deepspeed", "megatron") if find_spec(module))
+    refused = {case: why for case in cases if (why := refusal(case, gpus, here))}
+    able = [case for case in cases if case not in refused]
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="weightsync-bench-", dir=options.folder) as name:
+        folder = Path(name)
+        sizes = {shape: _nbytes(shape, folder) for shape in dict.fromkeys(case.shape for case in able)}
+        if options.dry_run:
+            _show_dry_run(console, able, sizes, gpus)
+        elif not able:
+            raise ConfigError(f"nothing can be measured here; the first of the reasons: {next(iter(refused.values()))}")
+        else:
+            limits, where = measure(folder, gpus), _environment(gpus)
+            for number, case in enumerate(able, 1):
+                print_line(console, f"{number} of {len(able)}: {case}")
+                row = _measure(case, options, sizes[case.shape], gpus, limits, folder)
+                rows.append({"schema": SCHEMA, "environment": where, "limits": limits, **row})
+                if "error" in row:
+                    print_line(console, f"failed: {case}\n{row['error']}")
+                if options.json is not None:  # after each, so that little is lost when something breaks
+                    options.json.write_text(json.dumps(rows, indent=1))
+            _show(console, able, rows)
+    for case, why in refused.items():
+        print_line(console, f"not measured: {case}: {why}")
+    wrong = [row for row in rows if row["case"]["way"] == WEIGHTSYNC and row.get("answers") != 0]
+    if wrong:
+        print_line(console, f"FAIL: {len(wrong)} of {len(rows)} cases failed or left wrong answers")
+    return not wrong
+
+
+def _measure(
+    case: Case, options: Namespace, nbytes: int, gpus: int, limits: Mapping[str, float], folder: Path
+) -> dict[str, Any]:
+    """Return one case, measured, as plain values. A case that fails has an "error"."""
+    timeout_s = _PATIENCE_S + nbytes / _SLOWEST_BYTES_PER_S
+    least_s, limit = floor(case, nbytes, limits, gpus)
+    row: dict[str, Any] = {"case": asdict(case), "nbytes": nbytes, "floor_s": least_s, "floor_limit": limit}
+    graphs = options.cuda_graphs or ("decode" if gpus else "off")
+    chosen = {name: getattr(options, name) for name in ("trainer_on_cpu", "max_bytes", "num_iters_warmup", "num_iters")}
+    order = {**chosen, "case": asdict(case), "folder": str(folder), "gpus": gpus, "graphs": graphs}
+    command = [sys.executable, "-m", trainer.__name__, json.dumps({**order, "timeout_s": timeout_s})]
+    place = {"WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with ExitStack() as cleanup:
+        ranks = []
+        for rank in range(case.ranks):
+            environment = {**place, "RANK": str(rank), "HF_HUB_OFFLINE": "1"}
+            log = folder / f"trainer{rank}-{place['MASTER_PORT']}.log"
+            ranks.append(Responder(f"trainer rank {rank}", command, environment, log))
+            cleanup.callback(ranks[-1].stop)
+        try:
+            measured = receive(ranks, 4 * timeout_s)[0]
+        except WeightSyncError as error:
+            failed = next((rank for rank in ranks if rank.name in str(error)), ranks[0])
+            return {**row, "error": f"{error}\n{failed.log_end()}"}
+    measured["seconds"] = {loop: medians(measured[loop]) for loop in LOOPS}
+    if measured["answers"] == float("inf"):
+        measured["answers"] = "other tokens"
+    return {**row, "graphs": graphs, "max_bytes": options.max_bytes, **measured}
+
+
+def medians(pushes: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Return median, least and most of each phase."""
+    found = {}
+    for name in pushes[0]:
+        values = [push[name] for push in pushes]
+        found[name] = {"median": statistics.median(values), "least": min(values), "most": max(values)}
+    return found
+
+
+def _show(console: Console, cases: Sequence[Case], rows: Sequence[dict[str, Any]]) -> None:
+    done = [(case, row) for case, row in zip(cases, rows, strict=True) if "error" not in row]
+    table = []
+    for case, row in done:
+        cells = []
+        for loop in LOOPS:
+            total = row["seconds"][loop]["total_s"]
+            cells += [_ms(total["median"]), f"{_ms(total['least'])} - {_ms(total['most'])}"]
+        bound = f"{row['floor_limit']}: {_ms(row['floor_s'])}"
+        answers = "equal" if row["answers"] == 0 else f"wrong: {row['answers']}"
+        size = f"{case} ({format_bytes(row['nbytes'])})"
+        table.append((*cells, _ms(row["first"]["total_s"]), bound, answers, size))
+    print_table(console, _COLUMNS, table, ">>>>>><<")
+    print_line(console, _EXPLAINED)
+    for case, row in done:
+        phases = list(dict.fromkeys(name for loop in LOOPS for name in row["seconds"][loop]))
+        columns = ("", *(name.removesuffix("_s") for name in phases))
+        lines = [
+            (loop.replace("_", " "), *(_ms(row["seconds"][loop][name]["median"]) for name in phases)) for loop in LOOPS
+        ]
+        print_line(console, str(case))
+        print_table(console, columns, lines, "<" + ">" * len(phases))
+        if row["extra_bytes"]:
+            print_line(console, f"GPU memory of workers, more: {', '.join(map(format_bytes, row['extra_bytes']))}")
+
+
+def _show_dry_run(console: Console, cases: Sequence[Case], sizes: Mapping[str, int], gpus: int) -> None:
+    limits = ASSUMED if gpus else {**ASSUMED, BROADCAST: ASSUMED_GLOO}
+    rows = []
+    for case in cases:
+        seconds, limit = floor(case, sizes[case.shape], limits, gpus)
+        rows.append((f"{limit} at {limits[limit]:g} GB/s", _ms(seconds), f"{case} ({format_bytes(sizes[case.shape])})"))
+    print_table(console, ("limit, assumed", "lower bound", "case"), rows, "<><")
+
+
+def _nbytes(shape: str, folder: Path) -> int:
+    """Return the bytes of a shape in bfloat16, which is what travels."""
+    manifest = checkpoint_tensors(write_config(shape, folder / f"{shape}-config"))[1]
+    return sum(replace(tensor, dtype="bfloat16").nbytes for tensor in manifest)
+
+
+def _environment(gpus: int) -> dict[str, Any]:
+    """Return where and with what is measured."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "weightsync": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "vllm": vllm_version(),
+        **{name: installed(name) for name in _DISTRIBUTIONS},
+        "cpu": f"{next(models, platform.machine())}, {os.cpu_count()} cores",
+        "gpus": [torch.cuda.get_device_name(number) for number in range(gpus)],
+    }
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"

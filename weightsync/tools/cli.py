@@ -1,0 +1,225 @@
+"""The command `weightsync`. Nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+from weightsync import __version__
+from weightsync.errors import WeightSyncError
+from weightsync.tools.bench.cases import BACKENDS, BUCKETERS, CLIENTS, DTYPES, GRAPHS, TRANSPORTS
+from weightsync.tools.bench.shapes import SHAPES
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+_DESCRIPTION = """\
+weightsync moves updated policy weights from an RL trainer into a running vLLM:
+
+    WeightSync(backend="fsdp", transport="ipc", engine="http://localhost:8000").push(model)
+
+and the engine answers as one that was started cold from these weights. The commands prove it, and help where it fails:
+
+    weightsync demo
+        Train a tiny model, push it to a live vLLM after each step, and prove that the engine answers as one that was
+        started cold from the last weights. It takes a minute or two, and needs no network and no GPU.
+
+    weightsync plan ~/models/Qwen3-8B --tp 2
+        Show what vLLM would do with a model's tensors, from its config.json alone: which region goes where, what
+        fuses, which buckets travel.
+
+    weightsync bench --shape 0.5B --transport ipc broadcast
+        Measure how long a push takes, by phase, beside vLLM's own ways and the limits of this machine.
+
+    weightsync doctor
+        Check this machine, then push to a live engine and back. With --engine URL --model DIR: yours.
+
+    weightsync handles
+        Show where the engine that `python -m weightsync.vllm.serve` runs has its parameters.
+
+Exit status: 0 when all is well, 1 when something failed, 2 when the call itself cannot work.
+"""
+
+_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+_BENCH = """\
+Starts trainers of models without data and vLLM engines, and times whole pushes on the trainer's clock: one after the
+other, and as users push, with tokens generated, an optimizer step and 0.3 s of waiting before each. Every engine is
+pushed other weights and then those that it was started from, and must answer as it did then: same token ids, same
+log-probabilities. What a push cannot be faster than is measured too.
+
+    weightsync bench --transport ipc broadcast checkpoint
+        A tiny model, a few minutes, also without a GPU. Peers on the same work are measured beside.
+
+    weightsync bench --shape 8B --client llm extension --quantization none fp8_per_channel
+        An LLM in the trainer's process, on one GPU, with CUDA graphs.
+
+    weightsync bench --shape 70B --backend fsdp --ranks 8 --tp 1 2 4 --gpus 8 --dry-run
+        What would be measured, and what a push takes at least.
+
+Exit status 1 when a push failed or left other answers than a cold start.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="weightsync", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"weightsync {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    for add in (_add_demo, _add_plan, _add_bench, _add_doctor, _add_handles):
+        add(commands)
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 2
+    from rich.console import Console
+
+    signal.signal(signal.SIGTERM, _terminated)  # so that children are ended, as after a Ctrl-C
+    try:
+        return 0 if import_module(options.module).run(options, Console()) else 1
+    except WeightSyncError as error:
+        Console(stderr=True).print(f"[bold red]weightsync {options.command}[/bold red]:", end=" ")
+        Console(stderr=True).print(str(error), markup=False, highlight=False, soft_wrap=True)
+        return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted")
+        return 130
+
+
+def _add_demo(commands: Commands) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="train two ranks, push to a live vLLM, prove it equal to a cold start",
+        description="Two trainer processes hold a tiny Qwen3 under FSDP2 and teach it to count; a vLLM server in its "
+        "own process gets the new weights after each step. At the end a second vLLM is started cold from the trainer's "
+        "last weights, and both must give the same token ids and log-probabilities. Uses GPUs where there are any. "
+        "Example: weightsync demo --transport broadcast",
+    )
+    demo.add_argument("--transport", choices=("ipc", "broadcast"), default="ipc", help="default: ipc")
+    demo.add_argument("--steps", type=int, default=3, help="how many times to train and push; default: 3")
+    demo.add_argument("--layers", type=int, default=4, help="layers of the model; default: 4")
+    demo.set_defaults(module="weightsync.tools.demo")
+
+
+def _add_plan(commands: Commands) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="print the load plan, the fuse groups and the buckets of a model",
+        description="Builds the Hugging Face model and vLLM's model without memory, runs vLLM's own loader over them "
+        "and prints what it would copy where. Needs no weights, no GPU and no running engine. "
+        "Example: weightsync plan ~/models/Qwen3-8B --tp 2. With --simulate, predicts how long a push would take on "
+        "other machines. Example: weightsync plan 70B --simulate hosts=8,ranks=32,engines=4,tp=8",
+    )
+    option = plan.add_argument
+    option("model_dir", metavar="MODEL_DIR", type=Path, help="a folder with a Hugging Face config.json, or that file")
+    # None where nothing is said: --simulate refuses these, with whatever value.
+    option("--tp", type=int, metavar="N", help="tensor parallel workers of the engine; default: 1")
+    option("--expert-parallel", action="store_true", help="experts are spread over the workers, whole")
+    dtypes = ("auto", "bfloat16", "float16", "float32", "half", "float")
+    text = "the engine's, as vLLM's --dtype: auto, bfloat16, float16, float32; default: auto, which is the config's"
+    option("--dtype", choices=dtypes, metavar="DTYPE", help=text)
+    text = (
+        "what travels together. module: as many whole modules as --max-bytes holds; threshold: as many tensors, where "
+        "only what fuses stays together; parameter: one tensor at a time. Default: module"
+    )
+    option("--bucketer", choices=BUCKETERS, metavar="HOW", help=text)
+    option("--max-bytes", metavar="SIZE", type=_size, help="of a bucket, in bytes or as 64MiB, 1GB; default: as a push")
+    option("--all", action="store_true", help="every layer, every worker, every bucket")
+    text = (
+        "predict the seconds of a push over each transport instead, also for a MODEL_DIR that is only a size such as "
+        "70B or 1T. hosts=1,gpus_per_host=8,ranks=8,engines=1,tp=8 is the default; give any part of it, the rest "
+        "stays: hosts=8 alone has 8 ranks and one engine on 64 GPUs. Speeds too, see docs/scaling.md. May be repeated"
+    )
+    option("--simulate", metavar="TOPOLOGY", action="append", help=text)
+    plan.set_defaults(module="weightsync.tools.plan")
+
+
+def _add_bench(commands: Commands) -> None:
+    bench = commands.add_parser(
+        "bench",
+        usage="%(prog)s [--shape NAME ...] [--transport NAME ...] [--dry-run] [OPTION ...]",
+        help="measure pushes beside vLLM's own ways and the machine's limits",
+        description=_BENCH,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    matrix = bench.add_argument_group("what is measured: every combination of these, each may have several values")
+
+    def axis(name: str, default: Any, text: str, **more: Any) -> None:
+        if "choices" in more:  # once, and not in each place where argparse would list them
+            more["metavar"] = "NAME"
+            text += f": {', '.join(more['choices'])}"
+        matrix.add_argument(name, nargs="+", default=[default], help=f"{text}; default: {default}", **more)
+
+    axis("--shape", "tiny", "the model's, without weights", choices=tuple(SHAPES))
+    axis("--backend", "plain", "how the trainer holds it", choices=BACKENDS)
+    axis("--ranks", 1, "trainer processes", type=int, metavar="N")
+    axis("--dtype", "bfloat16", "the trainer's, beside the engines' bfloat16", choices=DTYPES)
+    axis("--transport", "ipc", "how bytes reach the engines", choices=TRANSPORTS)
+    axis("--bucketer", "module", "what travels together", choices=BUCKETERS)
+    axis("--engines", 1, "that a push goes to", type=int, metavar="N")
+    axis("--tp", 1, "tensor parallel workers of each engine", type=int, metavar="N")
+    axis("--quantization", "none", "what engines make of it, as vLLM's --quantization", metavar="SCHEME")
+    text = "how the trainer calls engines, a server or an LLM in its process, by plug-in or worker extension"
+    axis("--client", "http", text, choices=CLIENTS)
+    option = bench.add_argument
+    option("--no-peers", dest="peers", action="store_false", help="leave out what is not weightsync")
+    option("--num-iters", metavar="N", type=int, default=5, help="pushes that are timed in each loop; default: 5")
+    option("--num-iters-warmup", metavar="N", type=int, default=1, help="pushes before them; default: 1")
+    option("--max-bytes", metavar="SIZE", type=_size, help="of a chunk, in bytes or as 64MiB, 1GB; default: as a push")
+    option("--cuda-graphs", choices=GRAPHS, metavar="HOW", help=f"{', '.join(GRAPHS)}; default: decode, on CPUs off")
+    option("--trainer-on-cpu", action="store_true", help="the trainer has its weights in CPU memory, engines on GPUs")
+    option("--gpus", metavar="N", type=int, help="how many to use, 0 for CPUs; default: all. A dry run may assume any")
+    option("--folder", metavar="DIR", help="where checkpoints and logs lie meanwhile; default: the temporary folder")
+    option("--dry-run", action="store_true", help="print the cases and lower bounds; start nothing")
+    option("--json", metavar="FILE", type=Path, help="write one object for each case, with every push in it")
+    bench.set_defaults(module="weightsync.tools.bench.run")
+
+
+def _add_doctor(commands: Commands) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine, then push to a live engine and back",
+        description="Checks versions, GPUs, shared memory and settings; then pushes to a vLLM: its own weights "
+        "(nothing may change), other weights (the answers must change), and its own again (they must come back "
+        "exactly). Starts a tiny engine for that, or takes yours. Example: weightsync doctor --engine "
+        "http://localhost:8000 --model ~/models/Qwen3-8B",
+    )
+    option = doctor.add_argument
+    text = "a running vLLM server; while the checks run it serves wrong weights, at the end those of --model"
+    option("--engine", metavar="URL", help=text)
+    option("--model", metavar="DIR", type=Path, help="the checkpoint that --engine serves")
+    option("--transport", choices=("ipc", "broadcast"), default="ipc", help="default: ipc")
+    option("--no-engine", action="store_true", help="check the machine only")
+    text = "start the engine so, compare it with a cold start too, and tell its distance from an unquantised engine"
+    option("--quantization", metavar="SCHEME", help=text)
+    doctor.set_defaults(module="weightsync.tools.doctor")
+
+
+def _add_handles(commands: Commands) -> None:
+    handles = commands.add_parser(
+        "handles",
+        help="show an engine's handle file, and check it",
+        description="Prints which engine has written the file, where each of its workers has its parameters, and "
+        "whether these processes still run. Without FILE it looks in $LOGDIR, the working directory, and the user's "
+        "runtime directory. Example: weightsync handles ./vllm_bridge_config.json",
+    )
+    handles.add_argument("file", metavar="FILE", type=Path, nargs="?", help="default: the first that is found")
+    handles.set_defaults(module="weightsync.tools.handles")
+
+
+def _size(text: str) -> int:
+    """Return bytes, from "268435456" or "256MiB"."""
+    number = text.rstrip("BGKMik")
+    try:
+        return int(number) * _UNITS[text[len(number) :]]
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected bytes, such as 268435456 or 256MiB") from None
+
+
+def _terminated(*_: object) -> NoReturn:
+    raise SystemExit(128 + signal.SIGTERM)

@@ -1,0 +1,180 @@
+"""`weightsync demo`: train two ranks, push to a live vLLM after each step, prove it equal to an engine started cold.
+
+Who takes part:
+
+    this process   starts and watches the others, and shows what they do
+    trainers       `weightsync.tools.demo_trainer`, FSDP2; they push
+    engine         a vLLM server, which starts with random weights and lives through all pushes
+    cold engine    a vLLM server that starts from the trainer's last weights, as a checkpoint, and never sees a push
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from weightsync.engines.child import free_port
+from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.report import PushReport, format_bytes, format_seconds
+from weightsync.tools import demo_trainer, processes
+from weightsync.tools.processes import Answer, ChildError, Responder, Server
+from weightsync.tools.tables import print_line, print_table
+
+PROMPTS = ([5, 6, 7, 8], [40, 41], [100, 101, 102], [9, 3, 77, 1])
+"""What the engines are asked. The answer to the first is shown after each push."""
+_START_TIMEOUT_S = 300.0
+_STEP_TIMEOUT_S = 120.0
+_MOURNING_S = 1.0
+"""After a failure: time for the process that caused it to end, so that its log can be shown too."""
+_HEADS = ("version", "loss", "bytes", "push", "generation paused")
+_ROW = "{:>7} {:>6} {:>9} {:>10} {:>19}"
+_WAYS = {
+    ("ipc", False): "shared memory of this host",
+    ("ipc", True): "CUDA IPC, the engine reads the trainers' memory",
+    ("broadcast", False): "gloo, from the trainer to the engine",
+    ("broadcast", True): "NCCL, from the trainer to the engine",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which device each trainer rank trains on, and what the engine's environment says about its own."""
+
+    trainers: tuple[str, ...]
+    engine: str
+    engine_environment: dict[str, str]
+
+
+def lay_out(gpus: int, transport: str) -> Layout:
+    """Return two trainer ranks where there is room for two. Raise `ConfigError` when there is none.
+
+    Over ipc the engine shares the first trainer's GPU. NCCL needs a GPU for each of its members, so for a broadcast the
+    engine has the last GPU to itself.
+    """
+    if gpus == 0:
+        return Layout(("cpu", "cpu"), "cpu", {})
+    if transport == "ipc":
+        return Layout(tuple(f"cuda:{i}" for i in range(min(gpus, 2))), "cuda:0", {})
+    if gpus == 1:
+        raise ConfigError(
+            'transport="broadcast" needs a GPU for the trainer and another for the engine, and this machine has one: '
+            "use --transport ipc, or hide the GPU with CUDA_VISIBLE_DEVICES= if the installed vLLM runs on CPUs"
+        )
+    trainers = tuple(f"cuda:{i}" for i in range(min(gpus - 1, 2)))
+    return Layout(trainers, f"cuda:{gpus - 1}", processes.visible_gpus([gpus - 1]))
+
+
+def run(options: Namespace, console: Console) -> bool:
+    """Run the whole demo, and return whether the proof succeeded. All processes have ended then.
+
+    Raise `ConfigError` for what cannot work here, and `ChildError` when an engine or a trainer fails.
+    """
+    transport, steps, layers = options.transport, options.steps, options.layers
+    if steps < 1 or layers < 1:
+        raise ConfigError(f"--steps {steps} and --layers {layers}: both must be at least 1")
+    if processes.vllm_version() is None:
+        raise ConfigError("vLLM is not installed here; install it with: pip install 'weightsync[vllm]'")
+    started = time.monotonic()
+    layout = lay_out(torch.cuda.device_count(), transport)
+    with ExitStack() as cleanup:
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-demo-")))
+        model_dir = processes.tiny_model(folder / "model", layers)
+        engine = Server(model_dir, "dummy", folder / "engine.log", layout.engine_environment)
+        cleanup.callback(engine.stop)
+        trainers = _start_trainers(model_dir, engine.url, transport, layout, folder, cleanup)
+        try:
+            _show_header(console, layout, transport, layers, steps, engine.url)
+            parameters = processes.receive(trainers, _START_TIMEOUT_S)[0]["parameters"]
+            engine.wait(_START_TIMEOUT_S)
+            prompt = " ".join(map(str, PROMPTS[0]))
+            ready = f"ready after {time.monotonic() - started:.0f} s: {parameters / 1e6:.2f} M parameters"
+            print_line(console, f"{ready}, prompt {prompt}\n\n{_ROW.format(*_HEADS)}")
+            first = pushed = engine.generate(PROMPTS)
+            for _ in range(steps):
+                loss = processes.ask(trainers, {"do": "train"}, _STEP_TIMEOUT_S)[0]["loss"]
+                report = PushReport.from_dict(processes.ask(trainers, {"do": "push"}, _STEP_TIMEOUT_S)[0]["report"])
+                before, pushed = pushed, engine.generate(PROMPTS)
+                _show_push(console, report, loss, before[0], pushed[0])
+            print_line(console, "\nstarting a second engine, cold, from the trainer's last weights ...\n")
+            processes.ask(trainers, {"do": "save", "folder": str(folder / "checkpoint")}, _STEP_TIMEOUT_S)
+            cold = Server(folder / "checkpoint", "auto", folder / "cold.log", layout.engine_environment)
+            cleanup.callback(cold.stop)
+            cold.wait(_START_TIMEOUT_S)
+            expected = cold.generate(PROMPTS)
+        except WeightSyncError as error:
+            time.sleep(_MOURNING_S)
+            death = engine.obituary()
+            raise ChildError(f"{error}\n{death}" if death is not None else str(error)) from error
+        passed = _show_proof(console, first, pushed, expected)
+        print_line(console, f"took {time.monotonic() - started:.0f} s")
+        return passed
+
+
+def _start_trainers(
+    model_dir: Path, url: str, transport: str, layout: Layout, folder: Path, cleanup: ExitStack
+) -> list[Responder]:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "HF_HUB_OFFLINE": "1"}
+    trainers = []
+    for rank, device in enumerate(layout.trainers):
+        order = (f"--model={model_dir}", f"--engine={url}", f"--transport={transport}", f"--device={device}")
+        environment = {**place, "RANK": str(rank), "WORLD_SIZE": str(len(layout.trainers))}
+        command = [sys.executable, "-m", demo_trainer.__name__, *order]
+        trainers.append(Responder(f"trainer rank {rank}", command, environment, folder / f"trainer{rank}.log"))
+        cleanup.callback(trainers[-1].stop)
+    return trainers
+
+
+def _show_header(console: Console, layout: Layout, transport: str, layers: int, steps: int, url: str) -> None:
+    on_gpu = layout.trainers[0] != "cpu"
+    ranks = f"{len(layout.trainers)} rank{'s' if len(layout.trainers) > 1 else ''} ({', '.join(layout.trainers)})"
+    backend = "nccl" if on_gpu else "gloo"
+    print_line(console, f"trainer    {ranks}: Qwen3, {layers} layers, FSDP2 over {backend}, float32")
+    print_line(
+        console, f"engine     vLLM {processes.vllm_version()} ({layout.engine}), {url}, bfloat16, random weights"
+    )
+    print_line(console, f"transport  {transport}: {_WAYS[transport, on_gpu]}")
+    task = f"to count up; {steps} times: {demo_trainer.OPTIMIZER_STEPS} optimizer steps, then a push"
+    print_line(console, f"task       {task}\n\nstarting the trainers and the engine ...")
+
+
+def _show_push(console: Console, report: PushReport, loss: float, before: Answer, after: Answer) -> None:
+    times = format_seconds(report.total_s), format_seconds(report.pause_s)
+    print_line(console, _ROW.format(report.version, f"{loss:.2f}", format_bytes(report.nbytes), *times))
+    console.print(f"{'':>7} engine before  [dim]{_tokens(before)}[/dim]", highlight=False)
+    console.print(f"{'':>7} engine after   [bold green]{_tokens(after)}[/bold green]", highlight=False)
+
+
+def _show_proof(
+    console: Console, first: Sequence[Answer], pushed: Sequence[Answer], expected: Sequence[Answer]
+) -> bool:
+    rows: list[Any] = []
+    for prompt, one, other in zip(PROMPTS, pushed, expected, strict=True):
+        rows.append((" ".join(map(str, prompt)), "pushed", _tokens(one), ""))
+        rows.append(("", "cold", _tokens(other), f"{processes.difference([one], [other]):g}"))
+    print_table(console, ("prompt", "engine", "token ids, greedy", "max |Δ logp|"), rows, "<<<>")
+    gap = processes.difference(pushed, expected)
+    if processes.difference(first, pushed) == 0:
+        console.print("[bold red]FAIL[/bold red] the engine answers as it did before the first push")
+        return False
+    if gap != 0:
+        what = "other tokens" if gap == float("inf") else f"log-probabilities that differ by up to {gap:g}"
+        console.print(f"[bold red]FAIL[/bold red] the cold engine gives {what}: this is a bug; please report it")
+        return False
+    count = sum(len(answer.token_ids) for answer in pushed)
+    same = f"identical: {count} tokens of {len(PROMPTS)} prompts, same ids, same log-probabilities"
+    console.print(f"[bold green]PASS[/bold green] {same}", soft_wrap=True)
+    return True
+
+
+def _tokens(answer: Answer) -> str:
+    return " ".join(map(str, answer.token_ids))

@@ -1,0 +1,417 @@
+"""`weightsync doctor`: check what a push needs of a machine, one by one, then push to a live engine.
+
+Each check prints one line: pass, "FAIL" with what to do, or "skip" with the reason. With an engine the last three are
+pushes: its own weights (A), others (B), and A again, which must give its first answers exactly. A line "afterwards"
+says which weights a given engine was left with, when a check failed. A quantised engine that was pushed B is also
+compared with one that was started from B, and with an unquantised one, for users who need importance ratios.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import torch
+from rich.console import Console
+from rich.markup import escape
+from torch import nn
+
+from weightsync import __version__
+from weightsync.control.connection import Listener
+from weightsync.control.wire import POISONED, PROTOCOL
+from weightsync.engines import connect
+from weightsync.errors import ConfigError, EngineUnreachableError, PlacementError, WeightSyncError
+from weightsync.kernels.copies import BatchedCopy
+from weightsync.kernels.digest import digest
+from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES
+from weightsync.report import format_bytes
+from weightsync.sync import WeightSync
+from weightsync.tools import processes
+from weightsync.tools.processes import Answer, Responder, Server, generate
+from weightsync.transports.base import SLOTS
+from weightsync.transports.shared_handles import SHARED_MEMORY, export, open_exported
+
+_PROMPTS = ([5, 6, 7, 8], [40, 41], [100, 101, 102])
+_VLLM_VERSIONS = ((0, 25), (0, 33))
+"""The first and the last release that the plug-in works in."""
+_WEIGHTS = ("*.safetensors", "*.bin")
+_START_TIMEOUT_S = 300.0
+_CHILD_TIMEOUT_S = 60.0
+_PROBE_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line. `text` is what was found, what to do, or why the check was left out."""
+
+    status: str
+    check: str
+    text: str
+
+
+Findings = Iterator[Finding]
+
+
+def _found(check: str, good: bool, text: str, otherwise: str) -> Finding:
+    return Finding("pass", check, text) if good else Finding("FAIL", check, otherwise)
+
+
+def run(options: Namespace, console: Console) -> bool:
+    """Print every check's outcome, and return whether none failed. A given engine serves `--model` at the end.
+
+    Raise `ConfigError` for a call that cannot work, before anything is printed.
+    """
+    url, model_dir, transport = options.engine, options.model, options.transport
+    no_engine, quantization = options.no_engine, options.quantization
+    if (url is None) != (model_dir is None):
+        raise ConfigError("--engine and --model go together: the doctor pushes the weights of --model to --engine")
+    if url is not None and no_engine:
+        raise ConfigError("--engine and --no-engine exclude each other")
+    if quantization is not None and (url is not None or no_engine):
+        raise ConfigError("--quantization starts engines of the doctor's own: leave it out here")
+    checks: list[Callable[[], Findings]] = [_versions, _gpus, _shared_memory, _handles, _settings, _port, _plug_in]
+    if url is not None and model_dir is not None:
+        connect(url, _CHILD_TIMEOUT_S)  # refuses a wrong URL, and contacts no server
+        _check_checkpoint(model_dir)
+        checks.append(lambda: _given_engine(url, model_dir, transport))
+    elif no_engine:
+        checks.append(lambda: iter([Finding("skip", "engine", "--no-engine was given")]))
+    else:
+        checks.append(lambda: _own_engine(transport, quantization))
+    failed = 0
+    for check in checks:
+        for finding in check():
+            failed += finding.status == "FAIL"
+            colour = {"pass": "green", "FAIL": "bold red", "skip": "yellow"}[finding.status]
+            line = f"[{colour}]{finding.status}[/{colour}]  {finding.check:<22} {escape(finding.text)}"
+            console.print(line, soft_wrap=True, highlight=False)
+    console.print(f"\n{failed} check{'s' if failed != 1 else ''} failed" if failed else "\nall is well")
+    return failed == 0
+
+
+def _versions() -> Findings:
+    yield Finding("pass", "python", platform.python_version())
+    yield Finding("pass", "weightsync", f"{__version__}, wire protocol {PROTOCOL}: the engine's must be the same")
+    cuda = f", CUDA {torch.version.cuda}" if torch.version.cuda else ", for CPUs"
+    yield Finding("pass", "torch", torch.__version__ + cuda)
+    yield Finding("pass", "msgpack", ".".join(map(str, msgpack.version)))
+    transformers, vllm = processes.installed("transformers"), processes.vllm_version()
+    missing = "not installed here; vLLM brings it"
+    yield Finding("pass" if transformers else "skip", "transformers", transformers or missing)
+    if vllm is None:
+        yield Finding("skip", "vllm", "not installed here; it is needed where the engine runs")
+        return
+    (low, high), release = _VLLM_VERSIONS, tuple(int(part) for part in vllm.split(".")[:2])
+    known = f"{vllm}; weightsync works with {'.'.join(map(str, low))} to {'.'.join(map(str, high))}"
+    yield _found("vllm", low <= release <= high, vllm, known)
+
+
+def _gpus() -> Findings:
+    count = torch.cuda.device_count()
+    if count == 0:
+        yield Finding("skip", "GPUs", "none that torch can use")
+    for number in range(count):
+        properties = torch.cuda.get_device_properties(number)
+        yield Finding("pass", f"GPU {number}", f"{properties.name}, {format_bytes(properties.total_memory)}")
+    pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
+    apart = ", ".join(f"{a} and {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b))
+    if apart:
+        yield Finding("skip", "peer access", f"none between GPUs {apart}: no ipc between these, use broadcast")
+    elif pairs:
+        yield Finding("pass", "peer access", "between all GPUs")
+
+
+def _shared_memory() -> Findings:
+    try:
+        stat = os.statvfs(SHARED_MEMORY)
+    except OSError as error:
+        yield Finding("FAIL", SHARED_MEMORY, f"{error}; CPU tensors go through it over ipc: mount a tmpfs there")
+        return
+    free, wanted = stat.f_bavail * stat.f_frsize, SLOTS * DEFAULT_MAX_BYTES
+    text = f"{format_bytes(free)} free of {format_bytes(stat.f_blocks * stat.f_frsize)}"
+    what_to_do = "start the container with a larger --shm-size, or push with a smaller max_bytes"
+    too_little = f"{text}; each rank stages CPU tensors in up to {format_bytes(wanted)}: {what_to_do}"
+    yield _found(SHARED_MEMORY, free >= wanted, text, too_little)
+
+
+def _handles() -> Findings:
+    """Check that another process can read memory of this one, as the transport ipc does."""
+    yield _read_elsewhere(torch.device("cpu"), "shared memory")
+    if not torch.cuda.device_count():
+        yield Finding("skip", "CUDA IPC", "no GPU")
+        return
+    kernels = _kernels(torch.device("cuda", 0))
+    yield kernels
+    if kernels.status == "pass":
+        yield _read_elsewhere(torch.device("cuda", 0), "CUDA IPC")
+
+
+def _kernels(device: torch.device) -> Finding:
+    """Check weightsync's kernels, which are compiled where they are first used."""
+    source = torch.arange(_PROBE_ELEMENTS, dtype=torch.int32, device=device)
+    target = torch.zeros_like(source)
+    try:
+        BatchedCopy([(target, source, 0)]).run()
+        right = digest(target.view(torch.uint8)) == digest(source.view(torch.uint8).cpu())
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}; Triton, and a C compiler for it, must be installed"
+        return Finding("FAIL", "GPU kernels", text)
+    return _found("GPU kernels", right, "compiled, and right", "a copy by weightsync's kernel has other bytes")
+
+
+def _read_elsewhere(device: torch.device, check: str) -> Finding:
+    tensor = torch.arange(_PROBE_ELEMENTS, dtype=torch.int64, device=device)
+    with ExitStack() as cleanup:
+        folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-doctor-"))
+        child = Responder("the reading process", [sys.executable, "-m", __name__], {}, Path(folder) / "log")
+        cleanup.callback(child.stop)
+        try:
+            handle = msgpack.packb(export(tensor.untyped_storage()))
+            (answer,) = processes.ask([child], {"device": str(device), "handle": handle.hex()}, _CHILD_TIMEOUT_S)
+        except WeightSyncError as error:
+            return Finding("FAIL", check, str(error))
+    wrong = "another process maps this one's memory and finds other bytes in it"
+    return _found(check, answer["sum"] == int(tensor.sum()), "mapped and read by another process", wrong)
+
+
+def _read_for_parent() -> None:
+    """Map the memory that the order names, and answer with the sum of its numbers."""
+    orders, answers = processes.listen_for_orders()
+    order = json.loads(orders.readline())
+    try:
+        kind, fields = msgpack.unpackb(bytes.fromhex(order["handle"]))
+        data = open_exported(kind, fields, torch.device(order["device"]), "the doctor")
+        numbers = data[: _PROBE_ELEMENTS * 8].view(torch.int64)
+        answers.write(json.dumps({"sum": int(numbers.sum())}) + "\n")
+    except (PlacementError, RuntimeError) as error:
+        answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
+
+
+def _settings() -> Findings:
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    wrong = [name for name in names if "expandable_segments:true" in os.environ.get(name, "").lower()]
+    what_to_do = "CUDA IPC cannot export such memory; turn it off for the trainer, or use broadcast"
+    on = f"on, by {', '.join(wrong)}: {what_to_do}"
+    yield _found("expandable_segments", not wrong, "not set in the environment", on)
+    nccl = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
+    yield Finding("pass", "NCCL variables", ", ".join(nccl) or "none set")
+
+
+def _port() -> Findings:
+    listener = Listener()
+    try:
+        address = listener.listen("127.0.0.1")
+        socket.create_connection(address, timeout=5.0).close()
+        yield Finding("pass", "loopback port", f"opened and reached, such as {address[1]}")
+    except OSError as error:
+        text = f"{error}; engine workers connect to the trainer on a free TCP port"
+        yield Finding("FAIL", "loopback port", text)
+    finally:
+        listener.close()
+
+
+def _plug_in() -> Findings:
+    found = [e.value for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "weightsync"]
+    allowed = os.environ.get("VLLM_PLUGINS")
+    missing = "this Python has no entry point weightsync in vllm.general_plugins: install weightsync with pip"
+    if found and allowed is not None and "weightsync" not in [name.strip() for name in allowed.split(",")]:
+        found, missing = [], f"VLLM_PLUGINS={allowed} keeps it out: add weightsync to the list"
+    yield _found("vLLM plug-in", bool(found), "".join(found[:1]), missing)
+
+
+def _own_engine(transport: str, quantization: str | None) -> Findings:
+    if processes.vllm_version() is None or processes.installed("transformers") is None:
+        yield Finding("skip", "engine", "vLLM is not installed here; name a running one with --engine URL --model DIR")
+        return
+    from transformers.utils import logging as hf_logging
+
+    from weightsync.tools.bench.models import fill, make_trainer
+    from weightsync.tools.demo import lay_out
+
+    try:
+        layout = lay_out(torch.cuda.device_count(), transport)
+    except ConfigError as error:
+        yield Finding("skip", "engine", str(error))
+        return
+    with ExitStack() as cleanup:
+        hf_logging.disable_progress_bar()
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-doctor-")))
+        config, device = str(processes.tiny_model(folder / "config", layers=2)), torch.device(layout.trainers[0])
+        trainer: Any = make_trainer("plain", config, torch.bfloat16, device)
+        fill(trainer, "plain", "A", device)
+        trainer.save_pretrained(folder / "model")
+
+        def start(weights: str, scheme: str | None) -> Server:
+            options = {} if scheme is None else {"quantization": scheme}
+            log = folder / f"{weights}-{scheme}.log"
+            engine = Server(folder / weights, "auto", log, layout.engine_environment, options)
+            cleanup.callback(engine.stop)
+            engine.wait(_START_TIMEOUT_S)
+            return engine
+
+        try:
+            started = time.monotonic()
+            engine = start("model", quantization)
+            scheme = f" in {quantization}" if quantization else ""
+            seconds = time.monotonic() - started
+            yield Finding("pass", "engine", f"vLLM on {layout.engine}{scheme} answers after {seconds:.0f} s")
+            yield from _pushes(engine.url, trainer, transport, engine.generate(_PROMPTS))
+            if quantization is None:
+                return
+            _move_rows(trainer, "B")
+            trainer.save_pretrained(folder / "B")
+            with WeightSync("fsdp", transport, engine.url, progress=False) as sync:
+                sync.push(trainer)
+            pushed = generate(engine.url, _PROMPTS)
+            rollouts = [[*prompt, *answer.token_ids] for prompt, answer in zip(_PROMPTS, pushed, strict=True)]
+            quantised = processes.score(engine.url, rollouts)
+            engine.stop()  # two of them may not fit
+            cold = start("B", quantization)
+            ends = "answers {} as the one that B was pushed to"
+            yield _same("cold start", generate(cold.url, _PROMPTS), pushed, "an engine that was started from B", ends)
+            cold.stop()
+            yield _gap(quantised, processes.score(start("B", None).url, rollouts))
+        except WeightSyncError as error:
+            yield Finding("FAIL", "engine", str(error))
+
+
+def _gap(quantised: list[float], plain: list[float]) -> Finding:
+    gaps = [abs(a - b) for a, b in zip(quantised, plain, strict=True)]
+    sizes = f"by {sum(gaps) / len(gaps):.4f} on average and {max(gaps):.4f} at most"
+    text = f"log-probabilities of {len(gaps)} tokens differ from an unquantised engine's {sizes}, with random weights"
+    return Finding("pass", "rollout gap", text)
+
+
+def _check_checkpoint(model_dir: Path) -> None:
+    """Raise `ConfigError` where `model_dir` is no checkpoint that transformers could read."""
+    if processes.installed("transformers") is None:
+        raise ConfigError("--model is read with transformers, which is not installed: pip install transformers")
+    expected = "expected the folder of the checkpoint that the engine serves"
+    if not (model_dir / "config.json").is_file():
+        raise ConfigError(f"{model_dir} has no config.json; {expected}")
+    if not any(next(model_dir.glob(pattern), None) for pattern in _WEIGHTS):
+        raise ConfigError(f"{model_dir} has no weights (no {' and no '.join(_WEIGHTS)}); {expected}")
+
+
+def _given_engine(url: str, model_dir: Path, transport: str) -> Findings:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.disable_progress_bar()
+    try:
+        own = generate(url, _PROMPTS)
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
+    except EngineUnreachableError as error:
+        problem = Finding("FAIL", "engine", str(error))
+    except WeightSyncError as error:
+        problem = Finding("FAIL", "generate", f"the engine fails before any push; its log says why: {error}")
+    except Exception as error:  # of many kinds, by what is wrong with the files
+        text = f"transformers does not load {model_dir}: {type(error).__name__}: {error}"
+        problem = Finding("FAIL", "model", text)
+    else:
+        device = _roomiest(sum(p.numel() * p.element_size() for p in model.parameters()))
+        yield from _pushes(url, model.to(device), transport, own)
+        return
+    yield problem
+    yield Finding("skip", "afterwards", "nothing was pushed")
+
+
+def _roomiest(nbytes: int) -> torch.device:
+    """Return the GPU with the most free memory if a model of `nbytes` fits there, else the CPU."""
+    free = {number: torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count())}
+    number = max(free, key=lambda n: free[n], default=None)
+    return torch.device("cuda", number) if number is not None and free[number] > 1.2 * nbytes else torch.device("cpu")
+
+
+def _pushes(url: str, model: nn.Module, transport: str, own: list[Answer]) -> Findings:
+    """Push A, B and A. `own` are the engine's answers before.
+
+    Whatever fails, the last push that is tried has the engine serve A, unless no push has changed it.
+    """
+    served = pushing = "A"
+    try:
+        with WeightSync("fsdp", transport, url, progress=False) as sync:
+            report = sync.push(model)
+            start = generate(url, _PROMPTS)
+            pushed = f"{format_bytes(report.nbytes)} in {report.total_s:.2f} s"
+            yield _same("identity push", own, start, pushed, "and the engine gives {} its first answers")
+            pushing = _move_rows(model, "B")
+            sync.push(model)
+            served = "B"
+            same = "other weights were pushed, the answers are the same: please report it"
+            yield _found(
+                "A to B",
+                processes.difference(start, generate(url, _PROMPTS)) != 0,
+                "other weights, other answers",
+                same,
+            )
+            pushing = _move_rows(model, "A")
+            sync.push(model)
+            served = "A"
+            yield _same("B to A", start, generate(url, _PROMPTS), "the first weights again", "give {} their answers")
+        return
+    except WeightSyncError as error:
+        yield Finding("FAIL", "push", str(error))
+    if served == "A" and _is_whole(url, own):
+        yield Finding("pass", "afterwards", "no push was left half-way: the engine serves what it did before")
+        return
+    try:
+        if pushing == "B":
+            _move_rows(model, "A")
+        with WeightSync("fsdp", transport, url, progress=False) as sync:
+            sync.push(model)
+        yield Finding("pass", "afterwards", "the engine has been given the weights of --model again")
+    except WeightSyncError as error:
+        yield Finding("FAIL", "afterwards", f"the engine does not serve the weights of --model, restart it: {error}")
+
+
+def _is_whole(url: str, own: list[Answer]) -> bool:
+    """Return whether no push has failed half-way.
+
+    The engine says so. Where it has no version to say it with, it answers as before, which a paused one would not.
+    """
+    (engine,) = connect(url, _CHILD_TIMEOUT_S)
+    try:
+        version = engine.version()
+        return (
+            processes.difference(own, generate(url, _PROMPTS)) == 0
+            if version is None
+            else not version.startswith(POISONED)
+        )
+    except WeightSyncError:
+        return False
+
+
+def _same(check: str, expected: Sequence[Answer], found: Sequence[Answer], subject: str, predicate: str) -> Finding:
+    """Return a pass when the answers are equal. `predicate` has a place for "exactly" or "not"."""
+    gap = processes.difference(expected, found)
+    if gap == 0:
+        return Finding("pass", check, f"{subject} {predicate.format('exactly')}")
+    how = "other token ids" if gap == float("inf") else f"log-probabilities differ by up to {gap:g}"
+    return Finding("FAIL", check, f"{subject} {predicate.format('not')}: {how}; please report it")
+
+
+@torch.no_grad()
+def _move_rows(model: nn.Module, to: str) -> str:
+    """Turn weights A into B in place, or back, exactly: move the rows of every parameter in a ring. Return `to`."""
+    for parameter in model.parameters():
+        if parameter.dim() > 0:
+            parameter.copy_(parameter.roll(1 if to == "B" else -1, 0))
+    return to
+
+
+if __name__ == "__main__":
+    _read_for_parent()

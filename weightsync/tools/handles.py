@@ -1,0 +1,48 @@
+"""`weightsync handles`: print what an engine's handle file says, and check whether it still holds."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from math import prod
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from weightsync.errors import PlacementError
+from weightsync.planning.layout import itemsize
+from weightsync.report import format_bytes
+from weightsync.transports import handle_file
+
+
+def run(options: Namespace, console: Console) -> bool:
+    """Print the file, and return whether its engine lives and its parameters can be mapped.
+
+    GPU memory is not mapped here, since torch counts how often it is. Raise as `handle_file.find` and `read` do.
+    """
+    found = handle_file.read(handle_file.find(options.file))
+    console.print(f"{found.path}: {found.model}, tensor parallel {found.tp_degree}, {found.url or 'no server'}")
+    table = Table("worker", "process", "device", "GPU", "parameters", "bytes", "epoch")
+    for worker in found.workers:
+        rows = worker.ipc_handles.values()
+        nbytes = sum(prod(row["shape"]) * itemsize(row["dtype"].removeprefix("torch.")) for row in rows)
+        facts = [
+            worker.rank,
+            worker.pid,
+            worker.device,
+            worker.gpu_uuid,
+            len(rows),
+            format_bytes(nbytes),
+            worker.engine_instance,
+        ]
+        table.add_row(*map(str, facts))
+    console.print(table)
+    try:
+        handle_file.check(found)
+        on_cpu = [worker.rank for worker in found.workers if worker.device == "cpu"]
+        mapped = sum(len(handle_file.open_parameters(found, rank, torch.device("cpu"))) for rank in on_cpu)
+    except PlacementError as error:
+        console.print(str(error), style="bold red", markup=False, highlight=False, soft_wrap=True)
+        return False
+    console.print("its engine is alive" + (f", {mapped} parameters can be mapped" if on_cpu else ""))
+    return True

@@ -1,0 +1,299 @@
+"""`weightsync plan`: show what an engine would do with a trainer's tensors, from a config.json alone.
+
+The tensors are those of the Hugging Face model, the load plan is traced from vLLM's loader, and the buckets are those
+of a push. Layers that are alike are shown once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from argparse import Namespace
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from textwrap import shorten
+from typing import TYPE_CHECKING
+
+from weightsync.errors import ConfigError
+from weightsync.planning.bucketing import Bucket, open_bucketer
+from weightsync.planning.layout import (
+    Box,
+    LoadCopy,
+    Manifest,
+    TensorMeta,
+    connected,
+    fuse_groups,
+    row_major,
+    strided_boxes,
+)
+from weightsync.report import format_bytes
+from weightsync.tools import simulate
+from weightsync.tools.tables import print_line, print_table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from weightsync.vllm.plan_offline import WorkerPlan
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_SIZE = re.compile(r"[\d.]+[MBT]", re.IGNORECASE)
+_MOST_BUCKETS = 6
+_LONGEST_REASON = 300
+"""Characters of what transformers or vLLM say against a config.json; some list every model that there is."""
+
+
+def run(options: Namespace, console: Console) -> bool:
+    """Print the report, or a prediction, and return whether the tensors fill the engine's model.
+
+    A report loads vLLM and transformers. Raise `ConfigError` for what cannot be planned.
+    """
+    if options.simulate:
+        return _predict(options, console)
+    from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES
+
+    kind, max_bytes = options.bucketer or "module", options.max_bytes
+    bucketer = open_bucketer(kind, DEFAULT_MAX_BYTES if max_bytes is None and kind != "parameter" else max_bytes)
+    tp, everything = 1 if options.tp is None else options.tp, options.all
+    model_dir = _folder(options.model_dir)
+    if model_dir is None:
+        raise ConfigError(f"{options.model_dir} has no config.json; {_way_out(str(options.model_dir))}")
+    if tp < 1:
+        raise ConfigError(f"--tp {tp}: expected a number of workers, at least 1")
+    if "VLLM_LOGGING_LEVEL" not in os.environ:
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM warns before it has set up its own logging, too
+    try:
+        from pydantic import ValidationError
+
+        from weightsync.vllm.plan_offline import plan_workers
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error}; a plan needs vLLM and transformers: pip install 'weightsync[vllm]'") from error
+    architecture, offered = checkpoint_tensors(model_dir)
+    try:
+        workers = plan_workers(model_dir, offered, tp, options.dtype or "auto", expert_parallel=options.expert_parallel)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"vLLM refuses it: {shorten(reason, _LONGEST_REASON, placeholder=' ...')}") from error
+    manifest = _as_held(offered, workers)
+    groups = connected(
+        (name, (rank, number))
+        for rank, worker in enumerate(workers)
+        for number, names in enumerate(fuse_groups(worker.trace.copies))
+        for name in names
+    )
+    _line(console, f"[bold]{architecture}[/bold] in vLLM, over {tp} tensor parallel worker{'s' if tp > 1 else ''}")
+    _line(console, f"{len(manifest)} tensors, {format_bytes(manifest.nbytes)} in the dtypes that the engine holds")
+    for rank, worker in enumerate(workers if everything else workers[:1]):
+        _show_worker(console, worker, manifest, rank, tp, everything)
+    _show_groups(console, groups, everything)
+    _show_buckets(console, bucketer.bucket(manifest, groups), everything)
+    return _show_problems(console, workers)
+
+
+def _predict(options: Namespace, console: Console) -> bool:
+    """Print what a push takes in bfloat16 on each topology, also for a size such as "70B", and return True."""
+    in_topology = {"tp": f"tp={options.tp}", "max_bytes": "chunk_mib=N"}
+    for name in ("tp", "expert_parallel", "dtype", "bucketer", "max_bytes", "all"):
+        if (value := getattr(options, name)) is not None and value is not False:
+            way_out = f"put {in_topology[name]} into the topology" if name in in_topology else "leave it out"
+            raise ConfigError(f"--{name.replace('_', '-')} says nothing to --simulate: {way_out}")
+    parsed = [simulate.Topology.parse(text) for text in options.simulate]
+    model = str(options.model_dir)
+    if (model_dir := _folder(options.model_dir)) is not None:
+        nbytes = 2 * sum(prod(tensor.shape) for tensor in checkpoint_tensors(model_dir)[1])
+    elif _SIZE.fullmatch(model):
+        nbytes = simulate.bfloat16_bytes(model)
+    else:
+        raise ConfigError(f"{model} has no config.json, and is no size such as 70B or 1T; {_way_out(model)}")
+    print_line(console, f"{model}, {format_bytes(nbytes)} in bfloat16: predicted, not measured\n")
+    print_table(console, simulate.COLUMNS, simulate.rows(nbytes, parsed), ">>>>><>><")
+    return True
+
+
+def _folder(model: Path) -> Path | None:
+    """Return the folder of the config.json of `model`, which is that folder or that file. None: there is none."""
+    folder = model.parent if model.name == "config.json" else model
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _way_out(model: str) -> str:
+    """Return what a user can do about a `model` that is no folder with a config.json."""
+    if _SIZE.fullmatch(model):
+        return f"a size goes with --simulate: weightsync plan {model} --simulate hosts=1"
+    if _HUB_NAME.fullmatch(model) and not Path(model).exists():
+        folder = model.rpartition("/")[2]
+        return f"if it is the hub's, download it first: hf download {model} config.json --local-dir {folder}"
+    return "expected the folder of a Hugging Face model"
+
+
+def checkpoint_tensors(model_dir: Path) -> tuple[str, Manifest]:
+    """Return the class of the Hugging Face model of `model_dir`, and the tensors that a trainer of it sends.
+
+    Tied tensors come once. Nothing is allocated. Raises `ConfigError` when transformers makes no model of the
+    config.json.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from weightsync.selection import TensorSelection
+    from weightsync.sources.hf_checkpoint import saved_form
+
+    try:
+        config = AutoConfig.from_pretrained(model_dir)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # of many kinds, by what is wrong with it
+        reason = shorten(f"{type(error).__name__}: {error}", _LONGEST_REASON, placeholder=" ...")
+        raise ConfigError(f"transformers makes no model of {model_dir / 'config.json'}: {reason}") from error
+    tensors: dict[int, TensorMeta] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensors.setdefault(id(tensor), TensorMeta(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
+    saved = saved_form(model, list(tensors.values()), TensorSelection())
+    return type(model).__name__, Manifest(tuple(part.meta for parts in saved for part in parts.parts))
+
+
+def _as_held(manifest: Manifest, workers: Sequence[WorkerPlan]) -> Manifest:
+    """Return the manifest in the dtypes of the parameters that the tensors are copied into."""
+    held = {copy.name: worker.params[copy.param].dtype for worker in workers for copy in worker.trace.copies}
+    return Manifest(tuple(TensorMeta(t.name, t.shape, held.get(t.name, t.dtype)) for t in manifest))
+
+
+_Entry = tuple[str, tuple[tuple[str, str], ...]]
+"""One parameter of the engine, or several that are alike, with stars. Rows say which part, and what lands there."""
+
+
+def _show_worker(
+    console: Console, worker: WorkerPlan, manifest: Manifest, rank: int, tp: int, everything: bool
+) -> None:
+    copies: dict[str, list[LoadCopy]] = defaultdict(list)
+    for copy in worker.trace.copies:
+        copies[copy.param].append(copy)
+    names = list(dict.fromkeys((*copies, *worker.trace.computed)))
+    entries = Counter(_entry(name, copies[name], worker, manifest, fold=not everything) for name in names)
+    nbytes = sum(prod(copy.box.size) * worker.params[copy.param].itemsize for copy in worker.trace.copies)
+    size = f"{len(worker.trace.copies)} copies, {format_bytes(nbytes)}, into {len(names)} parameters"
+    alike = "" if everything else "; those that are alike are shown once"
+    _line(console, f"\n[bold]load plan of worker tp={rank}[/bold]: {size}{alike}")
+    for (head, rows), times in entries.items():
+        line = f"  {head}" + _times(times)
+        if len(rows) == 1 and not rows[0][0]:
+            _line(console, f"{line}  <- {_safe(rows[0][1])}")
+            continue
+        _line(console, line)
+        width = max(len(target) for target, _ in rows)
+        for target, text in rows:
+            _line(console, f"      {_safe(target.ljust(width))} <- {_safe(text)}")
+    if tp > 1 and not everything:
+        others = "worker tp=1 takes" if tp == 2 else f"workers tp=1 to tp={tp - 1} take"
+        _line(console, f"  {others} other regions of the same tensors: --all shows them")
+
+
+def _entry(name: str, copies: Sequence[LoadCopy], worker: WorkerPlan, manifest: Manifest, fold: bool) -> _Entry:
+    param = worker.params[name]
+    by_source: dict[str, list[LoadCopy]] = defaultdict(list)
+    for copy in copies:
+        by_source[_starred(copy.name) if fold else copy.name].append(copy)
+    rows: list[tuple[str, str]] = []
+    for source, parts in by_source.items():
+        targets = [box for copy in parts for box in _landing(copy, param.shape, param.stride)]
+        regions = {
+            _boxes([copy.box for copy in parts if copy.name == tensor], manifest[tensor].shape)
+            for tensor in dict.fromkeys(copy.name for copy in parts)
+        }
+        tensors = len({copy.name for copy in parts})
+        text = source + (regions.pop() if len(regions) == 1 else "[...]")
+        rows.append((_boxes(targets, param.shape), text + (f" of {tensors} tensors" if tensors > 1 else "")))
+    if name in worker.trace.computed:
+        rows.append(("", f"computed by the loader from {', '.join(worker.trace.computed[name])}"))
+    elif sum(copy.box.numel for copy in copies) < prod(param.shape):
+        constants = sorted({fill.value for fill in worker.trace.fills if fill.param == name})
+        rows.append(("the rest", f"constant {constants[0]:g}" if constants else "nothing"))
+    shape = _safe(f"[{', '.join(map(str, param.shape))}]")
+    return f"[bold]{_starred(name) if fold else name}[/bold]  {shape} {param.dtype}", tuple(rows)
+
+
+def _landing(copy: LoadCopy, shape: tuple[int, ...], stride: tuple[int, ...]) -> list[Box]:
+    """Return the region of the parameter that a copy fills."""
+    boxes = strided_boxes(shape, copy.offset, copy.box.size, copy.stride) if stride == row_major(shape) else None
+    return boxes if boxes is not None else [Box.full(shape)]
+
+
+def _boxes(boxes: Sequence[Box], shape: Sequence[int]) -> str:
+    """Return boxes of a tensor of `shape` as an index: that of the box around them all, if they fill it."""
+    start = tuple(map(min, zip(*(box.start for box in boxes), strict=True)))
+    end = tuple(map(max, zip(*(map(sum, zip(box.start, box.size, strict=True)) for box in boxes), strict=True)))
+    around = Box(start, tuple(b - a for a, b in zip(start, end, strict=True)))
+    if around == Box.full(shape) and sum(box.numel for box in boxes) == around.numel:
+        return ""
+    shards = "" if sum(box.numel for box in boxes) == around.numel else f" in {len(boxes)} pieces"
+    return f"{around}{shards}"
+
+
+def _show_groups(console: Console, groups: Sequence[Sequence[str]], everything: bool) -> None:
+    fused = [names for names in groups if len(names) > 1]
+    alone = len(groups) - len(fused)
+    _line(console, f"\n[bold]what fuses[/bold], and so is never torn apart: {len(fused)} groups; {alone} tensors alone")
+    shown = Counter(
+        (_braces(names if everything else list(dict.fromkeys(map(_starred, names)))), len(names)) for names in fused
+    )
+    for (text, size), times in shown.items():
+        _line(console, f"  {size} tensors  {text}" + _times(times))
+
+
+def _show_buckets(console: Console, buckets: Sequence[Bucket], everything: bool) -> None:
+    total = sum(bucket.nbytes for bucket in buckets)
+    _line(console, f"\n[bold]buckets[/bold]: {len(buckets)}, {format_bytes(total)}")
+    middle = 0 if everything else max(0, len(buckets) - _MOST_BUCKETS)
+    for number, bucket in enumerate(buckets):
+        if number == _MOST_BUCKETS - 1 and middle:
+            _line(console, f"  ... {middle} more: --all shows them")
+        if _MOST_BUCKETS - 1 <= number < _MOST_BUCKETS - 1 + middle:
+            continue
+        ends = bucket.names[0] if len(bucket.names) == 1 else f"{bucket.names[0]} to {bucket.names[-1]}"
+        count = f"{len(bucket.names)} tensor{'s' if len(bucket.names) > 1 else ''}"
+        _line(console, f"  {number:>4}  {format_bytes(bucket.nbytes):>9}  {count:>12}  {ends}")
+
+
+def _show_problems(console: Console, workers: Sequence[WorkerPlan]) -> bool:
+    problems: dict[str, None] = {}
+    for rank, worker in enumerate(workers):
+        problems |= dict.fromkeys(f"{name}: the engine has no place for it" for name in worker.trace.unknown)
+        problems |= dict.fromkeys(f"{name}: {reason}" for name, reason in worker.trace.refused.items())
+        problems |= dict.fromkeys(f"{name}: no tensor fills it (worker tp={rank})" for name in worker.missing)
+        problems |= dict.fromkeys(f"{name}: filled twice (worker tp={rank})" for name in worker.doubled)
+    if problems:
+        _line(console, f"\n[bold red]{len(problems)} problems[/bold red]: a push of these tensors would be refused")
+    for problem in problems:
+        _line(console, f"  {_safe(problem)}")
+    return not problems
+
+
+def _starred(name: str) -> str:
+    return _NUMBER.sub("*", name)
+
+
+def _braces(names: Sequence[str]) -> str:
+    """Return names that differ in one part as one: "layers.*.self_attn.{q_proj,k_proj,v_proj}.weight"."""
+    columns = list(zip(*(name.split(".") for name in names), strict=False))
+    different = [i for i, column in enumerate(columns) if len(set(column)) > 1]
+    if len({name.count(".") for name in names}) > 1 or len(different) > 1:
+        return ", ".join(names)
+    return ".".join(
+        f"{{{','.join(dict.fromkeys(column))}}}" if i in different else column[0] for i, column in enumerate(columns)
+    )
+
+
+def _times(number: int) -> str:
+    return f"  [cyan]x {number}[/cyan]" if number > 1 else ""
+
+
+def _safe(text: str) -> str:
+    """Return `text` with its square brackets as they stand, not as markup."""
+    return text.replace("[", "\\[")
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, highlight=False)

@@ -1,0 +1,194 @@
+"""Predict how long a push takes on machines that are not at hand. The module is pure: it runs nothing.
+
+`docs/scaling.md` explains each formula and constant. `S` is the bytes that travel, `R` the trainer's ranks, `W` the
+engines' workers, `E` the engines, `C` the bytes of a chunk.
+
+    ipc          S / tp / copying * max(here / device_copy, (1 - here) / peer_copy) + control
+    broadcast    busiest / link + C / link + control; `busiest` is the larger of S E / R and S / tp
+                 where E > R: S (R - 1) / R / link + S / link + C / link + control, through rank 0
+    checkpoint   max(S / file_write, H S / file_read) + C / file_read + control; `H` is the engines' hosts
+    control      fixed + (E - 1) engine_s + 4 (R - 1 + W) message_s
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from weightsync.errors import ConfigError
+from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES
+
+_COPYING = 0.93
+"""The share of the device's speed that the copies of a push reach."""
+_BY_ROWS = 2 / 3
+"""The share of a transformer's weights that tensor parallelism divides by rows, as FSDP and ZeRO divide all."""
+_MESSAGES = 4
+"""The messages between rank 0 and each participant: ranks look, go, done, commit; workers go, done, commit, answer."""
+COLUMNS = ("GPUs", "hosts", "ranks", "engines", "chunk", "transport", "push", "control", "longest part")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Hosts, what connects them, and who has which part. Speeds are GB/s of payload.
+
+    `ranks` of the trainer hold equal shards. `engines` of `tp` workers each hold the model. `cards` is the network
+    cards of a host; 0 stands for eight where a host has eight GPUs, and for one elsewhere.
+    """
+
+    hosts: int = 1
+    gpus_per_host: int = 8
+    cards: int = 0
+    ranks: int = 8
+    engines: int = 1
+    tp: int = 8
+    chunk_mib: int = DEFAULT_MAX_BYTES >> 20
+    gpu_memory_gb: float = 141
+    device_copy: float = 2140
+    peer_copy: float = 397
+    broadcast: float = 369
+    network: float = 50
+    file_write: float = 20
+    file_read: float = 40
+    fixed_s: float = 0.0038
+    fixed_ranks_s: float = 0.006
+    engine_s: float = 0.0033
+    message_s: float = 30e-6
+
+    @classmethod
+    def parse(cls, text: str) -> Topology:
+        """Return the topology of "hosts=16,ranks=64,engines=8,tp=8" and defaults. Raise `ConfigError` for others."""
+        kinds = {field.name: int if field.type == "int" else float for field in fields(cls)}
+        found: dict[str, Any] = {}
+        for part in filter(None, text.split(",")):
+            name, _, value = part.partition("=")
+            if name not in kinds:
+                raise ConfigError(f"a topology has no {name!r}; it has {', '.join(kinds)}")
+            try:
+                found[name] = kinds[name](value)
+            except ValueError:
+                raise ConfigError(f"{part!r}: expected {name}=NUMBER") from None
+            if not found[name] > 0:
+                raise ConfigError(f"{name}={found[name]}: expected a number above 0")
+        return cls(**found)
+
+    @property
+    def gpus(self) -> int:
+        return self.hosts * self.gpus_per_host
+
+    @property
+    def workers(self) -> int:
+        return self.engines * self.tp
+
+    def link(self, on_each: int) -> float:
+        """Return the GB/s of each of `on_each` ranks or workers that a host has, when all of them send or receive."""
+        if self.hosts == 1:
+            return self.broadcast
+        cards = self.cards or (8 if self.gpus_per_host == 8 else 1)
+        return self.network * min(1.0, cards / min(on_each, self.gpus_per_host))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The seconds of each part of one push. `impossible` says why there are none."""
+
+    transport: str
+    parts: dict[str, float]
+    impossible: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def longest(self) -> str:
+        return max(self.parts, key=lambda name: self.parts[name])
+
+
+def predict(nbytes: int, topology: Topology) -> list[Prediction]:
+    """Return one push of `nbytes` over each transport."""
+    formulas = {"ipc": _ipc, "broadcast": _broadcast, "checkpoint": _checkpoint}
+    found = []
+    for transport, formula in formulas.items():
+        impossible = _impossible(transport, nbytes, topology)
+        parts = {} if impossible else {**formula(nbytes, topology), "control": _control(topology)}
+        found.append(Prediction(transport, parts, impossible))
+    return found
+
+
+def _impossible(transport: str, nbytes: int, t: Topology) -> str | None:
+    if transport == "ipc" and t.hosts > 1:
+        return "ipc needs trainer and engine on one host"
+    for_engines = t.gpus - t.ranks if transport == "broadcast" else t.gpus
+    if t.ranks > t.gpus or t.workers > for_engines:
+        return f"{t.ranks} ranks and {t.workers} workers do not find a place on {t.gpus} GPUs"
+    shard_gb, share_gb = nbytes / t.ranks / 1e9, nbytes / t.tp / 1e9
+    shared = transport != "broadcast" and t.ranks + t.workers > t.gpus
+    needed_gb = shard_gb + share_gb if shared else max(shard_gb, share_gb)
+    return f"{needed_gb:.0f} GB of weights on a GPU of {t.gpu_memory_gb:g} GB" if needed_gb > t.gpu_memory_gb else None
+
+
+def _ipc(nbytes: int, t: Topology) -> dict[str, float]:
+    share = nbytes / t.tp
+    here = 1 / t.ranks if t.workers <= t.ranks else 0.0  # of the slowest worker
+    if t.ranks == t.tp == t.workers:
+        here = _BY_ROWS + (1 - _BY_ROWS) / t.ranks
+    near_s = share * here / (t.device_copy * 1e9 * _COPYING)
+    far_s = share * (1 - here) / (t.peer_copy * 1e9 * _COPYING)
+    return {"device copy" if near_s >= far_s else "peer copy": max(near_s, far_s)}
+
+
+def _broadcast(nbytes: int, t: Topology) -> dict[str, float]:
+    if t.engines > t.ranks:  # a rank would send more than the model, so rank 0 sends each byte to all at once
+        link = t.link(1) * 1e9
+        gathering = nbytes * (t.ranks - 1) / t.ranks / (link if t.hosts > 1 else t.peer_copy * 1e9)
+        return {"gathering to rank 0": gathering, "broadcast": nbytes / link, "first chunk": _chunk(t) / link}
+    sending, receiving = t.link(t.ranks) * 1e9, t.link(t.workers) * 1e9
+    sent_s, received_s = nbytes * t.engines / t.ranks / sending, nbytes / t.tp / receiving
+    return {
+        "sending to each worker": max(sent_s, received_s),
+        "first chunk": _chunk(t) / min(sending, receiving),
+    }
+
+
+def _checkpoint(nbytes: int, t: Topology) -> dict[str, float]:
+    hosts = min(t.hosts, math.ceil(t.workers / t.gpus_per_host))
+    writing, reading = nbytes / (t.file_write * 1e9), nbytes * hosts / (t.file_read * 1e9)
+    name = "writing files" if writing >= reading else "reading files"
+    return {name: max(writing, reading), "last chunk": _chunk(t) / (t.file_read * 1e9)}
+
+
+def _chunk(t: Topology) -> int:
+    return t.chunk_mib << 20
+
+
+def _control(t: Topology) -> float:
+    fixed = t.fixed_s if t.ranks == 1 else t.fixed_ranks_s
+    return fixed + (t.engines - 1) * t.engine_s + _MESSAGES * (t.ranks - 1 + t.workers) * t.message_s
+
+
+def bfloat16_bytes(text: str) -> int:
+    """Return the size of a model of so many parameters, given as "70B" or "1T". Raise `ConfigError` for others."""
+    scale = {"M": 10**6, "B": 10**9, "T": 10**12}
+    try:
+        return int(float(text[:-1]) * scale[text[-1:].upper()]) * 2
+    except (ValueError, KeyError):
+        raise ConfigError(f"{text!r} is no size of a model such as 70B or 1T") from None
+
+
+def rows(nbytes: int, topologies: Sequence[Topology]) -> list[tuple[str, ...]]:
+    """Return the cells of `COLUMNS` for each topology and transport."""
+    return [_row(t, found) for t in topologies for found in predict(nbytes, t)]
+
+
+def _row(t: Topology, found: Prediction) -> tuple[str, ...]:
+    place = (str(t.gpus), str(t.hosts), str(t.ranks), f"{t.engines} x TP={t.tp}", f"{t.chunk_mib} MiB", found.transport)
+    if found.impossible:
+        return *place, "-", "-", f"not possible: {found.impossible}"
+    share = found.parts[found.longest] / found.seconds
+    return *place, _time(found.seconds), _time(found.parts["control"]), f"{found.longest}, {share:.0%}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds < 0.1 else f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"

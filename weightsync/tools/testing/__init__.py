@@ -1,0 +1,13 @@
+"""One conformance suite for every weight source, transport and engine client, weightsync's own and those of plug-ins.
+
+Each check drives one implementation through what the rest of weightsync does with it. It raises `AssertionError` with
+the promise that was broken. The promises are in the docstrings of `weightsync.sources.base`,
+`weightsync.transports.base` and `weightsync.engines`. docs/extending.md shows how to call the checks. They need neither
+pytest nor vLLM.
+"""
+
+from weightsync.tools.testing.engines import check_dead_engine, check_engine
+from weightsync.tools.testing.sources import check_source
+from weightsync.tools.testing.transports import check_transport
+
+__all__ = ["check_dead_engine", "check_engine", "check_source", "check_transport"]

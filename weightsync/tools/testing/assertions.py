@@ -1,0 +1,58 @@
+"""What the checks have in common: a broken promise is an `AssertionError` in plain words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from weightsync.errors import PlacementError, SyncTimeoutError, WeightSyncError
+from weightsync.planning.layout import Box
+
+PROMPT_S = 10.0
+"""How soon a wait must end once there is a reason to."""
+_ERRORS = {"deadline": SyncTimeoutError, "abort": WeightSyncError, "news": PlacementError}
+
+
+def require(condition: bool, words: str) -> None:
+    """Raise `AssertionError` with these words unless the condition holds."""
+    if not condition:
+        raise AssertionError(words)
+
+
+def region(box: Box) -> tuple[slice, ...]:
+    """Return the index of a box in its tensor."""
+    return tuple(slice(start, start + size) for start, size in zip(box.start, box.size, strict=True))
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape, dtype and bytes."""
+    flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)]
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*flat)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name for a dtype, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def must_end(what: str, reason: str) -> Iterator[Callable[[], None]]:
+    """Require that a wait ends soon when there is a reason to. Where there is nothing to wait for it may return."""
+    started = time.monotonic()
+
+    def check() -> None:
+        if reason == "news" and time.monotonic() - started > 0.2:
+            raise PlacementError("bad news")
+
+    try:
+        yield check
+    except WeightSyncError as error:
+        expected = _ERRORS[reason]
+        require(isinstance(error, expected), f"{what} raised {error!r} after {reason}, expected {expected.__name__}")
+    except Exception as error:
+        raise AssertionError(f"{what} raised {error!r}, which is no WeightSyncError, after {reason}") from error
+    took_s = time.monotonic() - started
+    require(took_s < PROMPT_S, f"{what} went on for {took_s:.1f} s after {reason}")

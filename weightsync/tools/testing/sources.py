@@ -1,0 +1,148 @@
+"""The conformance check of weight sources."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from weightsync.control.ranks import Ranks, collective
+from weightsync.errors import ManifestError
+from weightsync.planning.layout import Box, Manifest, TensorMeta, coverage, merge_manifests
+from weightsync.planning.rows import pack_manifest, unpack_manifest
+from weightsync.selection import TensorSelection
+from weightsync.sources.base import Model, WeightSource
+from weightsync.tools.testing.assertions import dtype_name, region, require, same_bytes
+
+OpenSource: TypeAlias = Callable[[TensorSelection], WeightSource]
+
+
+def check_source(
+    open_source: OpenSource,
+    model: Model,
+    expected: Mapping[str, torch.Tensor],
+    *,
+    timeout_s: float = 60.0,
+) -> None:
+    """Check a trainer source. Collective where a default process group exists: every trainer rank calls this.
+
+    `model` is the trainer's model on this rank, or its chunks. `expected` has every tensor that a push delivers, whole,
+    under its checkpoint name, with the values and the dtype that the trainer holds. It is the same on every rank: a
+    pipeline stage knows its own tensors, and the ranks together must know all.
+
+    Raises the same `AssertionError` on all ranks.
+    """
+    ranks = Ranks(timeout_s)
+    try:
+        with collective(ranks):
+            view: list[Any] = []
+            try:
+                _check_own_shards(open_source, model, expected, view)
+                problem = None
+            except AssertionError as error:
+                problem = f"rank {ranks.rank}: {error}"
+            except Exception:
+                problem = f"rank {ranks.rank}: {traceback.format_exc()}"
+            views = ranks.gather([problem, view], "check")
+            problem = ranks.broadcast(_first_problem(views, expected) if ranks.rank == 0 else None, "check")
+    finally:
+        ranks.disconnect()
+    require(problem is None, str(problem))
+
+
+def _check_own_shards(
+    open_source: OpenSource, model: Model, expected: Mapping[str, torch.Tensor], view: list[Any]
+) -> None:
+    """Check what one rank can see on its own. Append its manifest and its boxes to `view`."""
+    source = open_source(TensorSelection())
+    manifest = source.manifest(model)
+    shards = source.shards(model)
+    source.gather(manifest.names)
+    view.append(pack_manifest(manifest))
+    view.append([[shard.meta.name, list(shard.box.start), list(shard.box.size)] for shard in shards])
+
+    extra = sorted(set(manifest.names) - set(expected))
+    require(not extra, f"the manifest has {extra}, which are not expected")
+    for meta in manifest:
+        want = expected[meta.name]
+        require(meta.shape == tuple(want.shape), f"{meta.name}: shape {meta.shape}, expected {tuple(want.shape)}")
+        require(
+            meta.dtype == dtype_name(want.dtype), f"{meta.name}: dtype {meta.dtype}, expected {dtype_name(want.dtype)}"
+        )
+    absent = sorted({shard.meta.name for shard in shards} - set(manifest.names))
+    require(not absent, f"the manifest lacks {absent}, of which there are shards")
+    place = {name: at for at, name in enumerate(manifest.names)}
+    order = [place[shard.meta.name] for shard in shards]
+    require(order == sorted(order), "shards are not in the manifest's order")
+    for shard in shards:
+        what = f"the shard {shard.box} of {shard.meta.name}"
+        require(shard.meta == manifest[shard.meta.name], f"{what}: its meta is not the manifest's")
+        require(Box.full(shard.meta.shape).intersect(shard.box) == shard.box, f"{what} is empty or reaches outside")
+        require(tuple(shard.tensor.shape) == shard.box.size, f"{what}: its tensor has shape {shard.tensor.shape}")
+        require(dtype_name(shard.tensor.dtype) == shard.meta.dtype, f"{what}: its tensor is {shard.tensor.dtype}")
+        require(shard.tensor.device.type in ("cpu", "cuda"), f"{what} is on {shard.tensor.device}")
+        require(not shard.tensor.requires_grad, f"{what} is not detached")
+        want = expected[shard.meta.name][region(shard.box)].to(shard.tensor.device)
+        values = shard.tensor if shard.compute is None else shard.compute()
+        require(same_bytes(values, want), f"{what} has other values than expected")
+
+    again = source.shards(model)
+    require(source.manifest(model) == manifest, "a second manifest of the same model differs")
+    require(
+        [(shard.tensor.data_ptr(), shard.tensor.stride()) for shard in shards]
+        == [(shard.tensor.data_ptr(), shard.tensor.stride()) for shard in again],
+        "shards are not views of the trainer's memory: a second call gives other addresses",
+    )
+
+    left_out = manifest.names[-1]  # the first are embeddings, which may be tied and then travel under another name
+    without = open_source(TensorSelection(exclude=(left_out,)))
+    if len(manifest) > 1:
+        found = without.manifest(model).names
+        require(found == manifest.names[:-1], f"exclude=({left_out!r},) leaves {found} in the manifest")
+        require(
+            all(shard.meta.name != left_out for shard in without.shards(model)),
+            f"there are shards of {left_out}, excluded",
+        )
+    try:
+        open_source(TensorSelection(exclude=("*",))).manifest(model)
+    except ManifestError:
+        return
+    raise AssertionError("with everything excluded there must be a ManifestError, not an empty manifest")
+
+
+def _first_problem(views: Sequence[Any], expected: Mapping[str, torch.Tensor]) -> str | None:
+    """Return what is wrong on any rank, or with what the ranks hold together."""
+    for problem, _ in views:
+        if problem is not None:
+            return str(problem)
+    manifests = [unpack_manifest(view[0]) for _, view in views]
+    for rank, manifest in enumerate(manifests):
+        if _common(manifest, manifests[0]) != _common(manifests[0], manifest):
+            return (
+                f"rank {rank} has another manifest than rank 0: names, order, shapes and dtypes of what both know must "
+                "be the same"
+            )
+    merged = merge_manifests(manifests)
+    if absent := sorted(set(expected) - set(merged.names)):
+        return f"the manifest lacks {absent}"
+    boxes: dict[str, set[Box]] = defaultdict(set)
+    for rank, (_, view) in enumerate(views):
+        times = Counter((name, Box(tuple(start), tuple(size))) for name, start, size in view[1])
+        for (name, box), count in times.items():
+            if count > 1:
+                return f"rank {rank} reports {name}{box} {count} times"
+            boxes[name].add(box)
+    for meta in merged:
+        missing, doubled = coverage(meta.shape, boxes[meta.name])
+        if missing:
+            return f"no rank holds {meta.name}{missing[0]}"
+        if doubled:
+            return f"ranks hold {meta.name}{doubled[0]} in boxes that overlap without being the same"
+    return None
+
+
+def _common(manifest: Manifest, other: Manifest) -> list[TensorMeta]:
+    return [meta for meta in manifest if meta.name in other]

@@ -1,0 +1,425 @@
+"""The conformance check of transports: real trainer ranks and engine workers, of which only the models are missing."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from weightsync.control.runtime import Deadline, boot_id, describe_device
+from weightsync.control.update import Update
+from weightsync.control.wire import MachineInfo
+from weightsync.errors import PlacementError
+from weightsync.kernels.digest import MASK, WHOLE, digest
+from weightsync.planning.layout import Box, Manifest, TensorMeta, coverage, itemsize
+from weightsync.planning.rows import Reads, pack_locations, unpack_locations
+from weightsync.planning.transfer_plan import Route, TransferPlan, make_chunks
+from weightsync.sources.base import TensorShard
+from weightsync.strategies.base import locate
+from weightsync.tools.testing.assertions import PROMPT_S, must_end, region, require, same_bytes
+from weightsync.tools.testing.runner import Mail, run_together
+from weightsync.transports.base import DIGEST_BYTES, LocalTensors, Run, Transport, TransportReceiver, strided
+from weightsync.transports.proof import Proof
+
+
+def check_transport(
+    make_transport: Callable[[], Transport],
+    open_receiver: Callable[[torch.device], TransportReceiver],
+    *,
+    rank_devices: Sequence[str] = ("cpu", "cpu"),
+    worker_devices: Sequence[str] = ("cpu", "cpu"),
+    wrong_pairings: Sequence[tuple[Sequence[MachineInfo], Sequence[MachineInfo]]] = (),
+    in_processes: bool = False,
+    timeout_s: float = 30.0,
+) -> None:
+    """Check a transport between as many trainer ranks (two at least) and engine workers as there are devices.
+
+    The ranks hold tensors of many dtypes in uneven shards, replicas and strided views. Some are in shared memory, some
+    are computed, some are frozen, one is larger than a chunk. Pushes follow each other with other contents, over plans
+    for workers that read everything or parts. In between, pushes are broken off: a deadline passes, the transport is
+    aborted, bad news comes. After each the same transport must serve a new plan.
+
+    `wrong_pairings` are (ranks, workers) that `Transport.route` must refuse. Every end runs in a thread, or with
+    `in_processes` in a process of its own, as GPUs need (no process can map its own memory by CUDA IPC). Both
+    functions must then be functions of a module. No wait lasts longer than `timeout_s`.
+    """
+    require(len(rank_devices) >= 2, "check_transport needs two trainer ranks at least")
+    transport = make_transport()
+    transport.abort()  # from any state: also when nothing has happened
+    for ranks, workers in wrong_pairings:
+        reads = [_reads(worker, len(workers), False) for worker in range(len(workers))]
+        try:
+            transport.route(ranks, workers, _MANIFEST, [], reads)
+        except PlacementError:
+            continue
+        raise AssertionError(f"route accepts the ranks {list(ranks)} with the workers {list(workers)}")
+    ends: list[Callable[[Mail], None]] = [
+        *(partial(_run_rank, make_transport, device) for device in rank_devices),
+        *(partial(_run_worker, open_receiver, device) for device in worker_devices),
+    ]
+    run_together(ends, len(rank_devices), in_processes, timeout_s)
+
+
+# What is delivered
+
+_DTYPES = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64"),
+    *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"),
+)
+_MAX_BYTES = 3 * 2**20
+"""Each rank's part of a full chunk is more than 1 MiB, so that a sample of it is other than all of it."""
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One tensor: the dtype that the trainer has, the one that travels, and which rank holds which box."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    wire: str
+    boxes: tuple[tuple[int, Box], ...]
+
+
+def _whole(shape: tuple[int, ...], *ranks: int) -> tuple[tuple[int, Box], ...]:
+    return tuple((rank, Box.full(shape)) for rank in ranks)
+
+
+_ROWS = ((0, Box((0, 0), (3, 3))), (1, Box((3, 0), (2, 3))))
+_COLUMNS = ((0, Box((0, 0), (4, 4))), (1, Box((0, 4), (4, 3))))
+_LONG = ((0, Box((0, 0), (1000, 1000))), (1, Box((1000, 0), (1001, 1000))))
+_TRIAL = {
+    tensor.name: tensor
+    for tensor in (
+        *(_Tensor(f"rows.{dtype}", (5, 3), dtype, dtype, _ROWS) for dtype in _DTYPES),
+        _Tensor("columns", (4, 7), "float32", "float32", _COLUMNS),
+        _Tensor("one_row", (1, 4), "float32", "float32", _whole((1, 4), 0)),
+        _Tensor("scalar", (), "float32", "float32", _whole((), 0, 1)),
+        _Tensor("replicated", (6,), "int64", "int64", _whole((6,), 0, 1)),
+        _Tensor("cast", (5, 3), "float32", "bfloat16", _ROWS),
+        _Tensor("long", (2001, 1000), "float32", "float32", _LONG),
+        _Tensor("long.computed", (2001, 1000), "float32", "bfloat16", _LONG),
+        _Tensor("rank1.only", (3, 2), "bfloat16", "bfloat16", _whole((3, 2), 1)),
+    )
+}
+_MANIFEST = Manifest(tuple(TensorMeta(tensor.name, tensor.shape, tensor.wire) for tensor in _TRIAL.values()))
+_FROZEN = frozenset({"rows.uint8", "rank1.only"})
+_COMPUTED = frozenset({"rows.float16", "columns", "cast", "long.computed"})
+_SHARED = frozenset({"rows.int32", "rows.float16", "replicated", "scalar"})
+"""In shared memory on a CPU, where a transport may map them."""
+
+
+@lru_cache(maxsize=64)
+def _values(name: str, contents: int) -> torch.Tensor:
+    """Return a tensor's values in the trainer's dtype: the same everywhere, others for other `contents`."""
+    tensor = _TRIAL[name]
+    draw = torch.Generator().manual_seed(zlib.crc32(f"{name} {contents}".encode()))
+    kind: torch.dtype = getattr(torch, tensor.dtype)
+    if kind.is_floating_point:
+        return torch.randn(tensor.shape, generator=draw).to(kind)
+    return torch.randint(0, 2 if kind == torch.bool else 100, tensor.shape, generator=draw).to(kind)
+
+
+def _reads(worker: int, workers: int, cut: bool) -> Reads:
+    """Return all of everything, or one share of the rows of what has rows enough."""
+    reads: dict[str, tuple[Box, ...]] = {}
+    for tensor in _TRIAL.values():
+        box = Box.full(tensor.shape)
+        if cut and tensor.shape and tensor.shape[0] >= workers:
+            first, last = (tensor.shape[0] * number // workers for number in (worker, worker + 1))
+            box = Box((first, *box.start[1:]), (last - first, *box.size[1:]))
+        reads[tensor.name] = (box,)
+    return reads
+
+
+# The trainer's end
+
+
+def _run_rank(make_transport: Callable[[], Transport], device: str, mail: Mail) -> None:
+    rank = _Rank(make_transport(), _use(device), mail)
+    try:
+        for cut in (False, True):
+            rank.connect(cut)
+            rank.push(1, WHOLE)
+            rank.push(2, 3)
+            rank.push(3, None)
+        for end, reason in _BREAKS:
+            rank.break_off(end, reason)
+            rank.connect(cut=end == "worker")
+            rank.push(4, WHOLE)
+            rank.push(5, WHOLE)
+        rank.order({"do": "end"})
+    finally:
+        rank.transport.abort()
+        rank.transport.abort()  # twice is as good as once
+
+
+class _Rank:
+    """A trainer rank. Rank 0 tells the workers what to do."""
+
+    def __init__(self, transport: Transport, device: torch.device, mail: Mail) -> None:
+        self.transport, self.device, self.mail = transport, device, mail
+        self.update = Update(mail, mail.timeout_s)
+        self.version = 0
+        self.breaking = False
+        self.gathered: set[str] = set()
+        self.had: set[str] = set()  # names that were gathered in this push
+        own = _introduce(f"trainer rank {mail.rank}", device)
+        self.ranks = [MachineInfo(*row) for row in mail.gather(own, "plan")]
+        self.workers = [MachineInfo(*mail.receive(end)) for end in mail.workers] if mail.rank == 0 else []
+
+    def order(self, *orders: dict[str, Any]) -> None:
+        """Rank 0: tell the workers, each its own order or all the same one."""
+        if self.mail.rank == 0:
+            for at, end in enumerate(self.mail.workers):
+                self.mail.send(end, orders[at % len(orders)])
+
+    def hear(self) -> None:
+        """Wait until every rank is here, and every worker has done what it was told."""
+        self.mail.gather(None, "done")
+        if self.mail.rank == 0:
+            for end in self.mail.workers:
+                self.mail.receive(end)
+        self.mail.broadcast(None, "done")
+
+    def connect(self, cut: bool) -> None:
+        transport, mail = self.transport, self.mail
+        self.held = _hold(mail.rank, self.device)
+        shards = []
+        for tensor, box, view in self.held:
+            meta = TensorMeta(tensor.name, tensor.shape, tensor.dtype)
+            computed = tensor.name in _COMPUTED
+            lies = torch.zeros_like(view) if computed else view
+            shards.append(
+                TensorShard(meta, box, lies, True, partial(self.compute, tensor.name, view) if computed else None)
+            )
+        tensors = LocalTensors(locate(shards, mail.rank), self.gather)
+        unmapped = sorted({location.name for location, each in tensors.at.items() if not transport.can_map(each)})
+        everyone = mail.gather([pack_locations(tensors.at), unmapped], "plan")
+        packed = self.compile(everyone, cut).pack() if mail.rank == 0 else None
+        self.plan = TransferPlan.unpack(mail.broadcast(packed, "plan"))
+        self.pushes = 0
+        endpoints = transport.prepare(self.plan, tensors, self.update)
+        self.version = max(self.version, transport.newest_version)
+        in_place = [[*astuple(run)] for run in transport.in_place()]
+        rows = mail.gather([[each.storages for each in endpoints], in_place], "connect")
+        self.order(
+            *(
+                {
+                    "do": "connect",
+                    "storages": [row for storages, _ in rows for row in storages[at]],
+                    "in_place": [row for _, those in rows for row in those],
+                    "arrivals": [[pack_locations(a.locations), [*map(astuple, a.runs)]] for a in endpoint.arrivals],
+                    "staged": [not chunk.in_place for chunk in self.plan.chunks],
+                    "cut": [at, len(endpoints), cut],
+                    "fields": endpoint.fields,
+                }
+                for at, endpoint in enumerate(endpoints if mail.rank == 0 else [])
+            )
+        )
+        transport.connect(self.update.deadline())
+        self.hear()
+
+    def compile(self, everyone: Sequence[Any], cut: bool) -> TransferPlan:
+        locations = [location for rows, _ in everyone for location in unpack_locations(rows)]
+        reads = tuple(_reads(worker, len(self.workers), cut) for worker in range(len(self.workers)))
+        route = self.transport.route(self.ranks, self.workers, _MANIFEST, locations, reads)
+        in_place = frozenset(_TRIAL).difference(*(names for _, names in everyone))
+        frozen = _FROZEN if self.transport.keeps_frozen else frozenset()
+        changing = [name for name in _TRIAL if name not in frozen]
+        buckets = [*(changing[at : at + 4] for at in range(0, len(changing), 4)), *([name] for name in frozen)]
+        in_place = in_place if route is Route.IN_PLACE else frozenset()
+        chunks = make_chunks(_MANIFEST, route, buckets, frozen, in_place, locations, reads, _MAX_BYTES, {})
+        return TransferPlan(_MANIFEST, route, chunks, reads, self.mail.host, {})
+
+    def gather(self, names: Sequence[str]) -> None:
+        """Stand for what ranks fetch from each other together: all must ask for the same, once in a push."""
+        if not self.breaking:  # or a rank whose wait has ended would keep the others here
+            require(self.mail.broadcast(list(names), "gather") == list(names), "ranks gather different names")
+        require(not self.had.intersection(names), f"{self.had.intersection(names)} are gathered twice in a push")
+        self.had.update(names)
+        self.gathered = set(names)
+
+    def compute(self, name: str, view: torch.Tensor) -> torch.Tensor:
+        require(name in self.gathered, f"{name} is computed without being gathered last, or twice in a push")
+        self.gathered.remove(name)
+        return view.clone()
+
+    def push(self, contents: int, sample: int | None) -> None:
+        for tensor, box, view in self.held:
+            view.copy_(_values(tensor.name, contents)[region(box)])
+        self.had.clear()
+        self.version += 1
+        digests = self.look(self.pushes if sample is not None else None)
+        due = [*self.plan.due(first=self.pushes == 0)]
+        told = {"do": "push", "due": due, "sample": sample, "contents": contents}
+        self.order({**told, "place_sample": self.pushes, "digests": digests})
+        self.transport.send(due, sample, self.update)
+        self.hear()
+        if self.mail.rank == 0:
+            self.transport.complete(self.version)
+        self.mail.broadcast(None, "commit")
+        self.pushes += 1
+
+    def look(self, sample: int | None) -> list[int]:
+        """Let every rank look, before any sends."""
+        digests = self.mail.gather(self.transport.look(sample), "look")
+        self.mail.broadcast(None, "look")
+        return digests
+
+    def break_off(self, end: str, reason: str) -> None:
+        """Let one end of a push wait for another that does nothing."""
+        due = [*self.plan.due(first=False)]
+        self.breaking = True
+        self.look(WHOLE)
+        if end == "worker":
+            self.order({"do": "wait", "due": due, "reason": reason})
+        else:
+            update = Update(self.mail, _SHORT_S if reason == "deadline" else 2 * PROMPT_S)
+            abort = threading.Timer(0.3, self.transport.abort)
+            with must_end("send", reason) as check:
+                update.check = check
+                self.had.clear()
+                if reason == "abort":
+                    abort.start()
+                self.transport.send(due, WHOLE, update)
+            if reason == "abort":
+                abort.join()
+            self.mail.gather(None, "done")  # until then workers stay, or their leaving would be what ends a wait
+            self.order({"do": "leave"})
+        self.hear()
+        self.transport.abort()
+        self.breaking = False
+
+
+def _hold(rank: int, device: torch.device) -> list[tuple[_Tensor, Box, torch.Tensor]]:
+    """Allocate what a rank holds. Of each dtype the first lies within a larger storage, others are transposed."""
+    seen: set[str] = set()
+    held = []
+    for tensor, box in [(t, box) for t in _TRIAL.values() for holder, box in t.boxes if holder == rank]:
+        kind: torch.dtype = getattr(torch, tensor.dtype)
+        storage = torch.zeros(box.numel + 5, dtype=kind, device=device)
+        if tensor.name in _SHARED and not storage.is_cuda:
+            storage.share_memory_()
+        within = storage[3 : 3 + box.numel]
+        transposed = within.view(box.size[::-1]).permute(list(range(len(box.size)))[::-1])
+        held.append((tensor, box, transposed if tensor.dtype in seen else within.view(box.size)))
+        seen.add(tensor.dtype)
+    return held
+
+
+# The worker's end
+
+
+def _run_worker(open_receiver: Callable[[torch.device], TransportReceiver], device: str, mail: Mail) -> None:
+    where = _use(device)
+    mail.send(0, _introduce("a worker", where))
+    worker = _Worker(partial(open_receiver, where), mail)
+    try:
+        while (order := mail.receive(0))["do"] != "end":
+            getattr(worker, order["do"])(order)
+            mail.send(0, "done")
+    finally:
+        worker.leave({})
+
+
+class _Worker:
+    """An engine worker: does what rank 0 says, and compares what it reads with what the trainer has."""
+
+    def __init__(self, open_receiver: Callable[[], TransportReceiver], mail: Mail) -> None:
+        self.open_receiver, self.mail = open_receiver, mail
+        self.source: TransportReceiver | None = None
+
+    def connect(self, order: dict[str, Any]) -> None:
+        self.source = source = self.source or self.open_receiver()
+        source.connect(order["storages"], order["fields"], self.mail.wait, Deadline(self.mail.timeout_s))
+        self.chunks = [(unpack_locations(rows), [Run(*row) for row in runs]) for rows, runs in order["arrivals"]]
+        in_place = [Run(*row) for row in order["in_place"]]
+        self.places = {run.rank: Proof([self.bytes_of(r) for r in in_place if r.rank == run.rank]) for run in in_place}
+        for (locations, runs), staged in zip(self.chunks, order["staged"], strict=True):
+            for p in locations if staged else ():
+                first = p.offset * itemsize(p.dtype)
+                own = [r for r in runs if (r.rank, r.storage) == (p.rank, p.storage)]
+                inside = any(r.first <= first < r.first + r.nbytes for r in own)
+                require(inside, f"{p.name}{p.box} arrives outside of the runs that have digests")
+        for name, (wanted,) in _reads(*order["cut"]).items():
+            boxes = {p.box for locations, _ in self.chunks for p in locations if p.name == name}
+            missing, doubled = coverage(_TRIAL[name].shape, boxes)
+            lacks = [box for box in missing if wanted.intersect(box) is not None]
+            require(not lacks, f"no chunk brings {name}{lacks[:1]}")
+            require(not doubled, f"{name}{doubled[:1]} comes in boxes that overlap without being the same")
+
+    def bytes_of(self, run: Run, behind: int = 0) -> torch.Tensor:
+        assert self.source is not None
+        return self.source.storage(run.rank, run.storage)[run.first :][: run.nbytes + behind]
+
+    def push(self, order: dict[str, Any]) -> None:
+        assert self.source is not None
+        sample, came = order["sample"], []
+        for number in self.source.chunks(order["due"], self.mail.wait, lambda: Deadline(self.mail.timeout_s)):
+            came.append(number)
+            locations, runs = self.chunks[number]
+            for run in runs if sample is not None else ():
+                sent = int.from_bytes(bytes(self.bytes_of(run, DIGEST_BYTES)[run.nbytes :].tolist()), "little")
+                found = digest(self.bytes_of(run).clone(), sample)
+                require(
+                    found == sent & MASK, f"{run} of chunk {number} arrived with another digest than it was sent with"
+                )
+            for p in locations:
+                wire: torch.dtype = getattr(torch, _TRIAL[p.name].wire)
+                data = self.source.storage(p.rank, p.storage)
+                found_values = strided(data, p.dtype, p.offset, p.box.size, p.stride).to(wire)
+                expected = _values(p.name, order["contents"]).to(wire)[region(p.box)]
+                require(
+                    same_bytes(found_values.cpu(), expected),
+                    f"chunk {number} brings other values of {p.name}{p.box} than trainer rank {p.rank} has, as "
+                    f"{p.dtype} at element {p.offset} of storage {p.storage}",
+                )
+        require(came == order["due"], f"chunks {came} came, expected {order['due']}")
+        for rank, proof in self.places.items() if sample is not None else ():
+            found = proof.of(order["place_sample"])
+            require(found == order["digests"][rank], f"what is mapped of rank {rank} has another digest than it found")
+
+    def wait(self, order: dict[str, Any]) -> None:
+        assert self.source is not None
+        timeout_s = _SHORT_S if order["reason"] == "deadline" else 2 * PROMPT_S
+        with must_end("chunks", order["reason"]) as check:
+
+            def wait(seconds: float) -> None:
+                self.mail.wait(seconds)
+                check()
+
+            for _ in self.source.chunks(order["due"], wait, lambda: Deadline(timeout_s)):
+                continue
+        self.leave({})
+
+    def leave(self, order: dict[str, Any]) -> None:
+        if self.source is not None:
+            self.source.close()
+            self.source.close()  # twice is as good as once
+            self.source = None
+
+
+# Waits that nobody answers
+
+_SHORT_S = 1.0
+_BREAKS = (
+    *(("rank", reason) for reason in ("deadline", "abort", "news")),
+    *(("worker", reason) for reason in ("deadline", "news")),
+)
+
+
+def _use(name: str) -> torch.device:
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _introduce(peer: str, device: torch.device) -> list[str]:
+    return [peer, *describe_device(device), boot_id()]

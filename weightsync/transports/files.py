@@ -1,0 +1,298 @@
+"""Versions of a checkpoint in a folder that trainer and engines see: written by the ranks, loaded into live engines.
+
+    folder/.lock                    held by the trainer that writes here
+    folder/.incoming-3f2a/rank-0    what rank 0 has written: one digest for each chunk
+    folder/.incoming-3f2a/1/        the first push of this connection, while it is under way
+    folder/version-00000007/        complete
+
+Every rank writes its part of each chunk where it belongs in the safetensors files. When it is on the disk, the rank
+appends the digest of it to its own file. A worker reads a chunk once every rank that has a part of it has done so. When
+all workers have loaded all chunks, the folder gets its name. No name is used twice, and a rank's file is there before
+anybody looks for it, because network file systems remember names.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightsync.checkpoint.files import (
+    append,
+    check_seen,
+    check_whole,
+    create,
+    lock,
+    memory_of,
+    prune,
+    publish,
+    unlock,
+    version_name,
+    versions,
+    write,
+)
+from weightsync.checkpoint.safetensors import lay_out, runs
+from weightsync.checkpoint.sidecars import files_beside
+from weightsync.control.runtime import Deadline
+from weightsync.control.update import Update
+from weightsync.control.wire import MachineInfo
+from weightsync.errors import ConfigError, PlacementError, SyncTimeoutError, WeightSyncError
+from weightsync.planning.layout import Box, Manifest, ShardLocation, itemsize
+from weightsync.planning.rows import Reads
+from weightsync.planning.transfer_plan import Route, TransferPlan
+from weightsync.transports import staging
+from weightsync.transports.base import (
+    DIGEST_BYTES,
+    Endpoint,
+    LocalTensors,
+    Transport,
+    TransportReceiver,
+    Wait,
+    align,
+    strided,
+)
+from weightsync.transports.staging import Bundle, Packer, by_rank, endpoint, slot_bytes, wait_until
+
+_SLOT = 0
+_LOCK = ".lock"
+_INCOMING = ".incoming-"
+_READ_BYTES = 64 * 2**20
+"""Read at once, between looks for bad news."""
+
+
+class FilesTransport(Transport):
+    """The trainer's end of `CheckpointTransport(folder)`, which says what the arguments are."""
+
+    name = "checkpoint"
+    keeps_frozen = False
+
+    def __init__(
+        self,
+        folder: Path,
+        keep_last: int,
+        max_shard_bytes: int,
+        saved_beside: Sequence[Any],
+    ) -> None:
+        self._folder, self._keep_last = folder, keep_last
+        self._max_shard_bytes, self._saved_beside = max_shard_bytes, saved_beside
+        self._lock: int | None = None
+        self._incoming: Path | None = None
+        self._packer: Packer | None = None
+
+    def route(
+        self,
+        ranks: Sequence[MachineInfo],
+        workers: Sequence[MachineInfo],
+        manifest: Manifest,
+        locations: Sequence[ShardLocation],
+        reads: Sequence[Reads],
+    ) -> Route:
+        check_whole(manifest, locations)
+        return Route.ALL  # any worker that sees the folder is reached, and it looks when it connects
+
+    def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
+        ranks = self._ranks = update.ranks
+        travelling = (name for chunk in plan.chunks for name in chunk.names)
+        order = dict.fromkeys([*travelling, *plan.manifest.names])  # tensors without elements are in no chunk
+        self._shards = lay_out(plan.manifest, [(name,) for name in order], self._max_shard_bytes)
+        own = [[piece for piece in chunk.pieces if piece.rank == ranks.rank] for chunk in plan.chunks]
+        self._mine = [staging.lay_out(plan.manifest, {0: pieces}, _SLOT) for pieces in own]
+        self._slot = torch.empty(slot_bytes(self._mine), dtype=torch.uint8)
+        self._packer = Packer(plan, tensors, self._mine, {_SLOT: self._slot})
+        self._beside: dict[str, bytes] = {}
+        opened = None
+        if ranks.rank == 0:
+            self._beside = files_beside(self._saved_beside, plan.manifest)
+            opened = self._open(ranks.size)
+        incoming, self.newest_version = ranks.broadcast(opened, "connect")
+        check_seen(Path(incoming), f"trainer rank {ranks.rank}")
+        self._incoming, self._pushes, self._created = Path(incoming), 0, 0
+        if ranks.rank:
+            return [Endpoint() for _ in plan.reads]
+        layout = [staging.lay_out(plan.manifest, by_rank(chunk.pieces), _SLOT) for chunk in plan.chunks]
+        pieces = [[self._describe(plan.manifest, each) for each in those.values()] for those in layout]
+        return [endpoint(layout, [], incoming=incoming, pieces=pieces) for _ in plan.reads]
+
+    def _open(self, ranks: int) -> tuple[str, int]:
+        """Take the folder, on rank 0. Return where pushes of this connection are written, and the newest version."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if self._lock is None:
+                self._lock = lock(self._folder / _LOCK)
+            if self._lock is None:
+                raise ConfigError(
+                    f"another trainer writes checkpoints to {self._folder}: close its WeightSync first, or use another "
+                    "folder"
+                )
+            for left in self._folder.glob(f"{_INCOMING}*"):  # by a trainer that was killed, or our last connection
+                shutil.rmtree(left)
+            incoming = self._folder / f"{_INCOMING}{secrets.token_hex(4)}"
+            incoming.mkdir()
+            for rank in range(ranks):
+                _progress(incoming, rank).touch()
+            return str(incoming), max(versions(self._folder), default=0)
+        except OSError as error:
+            raise PlacementError(f"cannot write checkpoints to {self._folder}: {error}") from error
+
+    def _describe(self, manifest: Manifest, bundle: Bundle) -> list[Any]:
+        """Return what a worker needs to find each piece of a bundle."""
+        rows = []
+        for place in bundle.places:
+            size, shape = itemsize(place.dtype), manifest[place.name].shape
+            file, first = self._shards.file_of[place.name], self._shards.in_file[place.name]
+            rows.append([file, first, shape, place.box.start, place.box.size, size, place.offset * size])
+        return rows
+
+    def look(self, sample: int | None) -> int:
+        if self._ranks.rank == 0 and self._created == self._pushes:  # for the push that has not begun
+            create(self._folder_of(self._pushes + 1), self._shards, self._beside)
+            self._created += 1
+        return 0
+
+    def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
+        self._pushes += 1
+        ranks, folder = self._ranks, self._folder_of(self._pushes)
+        for number in chunks:
+            if (packer := self._packer) is None:
+                raise WeightSyncError("the transport was closed while it was sending")
+            for bundle in self._mine[number].values():
+                bundle.clear_gaps(self._slot)
+            packer.fill(number, sample)
+            digest = bytes(DIGEST_BYTES)
+            for bundle in self._mine[number].values():
+                regions = ((p, strided(self._slot, p.dtype, p.offset, p.box.size, p.stride)) for p in bundle.places)
+                write(folder, self._shards, regions)
+                if sample is not None:
+                    digest = bytes(memory_of(self._slot[bundle.end - DIGEST_BYTES : bundle.end]))
+            append(_progress(folder.parent, ranks.rank), digest)
+            update.wait(0.0)
+
+    def _folder_of(self, push: int) -> Path:
+        if self._incoming is None:
+            raise WeightSyncError("the folder of checkpoints is closed")
+        return self._incoming / str(push)
+
+    def complete(self, version: int) -> None:
+        publish(self._folder_of(self._pushes), self._folder / version_name(version))
+        prune(self._folder, self._keep_last)
+
+    def abort(self) -> None:
+        if self._lock is not None:  # rank 0
+            if self._incoming is not None:
+                shutil.rmtree(self._incoming, ignore_errors=True)
+            unlock(self._lock)
+        self._lock = self._incoming = self._packer = None
+
+
+class FilesReceiver(TransportReceiver):
+    """The worker's end: a slot for one chunk on the engine's device, filled by way of pinned memory on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._slot = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._read_into = torch.empty(0, dtype=torch.uint8)
+        self._memory = memoryview(b"")
+
+    def connect(self, storages: list[list[Any]], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
+        self._incoming = Path(fields["incoming"])
+        check_seen(self._incoming, "this engine worker")
+        self._runs: list[list[list[int]]] = fields["runs"]
+        self._pieces: list[list[list[Any]]] = fields["pieces"]  # of each chunk, of each of its runs
+        self._pushes = self._seen = 0
+        if self._slot.numel() != fields["slot_bytes"]:
+            self._forget()  # before there are others
+            on_gpu = self.device.type == "cuda"
+            self._read_into = torch.empty(fields["slot_bytes"], dtype=torch.uint8, pin_memory=on_gpu)
+            self._slot = torch.empty_like(self._read_into, device=self.device) if on_gpu else self._read_into
+            self._memory = memory_of(self._read_into)
+
+    def storage(self, rank: int, storage: int) -> torch.Tensor:
+        return self._slot
+
+    def chunks(self, numbers: Sequence[int], wait: Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
+        self._pushes += 1
+        for number in numbers:
+            self._seen += 1
+            runs = self._runs[number]
+            ranks = [rank for rank, _, _ in runs]
+            wait_until(partial(self._late, ranks), "write a chunk", wait, deadline())
+            for (rank, _, end), pieces in zip(runs, self._pieces[number], strict=True):
+                self._read(pieces, wait, deadline())
+                with _reading(_progress(self._incoming, rank)) as fd:
+                    _read_at(fd, self._memory[end - DIGEST_BYTES : end], (self._seen - 1) * DIGEST_BYTES)
+            if self._slot is not self._read_into:
+                last = max(end for _, _, end in runs)
+                self._slot[:last].copy_(self._read_into[:last])
+            yield number
+
+    def _late(self, ranks: Sequence[int]) -> list[str]:
+        late = []
+        for rank in ranks:
+            # Opened anew each time: only then does a network file system look for what others have written.
+            with _reading(_progress(self._incoming, rank)) as fd:
+                if os.fstat(fd).st_size < self._seen * DIGEST_BYTES:
+                    late.append(f"trainer rank {rank}")
+        return late
+
+    def _read(self, pieces: Sequence[list[Any]], wait: Wait, deadline: Deadline) -> None:
+        """Read one rank's pieces, and clear what lies between them, as the rank has before it made the digest."""
+        for name, first_byte, shape, start, size, itembytes, first in pieces:
+            with _reading(self._incoming / str(self._pushes) / name) as fd:
+                length, starts = runs(shape, Box(tuple(start), tuple(size)))
+                nbytes = length * itembytes
+                for count, begin in enumerate(starts):
+                    at, done = first + count * nbytes, 0
+                    while done < nbytes:
+                        part = self._memory[at + done : at + min(nbytes, done + _READ_BYTES)]
+                        done += _read_at(fd, part, first_byte + begin * itembytes + done)
+                        if deadline.passed():
+                            raise SyncTimeoutError(
+                                f"a chunk was not read within {deadline.timeout_s:g} s",
+                                phase="transfer",
+                                waiting_for=["the disk"],
+                            )
+            wait(0.0)
+            last = first + nbytes * len(starts)
+            self._read_into[last : align(last)].zero_()
+
+    def close(self) -> None:
+        self._forget()
+
+
+def _progress(incoming: Path, rank: int) -> Path:
+    return incoming / f"rank-{rank}"
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[int]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise PlacementError(f"cannot read {path}: {error}") from error
+
+
+def _read_at(fd: int, memory: memoryview, at: int) -> int:
+    if not (done := os.preadv(fd, [memory], at)):
+        raise PlacementError(f"a file of the checkpoint ends at byte {at}, where {len(memory)} more belong")
+    return done
+
+
+def _without_folder(name: str) -> Transport:
+    raise ConfigError(f"transport={name!r} needs a folder: pass transport=CheckpointTransport(folder), from weightsync")
+
+
+ENDS = _without_folder, FilesReceiver

@@ -1,0 +1,270 @@
+"""How chunks lie in slots while they travel, how a rank fills a slot, and how one end waits for another.
+
+A slot has room for one chunk, or one participant's part of it. The layouts are pure.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from weightsync.control.runtime import Deadline
+from weightsync.errors import PlacementError, SyncTimeoutError
+from weightsync.kernels.copies import BatchedCopy
+from weightsync.kernels.digest import Digests, warm_up
+from weightsync.planning.layout import Box, Manifest, ShardLocation, coverage, itemsize, part_of, row_major
+from weightsync.planning.rows import Reads
+from weightsync.planning.transfer_plan import TransferPlan
+from weightsync.transports.base import (
+    DIGEST_BYTES,
+    Arrival,
+    Endpoint,
+    LocalTensor,
+    LocalTensors,
+    Run,
+    Wait,
+    align,
+    strided,
+)
+
+_SHORTEST_S = 0.00005
+_LONGEST_S = 0.001
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Pieces of one rank, side by side in a slot, in the dtypes that travel. Their digest follows them.
+
+    first: the byte of the slot where they begin.
+    nbytes: without the digest.
+    sources: where the rank holds each piece.
+    places: where each piece lies in the slot.
+    """
+
+    first: int
+    nbytes: int
+    sources: tuple[ShardLocation, ...]
+    places: tuple[ShardLocation, ...]
+
+    @property
+    def end(self) -> int:
+        """The byte behind the digest."""
+        return self.first + self.nbytes + DIGEST_BYTES
+
+    @property
+    def storage(self) -> int:
+        """The number of the slot."""
+        return self.places[0].storage
+
+    def clear_gaps(self, slot: torch.Tensor) -> None:
+        """Write zeros between the pieces, for a digest of bytes that do not travel as they lie in the slot."""
+        for place in self.places:
+            last = (place.offset + place.box.numel) * itemsize(place.dtype)
+            slot[last : align(last)].zero_()
+
+
+Layout = list[dict[int, Bundle]]
+"""The bundles of each chunk in one participant's slots: by worker in a sender's, by rank in a receiver's."""
+
+
+def lay_out(manifest: Manifest, groups: Mapping[int, Sequence[ShardLocation]], storage: int) -> dict[int, Bundle]:
+    """Lay groups of pieces one after another in a slot, in the order of their keys. Groups without pieces have none.
+
+    All pieces of a group are of one rank.
+    """
+    bundles: dict[int, Bundle] = {}
+    first = 0
+    for key, pieces in sorted(groups.items()):
+        if not pieces:
+            continue
+        at, places = first, []
+        for piece in pieces:
+            dtype = manifest[piece.name].dtype
+            offset, stride = at // itemsize(dtype), row_major(piece.box.size)
+            places.append(replace(piece, storage=storage, offset=offset, stride=stride, dtype=dtype))
+            at = align(at + piece.box.numel * itemsize(dtype))
+        bundles[key] = Bundle(first, at - first, tuple(pieces), tuple(places))
+        first = align(bundles[key].end)
+    return bundles
+
+
+def by_rank(pieces: Iterable[ShardLocation]) -> dict[int, list[ShardLocation]]:
+    """Return the pieces of each rank."""
+    found: dict[int, list[ShardLocation]] = defaultdict(list)
+    for piece in pieces:
+        found[piece.rank].append(piece)
+    return found
+
+
+def leaving(plan: TransferPlan, rank: int, slots: int) -> Layout:
+    """Return what a rank sends each worker of each chunk, as it lies in the rank's slots, by worker."""
+    reads = [_disjoint(plan.manifest, each) for each in plan.reads]
+    layout = []
+    for number, chunk in enumerate(plan.chunks):
+        own = [piece for piece in chunk.pieces if piece.rank == rank]
+        groups = {worker: _parts_read(own, wanted) for worker, wanted in enumerate(reads)}
+        layout.append(lay_out(plan.manifest, groups, number % slots))
+    return layout
+
+
+def arriving(plan: TransferPlan, worker: int, slots: int) -> Layout:
+    """Return what a worker receives of each chunk, as it lies in the worker's slots, by rank."""
+    reads = _disjoint(plan.manifest, plan.reads[worker])
+    return [
+        lay_out(plan.manifest, by_rank(_parts_read(chunk.pieces, reads)), number % slots)
+        for number, chunk in enumerate(plan.chunks)
+    ]
+
+
+def _disjoint(manifest: Manifest, reads: Reads) -> dict[str, Sequence[Box]]:
+    """Return what a worker reads of each tensor in boxes that do not overlap: the whole tensor where some do."""
+    found: dict[str, Sequence[Box]] = {}
+    for name, boxes in reads.items():
+        shape, once = manifest[name].shape, tuple(dict.fromkeys(boxes))
+        found[name] = (Box.full(shape),) if coverage(shape, once)[1] else once
+    return found
+
+
+def _parts_read(pieces: Iterable[ShardLocation], reads: Mapping[str, Sequence[Box]]) -> list[ShardLocation]:
+    parts = (part_of(piece, box) for piece in pieces for box in reads.get(piece.name, ()))
+    return [part for part in parts if part is not None]
+
+
+def slot_bytes(layout: Layout) -> int:
+    """Return the size of a slot that any of these chunks fits into."""
+    return align(max((bundle.end for bundles in layout for bundle in bundles.values()), default=0))
+
+
+def endpoint(layout: Layout, storages: list[list[Any]], **fields: Any) -> Endpoint:
+    """Return what a worker is told whose slots have this layout.
+
+    Beside `fields` it has the "slot_bytes", and the "runs" of each chunk as [rank, first byte in the slot, end].
+    """
+    runs = [[[rank, each.first, each.end] for rank, each in bundles.items()] for bundles in layout]
+    return Endpoint(storages, tuple(map(arrival, layout)), {**fields, "slot_bytes": slot_bytes(layout), "runs": runs})
+
+
+def arrival(bundles: Mapping[int, Bundle]) -> Arrival:
+    """Return a chunk as a worker finds it whose slot has these bundles."""
+    places = tuple(place for bundle in bundles.values() for place in bundle.places)
+    runs = tuple(Run(b.places[0].rank, b.storage, b.first, b.nbytes) for b in bundles.values())
+    return Arrival(places, runs)
+
+
+class Packer:
+    """Fills slots with one rank's part of each chunk, in the order of the plan.
+
+    What is computed is computed once for each push, and kept until the last chunk that has any of it.
+    """
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        tensors: LocalTensors,
+        layout: Layout,
+        slots: Mapping[int, torch.Tensor],
+    ) -> None:
+        """Prepare the copies. `layout` has this rank's bundles alone, `slots` the memory by storage number."""
+        self._gather = tensors.gather
+        held: dict[str, list[tuple[ShardLocation, LocalTensor]]] = defaultdict(list)
+        for location, tensor in tensors.at.items():
+            held[location.name].append((location, tensor))
+        self._values: dict[ShardLocation, torch.Tensor] = {}
+        self._last: dict[ShardLocation, int] = {}
+        self._steps: list[_Step] = []
+        gathered: dict[str, _Step] = {}  # where each name is gathered
+        for number, (chunk, own) in enumerate(zip(plan.chunks, layout, strict=True)):
+            names = [] if chunk.in_place else [name for name in chunk.names if name not in gathered]
+            slot = slots[next(iter(own.values())).storage] if own else None
+            step = _Step(names, own.values(), slot, held)
+            self._steps.append(step)
+            gathered.update(dict.fromkeys(names, step))
+            for location, (tensor, _) in step.computed.items():
+                self._last[location] = number
+                # It can be computed only until the next names are gathered.
+                gathered[location.name].computed.setdefault(location, (tensor, []))
+        for device in {slot.device for slot in slots.values()}:
+            warm_up(device)
+
+    def fill(self, number: int, sample: int | None) -> None:
+        """Copy what the rank holds now into the chunk's slot, and write the digests of `sample` behind it.
+
+        Every rank calls it for every chunk that is not read in place, also where it has no part. On a GPU the copies
+        are ordered on the current stream.
+        """
+        step = self._steps[number]
+        if step.names:
+            self._gather(step.names)
+        step.copy.run()
+        for own, (tensor, parts) in step.computed.items():
+            if own not in self._values:
+                assert tensor.compute is not None
+                self._values[own] = tensor.compute()
+            for place, box in parts:
+                place.copy_(_part(self._values[own], own.box, box))
+            if self._last[own] == number:
+                del self._values[own]
+        if sample is not None and step.slot is not None:
+            step.digests.write(sample, step.written)
+            step.slot.view(torch.int64).index_copy_(0, step.tails, step.written)
+
+
+class _Step:
+    """One rank's part of one chunk: `names` come first in it, `computed` are places by what is computed for them."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        bundles: Collection[Bundle],
+        slot: torch.Tensor | None,
+        held: Mapping[str, Sequence[tuple[ShardLocation, LocalTensor]]],
+    ) -> None:
+        self.names, self.slot = names, slot
+        self.computed: dict[ShardLocation, tuple[LocalTensor, list[tuple[torch.Tensor, Box]]]] = {}
+        ready = []
+        for source, place in (pair for b in bundles for pair in zip(b.sources, b.places, strict=True)):
+            assert slot is not None
+            own, tensor = _holder(source, held.get(source.name, ()))
+            target = strided(slot, place.dtype, place.offset, place.box.size, place.stride)
+            if tensor.compute is None:
+                ready.append((target, _part(tensor.tensor, own.box, place.box), 0))
+            else:
+                self.computed.setdefault(own, (tensor, []))[1].append((target, place.box))
+        self.copy = BatchedCopy(ready)
+        if slot is not None:
+            self.digests = Digests([slot[b.first : b.first + b.nbytes] for b in bundles])
+            ends = [(b.end - DIGEST_BYTES) // DIGEST_BYTES for b in bundles]
+            self.tails = torch.tensor(ends, dtype=torch.int64, device=slot.device)
+            self.written = torch.empty_like(self.tails)
+
+
+def _holder(
+    piece: ShardLocation, held: Sequence[tuple[ShardLocation, LocalTensor]]
+) -> tuple[ShardLocation, LocalTensor]:
+    for location, tensor in held:
+        if location.box.intersect(piece.box) == piece.box:
+            return location, tensor
+    raise PlacementError(f"the plan has {piece.name}{piece.box} on trainer rank {piece.rank}, which does not hold it")
+
+
+def _part(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
+    at = zip(part.start, box.start, part.size, strict=True)
+    return tensor[tuple(slice(inner - outer, inner - outer + size) for inner, outer, size in at)]
+
+
+def wait_until(late: Callable[[], list[str]], what: str, wait: Wait, deadline: Deadline) -> None:
+    """Poll until no peer is late. Raises `SyncTimeoutError` that names the late ones, and what `wait` raises."""
+    pause_s = _SHORTEST_S
+    while waiting_for := late():
+        if deadline.passed():
+            raise SyncTimeoutError(
+                f"{', '.join(waiting_for)} did not {what} within {deadline.timeout_s:g} s",
+                phase="transfer",
+                waiting_for=waiting_for,
+            )
+        wait(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_S)

@@ -1,0 +1,113 @@
+"""One vLLM worker's model, as the receiver sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
+
+from weightsync.errors import UnsupportedError
+from weightsync.kernels.rows import AllReduceMax
+from weightsync.receiver.engine_model import WorkerIdentity
+from weightsync.vllm import compat, supported_quant
+
+
+class VllmModel:
+    """The `weightsync.receiver.engine_model.EngineModel` of a vLLM worker.
+
+    `pristine` raises `UnsupportedError` for engines that a push cannot keep right: adapters on experts, CPU offload,
+    expert load balancing, attention sinks, or a quantisation that the table of `supported_quant.py` does not have.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, model: nn.Module) -> None:
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.dtype = vllm_config.model_config.dtype
+        self.all_reduce_max: AllReduceMax | None = _largest_of_all if get_tp_group().world_size > 1 else None
+        self._config = vllm_config
+        self._model = model
+        self._pristine: nn.Module | None = None
+        self._attention: list[nn.Module] | None = None
+        parallel = vllm_config.parallel_config
+        replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
+        within = get_pp_group().rank_in_group * get_tp_group().world_size + get_tensor_model_parallel_rank()
+        self.identity = WorkerIdentity(
+            rank=replica * parallel.world_size + within,
+            world=parallel.world_size * parallel.data_parallel_size,
+            name=f"tp={get_tensor_model_parallel_rank()} pp={get_pp_group().rank_in_group} dp={replica}",
+        )
+
+    @cached_property
+    def live(self) -> nn.Module:
+        """Return the running model, without the layers that vLLM puts around others for adapters."""
+        return self._model if self._config.lora_config is None else compat.without_lora(self._model)
+
+    def _check(self) -> None:
+        config = self._config
+        compat.check_experts(config)
+        if getattr(config.parallel_config, "enable_eplb", False):
+            raise UnsupportedError(
+                "expert load balancing moves experts between slots; start the engine without enable_eplb"
+            )
+        if getattr(config.cache_config, "cpu_offload_gb", 0) or getattr(
+            getattr(getattr(config, "offload_config", None), "uva", None), "cpu_offload_gb", 0
+        ):
+            raise UnsupportedError("offloaded weights cannot be pushed to; start the engine without cpu_offload_gb")
+        if sinks := [name for name, _ in self.live.named_parameters() if name.endswith(".sinks")]:
+            raise UnsupportedError(
+                f"some attention kernels keep a copy of their sinks ({sinks[0]}) that a push would not reach"
+            )
+        supported_quant.check(self.live, config.quant_config, self.device)
+        if compat.has_model_level_hook(self._model):
+            raise UnsupportedError(
+                f"{type(self._model).__name__} derives state from all of its weights in a hook of its own, which "
+                "cannot be run again on a live engine; start the engine anew from a checkpoint"
+            )
+
+    def pristine(self) -> nn.Module:
+        if self._pristine is None:
+            self._check()
+            self._pristine = compat.build_on_meta(self._config, self._config.model_config, self.device)
+        return self._pristine
+
+    def load_weights(self, model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        loader: Any = model.load_weights
+        return loader(weights)
+
+    def parts(self, module: nn.Module) -> list[Any]:
+        method = compat.quant_method(module)
+        return [module] if method is None else [module, method, *compat.kernel_objects(module)]
+
+    def post_process(self, module: nn.Module) -> None:
+        method = compat.quant_method(module)
+        if method is not None:
+            method.process_weights_after_loading(module)
+            if (update := getattr(module, "update_param_tp_status", None)) is not None:
+                update()  # what post-processing has put in place of a parameter knows only the global rank
+
+    def refresh(self) -> bool:
+        if self._attention is None:
+            self._attention = compat.post_processed_attention(self.live)
+        for module in self._attention:
+            before = {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
+            compat.call_attention_hook(module, self._config.model_config.dtype)
+            for key, old in before.items():
+                new = vars(module).get(key)
+                if new is not old and isinstance(new, torch.Tensor):
+                    old.copy_(new)  # CUDA graphs hold the old address
+                    setattr(module, key, old)
+        return bool(self._attention)
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return compat.vllm_scope(self._config, self.device)
+
+
+def _largest_of_all(numbers: torch.Tensor) -> None:
+    torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX, group=get_tp_group().device_group)

@@ -1,0 +1,90 @@
+"""The table of quantised engines that tests have proven. Pushes to all others are refused.
+
+A push reloads a quantised layer: its `process_weights_after_loading` runs again while it is live. vLLM does not say
+which of its quantisation methods allow that. Each row stands for tests in which a pushed engine answers as a cold one,
+to the bit, on that kind of device. docs/quantized.md has the same table for people.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+from weightsync.errors import UnsupportedError
+from weightsync.vllm import compat
+
+PROVEN: dict[str, tuple[str, ...]] = {
+    # fp8_per_channel: bf16 weights, quantised as they are loaded
+    "Fp8PtpcOnlineLinearMethod": ("cpu", "cuda"),
+    "Fp8PtpcOnlineMoEMethod": ("cuda",),
+    # fp8 and fp8_per_tensor, with Marlin's kernels too
+    "Fp8PerTensorOnlineLinearMethod": ("cuda",),
+    "Fp8PerTensorOnlineMoEMethod": ("cuda",),
+    # fp8_per_block
+    "Fp8PerBlockOnlineLinearMethod(block)": ("cuda",),
+    "Fp8PerBlockOnlineMoEMethod(block)": ("cuda",),
+    # checkpoints with `weight_scale_inv`, DeepSeek's layout
+    "Fp8LinearMethod(block)": ("cuda",),
+    # checkpoints that llm-compressor calls FP8-dynamic and W8A8-int8
+    "CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8(channel)": ("cpu", "cuda"),
+    "CompressedTensorsLinearMethod/CompressedTensorsW8A8Int8(channel)": ("cpu", "cuda"),
+    # and W8A16, with Machete's kernels and with Marlin's
+    "CompressedTensorsLinearMethod/CompressedTensorsWNA16(8 bit, channel)": ("cuda",),
+    "CompressedTensorsLinearMethod/CompressedTensorsWNA16(8 bit, group)": ("cuda",),
+}
+"""What `kind_of` says of a layer, to the types of device that its reload was tested on."""
+
+_UNQUANTISED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+
+
+def check(model: nn.Module, quantisation: Any, device: torch.device) -> None:
+    """Raise `UnsupportedError` unless every quantised layer of the live `model` is one that reloads are proven for, on
+    this type of device. `quantisation` is the engine's configuration, None where it has none."""
+    if quantisation is None or getattr(quantisation, "weightsync_reloads", False):
+        return
+    unproven: dict[str, str] = {}
+    for name, module in model.named_modules():
+        method = compat.quant_method(module)
+        if method is None or type(method).__name__ in _UNQUANTISED or isinstance(method, BaseKVCacheMethod):
+            continue
+        kind = kind_of(module)
+        if device.type not in PROVEN.get(kind, ()):
+            unproven.setdefault(kind, name)
+    if not unproven:
+        return
+    found = ", ".join(
+        f"{kind} (such as {name}; proven on {' and '.join(PROVEN[kind])} only)"
+        if kind in PROVEN
+        else f"{kind} (such as {name})"
+        for kind, name in unproven.items()
+    )
+    raise UnsupportedError(
+        f"this engine is quantised ({quantisation.get_name()}), and reloading these layers on a {device.type} device "
+        f"is not proven: {found}. docs/quantized.md lists what is: start the engine with one of those, or with "
+        'quantization="weightsync_int8", or unquantised. A quantisation configuration of your own whose '
+        "process_weights_after_loading may be run again on freshly loaded parameters says so with the class attribute "
+        "weightsync_reloads = True"
+    )
+
+
+def kind_of(module: nn.Module) -> str:
+    """Return a key of `PROVEN`.
+
+    It is "method", "method(block)" where blocks have scales, or "method/scheme(granularity of its scales)" for a layer
+    with a scheme. The brackets also have what changes how a scheme packs: its bits, a zero that is not in the middle,
+    and columns that are out of their order.
+    """
+    method = compat.quant_method(module)
+    kind = type(method).__name__
+    scheme = getattr(module, "scheme", None)
+    if scheme is None:
+        return f"{kind}(block)" if getattr(method, "weight_block_size", None) else kind
+    strategy = getattr(scheme, "strategy", "")
+    traits = [f"{scheme.num_bits} bit"] if hasattr(scheme, "num_bits") else []
+    traits.append(getattr(strategy, "value", strategy))
+    traits += ["asymmetric"] * (getattr(scheme, "symmetric", True) is False)
+    traits += ["g_idx"] * bool(getattr(scheme, "has_g_idx", False))
+    return f"{kind}/{type(scheme).__name__}({', '.join(traits)})"
