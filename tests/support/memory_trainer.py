@@ -75,7 +75,7 @@ class MemoryTrainer:
             chunks=[[pack_locations(locations), runs] for locations, runs in self.arrivals],
             frozen=sum(chunk.frozen for chunk in self.chunks),
             in_place=mapped,
-            proof=[self._proof().of(WHOLE)],
+            proof=self._proof().of(WHOLE),
             fields={},
         )
 
@@ -88,7 +88,7 @@ class MemoryTrainer:
     def run(self, version: int, sample: int | None = WHOLE) -> list[Done]:
         """Push without a commit."""
         place_sample = sample if sample in (None, WHOLE) else version
-        go = Go(version, sample, place_sample, [] if place_sample is None else [self._proof().of(place_sample)])
+        go = Go(version, sample, place_sample, [] if place_sample is None else self._proof().of(place_sample))
         return self._on_all(lambda receiver: receiver.run(go, _never, lambda: Deadline(TIMEOUT_S)))
 
     def push(self, version: int | None = None, sample: int | None = WHOLE) -> list[Done]:
@@ -146,7 +146,7 @@ class MemoryTrainer:
         return locations, [[0, number % SLOTS, 0, first]]
 
     def _proof(self) -> Proof:
-        return Proof([_bytes(self.tensors[name]) for name in self.tensors if name in self.in_place])
+        return Proof([[_bytes(self.tensors[name]) for name in self.tensors if name in self.in_place]])
 
     def _on_all(self, call: Callable[[Receiver], Any]) -> list[Any]:
         """Call with every receiver, at the same time where there are several: some of what they do is collective."""

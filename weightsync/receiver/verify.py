@@ -23,7 +23,7 @@ class Verifier:
         mapped: dict[int, list[torch.Tensor]] = defaultdict(list)
         for run in in_place:
             mapped[run.rank].append(source.storage(run.rank, run.storage)[run.first : run.first + run.nbytes])
-        self._in_place = {rank: Proof(tensors) for rank, tensors in mapped.items()}
+        self._mapped_ranks, self._proof = list(mapped), Proof(list(mapped.values()))
 
     def prove(self, digests: Sequence[int]) -> None:
         """Compare all bytes of the memory that is read in place. An empty list says not to.
@@ -78,11 +78,12 @@ class Verifier:
 
     def _find_other(self, digests: Sequence[int], sample: int) -> int | None:
         """Return the first rank whose memory has another digest than these, which are in the order of the ranks."""
-        if unproven := [rank for rank in self._in_place if rank >= len(digests)]:
+        if unproven := [rank for rank in self._mapped_ranks if rank >= len(digests)]:
             raise ProtocolError(
                 f"memory of trainer rank {unproven[0]} is read in place, but there are digests of {len(digests)} ranks"
             )
-        return next((rank for rank, proof in self._in_place.items() if proof.of(sample) != digests[rank]), None)
+        found = zip(self._mapped_ranks, self._proof.of(sample), strict=True)
+        return next((rank for rank, digest in found if digest != digests[rank]), None)
 
 
 def _by_device(source: TransportReceiver, runs: Sequence[Run]) -> list[tuple[list[Run], Digests, list[torch.Tensor]]]:

@@ -223,6 +223,8 @@ class Communicator:
 def _nccl(store: dist.Store, rank: int, size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)  # deadlines are kept here, on the host
+    # The copies of the next chunk begin at the same moment as this one's broadcast, and would keep it waiting.
+    options.is_high_priority_stream = True
     # NCCL's watchdog would end the process, and with it the trainer or the engine, when a member has died. Read by the
     # constructor alone.
     before = os.environ.get(_WATCHDOG)

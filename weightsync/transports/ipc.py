@@ -53,7 +53,7 @@ class IpcTransport(Transport):
         self._files: list[SharedFile] = []
         self._devices: set[torch.device] = set()
         self._runs: list[Run] = []
-        self._proof = Proof([])
+        self._proof = Proof([[]])
         self._counters: _Counters | None = None
         self._packer: Packer | None = None
 
@@ -179,7 +179,7 @@ class IpcTransport(Transport):
             for first, last in filled(those):
                 self._runs.append(Run(self._rank, number, first, last - first))
                 memory.append(data[first:last])
-        self._proof = Proof(memory)
+        self._proof = Proof([memory])
 
     def in_place(self) -> list[Run]:
         return self._runs
@@ -188,7 +188,7 @@ class IpcTransport(Transport):
         for device in self._devices:
             # Readers are other processes: what the optimizer has queued, on any stream, must have happened.
             torch.cuda.synchronize(device)
-        return 0 if sample is None else self._proof.of(sample)
+        return 0 if sample is None else self._proof.of(sample)[0]
 
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
         self._unlink()  # every worker has mapped the files, and nothing is left behind whatever happens now

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import repeat
 
 import torch
 
-from weightsync.kernels.copies import BatchedCopy
+from weightsync.kernels.copies import BatchedCopy, Copy
 from weightsync.kernels.digest import GOLDEN, MASK, WHOLE, Digests
 
 _BLOCK_BYTES = 4096
@@ -16,44 +18,47 @@ _SPREAD = 0x9E3779B1
 
 
 class Proof:
-    """Runs of memory that are read in place: contiguous 1-D uint8 tensors on one device, the same on both sides."""
+    """Runs of memory of some ranks that are read in place, the same on both sides.
 
-    def __init__(self, runs: Sequence[torch.Tensor]) -> None:
-        self._runs = [run for run in runs if run.numel()]
-        self._turns = -(-len(self._runs) // _MOST_BLOCKS)
+    Runs are contiguous 1-D uint8 tensors. Those of one rank are on one device.
+    """
+
+    def __init__(self, runs: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Take the runs of each rank."""
+        self._runs = [[run for run in own if run.numel()] for own in runs]
+        self._turns = [-(-len(own) // _MOST_BLOCKS) for own in self._runs]
         self._whole: Digests | None = None
-        self._samples: dict[int, tuple[BatchedCopy, Digests]] = {}
+        self._samples: dict[tuple[int, ...], tuple[list[BatchedCopy], Digests]] = {}
 
-    def of(self, sample: int) -> int:
-        """Return one digest of all bytes with `WHOLE`, and else of the sample with this number.
+    def of(self, sample: int) -> list[int]:
+        """Return one digest of each rank's memory: of all bytes with `WHOLE`, and else of the sample with this number.
 
         A sample has a block of each of at most a thousand runs, which take turns. The samples repeat. Waits for the
-        current stream.
+        current streams, once for all ranks.
         """
-        if not self._runs:
-            return 0
         if sample == WHOLE:
-            self._whole = self._whole or Digests(self._runs)
-            return sum((number * GOLDEN | 1) * found for number, found in enumerate(self._whole.of(WHOLE))) & MASK
-        sample %= max(self._turns, _LEAST_SAMPLES)
-        if sample not in self._samples:
-            self._samples[sample] = self._collect(sample)
-        collect, digests = self._samples[sample]
-        collect.run()
-        return digests.of(WHOLE)[0]
+            self._whole = self._whole or Digests([run for own in self._runs for run in own])
+            found = iter(self._whole.of(WHOLE))
+            return [sum((number * GOLDEN | 1) * next(found) for number in range(len(own))) & MASK for own in self._runs]
+        samples = tuple(sample % max(turns, _LEAST_SAMPLES) for turns in self._turns)
+        if samples not in self._samples:
+            self._samples[samples] = self._collect(samples)
+        collect, digests = self._samples[samples]
+        for copies in collect:
+            copies.run()
+        return digests.of(WHOLE)
 
-    def _collect(self, sample: int) -> tuple[BatchedCopy, Digests]:
-        """Return what copies the sample's blocks side by side, and what tells their digest."""
-        blocks = [
-            _block(run, sample + number)
-            for number, run in enumerate(self._runs)
-            if (number + sample) % self._turns == 0
-        ]
-        sizes = [block.numel() for block in blocks]
-        together = torch.empty(sum(sizes), dtype=torch.uint8, device=blocks[0].device)
-        places = together.split(sizes)
-        copies = [(place, block, 0) for place, block in zip(places, blocks, strict=True)]
-        return BatchedCopy(copies), Digests([together])
+    def _collect(self, samples: Sequence[int]) -> tuple[list[BatchedCopy], Digests]:
+        """Return what copies each rank's blocks side by side, and what tells their digests."""
+        copies: dict[torch.device, list[Copy]] = defaultdict(list)
+        collected = []
+        for runs, turns, sample in zip(self._runs, self._turns, samples, strict=True):
+            blocks = [_block(run, sample + at) for at, run in enumerate(runs) if (at + sample) % turns == 0]
+            sizes = [block.numel() for block in blocks]
+            device = runs[0].device if runs else torch.device("cpu")
+            collected.append(torch.empty(sum(sizes), dtype=torch.uint8, device=device))
+            copies[device] += zip(collected[-1].split(sizes), blocks, repeat(0))
+        return [BatchedCopy(those) for those in copies.values()], Digests(collected)
 
 
 def _block(run: torch.Tensor, number: int) -> torch.Tensor:

@@ -340,7 +340,8 @@ class _Worker:
         source.connect(order["storages"], order["fields"], self.mail.wait, Deadline(self.mail.timeout_s))
         self.chunks = [(unpack_locations(rows), [Run(*row) for row in runs]) for rows, runs in order["arrivals"]]
         in_place = [Run(*row) for row in order["in_place"]]
-        self.places = {run.rank: Proof([self.bytes_of(r) for r in in_place if r.rank == run.rank]) for run in in_place}
+        self.mapped_ranks = sorted({run.rank for run in in_place})
+        self.proof = Proof([[self.bytes_of(r) for r in in_place if r.rank == rank] for rank in self.mapped_ranks])
         for (locations, runs), staged in zip(self.chunks, order["staged"], strict=True):
             for p in locations if staged else ():
                 first = p.offset * itemsize(p.dtype)
@@ -381,8 +382,8 @@ class _Worker:
                     f"{p.dtype} at element {p.offset} of storage {p.storage}",
                 )
         require(came == order["due"], f"chunks {came} came, expected {order['due']}")
-        for rank, proof in self.places.items() if sample is not None else ():
-            found = proof.of(order["place_sample"])
+        found_digests = self.proof.of(order["place_sample"]) if sample is not None else ()
+        for rank, found in zip(self.mapped_ranks, found_digests, strict=False):
             require(found == order["digests"][rank], f"what is mapped of rank {rank} has another digest than it found")
 
     def wait(self, order: dict[str, Any]) -> None:
