@@ -64,6 +64,9 @@ FAMILIES = {
     "olmo2": Family("OLMo 2"),
     "smollm3": Family("SmolLM3"),
     "granite": Family("Granite"),
+    "gpt-oss": Family("GPT-OSS", "attention sinks; experts fused in the checkpoint", experts=True),
+    "bloom": Family("BLOOM", "ALiBi; tied embeddings"),
+    "apertus": Family("Apertus", "xIELU, whose constructor computes"),
 }
 # The most used, and those whose loader does something else for two workers: a fused checkpoint, a vocabulary with
 # padding, MLA. Qwen3 and Qwen3-MoE are in test_push_equals_cold.py, over all transports.
@@ -286,9 +289,10 @@ nothing is copied for it. A trainer whose experts have tensors of their own is s
 vLLM's engine for CPUs crashes when it generates with `enable_expert_parallel`, so load plans show expert parallelism. A
 number of experts that its ranks do not divide evenly is refused.
 
-## What does not work
+## Parts that the engine has not
 
-GPT-OSS: its attention sinks are refused, see [what is refused](architecture.md#what-is-refused).
+vLLM leaves a vision tower out when `limit_mm_per_prompt` allows no image. A trainer may push the whole model to such an
+engine. The tower's tensors are not sent, and the log says so once.
 """
 
 

@@ -105,7 +105,8 @@ class Planner:
         from vllm.config import set_current_vllm_config
         from vllm.engine.arg_utils import EngineArgs
 
-        from weightsync.vllm import compat, plan_offline
+        from weightsync.vllm import plan_offline
+        from weightsync.vllm.pristine import build_on_meta
 
         add_kernel()
         trained = save(strategy, "A", folder)
@@ -117,9 +118,7 @@ class Planner:
         with set_current_vllm_config(config), plan_offline._alone() as become:
             for rank in range(tp):
                 become(rank, tp)
-                found.append(
-                    self._plan_of(compat.build_on_meta(config, config.model_config, torch.device("cpu")), manifest)
-                )
+                found.append(self._plan_of(build_on_meta(config, config.model_config, torch.device("cpu")), manifest))
         return found
 
     def _plan_of(self, model: Any, manifest: Manifest) -> tuple[set[str], dict[str, Any]]:

@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -88,6 +89,55 @@ def test_each_engine_gets_all_that_its_dtype_holds(dtypes: tuple[torch.dtype, ..
         sync.push(trainer_model({"weight": new}))
     for host, dtype in zip(hosts, dtypes, strict=True):
         assert torch.equal(host.live.weight, new.to(dtype))
+
+
+class Passing(OneWeight):
+    """A loader that passes over what it has no parameter for, as vLLM's do for a tower that was left out."""
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        params = dict(self.named_parameters())
+        for name, tensor in weights:
+            if name in params:
+                params[name].data.copy_(tensor)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_a_part_that_the_engine_was_started_without_is_not_pushed(
+    transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = functools.partial(Passing, torch.float32)
+    host, whole = (ModuleHost(make, {"weight": torch.zeros(8, 4)}) for _ in range(2))
+    host.left_out["visual"] = make
+    model = trainer_model({"weight": torch.ones(8, 4), "visual.weight": torch.ones(8, 4)})
+    caplog.set_level("INFO", "weightsync")
+    with closing(FakeEngine(whole)) as engine:
+        sync = WeightSync("fsdp", transport, engine, timeout_s=TIMEOUT_S)
+        with sync, pytest.raises(ManifestError, match=r"unexpected 1: visual\.weight"):
+            sync.push(model)
+    with closing(FakeEngine(host)) as engine, WeightSync("fsdp", transport, engine, timeout_s=TIMEOUT_S) as sync:
+        reports = [sync.push(model), sync.push(model)]
+    assert torch.equal(host.live.weight, torch.ones(8, 4))
+    assert [report.nbytes for report in reports] == [8 * 4 * 4] * 2
+    told = [record.getMessage() for record in caplog.records if "not pushed" in record.getMessage()]
+    assert told == [
+        "1 tensors are not pushed, such as visual.weight: the engine was started without that part of the model"
+    ]
+
+
+def _squared(module: nn.Module) -> None:
+    if isinstance(module, OneWeight):
+        module.weight.data.mul_(2)
+
+
+def test_a_tensor_that_a_forward_replaces_between_pushes_is_no_weight() -> None:
+    host = ModuleHost(functools.partial(OneWeight, torch.float32), {"weight": torch.zeros(8, 4)}, _squared)
+    chosen = host.live.state = types.SimpleNamespace(topk_ids=torch.zeros(4))  # as a router of experts keeps it
+    with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        for number in (1.0, 2.0, 3.0):
+            report = sync.push(trainer_model({"weight": torch.full((8, 4), number)}))
+            assert report.load_paths["reload"] == 1
+            chosen.topk_ids = torch.ones(8)  # the forward of the requests in between
+    assert torch.equal(host.live.weight, torch.full((8, 4), 6.0))
 
 
 def test_a_report_sets_the_engines_calls_apart_from_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

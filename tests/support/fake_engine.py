@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class ModuleHost:
         self.all_reduce_max = None
         self.post_process = post_process
         self.refreshed = 0
+        self.left_out: dict[str, Callable[[], nn.Module]] = {}
+        """Children that the engine was started without."""
         with torch.device("meta"):
             self._pristine = make()
         self.live = make()
@@ -48,6 +50,15 @@ class ModuleHost:
 
     def load_weights(self, model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         return model.load_weights(weights)  # type: ignore[operator]
+
+    @contextmanager
+    def complete(self, model: nn.Module) -> Iterator[bool]:
+        with torch.device("meta"):
+            for name, make in self.left_out.items():
+                model.add_module(name, make())
+        yield bool(self.left_out)
+        for name in self.left_out:
+            delattr(model, name)
 
     def parts(self, module: nn.Module) -> list[Any]:
         return [module]

@@ -133,6 +133,16 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "olmo2": _config("Olmo2Config"),
     "smollm3": _config("SmolLM3Config", tie_word_embeddings=True),
     "granite": _config("GraniteConfig", tie_word_embeddings=True),
+    "gpt-oss": _config(
+        "GptOssConfig",
+        head_dim=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "bloom": _config("BloomConfig", n_layer=2, n_head=4, tie_word_embeddings=True),
+    "apertus": _config("ApertusConfig"),
 }
 
 

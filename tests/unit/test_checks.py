@@ -22,7 +22,14 @@ def planned(offered: Manifest, **changes: Any) -> LoadPlan:
     """What a worker whose model is `ENGINE` answers."""
     used = dict.fromkeys(ENGINE & {*offered.names}, "float32")
     absent = sorted(ENGINE - {*offered.names})
-    answer: dict[str, Any] = {"partial": {}, "refused": {}, "groups": [], "reloads": [], "load_paths": {}}
+    answer: dict[str, Any] = {
+        "partial": {},
+        "refused": {},
+        "groups": [],
+        "reloads": [],
+        "load_paths": {},
+        "left_out": [],
+    }
     return LoadPlan(**(answer | {"used": used, "missing": absent, "hints": absent} | changes))
 
 
@@ -54,6 +61,11 @@ def test_other_names_are_not_taken_for_a_part():
 
 def test_what_is_too_much_can_be_left_out():
     assert "unexpected 1: vision.weight; leave them out with" in str(problem(manifest(*ENGINE, "vision.weight")))
+
+
+def test_what_the_engine_was_started_without_is_not_too_much():
+    offered = manifest(*ENGINE, "vision.weight")
+    check_plans(offered, [planned(offered), planned(offered, left_out=["vision.weight"])], False)
 
 
 def test_layers_that_nothing_came_of_are_named():

@@ -41,7 +41,8 @@ def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> 
     mismatched = {name: reason for plan in plans for name, reason in plan.refused.items()}
     used = set().union(*(plan.used for plan in plans))
     mismatched |= _unread(manifest, plans)
-    unexpected = [name for name in manifest.names if name not in used and name not in mismatched]
+    placed = used.union(mismatched, *(plan.left_out for plan in plans))
+    unexpected = [name for name in manifest.names if name not in placed]
     missing = list(dict.fromkeys(name for plan in plans for name in (plan.hints or plan.missing)))
     if set(mismatched) & set(missing):  # what a refused tensor would have filled is no second fault
         missing = [name for name in missing if name not in mismatched]
@@ -109,6 +110,12 @@ def cut(
     return buckets, last
 
 
+def left_out(manifest: Manifest, plans: Sequence[LoadPlan]) -> list[str]:
+    """Return the tensors that no engine takes, of a part of the model that engines were started without."""
+    used = set().union(*(plan.used for plan in plans))
+    return [name for name in manifest.names if name not in used]
+
+
 def reads_of(manifest: Manifest, plan: LoadPlan) -> Reads:
     """Return which regions a worker reads, by name of the tensor."""
     whole = {name: (Box.full(manifest[name].shape),) for name in plan.used}
@@ -157,14 +164,14 @@ def wire_manifest(
 
     The dtype is what the selection declares, else what the trainer has, or what all engines hold where that is
     narrower. A cast to a wider dtype is exact, and cheaper on the engine's side. The names in `as_it_is` keep the
-    manifest's dtype.
+    manifest's dtype. What no engine takes does not travel.
     """
     held: dict[str, str] = {}  # the widest, so that no engine gets less than it holds
     for plan in plans:
         for name, kind in plan.used.items():
             held[name] = max(held.get(name, kind), kind, key=itemsize)
     tensors, wrong = [], {}
-    for meta in manifest:
+    for meta in (meta for meta in manifest if meta.name in held):
         dtype = meta.dtype if meta.name in as_it_is else selection.wire_dtype(meta.name)
         if dtype is None:
             alike = all(plan.used.get(meta.name, held[meta.name]) == held[meta.name] for plan in plans)

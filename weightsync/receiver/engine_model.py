@@ -47,6 +47,10 @@ class EngineModel(Protocol):
     def parts(self, module: nn.Module) -> list[Any]:
         """Return the objects that hold the post-processed state of `module`."""
 
+    def complete(self, model: nn.Module) -> AbstractContextManager[bool]:
+        """Meanwhile give a never loaded copy the parts that the engine was started without. Enters with whether there
+        are any, such as a vision tower for which no prompt has images."""
+
     def post_process(self, module: nn.Module) -> None:
         """Bring a freshly loaded module into its kernel's format, as the engine does once at its start."""
 

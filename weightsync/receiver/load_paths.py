@@ -25,7 +25,7 @@ from weightsync.receiver.fused_quantize import Recipe, Rows, rows_of
 from weightsync.receiver.load_plan import FUSED_QUANTIZE, IN_PLACE, NATIVE_LOADER, RELOAD, TracedLoad
 from weightsync.receiver.module_groups import ModuleGroup, Place, parameters_of, tensor_place
 from weightsync.receiver.reload import Reload
-from weightsync.receiver.trace import named_tensors, paddings
+from weightsync.receiver.trace import Fill, named_tensors, paddings
 from weightsync.transports.base import TransportReceiver, strided
 
 
@@ -138,8 +138,6 @@ class LoadPath(ABC):
     """One way of loading, bound to what arrives over one connection."""
 
     name: str
-    reloaded = False
-    """Whether a module was post-processed in this push, which may move more than parameters."""
 
     def __init__(self, arrivals: Arrivals) -> None:
         self._arrivals = arrivals
@@ -164,6 +162,11 @@ class LoadPath(ABC):
     def unfinished(self) -> list[str]:
         """Return the modules that still wait for something."""
         return []
+
+    @property
+    def reloads(self) -> bool:
+        """Whether modules are post-processed in a push."""
+        return False
 
 
 class InPlace(LoadPath):
@@ -216,6 +219,9 @@ class FusedQuantize(LoadPath):
 
     def bind(self) -> None:
         self._loaded = named_tensors(self._model.pristine())
+        self._fills: dict[str, list[Fill]] = defaultdict(list)
+        for fill in self._arrivals.traced.trace.fills:
+            self._fills[fill.param].append(fill)
         ops = {group: self._arrivals.ops.get(group.weight, ()) for group in self._groups}
         views = {group: [(op, self._arrivals.view(op)) for op in own] for group, own in ops.items()}
         rows = {
@@ -268,9 +274,8 @@ class FusedQuantize(LoadPath):
             self._fresh[group] = torch.empty_strided(
                 weight.shape, weight.stride(), dtype=weight.dtype, device=self._model.device
             )
-            for fill in self._arrivals.traced.trace.fills:
-                if fill.param == group.weight:
-                    fill.apply(self._fresh[group])
+            for fill in self._fills.get(group.weight, ()):
+                fill.apply(self._fresh[group])
         return self._fresh[group]
 
     def _jobs(self, group: ModuleGroup, rows: Sequence[Rows]) -> tuple[Recipe, list[Job]]:
@@ -308,7 +313,10 @@ class _Reloading(LoadPath):
 
     def begin(self, first: bool) -> None:
         self._open.clear()
-        self.reloaded = False
+
+    @property
+    def reloads(self) -> bool:
+        return bool(self._groups)
 
     def unfinished(self) -> list[str]:
         return [group.names[0] for group in self._open]
@@ -320,7 +328,6 @@ class _Reloading(LoadPath):
 
     def _close(self, group: ModuleGroup) -> None:
         self._open[group].close()
-        self.reloaded = True
         del self._open[group]
 
 

@@ -90,8 +90,19 @@ class LoadPlanner:
             missing=[_region(param, boxes, held) for param, boxes in missing.items()],
             hints=_hints(landed, missing),
             load_paths={name: counts[name] for name in LOAD_PATHS},
+            left_out=self._left_out(manifest, trace),
         )
         return TracedLoad(manifest, answer, trace, pairs, load_path, group_of, sources)
+
+    def _left_out(self, manifest: Manifest, trace: Trace) -> list[str]:
+        """Return the tensors that the loader passes over, and would load into a part that the engine has not."""
+        pristine = self._model.pristine()
+        known = _taken(trace).union(trace.refused, trace.unknown)
+        if known.issuperset(manifest.names):
+            return []
+        with self._model.complete(pristine) as has_more:
+            more = trace_loader(pristine, partial(self._model.load_weights, pristine), manifest) if has_more else trace
+        return [name for name in manifest.names if name in _taken(more) - known]
 
     def locate(self) -> None:
         """Note where the live tensors lie now."""
@@ -146,6 +157,10 @@ def _sources(trace: Trace, group_of: Mapping[str, ModuleGroup]) -> dict[ModuleGr
     for param, computed_from in trace.computed.items():
         names[group_of[param]].update(dict.fromkeys(computed_from))
     return {group: list(those) for group, those in names.items()}
+
+
+def _taken(trace: Trace) -> set[str]:
+    return {copy.name for copy in trace.copies}.union(*trace.computed.values())
 
 
 def _used(

@@ -101,7 +101,7 @@ class Addresses:
     def __init__(self, model: EngineModel, groups: Iterable[ModuleGroup]) -> None:
         self._model = model
         self._groups = [group for group in groups if not group.opaque]
-        self._all = self._walk()
+        self._before: dict[str, int] = {}
         self._parameters = [
             Place(f"{name}.{key}", module, key, param.data_ptr())
             for group in self._groups
@@ -109,15 +109,22 @@ class Addresses:
             for key, param in parameters_of(module)
         ]
 
-    def check(self, buffers: Iterable[Place], everything: bool) -> None:
-        """Raise `UnsupportedError` when a parameter, or one of `buffers`, lies elsewhere than before.
+    def note(self) -> None:
+        """Note where every tensor lies that a module can reach, before a push that reloads modules.
 
-        With `everything`, which takes longer, look at every tensor that a module can reach. Only a reload moves others.
+        Between pushes the engine replaces some itself, such as what a router has chosen last.
+        """
+        self._before = self._walk()
+
+    def check(self, buffers: Iterable[Place], everything: bool) -> None:
+        """Raise `UnsupportedError` when a parameter, or one of `buffers`, lies elsewhere than when it was found.
+
+        With `everything`, which takes longer, look at all that was noted. Only a reload moves others.
         """
         paths = [place.path for place in (*self._parameters, *buffers) if not place.is_kept()]
         if everything:
             now = self._walk()
-            paths += [path for path, address in self._all.items() if now.get(path) != address and path not in paths]
+            paths += [path for path, address in self._before.items() if now.get(path) != address and path not in paths]
         if paths:
             raise UnsupportedError(
                 f"{len(paths)} tensors that the engine works with are not where they were before the push, and CUDA "

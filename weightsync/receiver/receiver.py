@@ -141,6 +141,8 @@ class Receiver:
         done = Done(go.version, 0, 0.0, 0.0, 0.0)
         with self._model.scope():
             if self._connection is not None:
+                if self._connection.reloads:
+                    self._planner.addresses.note()
                 done = self._connection.run(go, wait, new_deadline)
             started = time.perf_counter()
             self._check_addresses()
@@ -182,7 +184,7 @@ class Receiver:
         if self._connection is None:
             self._planner.addresses.check((), everything=False)
         else:
-            self._planner.addresses.check(self._connection.buffers, everything=self._connection.has_reloaded())
+            self._planner.addresses.check(self._connection.buffers, everything=self._connection.reloads)
 
 
 class _Connection:
@@ -190,6 +192,7 @@ class _Connection:
 
     is_committed: a push over this connection was committed, and none has begun since.
     is_whole_push: the last push had all chunks.
+    reloads: a push post-processes modules, which may move more than parameters.
     """
 
     def __init__(self, model: EngineModel, traced: TracedLoad, source: TransportReceiver, message: Connect) -> None:
@@ -210,10 +213,7 @@ class _Connection:
         self._arrivals.agree_on_last_chunks()
         in_place, self._paths = bind_load_paths(self._arrivals)
         self.buffers = in_place.buffers
-
-    def has_reloaded(self) -> bool:
-        """Return whether a module was post-processed in the last push."""
-        return any(path.reloaded for path in self._paths)
+        self.reloads = any(path.reloads for path in self._paths)
 
     def run(self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline]) -> Done:
         """Verify and load every chunk of a push, as each arrives."""

@@ -22,7 +22,7 @@ from weightsync.control.wire import Connect, Done, MachineInfo
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.kernels.digest import SAMPLES, WHOLE
 from weightsync.planning.bucketing import open_bucketer
-from weightsync.planning.checks import check_plans, check_quantized, cut, reads_of, wire_manifest
+from weightsync.planning.checks import check_plans, check_quantized, cut, left_out, reads_of, wire_manifest
 from weightsync.planning.layout import ShardLocation, merge_manifests
 from weightsync.planning.rows import pack_locations, pack_manifest, unpack_locations, unpack_manifest
 from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES, Route, TransferPlan, make_chunks
@@ -245,13 +245,21 @@ class CopyWeights(FleetStrategy):
         plans = fleet.plan(pack_manifest(manifest))
         check_quantized(manifest, together, plans)
         check_plans(manifest, plans, options.backend == "megatron" and options.vocab_size is None)
+        if unused := left_out(manifest, plans):
+            logger.info(
+                "%d tensors are not pushed, such as %s: the engine was started without that part of the model",
+                len(unused),
+                unused[0],
+            )
         as_it_is = {name for pair in together for name in pair}
         travelling = wire_manifest(manifest, plans, options.selection, as_it_is)
+        locations = [location for location in locations if location.name in travelling]
+        together = [pair for pair in together if pair[0] in travelling]
         reads = [reads_of(travelling, plan) for plan in plans]
         machines = [MachineInfo(*row["machine"]) for row in everyone]
         workers = [worker.machine for worker in fleet.workers]
         route = transport.route(machines, workers, travelling, locations, reads)
-        frozen = frozen_everywhere(everyone) if transport.keeps_frozen else set()
+        frozen = frozen_everywhere(everyone).intersection(travelling.names) if transport.keeps_frozen else set()
         buckets, last = cut(self._bucketer, travelling, plans, together, frozen)
         in_place: frozenset[str] = frozenset()
         if route is Route.IN_PLACE:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,90 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.utils import initialize_model
 
 from weightsync.errors import UnsupportedError
-
-
-def fresh_config(vllm_config: VllmConfig) -> VllmConfig:
-    """Return the same configuration, without the register of layers that a model under construction adds itself to."""
-    config = copy.copy(vllm_config)
-    config.compilation_config = copy.copy(vllm_config.compilation_config)
-    config.compilation_config.static_forward_context = {}
-    for name in ("static_all_moe_layers", "enabled_custom_ops", "disabled_custom_ops"):
-        if (value := getattr(config.compilation_config, name, None)) is not None:
-            setattr(config.compilation_config, name, type(value)())
-    return config
-
-
-class _IndicesOn(TorchFunctionMode):
-    """Meanwhile tensors of computed integers are made on a real device: a model looks into its map of experts to ranks
-    as it is built and as it is loaded. Weights are floating point or come from `torch.empty`."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        dtype: torch.dtype | None = kwargs.get("dtype")
-        computed = func in (torch.full, torch.arange) and dtype is not None and not dtype.is_floating_point
-        if computed and kwargs.get("device") is None:
-            kwargs = {**kwargs, "device": self.device}
-        return func(*args, **kwargs)
-
-
-def build_on_meta(vllm_config: VllmConfig, model_config: Any, device: torch.device) -> nn.Module:
-    """Build a copy of the model on the `meta` device, never loaded, with its indices on `device`.
-
-    `device` is that of the running model. That model and its registers are not touched.
-    """
-    config = fresh_config(vllm_config)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(model_config.dtype)
-    try:
-        with torch.device("meta"), _IndicesOn(device):
-            model: nn.Module = initialize_model(vllm_config=config, model_config=model_config)
-    finally:
-        torch.set_default_dtype(before)
-    _unwrap_loaders(model)
-    _drop_cache_scales(model)
-    return model
-
-
-def _unwrap_loaders(model: nn.Module) -> None:
-    """Replace loaders that hold back what arrives by the loaders that they are wrapped around.
-
-    Layers that are quantised as they are loaded have such loaders, which make the layer when all is there.
-    """
-    tensors: list[Any] = [*model.parameters(), *model.buffers()]
-    for tensor in tensors:
-        loader: Any = getattr(tensor, "weight_loader", None)
-        while getattr(loader, "__name__", "") == "online_process_loader":
-            loader = tensor.weight_loader = loader.__wrapped__
-
-
-def _drop_cache_scales(model: nn.Module) -> None:
-    """Remove the placeholders for the KV cache's scales, which a checkpoint may have and a started engine has not.
-
-    What the engine made of them belongs to the cache, not to the weights, and stays.
-    """
-    for module in model.modules():
-        if isinstance(quant_method(module), BaseKVCacheMethod):
-            for name in list(module._parameters):
-                if name.endswith(("_scale", "_zero_point")):
-                    del module._parameters[name]
 
 
 def without_lora(model: nn.Module) -> nn.Module:
@@ -180,6 +104,32 @@ def post_processed_attention(model: nn.Module) -> list[nn.Module]:
         for module in model.modules()
         if hasattr(module, "kv_b_proj") and hasattr(module, "process_weights_after_loading")
     ]
+
+
+def copied_sinks(model: nn.Module) -> list[tuple[torch.Tensor, nn.Parameter]]:
+    """Return the copies that attention kernels keep of a layer's sinks, each with the parameter that it is of.
+
+    Most kernels read the parameter. FlashInfer's want float32. A CPU's makes its copy in the first forward. Raises
+    `UnsupportedError` for sinks that are nobody's copy.
+    """
+    found: list[tuple[torch.Tensor, nn.Parameter]] = []
+    parameters: set[int] | None = None
+    for name, module in model.named_modules():
+        sinks = getattr(getattr(module, "impl", None), "sinks", None)
+        if not isinstance(sinks, torch.Tensor):
+            continue
+        parameters = parameters or {param.untyped_storage().data_ptr() for param in model.parameters()}
+        if sinks.untyped_storage().data_ptr() in parameters:
+            continue
+        layer = model.get_submodule(name.rpartition(".")[0])
+        own = [p for key, p in layer.named_parameters(recurse=False) if "sink" in key and p.shape == sinks.shape]
+        if len(own) != 1:
+            raise UnsupportedError(
+                f"the attention kernel of {name} has sinks that are no parameter, and {len(own)} parameters of its "
+                "layer may be what they were made from: a push would not reach them"
+            )
+        found.append((sinks, own[0]))
+    return found
 
 
 def has_model_level_hook(model: nn.Module) -> bool:

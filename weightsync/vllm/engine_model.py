@@ -16,13 +16,14 @@ from weightsync.errors import UnsupportedError
 from weightsync.kernels.rows import AllReduceMax
 from weightsync.receiver.engine_model import WorkerIdentity
 from weightsync.vllm import compat, supported_quant
+from weightsync.vllm.pristine import build_on_meta, complete
 
 
 class VllmModel:
     """The `weightsync.receiver.engine_model.EngineModel` of a vLLM worker.
 
     `pristine` raises `UnsupportedError` for engines that a push cannot keep right: adapters on experts, CPU offload,
-    expert load balancing, attention sinks, or a quantisation that the table of `supported_quant.py` does not have.
+    expert load balancing, or a quantisation that the table of `supported_quant.py` does not have.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, model: nn.Module) -> None:
@@ -60,10 +61,7 @@ class VllmModel:
             getattr(getattr(config, "offload_config", None), "uva", None), "cpu_offload_gb", 0
         ):
             raise UnsupportedError("offloaded weights cannot be pushed to; start the engine without cpu_offload_gb")
-        if sinks := [name for name, _ in self.live.named_parameters() if name.endswith(".sinks")]:
-            raise UnsupportedError(
-                f"some attention kernels keep a copy of their sinks ({sinks[0]}) that a push would not reach"
-            )
+        compat.copied_sinks(self.live)
         supported_quant.check(self.live, config.quant_config, self.device)
         if compat.has_model_level_hook(self._model):
             raise UnsupportedError(
@@ -74,7 +72,7 @@ class VllmModel:
     def pristine(self) -> nn.Module:
         if self._pristine is None:
             self._check()
-            self._pristine = compat.build_on_meta(self._config, self._config.model_config, self.device)
+            self._pristine = build_on_meta(self._config, self._config.model_config, self.device)
         return self._pristine
 
     def load_weights(self, model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
@@ -84,6 +82,9 @@ class VllmModel:
     def parts(self, module: nn.Module) -> list[Any]:
         method = compat.quant_method(module)
         return [module] if method is None else [module, method, *compat.kernel_objects(module)]
+
+    def complete(self, model: nn.Module) -> AbstractContextManager[bool]:
+        return complete(model)
 
     def post_process(self, module: nn.Module) -> None:
         method = compat.quant_method(module)
@@ -103,7 +104,10 @@ class VllmModel:
                 if new is not old and isinstance(new, torch.Tensor):
                     old.copy_(new)  # CUDA graphs hold the old address
                     setattr(module, key, old)
-        return bool(self._attention)
+        copies = compat.copied_sinks(self.live)
+        for sinks, param in copies:
+            sinks.copy_(param)
+        return bool(self._attention or copies)
 
     def scope(self) -> AbstractContextManager[Any]:
         return compat.vllm_scope(self._config, self.device)

@@ -24,6 +24,7 @@ from weightsync.errors import ConfigError
 from weightsync.planning.layout import Box, Manifest, itemsize
 from weightsync.receiver.trace import Trace, named_tensors, trace_loader, uncovered
 from weightsync.vllm import compat
+from weightsync.vllm.pristine import build_on_meta
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def plan_workers(
 
 def _plan(config: VllmConfig, manifest: Manifest) -> WorkerPlan:
     try:
-        model = compat.build_on_meta(config, config.model_config, torch.device("cpu"))
+        model = build_on_meta(config, config.model_config, torch.device("cpu"))
     except (AssertionError, ValueError) as error:  # sizes that it does not take; assertions often say nothing
         reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
         raise ConfigError(

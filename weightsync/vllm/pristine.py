@@ -1,0 +1,145 @@
+"""The never loaded copy of an engine's model, on the `meta` device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.model_loader.utils import initialize_model
+
+from weightsync.receiver.reload import materialise
+from weightsync.vllm.compat import quant_method
+
+
+def fresh_config(vllm_config: VllmConfig) -> VllmConfig:
+    """Return the same configuration, without the register of layers that a model under construction adds itself to."""
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    for name in ("static_all_moe_layers", "enabled_custom_ops", "disabled_custom_ops"):
+        if (value := getattr(config.compilation_config, name, None)) is not None:
+            setattr(config.compilation_config, name, type(value)())
+    return config
+
+
+class _IndicesOn(TorchFunctionMode):
+    """Meanwhile tensors of computed integers are made on a real device: a model looks into its map of experts to ranks
+    as it is built and as it is loaded. Weights are floating point or come from `torch.empty`."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        dtype: torch.dtype | None = kwargs.get("dtype")
+        computed = func in (torch.full, torch.arange) and dtype is not None and not dtype.is_floating_point
+        if computed and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": self.device}
+        return func(*args, **kwargs)
+
+
+class _WeightsOnMeta(TorchFunctionMode):
+    """Meanwhile only tensors that are allocated are on `meta`, and those that are computed from numbers are real."""
+
+    _ALLOCATE = (torch.empty, torch.empty_strided, torch.zeros, torch.ones)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **({**kwargs, "device": "meta"} if func in self._ALLOCATE else kwargs))
+
+
+def build_on_meta(vllm_config: VllmConfig, model_config: Any, device: torch.device) -> nn.Module:
+    """Build a copy of the model on the `meta` device, never loaded, with its indices on `device`.
+
+    `device` is that of the running model. That model and its registers are not touched.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(model_config.dtype)
+    try:
+        try:
+            with torch.device("meta"), _IndicesOn(device):
+                model = _initialise(vllm_config, model_config)
+        except (NotImplementedError, RuntimeError):
+            # A constructor that works with values: the bounds of xIELU, the slopes of ALiBi.
+            with torch.device(device), _WeightsOnMeta():
+                model = _initialise(vllm_config, model_config)
+            _move_parameters_to_meta(model)
+    finally:
+        torch.set_default_dtype(before)
+    _unwrap_loaders(model)
+    _drop_cache_scales(model)
+    return model
+
+
+def _initialise(vllm_config: VllmConfig, model_config: Any) -> nn.Module:
+    model: nn.Module = initialize_model(vllm_config=fresh_config(vllm_config), model_config=model_config)
+    return model
+
+
+def _move_parameters_to_meta(model: nn.Module) -> None:
+    """Replace the parameters that a constructor has computed. `Module.to` would lose their loaders."""
+    moved: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for key, param in module._parameters.items():
+            if param is not None and not param.is_meta:
+                if param not in moved:
+                    moved[param] = materialise(param, torch.device("meta"))
+                module._parameters[key] = moved[param]
+
+
+def _unwrap_loaders(model: nn.Module) -> None:
+    """Replace loaders that hold back what arrives by the loaders that they are wrapped around.
+
+    Layers that are quantised as they are loaded have such loaders, which make the layer when all is there.
+    """
+    tensors: list[Any] = [*model.parameters(), *model.buffers()]
+    for tensor in tensors:
+        loader: Any = getattr(tensor, "weight_loader", None)
+        while getattr(loader, "__name__", "") == "online_process_loader":
+            loader = tensor.weight_loader = loader.__wrapped__
+
+
+def _drop_cache_scales(model: nn.Module) -> None:
+    """Remove the placeholders for the KV cache's scales, which a checkpoint may have and a started engine has not.
+
+    What the engine made of them belongs to the cache, not to the weights, and stays.
+    """
+    for module in model.modules():
+        if isinstance(quant_method(module), BaseKVCacheMethod):
+            for name in list(module._parameters):
+                if name.endswith(("_scale", "_zero_point")):
+                    del module._parameters[name]
+
+
+@contextmanager
+def complete(model: nn.Module) -> Iterator[bool]:
+    """Put the modules back, meanwhile, that vLLM has made and left out: a tower whose modality no prompt may have.
+
+    Yields whether there are any.
+    """
+    missing = [
+        (module, key, inside)
+        for module in model.modules()
+        for key, child in module._modules.items()
+        if type(child).__name__ == "StageMissingLayer" and (inside := vars(child).get("module")) is not None
+    ]
+    places = [(module, key, module._modules[key]) for module, key, _ in missing]
+    try:
+        for module, key, inside in missing:
+            module._modules[key] = inside
+        yield bool(missing)
+    finally:
+        for module, key, child in places:
+            module._modules[key] = child
