@@ -72,6 +72,27 @@ def test_pushed_equals_cold_where_the_engine_repacks(engines: Remote, model: str
     assert len(before) == (2 * LINEARS if quantization == "test-transposed" else 0)
 
 
+def serve_in_half(engines: Engines, model: str) -> dict[str, Answer]:
+    return engines.serve(model, dtype="float16")
+
+
+def copied_sinks(engines: Engines) -> int:
+    kernels = [getattr(module, "impl", None) for module in engines.live_model().modules()]
+    params = {param.data_ptr() for param in engines.live_model().parameters()}
+    return sum(kernel is not None and kernel.sinks.data_ptr() not in params for kernel in kernels)
+
+
+@pytest.mark.engine
+def test_sinks_that_a_kernel_has_copied_are_the_pushed_ones(engines: Remote):
+    cold = engines.call(serve_in_half, "gpt-oss", timeout_s=240)
+    assert cold["A"] != cold["B"]
+    engines.call(connect, "gpt-oss", "ipc", {})
+    for weights in "BA":
+        assert engines.call(copied_sinks) == 2, "one for each layer; a CPU's kernel takes no float16"
+        engines.call(push, weights)
+        assert_same(engines.call(Engines.ask), cold[weights], f"push of {weights}")
+
+
 def push_and_fail(engines: Engines, weights: str, calls: int) -> WeightSyncError | None:
     from repack_plugin import Failing
 

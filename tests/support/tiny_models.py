@@ -199,7 +199,8 @@ def shard(model: nn.Module) -> nn.Module:
     """Collective: every trainer rank calls this. FSDP2 around every layer and around the whole model."""
     from torch.distributed.fsdp import fully_shard
 
-    for layer in model.model.layers:  # type: ignore[union-attr]
+    layers = model.base_model.h if hasattr(model.base_model, "h") else model.base_model.layers  # type: ignore[union-attr]
+    for layer in layers:
         fully_shard(layer)
     fully_shard(model)
     return model

@@ -106,29 +106,26 @@ def post_processed_attention(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def copied_sinks(model: nn.Module) -> list[tuple[torch.Tensor, nn.Parameter]]:
-    """Return the copies that attention kernels keep of a layer's sinks, each with the parameter that it is of.
+def sinks_of(model: nn.Module) -> list[tuple[Any, nn.Parameter]]:
+    """Return the attention kernels that have sinks, each with the parameter that these are or were made from.
 
-    Most kernels read the parameter. FlashInfer's want float32. A CPU's makes its copy in the first forward. Raises
-    `UnsupportedError` for sinks that are nobody's copy.
+    Most kernels read the parameter. FlashInfer's have a copy in float32. A CPU's makes its copy in the first forward.
+    Raises `UnsupportedError` for sinks of no known parameter.
     """
-    found: list[tuple[torch.Tensor, nn.Parameter]] = []
-    parameters: set[int] | None = None
+    found: list[tuple[Any, nn.Parameter]] = []
     for name, module in model.named_modules():
-        sinks = getattr(getattr(module, "impl", None), "sinks", None)
+        kernel = getattr(module, "impl", None)
+        sinks = getattr(kernel, "sinks", None)
         if not isinstance(sinks, torch.Tensor):
-            continue
-        parameters = parameters or {param.untyped_storage().data_ptr() for param in model.parameters()}
-        if sinks.untyped_storage().data_ptr() in parameters:
             continue
         layer = model.get_submodule(name.rpartition(".")[0])
         own = [p for key, p in layer.named_parameters(recurse=False) if "sink" in key and p.shape == sinks.shape]
         if len(own) != 1:
             raise UnsupportedError(
-                f"the attention kernel of {name} has sinks that are no parameter, and {len(own)} parameters of its "
-                "layer may be what they were made from: a push would not reach them"
+                f"the attention kernel of {name} has sinks, and {len(own)} parameters of its layer may be what they "
+                "were made from, expected 1: a push would not reach them"
             )
-        found.append((sinks, own[0]))
+        found.append((kernel, own[0]))
     return found
 
 

@@ -36,6 +36,7 @@ class VllmModel:
         self._model = model
         self._pristine: nn.Module | None = None
         self._attention: list[nn.Module] | None = None
+        self._sinks: list[tuple[Any, nn.Parameter]] = []
         parallel = vllm_config.parallel_config
         replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
         within = get_pp_group().rank_in_group * get_tp_group().world_size + get_tensor_model_parallel_rank()
@@ -61,7 +62,7 @@ class VllmModel:
             getattr(getattr(config, "offload_config", None), "uva", None), "cpu_offload_gb", 0
         ):
             raise UnsupportedError("offloaded weights cannot be pushed to; start the engine without cpu_offload_gb")
-        compat.copied_sinks(self.live)
+        self._sinks = compat.sinks_of(self.live)
         supported_quant.check(self.live, config.quant_config, self.device)
         if compat.has_model_level_hook(self._model):
             raise UnsupportedError(
@@ -104,10 +105,11 @@ class VllmModel:
                 if new is not old and isinstance(new, torch.Tensor):
                     old.copy_(new)  # CUDA graphs hold the old address
                     setattr(module, key, old)
-        copies = compat.copied_sinks(self.live)
-        for sinks, param in copies:
-            sinks.copy_(param)
-        return bool(self._attention or copies)
+        copied = [(kernel.sinks, p) for kernel, p in self._sinks if kernel.sinks.data_ptr() != p.data_ptr()]
+        with torch.inference_mode():  # in which a forward has made them
+            for sinks, param in copied:
+                sinks.copy_(param)
+        return bool(self._attention or copied)
 
     def scope(self) -> AbstractContextManager[Any]:
         return compat.vllm_scope(self._config, self.device)
