@@ -293,6 +293,15 @@ number of experts that its ranks do not divide evenly is refused.
 
 vLLM leaves a vision tower out when `limit_mm_per_prompt` allows no image. A trainer may push the whole model to such an
 engine. The tower's tensors are not sent, and the log says so once.
+
+## On a GPU
+
+On an H200 with vLLM 0.26.0, transformers 5.17.0, CUDA graphs and a trainer in the engine's process, pushed equals cold
+for A, B and A, with requests before, between and after, for:
+
+DeepSeek-V2, DeepSeek-V3, dots.llm1, ERNIE 4.5 MoE, GLM-4.5, GPT-OSS, GraniteMoE, Llama 4, Mixtral, OLMoE and Qwen3-MoE;
+Apertus, Cohere 2, EXAONE 4, Gemma 3, GLM-4, GPT-NeoX, OLMo 3, Seed-OSS, SmolLM3 and StarCoder2; Falcon-H1, Jamba and
+Mamba; Qwen2.5-VL and Qwen3-VL without their towers.
 """
 
 

@@ -59,14 +59,18 @@ def plan_workers(
     dtype: vLLM's `--dtype`, "auto" for the config's own. expert_parallel: its `--enable-expert-parallel`. Raises
     `ConfigError` where vLLM has no such model, or its sizes cannot be divided.
     """
-    config = EngineArgs(
+    arguments = EngineArgs(
         model=str(model_dir),
         dtype=dtype,
         skip_tokenizer_init=True,
         enforce_eager=True,
         tensor_parallel_size=tp,
         enable_expert_parallel=expert_parallel,
-    ).create_engine_config()
+    )
+    try:
+        config = arguments.create_engine_config()
+    except Exception as error:
+        raise ConfigError(f"vLLM takes no engine of this config: {error}") from error
     compat.check_experts(config)
     with set_current_vllm_config(config), _alone() as become:
         plans = []
@@ -79,7 +83,7 @@ def plan_workers(
 def _plan(config: VllmConfig, manifest: Manifest) -> WorkerPlan:
     try:
         model = build_on_meta(config, config.model_config, torch.device("cpu"))
-    except (AssertionError, ValueError) as error:  # sizes that it does not take; assertions often say nothing
+    except Exception as error:  # sizes that it does not take, or fields that it lacks; assertions often say nothing
         reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
         raise ConfigError(
             "vLLM cannot make a model of this config for "
