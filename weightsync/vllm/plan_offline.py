@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 # Read when vllm is imported; its log goes to standard output otherwise, among the report.
@@ -16,6 +17,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
 import torch
+from pydantic import ValidationError
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
@@ -25,6 +27,9 @@ from weightsync.planning.layout import Box, Manifest, itemsize
 from weightsync.receiver.trace import Trace, named_tensors, trace_loader, uncovered
 from weightsync.vllm import compat
 from weightsync.vllm.pristine import build_on_meta
+
+_LONGEST_REASON = 300
+"""Characters of what vLLM says against a config.json; some of it lists every model that there is."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,8 @@ def plan_workers(
     try:
         config = arguments.create_engine_config()
     except Exception as error:
-        raise ConfigError(f"vLLM takes no engine of this config: {error}") from error
+        told = error.errors()[0]["msg"].removeprefix("Value error, ") if isinstance(error, ValidationError) else error
+        raise ConfigError(f"vLLM refuses it: {shorten(str(told), _LONGEST_REASON, placeholder=' ...')}") from error
     compat.check_experts(config)
     with set_current_vllm_config(config), _alone() as become:
         plans = []
