@@ -100,6 +100,7 @@ COMPUTATIONS = {
     "negated": ((4, 6), lambda p, w: p.copy_(-torch.exp(w.float()))),
     "cast": ((4, 6), lambda p, w: p.copy_(w.double())),
     "scaled in place": ((4, 6), lambda p, w: (p.copy_(w), p.mul_(2))),
+    "scaled in place, one of many": ((4, 6), lambda p, w: (p.copy_(w), torch._foreach_mul_([p], 2))),
     "scaled before": ((4, 6), lambda p, w: (w.mul_(2), p.copy_(w))),
     "scaled before, one of many": ((4, 6), lambda p, w: (torch._foreach_mul_([w], 2), p.copy_(w))),
     "one row cleared before": ((4, 6), lambda p, w: (w[0].zero_(), p.copy_(w))),

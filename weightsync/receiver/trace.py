@@ -198,13 +198,12 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        written = [args[0]] if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor) else []
-        if "out" in kwargs and isinstance(kwargs["out"], torch.Tensor):
-            written.append(kwargs["out"])
-        for target in written:
-            if (param := self._written_parameter(target)) is not None:
-                self._note_write(func, target, param, args, kwargs)
-                return target
+        written = [(tensor, self._written_parameter(tensor)) for tensor in _written(func, args, kwargs)]
+        params = [(tensor, param) for tensor, param in written if param is not None]
+        for target, param in params:  # several where an operation takes lists
+            self._note_write(func, target, param, args, kwargs)
+        if params:
+            return params[0][0] if func._schema.returns else None
         if func is torch.ops.aten.empty.memory_format:
             kwargs = {**kwargs, "device": torch.device("meta")}  # what is loaded into it has no values either
         result = func(*args, **kwargs)
@@ -260,12 +259,10 @@ class _Recorder(TorchDispatchMode):
             return
         if not (names := self._sources(args, kwargs)):
             return
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in _tensors(args[position] if position < len(args) else kwargs.get(argument.name)):
-                    self._feed.names.pop(_storage(tensor), None)
-                    self._origins[_storage(tensor)] = names
-                    self._keep.append(tensor)
+        for tensor in _written(func, args, kwargs):
+            self._feed.names.pop(_storage(tensor), None)
+            self._origins[_storage(tensor)] = names
+            self._keep.append(tensor)
 
     def _sources(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         names: list[str] = []
@@ -274,6 +271,13 @@ class _Recorder(TorchDispatchMode):
             meta = self._feed.names.get(key)
             names += [meta.name] if meta is not None else self._origins.get(key, [])
         return list(dict.fromkeys(names))
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an operation writes to."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors(args[position] if position < len(args) else kwargs.get(argument.name))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
