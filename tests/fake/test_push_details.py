@@ -124,13 +124,13 @@ def test_a_part_that_the_engine_was_started_without_is_not_pushed(
     ]
 
 
-def _squared(module: nn.Module) -> None:
+def _doubled(module: nn.Module) -> None:
     if isinstance(module, OneWeight):
         module.weight.data.mul_(2)
 
 
 def test_a_tensor_that_a_forward_replaces_between_pushes_is_no_weight() -> None:
-    host = ModuleHost(functools.partial(OneWeight, torch.float32), {"weight": torch.zeros(8, 4)}, _squared)
+    host = ModuleHost(functools.partial(OneWeight, torch.float32), {"weight": torch.zeros(8, 4)}, _doubled)
     chosen = host.live.state = types.SimpleNamespace(topk_ids=torch.zeros(4))  # as a router of experts keeps it
     with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
         for number in (1.0, 2.0, 3.0):

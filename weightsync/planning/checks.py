@@ -35,9 +35,12 @@ def check_quantized(manifest: Manifest, together: Sequence[tuple[str, str]], pla
         )
 
 
-def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> None:
-    """Raise one `ManifestError` for all that is missing, misshapen, or without a place on any engine worker. `padded`:
-    the vocabulary comes with whatever padding the trainer has."""
+def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> list[str]:
+    """Return the tensors that do not travel, as engines were started without the part of the model that they are of.
+
+    padded: the vocabulary comes with whatever padding the trainer has. Raises one `ManifestError` for all that is
+    missing, misshapen, or without a place on any engine worker.
+    """
     mismatched = {name: reason for plan in plans for name, reason in plan.refused.items()}
     used = set().union(*(plan.used for plan in plans))
     mismatched |= _unread(manifest, plans)
@@ -49,7 +52,7 @@ def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> 
     elif mismatched and not any(plan.hints for plan in plans):
         missing = []
     if not (missing or unexpected or mismatched):
-        return
+        return [name for name in manifest.names if name not in used]
     parts = []
     if missing:
         parts.append(f"missing {len(missing)}: {_some(missing)}")
@@ -108,12 +111,6 @@ def cut(
             'bucketer="module" or "threshold"'
         )
     return buckets, last
-
-
-def left_out(manifest: Manifest, plans: Sequence[LoadPlan]) -> list[str]:
-    """Return the tensors that no engine takes, of a part of the model that engines were started without."""
-    used = set().union(*(plan.used for plan in plans))
-    return [name for name in manifest.names if name not in used]
 
 
 def reads_of(manifest: Manifest, plan: LoadPlan) -> Reads:

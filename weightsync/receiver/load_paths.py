@@ -25,7 +25,7 @@ from weightsync.receiver.fused_quantize import Recipe, Rows, rows_of
 from weightsync.receiver.load_plan import FUSED_QUANTIZE, IN_PLACE, NATIVE_LOADER, RELOAD, TracedLoad
 from weightsync.receiver.module_groups import ModuleGroup, Place, parameters_of, tensor_place
 from weightsync.receiver.reload import Reload
-from weightsync.receiver.trace import Fill, named_tensors, paddings
+from weightsync.receiver.trace import named_tensors, paddings
 from weightsync.transports.base import TransportReceiver, strided
 
 
@@ -163,11 +163,6 @@ class LoadPath(ABC):
         """Return the modules that still wait for something."""
         return []
 
-    @property
-    def reloads(self) -> bool:
-        """Whether modules are post-processed in a push."""
-        return False
-
 
 class InPlace(LoadPath):
     """Copies into live parameters and buffers as they are."""
@@ -219,9 +214,6 @@ class FusedQuantize(LoadPath):
 
     def bind(self) -> None:
         self._loaded = named_tensors(self._model.pristine())
-        self._fills: dict[str, list[Fill]] = defaultdict(list)
-        for fill in self._arrivals.traced.trace.fills:
-            self._fills[fill.param].append(fill)
         ops = {group: self._arrivals.ops.get(group.weight, ()) for group in self._groups}
         views = {group: [(op, self._arrivals.view(op)) for op in own] for group, own in ops.items()}
         rows = {
@@ -274,7 +266,7 @@ class FusedQuantize(LoadPath):
             self._fresh[group] = torch.empty_strided(
                 weight.shape, weight.stride(), dtype=weight.dtype, device=self._model.device
             )
-            for fill in self._fills.get(group.weight, ()):
+            for fill in self._arrivals.traced.fills.get(group.weight, ()):
                 fill.apply(self._fresh[group])
         return self._fresh[group]
 
@@ -314,16 +306,14 @@ class _Reloading(LoadPath):
     def begin(self, first: bool) -> None:
         self._open.clear()
 
-    @property
-    def reloads(self) -> bool:
-        return bool(self._groups)
-
     def unfinished(self) -> list[str]:
         return [group.names[0] for group in self._open]
 
     def _reload(self, group: ModuleGroup) -> Reload:
         if group not in self._open:
-            self._open[group] = Reload(group, self._arrivals.traced.trace.fills, self._model)
+            fills = self._arrivals.traced.fills
+            own = [fill for param in group.params for fill in fills.get(param, ())]
+            self._open[group] = Reload(group, own, self._model)
         return self._open[group]
 
     def _close(self, group: ModuleGroup) -> None:

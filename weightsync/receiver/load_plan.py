@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from weightsync.receiver.checkpoint_quantize import Pair, collapse, expand, find
 from weightsync.receiver.engine_model import EngineModel
 from weightsync.receiver.experiment import choose_load_paths
 from weightsync.receiver.module_groups import Addresses, ModuleGroup, find_groups
-from weightsync.receiver.trace import Trace, named_tensors, trace_loader, uncovered, writers
+from weightsync.receiver.trace import Fill, Trace, named_tensors, trace_loader, uncovered, writers
 
 IN_PLACE, FUSED_QUANTIZE, RELOAD, NATIVE_LOADER = LOAD_PATHS = ("in_place", "fused_quantize", "reload", "native_loader")
 
@@ -42,6 +42,14 @@ class TracedLoad:
     load_path: Mapping[ModuleGroup, str]
     group_of: Mapping[str, ModuleGroup]
     sources: Mapping[ModuleGroup, Sequence[str]]
+
+    @cached_property
+    def fills(self) -> Mapping[str, Sequence[Fill]]:
+        """The constants that the loader sets, by parameter."""
+        found: dict[str, list[Fill]] = defaultdict(list)
+        for fill in self.trace.fills:
+            found[fill.param].append(fill)
+        return found
 
 
 class LoadPlanner:

@@ -24,7 +24,7 @@ from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.planning.rows import unpack_locations
 from weightsync.receiver.engine_model import EngineModel
 from weightsync.receiver.load_paths import Arrivals, bind_load_paths
-from weightsync.receiver.load_plan import IN_PLACE, LoadPlanner, TracedLoad
+from weightsync.receiver.load_plan import IN_PLACE, NATIVE_LOADER, RELOAD, LoadPlanner, TracedLoad
 from weightsync.receiver.trace import named_tensors
 from weightsync.receiver.verify import Verifier
 from weightsync.transports import open_receiver
@@ -198,6 +198,7 @@ class _Connection:
     def __init__(self, model: EngineModel, traced: TracedLoad, source: TransportReceiver, message: Connect) -> None:
         self.is_committed = False
         self.is_whole_push = False
+        self.reloads = not {RELOAD, NATIVE_LOADER}.isdisjoint(traced.load_path.values())
         self._source, self._frozen = source, message.frozen
         runs = [[Run(*row) for row in rows] for _, rows in message.chunks]
         self._verifier = Verifier(source, runs, [Run(*row) for row in message.in_place])
@@ -213,7 +214,6 @@ class _Connection:
         self._arrivals.agree_on_last_chunks()
         in_place, self._paths = bind_load_paths(self._arrivals)
         self.buffers = in_place.buffers
-        self.reloads = any(path.reloads for path in self._paths)
 
     def run(self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline]) -> Done:
         """Verify and load every chunk of a push, as each arrives."""

@@ -59,8 +59,7 @@ class Reload:
         self._fresh = {id(param): materialise(param, model.device) for param in group.pristine_parameters()}
         self.fresh: dict[str, nn.Parameter] = dict(zip(group.params, self._fresh.values(), strict=True))
         for fill in fills:
-            if fill.param in self.fresh:
-                fill.apply(self.fresh[fill.param].data)
+            fill.apply(self.fresh[fill.param].data)
 
     @contextmanager
     def installed(self) -> Iterator[None]:

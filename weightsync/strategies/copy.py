@@ -22,7 +22,7 @@ from weightsync.control.wire import Connect, Done, MachineInfo
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.kernels.digest import SAMPLES, WHOLE
 from weightsync.planning.bucketing import open_bucketer
-from weightsync.planning.checks import check_plans, check_quantized, cut, left_out, reads_of, wire_manifest
+from weightsync.planning.checks import check_plans, check_quantized, cut, reads_of, wire_manifest
 from weightsync.planning.layout import ShardLocation, merge_manifests
 from weightsync.planning.rows import pack_locations, pack_manifest, unpack_locations, unpack_manifest
 from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES, Route, TransferPlan, make_chunks
@@ -244,8 +244,8 @@ class CopyWeights(FleetStrategy):
         fleet = self._call_in(update)
         plans = fleet.plan(pack_manifest(manifest))
         check_quantized(manifest, together, plans)
-        check_plans(manifest, plans, options.backend == "megatron" and options.vocab_size is None)
-        if unused := left_out(manifest, plans):
+        is_padded = options.backend == "megatron" and options.vocab_size is None
+        if unused := check_plans(manifest, plans, is_padded):
             logger.info(
                 "%d tensors are not pushed, such as %s: the engine was started without that part of the model",
                 len(unused),

@@ -21,7 +21,7 @@ from weightsync.control.runtime import boot_id
 from weightsync.control.update import Update
 from weightsync.engines import ENGINE_VARIABLE
 from weightsync.errors import ConfigError, EngineError, PlacementError
-from weightsync.planning.checks import check_plans, left_out
+from weightsync.planning.checks import check_plans
 from weightsync.planning.layout import Manifest, merge_manifests
 from weightsync.planning.rows import pack_manifest, unpack_locations, unpack_manifest
 from weightsync.report import PushReport, WorkerReport
@@ -184,9 +184,7 @@ class SharedMemory(FleetStrategy):
             manifest = merge_manifests([unpack_manifest(own) for own, _ in everyone])
             fleet = self._call_in(update)
             check_pairs([host for _, host in everyone], fleet.workers)
-            plans = fleet.plan(pack_manifest(manifest))
-            check_plans(manifest, plans, False)
-            if unused := left_out(manifest, plans):
+            if unused := check_plans(manifest, fleet.plan(pack_manifest(manifest)), False):
                 raise PlacementError(
                     f"the engine was started without the part of the model that {unused[0]} is of, so that the two "
                     'cannot share it; use transport="ipc", or attach a model without that part'

@@ -23,7 +23,8 @@ class VllmModel:
     """The `weightsync.receiver.engine_model.EngineModel` of a vLLM worker.
 
     `pristine` raises `UnsupportedError` for engines that a push cannot keep right: adapters on experts, CPU offload,
-    expert load balancing, or a quantisation that the table of `supported_quant.py` does not have.
+    expert load balancing, sinks of no known parameter, or a quantisation that the table of `supported_quant.py` does
+    not have.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, model: nn.Module) -> None:
@@ -62,7 +63,6 @@ class VllmModel:
             getattr(getattr(config, "offload_config", None), "uva", None), "cpu_offload_gb", 0
         ):
             raise UnsupportedError("offloaded weights cannot be pushed to; start the engine without cpu_offload_gb")
-        self._sinks = compat.sinks_of(self.live)
         supported_quant.check(self.live, config.quant_config, self.device)
         if compat.has_model_level_hook(self._model):
             raise UnsupportedError(
@@ -73,6 +73,7 @@ class VllmModel:
     def pristine(self) -> nn.Module:
         if self._pristine is None:
             self._check()
+            self._sinks = compat.sinks_of(self.live)
             self._pristine = build_on_meta(self._config, self._config.model_config, self.device)
         return self._pristine
 

@@ -130,16 +130,15 @@ def complete(model: nn.Module) -> Iterator[bool]:
     Yields whether there are any.
     """
     missing = [
-        (module, key, inside)
+        (module, key, child)
         for module in model.modules()
         for key, child in module._modules.items()
-        if type(child).__name__ == "StageMissingLayer" and (inside := vars(child).get("module")) is not None
+        if type(child).__name__ == "StageMissingLayer" and vars(child).get("module") is not None
     ]
-    places = [(module, key, module._modules[key]) for module, key, _ in missing]
     try:
-        for module, key, inside in missing:
-            module._modules[key] = inside
+        for module, key, child in missing:
+            module._modules[key] = vars(child)["module"]
         yield bool(missing)
     finally:
-        for module, key, child in places:
+        for module, key, child in missing:
             module._modules[key] = child

@@ -382,9 +382,10 @@ class _Worker:
                     f"{p.dtype} at element {p.offset} of storage {p.storage}",
                 )
         require(came == order["due"], f"chunks {came} came, expected {order['due']}")
-        found_digests = self.proof.of(order["place_sample"]) if sample is not None else ()
-        for rank, found in zip(self.mapped_ranks, found_digests, strict=False):
-            require(found == order["digests"][rank], f"what is mapped of rank {rank} has another digest than it found")
+        if sample is not None:
+            for rank, found in zip(self.mapped_ranks, self.proof.of(order["place_sample"]), strict=True):
+                expected = order["digests"][rank]
+                require(found == expected, f"what is mapped of rank {rank} has another digest than it found")
 
     def wait(self, order: dict[str, Any]) -> None:
         assert self.source is not None
