@@ -289,7 +289,7 @@ nothing is copied for it. A trainer whose experts have tensors of their own is s
 vLLM's engine for CPUs crashes when it generates with `enable_expert_parallel`, so load plans show expert parallelism. A
 number of experts that its ranks do not divide evenly is refused.
 
-## Parts that the engine has not
+## Parts that the engine lacks
 
 vLLM leaves a vision tower out when `limit_mm_per_prompt` allows no image. A trainer may push the whole model to such an
 engine. The tower's tensors are not sent, and the log says so once.

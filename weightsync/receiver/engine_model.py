@@ -48,8 +48,10 @@ class EngineModel(Protocol):
         """Return the objects that hold the post-processed state of `module`."""
 
     def complete(self, model: nn.Module) -> AbstractContextManager[bool]:
-        """Meanwhile give a never loaded copy the parts that the engine was started without. Enters with whether there
-        are any, such as a vision tower for which no prompt has images."""
+        """Give `model`, a never loaded copy, the parts that the engine was started without, until the context ends.
+
+        A vision tower is one where no prompt may have images. The context's value says whether there are any.
+        """
 
     def post_process(self, module: nn.Module) -> None:
         """Bring a freshly loaded module into its kernel's format, as the engine does once at its start."""

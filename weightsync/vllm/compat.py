@@ -109,7 +109,8 @@ def post_processed_attention(model: nn.Module) -> list[nn.Module]:
 def sinks_of(model: nn.Module) -> list[tuple[Any, nn.Parameter]]:
     """Return the attention kernels that have sinks, each with the parameter that these are or were made from.
 
-    Most kernels read the parameter. FlashInfer's have a copy in float32. A CPU's makes its copy in the first forward.
+    Most kernels read the parameter. FlashInfer's kernels copy it to float32. A CPU's kernel may copy it in the first
+    forward.
     Raises `UnsupportedError` for sinks of no known parameter.
     """
     found: list[tuple[Any, nn.Parameter]] = []

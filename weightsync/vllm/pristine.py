@@ -49,7 +49,7 @@ class _IndicesOn(TorchFunctionMode):
 
 
 class _WeightsOnMeta(TorchFunctionMode):
-    """Meanwhile only tensors that are allocated are on `meta`, and those that are computed from numbers are real."""
+    """Puts tensors that are allocated on `meta`. Tensors that are computed from numbers stay real."""
 
     _ALLOCATE = (torch.empty, torch.empty_strided, torch.zeros, torch.ones)
 
@@ -125,9 +125,9 @@ def _drop_cache_scales(model: nn.Module) -> None:
 
 @contextmanager
 def complete(model: nn.Module) -> Iterator[bool]:
-    """Put the modules back, meanwhile, that vLLM has made and left out: a tower whose modality no prompt may have.
+    """Put back the modules that vLLM has made and left out, until the context ends. Yields whether there are any.
 
-    Yields whether there are any.
+    vLLM leaves out a tower whose modality no prompt may have.
     """
     missing = [
         (module, key, child)
