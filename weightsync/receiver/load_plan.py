@@ -103,14 +103,17 @@ class LoadPlanner:
         return TracedLoad(manifest, answer, trace, pairs, load_path, group_of, sources)
 
     def _left_out(self, manifest: Manifest, trace: Trace) -> list[str]:
-        """Return the tensors that the loader passes over, and would load into a part that the engine has not."""
+        """Return the tensors that the loader passes over, and would look at if the engine had all of its parts.
+
+        Those that it would refuse then are passed over too: a cold start from them is the same engine.
+        """
         pristine = self._model.pristine()
-        known = _taken(trace).union(trace.refused, trace.unknown)
+        known = _seen(trace)
         if known.issuperset(manifest.names):
             return []
         with self._model.complete(pristine) as has_more:
             more = trace_loader(pristine, partial(self._model.load_weights, pristine), manifest) if has_more else trace
-        return [name for name in manifest.names if name in _taken(more) - known]
+        return [name for name in manifest.names if name in _seen(more) - known]
 
     def locate(self) -> None:
         """Note where the live tensors lie now."""
@@ -167,8 +170,9 @@ def _sources(trace: Trace, group_of: Mapping[str, ModuleGroup]) -> dict[ModuleGr
     return {group: list(those) for group, those in names.items()}
 
 
-def _taken(trace: Trace) -> set[str]:
-    return {copy.name for copy in trace.copies}.union(*trace.computed.values())
+def _seen(trace: Trace) -> set[str]:
+    """Return the tensors that the loader has read or refused."""
+    return {copy.name for copy in trace.copies}.union(trace.refused, trace.unknown, *trace.computed.values())
 
 
 def _used(
