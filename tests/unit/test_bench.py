@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from weightsync.tools.bench.cases import (
 )
 from weightsync.tools.bench.models import fill, make_trainer, save_checkpoint, stepper
 from weightsync.tools.bench.run import medians
-from weightsync.tools.bench.shapes import SHAPES, write_config
+from weightsync.tools.bench.shapes import SHAPES, add_shapes, write_config
 from weightsync.tools.plan import checkpoint_tensors
 
 CASE = Case("weightsync", "plain", 1, "ipc", "module", "bfloat16", "tiny", "none", 1, 1, "http")
@@ -194,3 +195,34 @@ def test_a_dry_run_may_assume_gpus(capsys):
     # A worker reads 35 GB: a quarter from its own GPU, the rest over the link.
     assert "peer copy at 397 GB/s 66.6 ms" in " ".join(capsys.readouterr().out.split())
     assert cli.main(["bench", "--gpus", "4096"]) == 2
+
+
+FAMILIES = Path(__file__).parents[2] / "benchmarks" / "families.json"
+
+
+def test_each_family_of_the_file_is_a_shape_with_a_config(monkeypatch, tmp_path):
+    monkeypatch.setattr("weightsync.tools.bench.shapes.SHAPES", shapes := dict(SHAPES))
+    names = add_shapes(FAMILIES)
+    assert len(names) >= 30
+    assert shapes.keys() == SHAPES.keys() | set(names)
+    assert json.loads((write_config(names[0], tmp_path) / "config.json").read_text()) == shapes[names[0]]
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("{", "--families"),
+        ("[1]", "expected config.json's by name"),
+        ('{"mine": {"model_type": "llama"}}', "mine has no architectures"),
+        ('{"mine": 3}', "mine has no architectures"),
+    ],
+)
+def test_a_file_of_families_that_is_none_is_refused(content, named, tmp_path):
+    (tmp_path / "families.json").write_text(content)
+    with pytest.raises(ConfigError, match=named):
+        add_shapes(tmp_path / "families.json")
+
+
+def test_a_file_of_families_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"--families .*none\.json"):
+        add_shapes(tmp_path / "none.json")

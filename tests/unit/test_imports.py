@@ -30,7 +30,7 @@ PURE = {
         "weightsync.planning.rows",
     ],
     "weightsync.tools.simulate": ["weightsync.errors", "weightsync.planning.transfer_plan"],
-    "weightsync.tools.bench.shapes": [],
+    "weightsync.tools.bench.shapes": ["weightsync.errors"],
     "weightsync.tools.bench.cases": ["weightsync.errors", "weightsync.tools.bench.shapes"],
 }
 

@@ -57,6 +57,9 @@ log-probabilities. What a push cannot be faster than is measured too.
     weightsync bench --shape 8B --client llm extension --quantization none fp8_per_channel
         An LLM in the trainer's process, on one GPU, with CUDA graphs.
 
+    weightsync bench --families benchmarks/families.json --no-peers --jobs 8
+        Whether tiny models of many families answer right, not how long they take.
+
     weightsync bench --shape 70B --backend fsdp --ranks 8 --tp 1 2 4 --gpus 8 --dry-run
         What would be measured, and what a push takes at least.
 
@@ -167,6 +170,10 @@ def _add_bench(commands: Commands) -> None:
     text = "how the trainer calls engines, a server or an LLM in its process, by plug-in or worker extension"
     axis("--client", "http", text, choices=CLIENTS)
     option = bench.add_argument
+    text = "models instead of --shape: a JSON file of config.json's by name, such as benchmarks/families.json"
+    option("--families", metavar="FILE", type=Path, help=text)
+    text = "cases at once, to see sooner whether answers are right; times then mean nothing; default: 1"
+    option("--jobs", metavar="N", type=int, default=1, help=text)
     option("--no-peers", dest="peers", action="store_false", help="leave out what is not weightsync")
     option("--num-iters", metavar="N", type=int, default=5, help="pushes that are timed in each loop; default: 5")
     option("--num-iters-warmup", metavar="N", type=int, default=1, help="pushes before them; default: 1")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import statistics
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from importlib.util import find_spec
@@ -27,7 +29,7 @@ from weightsync.report import format_bytes
 from weightsync.tools.bench import trainer
 from weightsync.tools.bench.cases import ASSUMED, ASSUMED_GLOO, BROADCAST, WEIGHTSYNC, Case, expand, floor, refusal
 from weightsync.tools.bench.limits import measure
-from weightsync.tools.bench.shapes import write_config
+from weightsync.tools.bench.shapes import add_shapes, write_config
 from weightsync.tools.plan import checkpoint_tensors
 from weightsync.tools.processes import Responder, installed, receive, vllm_version
 from weightsync.tools.tables import print_line, print_table
@@ -43,6 +45,7 @@ Phases, medians; they overlap.
 """
 _PATIENCE_S = 300.0
 _SLOWEST_BYTES_PER_S = 20e6
+_CAUSES = 8
 _DISTRIBUTIONS = ("transformers", "deepspeed", "megatron-core")
 
 
@@ -53,6 +56,10 @@ def run(options: Namespace, console: Console) -> bool:
     """
     if options.num_iters < 1 or options.num_iters_warmup < 0:
         raise ConfigError(f"--num-iters {options.num_iters} {options.num_iters_warmup}: expected at least 1, and 0")
+    if options.jobs < 1:
+        raise ConfigError(f"--jobs {options.jobs}: expected at least 1")
+    if options.families is not None:
+        options.shape = add_shapes(options.families)
     if not options.dry_run and vllm_version() is None:
         raise ConfigError("vLLM is not installed here; install it with: pip install 'weightsync[vllm]'")
     there = torch.cuda.device_count()
@@ -62,32 +69,59 @@ def run(options: Namespace, console: Console) -> bool:
     cases = expand(options)
     here = frozenset(module for module in ("deepspeed", "megatron") if find_spec(module))
     refused = {case: why for case in cases if (why := refusal(case, gpus, here))}
-    able = [case for case in cases if case not in refused]
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="weightsync-bench-", dir=options.folder) as name:
         folder = Path(name)
-        sizes = {shape: _nbytes(shape, folder) for shape in dict.fromkeys(case.shape for case in able)}
+        sizes: dict[str, int] = {}
+        for shape in dict.fromkeys(case.shape for case in cases if case not in refused):
+            try:
+                sizes[shape] = _nbytes(shape, folder)
+            except ConfigError as error:
+                refused |= {case: str(error) for case in cases if case.shape == shape}
+        able = [case for case in cases if case not in refused]
         if options.dry_run:
             _show_dry_run(console, able, sizes, gpus)
         elif not able:
             raise ConfigError(f"nothing can be measured here; the first of the reasons: {next(iter(refused.values()))}")
         else:
             limits, where = measure(folder, gpus), _environment(gpus)
-            for number, case in enumerate(able, 1):
-                print_line(console, f"{number} of {len(able)}: {case}")
-                row = _measure(case, options, sizes[case.shape], gpus, limits, folder)
+            for row in _measure_all(able, options, sizes, gpus, limits, folder, console):
                 rows.append({"schema": SCHEMA, "environment": where, "limits": limits, **row})
-                if "error" in row:
-                    print_line(console, f"failed: {case}\n{row['error']}")
                 if options.json is not None:  # after each, so that little is lost when something breaks
                     options.json.write_text(json.dumps(rows, indent=1))
-            _show(console, able, rows)
+            _show(console, rows)
     for case, why in refused.items():
         print_line(console, f"not measured: {case}: {why}")
     wrong = [row for row in rows if row["case"]["way"] == WEIGHTSYNC and row.get("answers") != 0]
     if wrong:
         print_line(console, f"FAIL: {len(wrong)} of {len(rows)} cases failed or left wrong answers")
     return not wrong
+
+
+def _measure_all(
+    cases: Sequence[Case],
+    options: Namespace,
+    sizes: Mapping[str, int],
+    gpus: int,
+    limits: Mapping[str, float],
+    folder: Path,
+    console: Console,
+) -> Iterator[dict[str, Any]]:
+    """Yield each case, measured, as it is done; `options.jobs` run at once."""
+
+    def measure_one(case: Case) -> dict[str, Any]:
+        own = Path(tempfile.mkdtemp(dir=folder))  # logs and checkpoints have the same names in each
+        (own / f"{case.shape}-config").symlink_to(folder / f"{case.shape}-config")
+        return _measure(case, options, sizes[case.shape], gpus, limits, own)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        started = {pool.submit(measure_one, case): case for case in cases}
+        for number, done in enumerate(as_completed(started), 1):
+            row = done.result()
+            print_line(console, f"{number} of {len(cases)}: {started[done]}")
+            if "error" in row:
+                print_line(console, "\n".join([f"failed: {row['error']}", "The first errors there:", *row["causes"]]))
+            yield row
 
 
 def _measure(
@@ -113,11 +147,17 @@ def _measure(
             measured = receive(ranks, 4 * timeout_s)[0]
         except WeightSyncError as error:
             failed = next((rank for rank in ranks if rank.name in str(error)), ranks[0])
-            return {**row, "error": f"{error}\n{failed.log_end()}"}
+            return {**row, "error": f"{error}\n{failed.log_end()}", "causes": _causes(failed.log)}
     measured["seconds"] = {loop: medians(measured[loop]) for loop in LOOPS}
     if measured["answers"] == float("inf"):
         measured["answers"] = "other tokens"
     return {**row, "graphs": graphs, "max_bytes": options.max_bytes, **measured}
+
+
+def _causes(log: Path) -> list[str]:
+    """Return the first messages of exceptions in a log. An engine's own comes long before the end."""
+    lines = re.findall(r"^.*?(\w+(?:Error|Exception): .+)$", log.read_text(errors="replace"), re.MULTILINE)
+    return list(dict.fromkeys(lines))[:_CAUSES]
 
 
 def medians(pushes: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
@@ -129,8 +169,8 @@ def medians(pushes: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]
     return found
 
 
-def _show(console: Console, cases: Sequence[Case], rows: Sequence[dict[str, Any]]) -> None:
-    done = [(case, row) for case, row in zip(cases, rows, strict=True) if "error" not in row]
+def _show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    done = [(Case(**row["case"]), row) for row in rows if "error" not in row]
     table = []
     for case, row in done:
         cells = []

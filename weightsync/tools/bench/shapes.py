@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from weightsync.errors import ConfigError
+
 _COMMON: dict[str, Any] = {
     "vocab_size": 151936,
     "max_position_embeddings": 4096,
@@ -59,3 +61,20 @@ def write_config(shape: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=2))
     return folder
+
+
+def add_shapes(file: Path) -> list[str]:
+    """Add the models of a JSON file of config.json's by name to `SHAPES`, and return their names.
+
+    Raise `ConfigError` for a file that has something else.
+    """
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--families {file}: {error}") from error
+    needed = {"architectures", "model_type", *_SIZES}
+    for name, config in found.items() if isinstance(found, dict) else [(str(file), found)]:
+        if missing := needed - set(config if isinstance(config, dict) else ()):
+            raise ConfigError(f"--families {file}: {name} has no {sorted(missing)[0]}; expected config.json's by name")
+    SHAPES.update(found)
+    return list(found)
