@@ -1,0 +1,193 @@
+"""Tiny vision-language models with random weights, and processors for them that need no network."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 244,
+}
+_SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+_QWEN_TOKENS = dict(
+    zip(
+        ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+        range(240, 244),
+        strict=True,
+    )
+)
+_GEMMA_TOKENS = {"image_token_index": 240, "boi_token_index": 242, "eoi_token_index": 243, "mm_tokens_per_image": 4}
+PROMPTS = {"gemma3": "<|vision_start|> t5 t6 t7", "llava-onevision": "<|image_pad|> t5 t6 t7"}
+"""What asks about one picture, where it is not Qwen's form."""
+QWEN_PROMPT = "<|vision_start|> <|image_pad|> <|vision_end|> t5 t6 t7"
+KINDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "gemma3", "llava-onevision")
+
+
+def make_vision_model(kind: str, folder: Path, device: torch.device) -> nn.Module:
+    """Return a model in bfloat16 on `device`, and write what an engine needs of it to `folder`, but for its weights."""
+    config, processor = _DESCRIPTIONS[kind]()
+    from transformers import AutoModelForImageTextToText
+
+    model: nn.Module = AutoModelForImageTextToText.from_config(config).to(torch.bfloat16).to(device)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.save_pretrained(folder)
+    _tokenizer(kind).save_pretrained(folder)
+    for file, content in processor.items():
+        (folder / file).write_text(json.dumps(content))
+    return model
+
+
+def _tokenizer(kind: str) -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"t{i}": i for i in range(240)}
+    words |= {
+        word: 240 + i for i, word in enumerate((*_SPECIAL, "<|endoftext|>", "<unk>", *("\n" * n for n in range(1, 5))))
+    }
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    named = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+    if kind == "gemma3":
+        named |= {"boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>"}
+    special = {"additional_special_tokens": list(_SPECIAL), "extra_special_tokens": named}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<|endoftext|>", pad_token="<|endoftext|>", unk_token="<unk>", **special
+    )
+
+
+def _qwen(name: str, patch: int, sections: list[int], vision: dict[str, Any], **rope: Any) -> Any:
+    import transformers
+
+    scaling = {"rope_type": "default", "mrope_section": sections, "rope_theta": 1e6, **rope}
+    own = {"depth": 2, "num_heads": 4, "patch_size": patch, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    text = {**_TEXT, "rope_parameters": scaling}
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text, vision_config={**own, **vision}, tie_word_embeddings=False, **_QWEN_TOKENS
+    )
+    image = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": f"{name.replace('_', '_')}Processor",
+        "patch_size": patch,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "size": {"shortest_edge": (2 * patch) ** 2, "longest_edge": (8 * patch) ** 2},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    video = "Qwen3VLVideoProcessor" if name == "Qwen3VL" else "Qwen2VLVideoProcessor"
+    files = {
+        "preprocessor_config.json": image,
+        "video_preprocessor_config.json": {**image, "video_processor_type": video},
+    }
+    return config, files
+
+
+def _qwen2() -> Any:
+    vision = {"embed_dim": 64, "hidden_size": 128, "mlp_ratio": 2}
+    return _qwen("Qwen2VL", 14, [4, 6, 6], vision)
+
+
+def _qwen2_5() -> Any:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "out_hidden_size": 128}
+    return _qwen("Qwen2_5_VL", 14, [4, 6, 6], {**sizes, "fullatt_block_indexes": [1], "window_size": 112})
+
+
+def _qwen3() -> Any:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "out_hidden_size": 128}
+    more = {"deepstack_visual_indexes": [0], "num_position_embeddings": 256}
+    return _qwen("Qwen3VL", 16, [6, 5, 5], {**sizes, **more}, mrope_interleaved=True)
+
+
+_SIGLIP = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 56,
+    "patch_size": 14,
+}
+
+
+def _gemma3() -> Any:
+    from transformers import Gemma3Config
+
+    text = {
+        **_TEXT,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    config = Gemma3Config(text_config=text, vision_config=_SIGLIP, **_GEMMA_TOKENS)
+    image = {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": 56, "width": 56},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "image_seq_length": 4,
+    }
+    return config, {
+        "preprocessor_config.json": image,
+        "processor_config.json": {"processor_class": "Gemma3Processor", "image_seq_length": 4},
+    }
+
+
+def _llava() -> Any:
+    from transformers import LlavaOnevisionConfig
+
+    config = LlavaOnevisionConfig(
+        text_config={**_TEXT, "model_type": "qwen2"},
+        vision_config={**_SIGLIP, "model_type": "siglip_vision_model"},
+        image_token_index=240,
+        video_token_index=241,
+        image_grid_pinpoints=[[56, 56], [56, 112], [112, 56]],
+        vision_aspect_ratio="anyres_max_9",
+        tie_word_embeddings=False,
+    )
+    image = {
+        "image_processor_type": "LlavaOnevisionImageProcessor",
+        "size": {"height": 56, "width": 56},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "image_grid_pinpoints": [[56, 56], [56, 112], [112, 56]],
+    }
+    own = {
+        "processor_class": "LlavaOnevisionProcessor",
+        "num_image_tokens": 16,
+        "vision_feature_select_strategy": "full",
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+    }
+    video = {
+        "video_processor_type": "LlavaOnevisionVideoProcessor",
+        "size": {"height": 56, "width": 56},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    return config, {
+        "preprocessor_config.json": image,
+        "processor_config.json": own,
+        "video_preprocessor_config.json": video,
+    }
+
+
+_DESCRIPTIONS = {
+    "qwen2-vl": _qwen2,
+    "qwen2.5-vl": _qwen2_5,
+    "qwen3-vl": _qwen3,
+    "gemma3": _gemma3,
+    "llava-onevision": _llava,
+}
