@@ -8,6 +8,7 @@
     +-- EngineError            (RuntimeError)      the engine refused or broke
     |   +-- EngineUnreachableError (ConnectionError)
     |   +-- EngineBusyError                        another trainer holds the engine
+    |   +-- FencedError                            another trainer has taken the engine over
     +-- PeerError              (ConnectionError)   a trainer rank or an engine worker went away
     +-- SyncTimeoutError       (TimeoutError)      a wait passed its deadline
     +-- ProtocolError          (RuntimeError)      a message that does not follow docs/wire.md
@@ -115,6 +116,11 @@ class EngineUnreachableError(EngineError, ConnectionError):
 
 class EngineBusyError(EngineError):
     """An engine that another trainer is connected to."""
+
+
+class FencedError(EngineError):
+    """An engine that another trainer has taken over, since this one did not answer. Nothing of the engine was touched
+    after that. Push again once the other trainer has closed its `WeightSync`."""
 
 
 class PeerError(WeightSyncError, ConnectionError):

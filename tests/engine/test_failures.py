@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import http.client
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -35,6 +36,7 @@ from weightsync import (
     EngineBusyError,
     EngineError,
     EngineUnreachableError,
+    FencedError,
     ManifestError,
     ModuleBucketer,
     PeerError,
@@ -596,6 +598,7 @@ def test_rank_0_dies_in_a_push(http_server: Http, trainers: Trainers, where: str
     run_ranks(_rank_0_dies, 2, http_server.url, where)
     assert http_server.get("/health") is None
     assert http_server.is_paused()
+    assert http_server.version().startswith("POISONED"), "though nobody is left who could say so"
     if where == "send":
         wait_for(lambda: "POISONED: a push after version" in http_server.log()[len(before) :])
     trainers.call(connect, http_server.url)
@@ -619,12 +622,51 @@ def _rank_0_dies(rank: int, url: str, where: str) -> None:
     os._exit(0)
 
 
+def test_a_trainer_that_is_stopped_in_a_push_is_fenced_off(http_server: Http, trainers: Trainers, tmp_path: Path):
+    """It goes on when the next trainer has pushed, and must leave that one's weights and version alone."""
+    there, before = tmp_path / "there", http_server.log()
+    stopped = multiprocessing.get_context("spawn").Process(target=_is_stopped, args=(http_server.url, there))
+    stopped.start()
+    wait_for(there.exists, 120)
+    assert stopped.pid is not None
+    os.kill(stopped.pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: "gave up" in http_server.log()[len(before) :], 60)
+        trainers.call(connect, http_server.url)
+        assert [error for error, _ in trainers.call(push, "B")] == [None, None]
+    finally:
+        os.kill(stopped.pid, signal.SIGCONT)
+    stopped.join(60)
+    assert stopped.exitcode == 0, "it raised FencedError"
+    assert not http_server.is_paused()
+    assert "POISONED" not in http_server.version()
+    assert http_server.ask() == http_server.expected["B"]
+    assert [error for error, _ in trainers.call(push, "A")] == [None, None]
+    assert http_server.ask() == http_server.expected["A"]
+
+
+def _is_stopped(url: str, there: Path) -> None:
+    transport = FaultyTransport("ipc")
+
+    def be_stopped(chunk: int) -> None:
+        if chunk == 3:
+            there.touch()
+            time.sleep(SHORT_S + GRACE_S)  # the time on the clock passes while the process is stopped
+
+    model = tiny_models.build("qwen3", "A")
+    with WeightSync("fsdp", transport, url, timeout_s=SHORT_S, **SMALL) as sync:
+        sync.push(model)
+        transport.before_chunk = be_stopped
+        with pytest.raises(FencedError, match="another trainer has taken over this engine"):
+            sync.push(model)
+
+
 def test_a_trainer_that_dies_while_it_writes(http_server: Http, trainers: Trainers):
-    before, version = http_server.log(), http_server.version()
+    before = http_server.log()
     run_ranks(_writes_shared_memory, 1, http_server.url, "half")
     wait_for(lambda: "POISONED: a push after version" in http_server.log()[len(before) :])
     assert http_server.is_paused()
-    assert http_server.version() == version
+    assert http_server.version().startswith("POISONED")
     # Whoever comes next heals it: one that shares the memory again, or one that pushes.
     run_ranks(_writes_shared_memory, 1, http_server.url, "B")
     assert http_server.ask() == http_server.expected["B"]
@@ -649,8 +691,8 @@ def _writes_shared_memory(rank: int, url: str, weights: str) -> None:
                 os._exit(0)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+def wait_for(condition: Callable[[], bool], timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -785,6 +827,22 @@ def start_another_engine(engines: Engines, config: Any, tp: int = 1) -> None:
     engines.end()
     options = engines.options(engines.checkpoint("qwen3", "A")) | {"weight_transfer_config": config}
     engines.llm = engines._vllm.LLM(**options, tensor_parallel_size=tp)
+
+
+def test_an_engine_that_is_woken_though_it_is_poisoned_does_not_answer(engines: Remote):
+    """A server ends, as vLLM does where a forward raises; an `LLM` raises to its caller."""
+    engines.call(start_another_engine, {"backend": "weightsync"}, 1, timeout_s=180)
+    assert "this engine does not answer: it is POISONED" in engines.call(ask_poisoned)
+
+
+def ask_poisoned(engines: Engines) -> str:
+    connect(engines, "LLM", "broadcast")
+    raise_in_send(engines, 3, MemoryError("no memory"))
+    assert push(engines, "B")[0] is not None
+    try:
+        return repr(engines.ask())
+    except Exception as error:
+        return str(error)
 
 
 def test_an_engine_that_dies_in_a_push(served: Http, trainers: Trainers, tmp_path: Path):

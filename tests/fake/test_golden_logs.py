@@ -53,27 +53,29 @@ def pushing(
         yield stack.enter_context(sync), hosts, found
 
 
-FIRST = """\
+MARK = "mark POISONED: a push is under way, or its trainer has died\n"
+FIRST = f"""\
 init
-pause {pause} + start
-update
-finish {version} + reset caches
+pause {{pause}} + start
+{MARK}update
+finish {{version}} + reset caches
 resume
 """
 LATER = FIRST.removeprefix("init\n")
-WITHDRAWN = """\
+WITHDRAWN = f"""\
 pause keep + start
-update
+{MARK}update
 finish None
+mark {{before}}
 resume
 """
 MISFIT = "init\n"
-POISONED = """\
+POISONED = f"""\
 init
-pause {pause} + start
-update
+pause {{pause}} + start
+{MARK}update
 finish None
-mark POISONED: the push of version {version} failed
+mark POISONED: the push of version {{version}} failed
 """
 
 
@@ -90,13 +92,15 @@ def test_push_of_each_outcome_calls_the_engine_as_ever(transport: str, pause: st
         early = WITHDRAWN if pause == "keep" else ""
         model.embed.weight = nn.Parameter(checkpoint(3)["embed.weight"])
         sync.push(model)
-        assert engine.heard() == early + FIRST.format(pause=pause, version=3), "a push of a model that has moved"
+        assert engine.heard() == early.format(before=2) + FIRST.format(pause=pause, version=3), (
+            "a push of a model that has moved"
+        )
         sync.push(model)
         assert engine.heard() == LATER.format(pause=pause, version=4), "and stays there"
         give(model, {"unheard.of": nn.Parameter(torch.zeros(3))})
         with pytest.raises(ManifestError):
             sync.push(model)
-        assert engine.heard() == early + MISFIT, "a push that fails before anything is written"
+        assert engine.heard() == early.format(before=4) + MISFIT, "a push that fails before anything is written"
         assert engine.version() == "4"
         del model.unheard
         host.is_broken = True

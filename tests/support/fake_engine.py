@@ -63,6 +63,9 @@ class ModuleHost:
     def parts(self, module: nn.Module) -> list[Any]:
         return [module]
 
+    def guard(self, check: Callable[[], None]) -> None:
+        self.check_before_answer = check
+
     def refresh(self) -> bool:
         self.refreshed += 1
         return False

@@ -20,7 +20,15 @@ from weightsync.control import connection as connection_module
 from weightsync.control.connection import BackgroundCall, Connection, Listener, dial
 from weightsync.control.runtime import Deadline
 from weightsync.control.wire import PROTOCOL, Commit, Failure, Hello, Message, Release, Value, encode
-from weightsync.errors import DigestError, ManifestError, PeerError, ProtocolError, SyncTimeoutError, WeightSyncError
+from weightsync.errors import (
+    DigestError,
+    FencedError,
+    ManifestError,
+    PeerError,
+    ProtocolError,
+    SyncTimeoutError,
+    WeightSyncError,
+)
 
 LOCAL = "127.0.0.1"
 HELLO = Hello(
@@ -301,22 +309,60 @@ def test_check_finds_bad_news_and_consumes_nothing(pair):
         one.check("test", 0.05)
 
 
-def test_a_connection_is_open_until_the_peer_closes_or_gives_up(keep):
+def test_a_connection_is_open_until_the_peer_closes(keep):
     one, other = connected(keep)
     assert one.is_open()
-    other.close()
-    arrival(one)
-    assert not one.is_open()
-
-    one, other = connected(keep)
     say(other, failure(WeightSyncError("I give up")))
     arrival(one)
-    assert not one.is_open()
-    assert not one.is_open()
+    assert one.is_open(), "one that gives up may have more to do before it hangs up"
+    other.close()
+    until(lambda: not one.is_open())
+    assert str(one.reported()) == "I give up"
 
     one.close()
     one.close()
     assert not one.is_open()
+
+
+def test_a_peer_answers_whether_it_is_alive_from_any_thread_and_in_any_wait(pair):
+    one, other = pair
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.01):
+            other.answer_pings()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    assert one.answers(30.0)
+    over.set()
+    looking.join()
+    conversing = threading.Thread(target=lambda: other.receive(Deadline(30), "test"))
+    conversing.start()
+    assert one.answers(30.0)
+    say(one, Commit(2))
+    conversing.join()
+    say(other, Release())
+    assert one.receive(Deadline(30), "test") == Release(), "answers are no messages"
+
+
+def test_a_peer_that_does_not_look_does_not_answer(pair):
+    one, other = pair
+    assert not one.answers(0.05)
+    other.close()
+    assert not one.answers(30.0)
+
+
+def test_that_one_was_fenced_off_explains_what_else_was_reported(pair):
+    one, other = pair
+    say(other, failure(DigestError("bad")))
+    say(other, failure(FencedError("taken over")))
+    other.close()
+    until(lambda: not one.is_open())
+    with pytest.raises(FencedError, match="taken over"):
+        one.check("test")
+    with pytest.raises(FencedError, match="taken over"):
+        one.receive(Deadline(30), "test")
 
 
 def test_a_connection_is_over_though_what_the_peer_said_before_has_not_been_read(pair):

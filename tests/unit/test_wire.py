@@ -30,7 +30,9 @@ from weightsync.control.wire import (
     LoadPlan,
     Message,
     ParametersExported,
+    Ping,
     PlanRequest,
+    Pong,
     Release,
     Value,
     decode,
@@ -115,8 +117,8 @@ GOLDEN: list[tuple[Message, str]] = [
         "0d00000081a174a9436f6e6e6563746564",
     ),
     (
-        ExportParameters(),
-        "1400000081a174b04578706f7274506172616d6574657273",
+        ExportParameters(["b:1:2"]),
+        "2500000082a174b04578706f7274506172616d6574657273a970726f63657373657391a5623a313a32",
     ),
     (
         ParametersExported(
@@ -155,6 +157,14 @@ GOLDEN: list[tuple[Message, str]] = [
     (
         Release(),
         "0b00000081a174a752656c65617365",
+    ),
+    (
+        Ping(),
+        "0800000081a174a450696e67",
+    ),
+    (
+        Pong(),
+        "0800000081a174a4506f6e67",
     ),
     (
         Failure({"kind": "DigestError", "message": "m", "who": None, "phase": "load", "facts": {}}),

@@ -20,8 +20,19 @@ from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from weightsync.control.runtime import Deadline, address_facing, in_thread
-from weightsync.control.wire import PREFIX_BYTES, PROTOCOL, Failure, Hello, Message, decode, encode, frame_length
-from weightsync.errors import PeerError, ProtocolError, SyncTimeoutError, WeightSyncError, from_fields
+from weightsync.control.wire import (
+    PREFIX_BYTES,
+    PROTOCOL,
+    Failure,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    decode,
+    encode,
+    frame_length,
+)
+from weightsync.errors import FencedError, PeerError, ProtocolError, SyncTimeoutError, WeightSyncError, from_fields
 
 M = TypeVar("M", bound=Message)
 
@@ -33,12 +44,13 @@ _TURN_S = 0.5
 """How long the hub sleeps at most before it looks again at what no socket tells it."""
 _HELLO_BYTES = 1 << 16
 """How much a newcomer may send before its `Hello` is complete; strangers fill no memory."""
+_PONG_S = 1.0
 _KEEPALIVE_S = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 """A host that loses power closes no connection; the kernel asks after it, and gives it up after half a minute."""
 
 
 class Connection:
-    """One connection. Frames go out whole and come in whole; not safe for use by two threads at once."""
+    """One connection. Frames go out whole and come in whole. One thread converses; others may call `answer_pings`."""
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         sock.setblocking(False)
@@ -50,6 +62,8 @@ class Connection:
         self._sock = sock
         self._buffer = bytearray()
         self._inbox: deque[Message] = deque()
+        self._reading, self._sending = threading.RLock(), threading.Lock()
+        self._owes_pong = False
         self._closed = False
 
     def fileno(self) -> int:
@@ -59,6 +73,11 @@ class Connection:
         """Send one message, taking in meanwhile what the peer sends: two that send at once do not block each other.
         Raises `PeerError` when the peer is gone, or what it reported before it went, and `SyncTimeoutError` when it
         does not read."""
+        with self._sending:
+            self._send(message, deadline, phase)
+        self._pong(deadline, phase)
+
+    def _send(self, message: Message, deadline: Deadline, phase: str) -> None:
         view = memoryview(encode(message))
         while view:
             try:
@@ -66,7 +85,7 @@ class Connection:
             except BlockingIOError:
                 if not _ready([self], select.POLLIN | select.POLLOUT, deadline.left_s()):
                     raise _timeout([self.peer], phase, deadline) from None
-                self.read(phase)
+                self._read(phase)
             except OSError as error:
                 raise self._gone(phase) from error
 
@@ -80,7 +99,7 @@ class Connection:
                 raise _timeout([self.peer], phase, deadline)
             self.read(phase)
         if isinstance(self._inbox[0], Failure):
-            raise _cause(self._inbox[0])
+            raise self.reported() or _cause(self._inbox[0])
         return self._inbox.popleft()
 
     def expect(self, kind: type[M], deadline: Deadline, phase: str) -> M:
@@ -102,16 +121,36 @@ class Connection:
     def read(self, phase: str) -> bool:
         """Take in what has arrived, without waiting; False where nothing had. Raises `PeerError` when the peer has
         closed, or what it reported before it went; `ProtocolError` when what arrived is no message."""
-        try:
-            data = self._sock.recv(1 << 20)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise self._gone(phase) from error
-        if not data:
-            raise self._gone(phase)
-        self._take(data)
-        return True
+        something = self._read(phase)
+        self._pong(Deadline(_PONG_S), phase)
+        return something
+
+    def _read(self, phase: str) -> bool:
+        with self._reading:
+            try:
+                data = self._sock.recv(1 << 20)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                raise self._gone(phase) from error
+            if not data:
+                raise self._gone(phase)
+            self._take(data)
+            return True
+
+    def answer_pings(self) -> None:
+        """Answer a peer that asks whether this process is alive. From any thread; never raises."""
+        with suppress(WeightSyncError):  # the thread that converses will find it out
+            self.read("idle")
+
+    def _pong(self, deadline: Deadline, phase: str) -> None:
+        # A thread that is in the middle of a frame answers when that is out.
+        if self._owes_pong and self._sending.acquire(blocking=False):
+            try:
+                self._owes_pong = False
+                self._send(Pong(), deadline, phase)
+            finally:
+                self._sending.release()
 
     def _take(self, data: bytes) -> None:
         self._buffer += data
@@ -120,8 +159,12 @@ class Connection:
                 end = PREFIX_BYTES + frame_length(bytes(self._buffer[:PREFIX_BYTES]))
                 if len(self._buffer) < end:
                     break
-                self._inbox.append(decode(bytes(self._buffer[PREFIX_BYTES:end])))
+                message = decode(bytes(self._buffer[PREFIX_BYTES:end]))
                 del self._buffer[:end]
+                if isinstance(message, Ping):
+                    self._owes_pong = True
+                else:
+                    self._inbox.append(message)
         except ProtocolError as error:
             error.who = error.who or self.peer
             raise
@@ -131,8 +174,12 @@ class Connection:
         return self._inbox.popleft() if self._inbox else None
 
     def reported(self) -> WeightSyncError | None:
-        """Return the failure that the peer has reported, if it has already been read."""
-        return next((_cause(message) for message in self._inbox if isinstance(message, Failure)), None)
+        """Return the failure that the peer has reported, if it has already been read.
+
+        That this process was fenced off explains whatever else was reported.
+        """
+        causes = [_cause(message) for message in tuple(self._inbox) if isinstance(message, Failure)]
+        return next((cause for cause in causes if isinstance(cause, FencedError)), causes[0] if causes else None)
 
     def has_mail(self) -> bool:
         """Return whether `pop` would give a message."""
@@ -143,7 +190,7 @@ class Connection:
         return len(self._buffer)
 
     def is_open(self) -> bool:
-        """Return whether the peer still holds its end and has not given up, as far as can be known without waiting."""
+        """Return whether the peer still holds its end, as far as can be known without waiting."""
         if self._closed:
             return False
         try:
@@ -151,7 +198,21 @@ class Connection:
                 pass  # that it has gone comes behind all that it has said
         except WeightSyncError:
             return False
-        return self.reported() is None
+        return True
+
+    def answers(self, timeout_s: float) -> bool:
+        """Return whether the peer's process is there and runs, which it says within `timeout_s`."""
+        deadline = Deadline(timeout_s)
+        try:
+            self.send(Ping(), deadline, "idle")
+            while not any(isinstance(message, Pong) for message in self._inbox):
+                if not _ready([self], select.POLLIN, deadline.left_s()):
+                    return False
+                self.read("idle")
+        except WeightSyncError:
+            return False
+        self._inbox = deque(message for message in self._inbox if not isinstance(message, Pong))
+        return True
 
     def close(self) -> None:
         if not self._closed:
@@ -163,7 +224,7 @@ class Connection:
 
         What it said before it went is the better cause, and may not have been read yet.
         """
-        with suppress(OSError, ProtocolError):
+        with suppress(OSError, ProtocolError), self._reading:
             while data := self._sock.recv(1 << 20):
                 self._take(data)
         return self.reported() or PeerError(

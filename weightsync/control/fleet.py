@@ -11,6 +11,10 @@
     DIRTY               finish, mark                                       paused and POISONED
     COMMITTED           none                                               serves the new version
 
+An engine is marked POISONED before anything is written, so that it says so also where the trainer dies. The open
+connection to its workers is a trainer's hold on it. Where they have closed it, the engine has died or another trainer
+has taken it over: this one touches it no more.
+
 Engine calls run in threads, since each returns only when its workers are released. This module knows nothing about
 models, plans or how bytes travel.
 """
@@ -20,15 +24,17 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import Any, TypeVar
 
 from weightsync.control.connection import BackgroundCall, Connection, Listener
 from weightsync.control.ranks import Ranks
-from weightsync.control.runtime import Deadline
+from weightsync.control.runtime import Deadline, in_thread, this_process
 from weightsync.control.wire import (
     POISONED,
     Commit,
@@ -48,7 +54,14 @@ from weightsync.control.wire import (
     Release,
 )
 from weightsync.engines import Engine, connect
-from weightsync.errors import EngineError, EngineUnreachableError, PeerError, SyncTimeoutError, WeightSyncError
+from weightsync.errors import (
+    EngineError,
+    EngineUnreachableError,
+    FencedError,
+    PeerError,
+    SyncTimeoutError,
+    WeightSyncError,
+)
 
 M = TypeVar("M", bound=Message)
 
@@ -56,6 +69,8 @@ _FAREWELL_S = 5.0
 """How long an engine may take to end its calls after a failure."""
 _LOOK_S = 0.1
 """How often a wait for an engine looks at the trainer's other ranks."""
+_PING_LOOK_S = 0.5
+"""How often a trainer that does something else looks whether a worker asks if it is alive."""
 _ARRIVAL_S = 3.0
 """How long a worker may take to connect once its engine says that it has been told to."""
 
@@ -83,11 +98,18 @@ class Worker:
 
 @dataclass(eq=False)
 class _Member:
-    """One engine of the fleet. `started` and `paused` say what this push has asked of it and not yet taken back."""
+    """One engine of the fleet. `started`, `paused` and `marked` are what this push has done and not yet taken back.
+
+    version: what it reports while no push is under way, once it was `asked`. None: vLLM before 0.27 reports none.
+    """
 
     engine: Engine
+    workers: list[Worker] = field(default_factory=list)
+    version: str | None = None
+    asked: bool = False
     started: bool = False
     paused: bool = False
+    marked: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -115,6 +137,7 @@ class Fleet:
         self._left_open: list[_Member] = []  # another trainer has started an update and not finished it
         self._was_poisoned = False
         self._over = False
+        self._ended = threading.Event()
 
     @property
     def host(self) -> str:
@@ -139,14 +162,17 @@ class Fleet:
                 "port": port,
                 "token": self._listener.token.hex(),
                 "timeout_s": self._timeout_s,
+                "process": this_process(),
             }
             name = f"init of {one.engine.name}"
             self._calls.append(BackgroundCall(self._listener, name, one.engine.init, info))
         if not self.workers:
-            for number in range(len(self._members)):
+            for number, one in enumerate(self._members):
                 check = self._check_arrivals(deadline)
                 admitted = self._listener.admit("worker", number, deadline, "init", check)
-                self.workers += [Worker(hello, connection) for hello, connection in admitted]
+                one.workers = [Worker(hello, connection) for hello, connection in admitted]
+                self.workers += one.workers
+            in_thread("lease", partial(_answer_pings, weakref.ref(self), self._ended))
             # The trainer that pushed last may have died between start and finish, or with the weights half loaded.
             left_open = {worker.hello.group for worker in self.workers if worker.hello.update_open}
             self._left_open = [self._members[number] for number in left_open]
@@ -160,10 +186,10 @@ class Fleet:
         self._send(PlanRequest(tensors), deadline, "plan")
         return self._collect(LoadPlan, deadline, "plan")
 
-    def export(self) -> list[ParametersExported]:
-        """Return where each worker's parameters lie."""
+    def export(self, processes: Sequence[str]) -> list[ParametersExported]:
+        """Return where each worker's parameters lie. `processes` are those that will write there."""
         deadline = Deadline(self._timeout_s)
-        self._send(ExportParameters(), deadline, "connect")
+        self._send(ExportParameters(list(processes)), deadline, "connect")
         return self._collect(ParametersExported, deadline, "connect")
 
     def attach(self, messages: Sequence[Connect], meet: Callable[[Deadline], None]) -> None:
@@ -211,7 +237,7 @@ class Fleet:
         self.opened()
         self.check()
         self.release("pause")
-        self._all("pause", self._members, lambda one: self._finish(one, None))
+        self._all("pause", self._members, self._unmark)
         self._all("pause", self._members, self._resume)
         self.state = UpdateState.CLOSED
 
@@ -234,6 +260,8 @@ class Fleet:
         self._await_calls(deadline, "commit")
         version = str(self._version)
         self._all("commit", self._members, lambda one: self._finish(one, version))
+        for one in self._members:
+            one.version, one.marked = version if one.version is not None else None, False
         self._wait(resets, Deadline(self._timeout_s), "commit")
         # Only now: an engine that remembers what old weights computed must not resume.
         self.state, self._was_poisoned, self.newest_version = UpdateState.COMMITTED, False, self._version
@@ -251,32 +279,40 @@ class Fleet:
         """End the push as the table says, after any failure. Never raises, takes seconds; the fleet is over."""
         state, self._over = self.state, True
         deadline = Deadline(_FAREWELL_S)
-        for worker in self.workers:
+        held = [one for one in self._members if _holds(one)]
+        for worker in (worker for one in held for worker in one.workers):
             with suppress(WeightSyncError):  # it is gone
                 worker.connection.send(Failure(error.to_fields()), deadline, "fail")
-            worker.connection.close()
         # A worker that is only just connecting would wait to be admitted, and its engine with it.
         self._listener.close()
         for call in (*([self._opening] if self._opening else []), *self._calls, *self._changing):
             call.join(deadline.left_s())
         if state in (UpdateState.OPEN, UpdateState.DIRTY):
-            self._try_all("give up", self._take_back)
+            self._try_all("give up", held, self._take_back)
         if state is UpdateState.DIRTY:
             # The version that vLLM reports with every answer is where people look. Generation stays paused.
             mark = f"{POISONED}: the push of version {self._version} failed"
-            self._try_all("mark", lambda one: one.engine.set_version(mark))
+            self._try_all("mark", held, lambda one: one.engine.set_version(mark))
+        self._ended.set()
+        for worker in self.workers:
+            worker.connection.close()
 
     def close(self) -> None:
         """Disconnect from the workers. Another trainer may push afterwards."""
+        self._ended.set()
         for worker in self.workers:
+            with suppress(WeightSyncError):  # it is gone
+                worker.connection.send(Release(), Deadline(_FAREWELL_S), "close")
             worker.connection.close()
 
     def _open(self) -> None:
         try:
             self._all("pause", self._left_open, lambda one: one.engine.finish(None), in_opening=True)
             self._left_open = []
+            self._all("pause", [one for one in self._members if not one.asked], self._ask, in_opening=True)
             # Both at once: requests that are running have to end a step first, or all of their tokens.
             self._all("pause", self._members, self._pause_one, self._start, in_opening=True)
+            self._all("pause", self._members, self._mark, in_opening=True)
         except WeightSyncError as error:
             error.phase = error.phase or "pause"
             raise
@@ -295,6 +331,22 @@ class Fleet:
             if self._over:  # `fail` did not wait for this call; what it resumed was not paused yet
                 one.paused = True
                 self._take_back(one)
+
+    def _ask(self, one: _Member) -> None:
+        one.version, one.asked = one.engine.version(), True
+
+    def _mark(self, one: _Member) -> None:
+        """Mark an engine before anything is written, since the trainer may die before it can."""
+        if one.version is not None and not self._over:
+            one.marked = True
+            one.engine.set_version(f"{POISONED}: a push is under way, or its trainer has died")
+
+    def _unmark(self, one: _Member) -> None:
+        """Finish the update of an engine, which then reports its version as before."""
+        self._finish(one, None)
+        if one.marked and one.version is not None:
+            one.marked = False
+            one.engine.set_version(one.version)
 
     def _start(self, one: _Member) -> None:
         if self._over:
@@ -315,13 +367,14 @@ class Fleet:
     def _take_back(self, one: _Member) -> None:
         """Finish the update of an engine, and let it generate where nothing was written."""
         with one.lock:
+            # Workers' weights may be whole, and what the engine remembers not be theirs: a mark says so.
+            whole = self.state is UpdateState.OPEN and not self._was_poisoned
+            whole = whole and not (one.version or "").startswith(POISONED)
             try:
                 if one.started:  # vLLM takes no other way out of an update; the version stays
-                    self._finish(one, None)
+                    self._unmark(one) if whole else self._finish(one, None)
             finally:
-                # Workers' weights may be whole, and what the engine remembers not be theirs: a mark says so.
-                whole = self.state is UpdateState.OPEN and not self._was_poisoned
-                if one.paused and whole and not (one.engine.version() or "").startswith(POISONED):
+                if one.paused and whole:
                     self._resume(one)
 
     def _drain(self) -> None:
@@ -390,17 +443,16 @@ class Fleet:
         here = jobs.pop() if len(members) == 1 else None  # saves a thread
         calls = [self._call(phase, one, method) for method, one in jobs]
         if here is not None:
-            method, one = here
-            method(one)
+            _if_held(*here)
         self._wait(calls, Deadline(self._timeout_s), phase, in_opening)
 
-    def _try_all(self, phase: str, method: Callable[[_Member], None]) -> None:
+    def _try_all(self, phase: str, members: Sequence[_Member], method: Callable[[_Member], None]) -> None:
         deadline = Deadline(_FAREWELL_S)
-        for call in [self._call(phase, one, method) for one in self._members]:
+        for call in [self._call(phase, one, method) for one in members]:
             call.join(deadline.left_s())
 
     def _call(self, phase: str, one: _Member, method: Callable[[_Member], None]) -> BackgroundCall:
-        call = BackgroundCall(self._listener, f"{phase} of {one.engine.name}", method, one)
+        call = BackgroundCall(self._listener, f"{phase} of {one.engine.name}", _if_held, method, one)
         self._changing.append(call)
         return call
 
@@ -417,3 +469,24 @@ class Fleet:
             if call.error is not None:
                 call.error.phase = call.error.phase or phase
                 raise call.error
+
+
+def _answer_pings(fleet: weakref.ref[Fleet], ended: threading.Event) -> None:
+    """Show workers that ask that this process is alive, whatever its other threads do."""
+    while not ended.wait(_PING_LOOK_S) and (there := fleet()) is not None:
+        for worker in there.workers:
+            worker.connection.answer_pings()
+        del there  # this thread must not keep a fleet that the trainer has dropped
+
+
+def _holds(one: _Member) -> bool:
+    """Return whether this trainer still has the engine: no worker has hung up."""
+    return all(worker.connection.is_open() for worker in one.workers)
+
+
+def _if_held(method: Callable[[_Member], None], one: _Member) -> None:
+    """Call a method with an engine, unless another trainer has taken that over. Raise `FencedError` then."""
+    for worker in one.workers:
+        if not worker.connection.is_open() and isinstance(fenced := worker.connection.reported(), FencedError):
+            raise fenced
+    method(one)

@@ -19,7 +19,7 @@ from weightsync.control.connection import Connection, Listener, dial
 from weightsync.control.runtime import Deadline
 from weightsync.control.update import Update
 from weightsync.control.wire import PROTOCOL, Failure, Hello, Value
-from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError, foreign
+from weightsync.errors import FencedError, PeerError, SyncTimeoutError, WeightSyncError, foreign
 
 _LOOPBACK = "127.0.0.1"
 _VERDICT_S = 5.0
@@ -179,6 +179,12 @@ def collective(
             error = foreign(cause, who=f"trainer rank {ranks.rank}", phase=update.timeline.phase)
         else:
             error = WeightSyncError("the trainer was interrupted", phase=update.timeline.phase)
+        try:
+            update.check()
+        except FencedError as fenced:
+            error = fenced  # which explains everything else
+        except WeightSyncError:
+            pass
         try:
             error = ranks.agree_on(error)
             reset(error)

@@ -65,6 +65,17 @@ def started_ticks(pid: int) -> int | None:
     return None if state in "ZX" else int(fields[18])
 
 
+def this_process() -> str:
+    """Return a name of this process that no other has: "boot id:pid:clock ticks of its start"."""
+    return f"{boot_id()}:{os.getpid()}:{started_ticks(os.getpid())}"
+
+
+def is_running(process: str) -> bool:
+    """Return whether a process that `this_process` named runs on this host."""
+    boot, pid, ticks = process.split(":")
+    return boot == boot_id() and str(started_ticks(int(pid))) == ticks
+
+
 def in_thread(name: str, function: Callable[[], None]) -> None:
     """Run `function`, which must not raise, in a daemon thread of this name. Raises `RuntimeError` without a thread.
 

@@ -117,6 +117,8 @@ class Connected(Message):
 class ExportParameters(Message):
     """To a worker, in place of `Connect`: let the trainer write into the parameters. Answer: `ParametersExported`."""
 
+    processes: list[str]  # of the trainer's ranks, as `runtime.this_process` names them
+
 
 @dataclass(frozen=True)
 class ParametersExported(Message):
@@ -166,6 +168,16 @@ class Committed(Message):
 @dataclass(frozen=True)
 class Release(Message):
     """To a worker: return from the engine call that it serves this connection in."""
+
+
+@dataclass(frozen=True)
+class Ping(Message):
+    """From a worker that another trainer asks for: is the one that holds the engine alive? Answer: `Pong`, any time."""
+
+
+@dataclass(frozen=True)
+class Pong(Message):
+    """From a trainer that holds an engine, and runs."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -55,6 +55,9 @@ class EngineModel(Protocol):
 
     def post_process(self, module: nn.Module) -> None:
         """Bring a freshly loaded module into its kernel's format, as the engine does once at its start."""
+
+    def guard(self, check: Callable[[], None]) -> None:
+        """Call `check` before the model answers anything, from now on. What it raises ends the answer."""
 
     def refresh(self) -> bool:
         """Update what the engine derives from several modules once all are loaded. Return whether there was any."""

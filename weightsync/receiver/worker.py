@@ -4,6 +4,10 @@ The engine calls `init`, `start`, `update` and `finish` when the trainer asks fo
 worker answers messages on its own connection to the trainer, until it is released. A trainer that dies is noticed at
 once, by its connection.
 
+The open connection is the trainer's hold on the engine. Another trainer gets the engine when the connection is closed,
+or when the trainer does not answer a `Ping`. Then the worker tells it that it is fenced off, and hangs up. The model
+refuses to answer while its weights are a mixture, also where somebody wakes the engine.
+
 Every failure is told to the trainer on that connection, and the engine's call returns as if nothing had happened. When
 one worker of several raises, vLLM's multi-process executor takes the first failed answer and leaves the others' in
 their queues, and from then on every call gets an older call's answers.
@@ -13,10 +17,11 @@ from __future__ import annotations
 
 import logging
 import secrets
+from contextlib import suppress
 from typing import Any
 
 from weightsync.control.connection import Connection, dial
-from weightsync.control.runtime import Deadline, boot_id, describe_device
+from weightsync.control.runtime import Deadline, boot_id, describe_device, is_running
 from weightsync.control.wire import (
     POISONED,
     PROTOCOL,
@@ -33,7 +38,14 @@ from weightsync.control.wire import (
     PlanRequest,
     Release,
 )
-from weightsync.errors import EngineBusyError, ProtocolError, WeightSyncError, foreign
+from weightsync.errors import (
+    EngineBusyError,
+    EngineError,
+    FencedError,
+    ProtocolError,
+    WeightSyncError,
+    foreign,
+)
 from weightsync.planning.rows import pack_locations, unpack_manifest
 from weightsync.receiver.engine_model import EngineModel
 from weightsync.receiver.receiver import Receiver
@@ -43,6 +55,9 @@ logger = logging.getLogger(__name__)
 
 _GRACE_S = 5.0
 """How much longer than the trainer a worker waits, so that the trainer's error, which knows more, comes first."""
+_FAREWELL_S = 1.0
+_PONG_S = 10.0
+"""How long the trainer that holds the engine has at most to show that it is alive, when another asks for the engine."""
 _PATIENCE = 8
 """A worker that is done may wait this many times as long, for workers that have more to load."""
 
@@ -61,10 +76,17 @@ class WorkerSession:
         self._serving = False
         self._timeout_s = 0.0
         self._name = f"worker {model.identity.name}"
+        self._trainer = ""
+        self._mapped_by: set[str] = set()
+        """The processes that may write into the parameters."""
+        model.guard(self._check_whole)
 
     def init(self, info: dict[str, Any]) -> None:
-        """Meet the trainer that `info` describes: {"session", "engine", "host", "port", "token", "timeout_s"}. Then
-        answer it until it releases us. While another trainer is connected it is told so, and turned away."""
+        """Meet the trainer that `info` describes, and answer it until it releases us.
+
+        `info` is {"session", "engine", "host", "port", "token", "timeout_s", "process"}. While another trainer holds
+        the engine, this one is told so, and turned away.
+        """
         try:
             self._meet(info)
         except Exception as error:
@@ -75,7 +97,7 @@ class WorkerSession:
             self._serve("init")
 
     def _meet(self, info: dict[str, Any]) -> None:
-        expected = {"session", "engine", "host", "port", "token", "timeout_s"}
+        expected = {"session", "engine", "host", "port", "token", "timeout_s", "process"}
         if info.keys() != expected:
             raise ProtocolError(f"init needs exactly {sorted(expected)}, got {sorted(info)}")
         if self._connection is not None and self._session == info["session"] and self._connection.is_open():
@@ -100,16 +122,52 @@ class WorkerSession:
             update_open=self._update_open,
         )
         connection = dial(info["host"], int(info["port"]), hello, "trainer rank 0", deadline)
-        if self._connection is not None and (self._serving or self._connection.is_open()):
-            busy = EngineBusyError(
-                "another trainer is connected to this engine; close its WeightSync first, or stop it", who=self._name
-            )
-            connection.send(Failure(busy.to_fields()), deadline, "init")
+        if (held := self._held_by_another(info["process"], min(_PONG_S, timeout_s / 2))) is not None:
+            connection.send(Failure(held.to_fields()), deadline, "init")
             connection.close()
             return
-        self.close()
+        self._fence_off()
+        if info["process"] != self._trainer:
+            self._mapped_by.clear()
         self._connection, self._session, self._timeout_s = connection, info["session"], timeout_s
-        self._name = f"engine {info['engine']} worker {identity.name}"
+        self._trainer, self._name = info["process"], f"engine {info['engine']} worker {identity.name}"
+
+    def _held_by_another(self, process: str, pong_s: float) -> EngineBusyError | None:
+        """Return why `process`, a trainer's rank 0, cannot have the engine now. None: it can.
+
+        The trainer that has it gets `pong_s` to show that it is alive.
+        """
+        other = self._connection
+        if self._serving or (other is not None and other.is_open() and other.answers(pong_s)):
+            return EngineBusyError(
+                "another trainer is connected to this engine; close its WeightSync first, or stop it", who=self._name
+            )
+        if other is not None and isinstance(other.pop(), Release):  # it has closed its WeightSync
+            self._mapped_by.clear()
+        writers = [each for each in self._mapped_by if is_running(each)]
+        if writers and process != self._trainer:
+            pids = ", ".join(each.split(":")[1] for each in writers)
+            return EngineBusyError(
+                f"a trainer has this engine's memory mapped, does not answer, and may write there when it goes on: end "
+                f"its processes first ({pids})",
+                who=self._name,
+            )
+        return None
+
+    def _fence_off(self) -> None:
+        """Take the engine from the trainer that had it, if any."""
+        if self._connection is not None:
+            fenced = FencedError(
+                "another trainer has taken over this engine, since this one did not answer", who=self._name
+            )
+            with suppress(WeightSyncError):  # it is gone
+                self._connection.send(Failure(fenced.to_fields()), Deadline(_FAREWELL_S), "init")
+        self.close()
+
+    def _check_whole(self) -> None:
+        """Raise where the weights are a mixture, so that the engine does not answer from them."""
+        if self.receiver.state == POISONED:
+            raise EngineError(f"this engine does not answer: it is {self.status()}", who=self._name)
 
     def start(self) -> None:
         """Note that the trainer will push. Does nothing else, because nothing may fail halfway between workers here."""
@@ -167,7 +225,9 @@ class WorkerSession:
                 connection.send(Failure(problem.to_fields()), Deadline(1.0), phase)
             except WeightSyncError:
                 logger.debug("the trainer cannot be told: it is gone")
-            self.close()
+            self.receiver.disconnect()
+            if not connection.is_open():  # else the engine stays the trainer's, until it has ended the update
+                self.close()
             logger.error("%s gave up: %s; it is %s", self._name, problem, self.status())
             if not isinstance(error, Exception):
                 raise
@@ -183,6 +243,7 @@ class WorkerSession:
                 return Connected()
             case ExportParameters():
                 storages, locations = self.receiver.export()
+                self._mapped_by = set(message.processes)
                 return ParametersExported(self.engine_instance, storages, pack_locations(locations))
             case Go():
                 return self.receiver.run(message, wait, self._deadline)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from weightsync.control.fleet import Worker
-from weightsync.control.runtime import boot_id
+from weightsync.control.runtime import boot_id, this_process
 from weightsync.control.update import Update
 from weightsync.engines import ENGINE_VARIABLE
 from weightsync.errors import ConfigError, EngineError, PlacementError
@@ -178,18 +178,18 @@ class SharedMemory(FleetStrategy):
 
         ranks = update.ranks
         assert self._manifest is not None
-        everyone = ranks.gather([pack_manifest(self._manifest), boot_id()], "plan")
+        everyone = ranks.gather([pack_manifest(self._manifest), boot_id(), this_process()], "plan")
         rows: list[list[Any]] | None = None
         if ranks.rank == 0:
-            manifest = merge_manifests([unpack_manifest(own) for own, _ in everyone])
+            manifest = merge_manifests([unpack_manifest(own) for own, _, _ in everyone])
             fleet = self._call_in(update)
-            check_pairs([host for _, host in everyone], fleet.workers)
+            check_pairs([host for _, host, _ in everyone], fleet.workers)
             if unused := check_plans(manifest, fleet.plan(pack_manifest(manifest)), False):
                 raise PlacementError(
                     f"the engine was started without the part of the model that {unused[0]} is of, so that the two "
                     'cannot share it; use transport="ipc", or attach a model without that part'
                 )
-            exported = fleet.export()
+            exported = fleet.export([process for _, _, process in everyone])
             self._transport.check_instances([answer.engine_instance for answer in exported])
             rows = [
                 [answer.engine_instance, worker.hello.device, worker.hello.gpu_uuid, answer.storages, answer.locations]

@@ -130,6 +130,15 @@ def sinks_of(model: nn.Module) -> list[tuple[Any, nn.Parameter]]:
     return found
 
 
+def answering(model: nn.Module) -> list[nn.Module]:
+    """Return the modules without which the model answers nothing, and which no CUDA graph has: those that make logits.
+
+    A model without logits answers by itself.
+    """
+    made = [m for m in model.modules() if isinstance(getattr(m, "base_layer", m), LogitsProcessor)]
+    return made or [model]
+
+
 def has_model_level_hook(model: nn.Module) -> bool:
     return hasattr(type(model), "process_weights_after_loading")
 

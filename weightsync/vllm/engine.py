@@ -22,6 +22,7 @@ class InitInfo:
     port: int
     token: str
     timeout_s: float
+    process: str
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
@@ -94,6 +94,10 @@ class VllmModel:
             method.process_weights_after_loading(module)
             if (update := getattr(module, "update_param_tp_status", None)) is not None:
                 update()  # what post-processing has put in place of a parameter knows only the global rank
+
+    def guard(self, check: Callable[[], None]) -> None:
+        for module in compat.answering(self._model):
+            module.register_forward_pre_hook(lambda *_: check())
 
     def refresh(self) -> bool:
         if self._attention is None:

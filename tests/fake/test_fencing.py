@@ -1,0 +1,208 @@
+"""A trainer that stops answering loses its engines to the next one, and touches them no more; a mixture is mute."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from fake_engine import ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
+from faults import FaultyTransport
+from recorders import RecordedEngine
+from torch import nn
+
+from weightsync import EngineBusyError, EngineError, FencedError, WeightSync, WeightSyncError
+from weightsync.control import fleet
+from weightsync.control.runtime import boot_id, started_ticks
+from weightsync.control.wire import POISONED
+from weightsync.receiver import worker
+
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture
+def engine() -> Iterator[RecordedEngine]:
+    engine = RecordedEngine(ModuleHost(TinyEngineModel, checkpoint(1)))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_PONG_S", 0.3)
+    monkeypatch.setattr(worker, "_GRACE_S", 0.0)
+
+
+@contextmanager
+def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trainers that connect in this context answer nobody who asks whether they are alive, as if they were stopped."""
+    monkeypatch.setattr(fleet, "_PING_LOOK_S", 3600.0)
+    yield
+    monkeypatch.setattr(fleet, "_PING_LOOK_S", 0.05)
+
+
+def assert_serves(engine: RecordedEngine, seed: int, version: int) -> None:
+    assert torch.equal(engine.hosts[0].live.embed.weight, cold(checkpoint(seed)).embed.weight)
+    assert engine.version() == str(version)
+    engine.hosts[0].check_before_answer()
+
+
+def test_trainer_that_answers_keeps_its_engine(engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "_PING_LOOK_S", 0.05)
+    monkeypatch.setattr(worker, "_PONG_S", 30.0)
+    with (
+        WeightSync("fsdp", "ipc", engine, timeout_s=60.0) as first,
+        WeightSync("fsdp", "ipc", engine, timeout_s=60.0) as second,
+    ):
+        first.push(trainer_model(checkpoint(2)))
+        with pytest.raises(EngineBusyError, match="another trainer is connected"):
+            second.push(trainer_model(checkpoint(3)))
+        first.push(trainer_model(checkpoint(2)))
+        assert_serves(engine, 2, 2)
+
+
+def test_trainer_that_stalls_between_pushes_is_fenced_off(
+    engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as first,
+        WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as second,
+    ):
+        with stalled(monkeypatch):
+            first.push(trainer_model(checkpoint(2)))
+        second.push(trainer_model(checkpoint(3)))
+        engine.heard()
+        with pytest.raises(FencedError, match="another trainer has taken over this engine"):
+            first.push(trainer_model(checkpoint(2)))
+        assert engine.heard() == ""
+        assert_serves(engine, 3, 2)
+        with pytest.raises(EngineBusyError):
+            first.push(trainer_model(checkpoint(2)))
+        second.close()
+        first.push(trainer_model(checkpoint(4)))
+        assert_serves(engine, 4, 3)
+
+
+@pytest.mark.parametrize("ends", ["done", "under way"])
+def test_trainer_that_stalls_in_a_push_touches_nothing_when_it_goes_on(
+    engine: RecordedEngine, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on when the next trainer's push is done, or while that is under way."""
+    session = engine.sessions[0]
+    going_on = threading.Event()
+    outcome: list[WeightSyncError] = []
+
+    def push_first() -> None:
+        transport = FaultyTransport("broadcast")
+        transport.before_chunk = lambda chunk: going_on.wait() and None
+        with WeightSync("fsdp", transport, engine, timeout_s=1.0) as first:
+            try:
+                first.push(trainer_model(checkpoint(2)))
+            except WeightSyncError as error:
+                outcome.append(error)
+
+    def goes_on(chunk: int) -> None:
+        if ends == "under way":
+            end_first()
+
+    def end_first() -> None:
+        going_on.set()
+        stalling.join()
+
+    with stalled(monkeypatch):
+        stalling = threading.Thread(target=push_first)
+        stalling.start()
+        until(lambda: session.receiver.state == POISONED and not session._serving)
+    assert engine.version().startswith("POISONED")
+    with pytest.raises(EngineError, match="does not answer: it is POISONED"):
+        engine.hosts[0].check_before_answer()
+    transport = FaultyTransport("ipc")
+    transport.before_chunk = goes_on
+    with WeightSync("fsdp", transport, engine, timeout_s=TIMEOUT_S) as second:
+        engine.heard()
+        second.push(trainer_model(checkpoint(3)))
+        if ends == "done":
+            end_first()
+        calls = engine.heard()
+        assert calls.count("finish") == 2, "the second ends what the first left open, and its own"
+        assert calls.count("resume") == 1
+        assert "failed" not in calls
+        assert_serves(engine, 3, 1)
+    assert [type(error) for error in outcome] == [FencedError]
+
+
+def test_mixture_refuses_to_answer_until_a_push_has_healed_it(engine: RecordedEngine) -> None:
+    def fail(chunk: int) -> None:
+        transport.before_chunk = None
+        raise MemoryError("no memory left")
+
+    transport = FaultyTransport("broadcast")
+    with WeightSync("fsdp", transport, engine, timeout_s=TIMEOUT_S) as sync:
+        sync.push(trainer_model(checkpoint(2)))
+        transport.before_chunk = fail
+        with pytest.raises(WeightSyncError, match="no memory left"):
+            sync.push(trainer_model(checkpoint(3)))
+        with pytest.raises(EngineError, match="does not answer: it is POISONED: a push after version 1"):
+            engine.hosts[0].check_before_answer()
+        healed = sync.push(trainer_model(checkpoint(3)))
+        assert_serves(engine, 3, healed.version)
+
+
+class Plain(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4, bias=False)
+
+    def load_weights(self, weights: Any) -> None:
+        for _, tensor in weights:
+            self.weight.data.copy_(tensor)
+
+
+def test_memory_that_a_process_may_write_to_goes_to_nobody_else_while_it_lives() -> None:
+    engine = RecordedEngine(ModuleHost(Plain, {"weight": torch.ones(4, 4)}))
+    session = engine.sessions[0]
+    with subprocess.Popen(["sleep", "600"]) as writer:
+        try:
+            with torch.device("meta"):
+                model = Plain()
+            with WeightSync("fsdp", "single_copy", engine, timeout_s=TIMEOUT_S) as sync:
+                sync.attach(model)
+                session._mapped_by.add(f"{boot_id()}:{writer.pid}:{started_ticks(writer.pid)}")
+                sync._strategy._fleet.workers[0].connection.close()  # without a word, as one that is killed
+            session._trainer = "another process"
+            with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as other:
+                with pytest.raises(EngineBusyError, match=rf"end its processes first \(.*{writer.pid}"):
+                    other.push(trainer_model({"weight": torch.zeros(4, 4)}))
+                writer.kill()
+                writer.wait()
+                session._mapped_by.discard(next(each for each in session._mapped_by if str(os.getpid()) in each))
+                other.push(trainer_model({"weight": torch.zeros(4, 4)}))
+                assert session._mapped_by == set()
+        finally:
+            writer.kill()
+    engine.close()
+
+
+def test_trainer_that_closes_gives_the_memory_back() -> None:
+    engine = RecordedEngine(ModuleHost(Plain, {"weight": torch.ones(4, 4)}))
+    with torch.device("meta"):
+        model = Plain()
+    with WeightSync("fsdp", "single_copy", engine, timeout_s=TIMEOUT_S) as sync:
+        sync.attach(model)
+        assert len(engine.sessions[0]._mapped_by) == 1
+    engine.sessions[0]._trainer = "another process"
+    with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as other:
+        other.push(trainer_model({"weight": torch.zeros(4, 4)}))
+    engine.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
