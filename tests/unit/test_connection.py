@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from weightsync.control import connection as connection_module
-from weightsync.control.connection import BackgroundCall, Connection, Listener, dial
+from weightsync.control.background_call import BackgroundCall
+from weightsync.control.connection import Connection, Listener, dial
 from weightsync.control.runtime import Deadline
 from weightsync.control.wire import PROTOCOL, Commit, Failure, Hello, Message, Release, Value, encode
 from weightsync.errors import (

@@ -42,7 +42,7 @@ ORDER = [
     ["weightsync.planning", "weightsync.selection"],
     ["weightsync.control"],
     ["weightsync.engines"],
-    ["weightsync.control.fleet"],
+    ["weightsync.control.fleet", "weightsync.control.member"],
     ["weightsync.kernels"],
     ["weightsync.sources"],
     ["weightsync.checkpoint"],

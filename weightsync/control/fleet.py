@@ -27,12 +27,13 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from typing import Any, TypeVar
 
-from weightsync.control.connection import BackgroundCall, Connection, Listener
+from weightsync.control.background_call import BackgroundCall
+from weightsync.control.connection import Listener
+from weightsync.control.member import Member, Worker
 from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import Deadline, in_thread, this_process
 from weightsync.control.wire import (
@@ -45,19 +46,16 @@ from weightsync.control.wire import (
     ExportParameters,
     Failure,
     Go,
-    Hello,
     LoadPlan,
-    MachineInfo,
     Message,
     ParametersExported,
     PlanRequest,
     Release,
 )
-from weightsync.engines import Engine, connect
+from weightsync.engines import connect
 from weightsync.errors import (
     EngineError,
     EngineUnreachableError,
-    FencedError,
     PeerError,
     SyncTimeoutError,
     WeightSyncError,
@@ -84,35 +82,6 @@ class UpdateState(Enum):
     COMMITTED = auto()
 
 
-@dataclass(frozen=True)
-class Worker:
-    """One connected engine worker."""
-
-    hello: Hello
-    connection: Connection
-
-    @property
-    def machine(self) -> MachineInfo:
-        return MachineInfo(self.connection.peer, self.hello.device, self.hello.gpu_uuid, self.hello.boot_id)
-
-
-@dataclass(eq=False)
-class _Member:
-    """One engine of the fleet. `started`, `paused` and `marked` are what this push has done and not yet taken back.
-
-    version: what it reports while no push is under way, once it was `asked`. None: vLLM before 0.27 reports none.
-    """
-
-    engine: Engine
-    workers: list[Worker] = field(default_factory=list)
-    version: str | None = None
-    asked: bool = False
-    started: bool = False
-    paused: bool = False
-    marked: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
 class Fleet:
     """The engines of one `WeightSync`, on rank 0. Every method but `fail` raises `WeightSyncError`s."""
 
@@ -124,7 +93,7 @@ class Fleet:
         self.workers: list[Worker] = []
         self.newest_version = 0
         self.state = UpdateState.CLOSED
-        self._members = [_Member(one) for one in connect(engine, timeout_s)]
+        self._members = [Member(one) for one in connect(engine, timeout_s)]
         self._ranks = ranks
         self._listener: Listener = ranks.listener
         self._pause = pause
@@ -134,7 +103,7 @@ class Fleet:
         self._calls: list[BackgroundCall] = []  # init and update, which return when the workers are released
         self._changing: list[BackgroundCall] = []  # this push's calls that change what an engine does
         self._opening: BackgroundCall | None = None
-        self._left_open: list[_Member] = []  # another trainer has started an update and not finished it
+        self._left_open: list[Member] = []  # another trainer has started an update and not finished it
         self._was_poisoned = False
         self._over = False
         self._ended = threading.Event()
@@ -237,8 +206,8 @@ class Fleet:
         self.opened()
         self.check()
         self.release("pause")
-        self._all("pause", self._members, self._unmark)
-        self._all("pause", self._members, self._resume)
+        self._all("pause", self._members, Member.withdraw)
+        self._all("pause", self._members, Member.resume)
         self.state = UpdateState.CLOSED
 
     def go(self, version: int, sample: int | None, place_sample: int | None, digests: Sequence[int]) -> None:
@@ -259,13 +228,11 @@ class Fleet:
         answers = self._collect(Committed, deadline, "commit")
         self._await_calls(deadline, "commit")
         version = str(self._version)
-        self._all("commit", self._members, lambda one: self._finish(one, version))
-        for one in self._members:
-            one.version, one.marked = version if one.version is not None else None, False
+        self._all("commit", self._members, lambda one: one.finish(version))
         self._wait(resets, Deadline(self._timeout_s), "commit")
         # Only now: an engine that remembers what old weights computed must not resume.
         self.state, self._was_poisoned, self.newest_version = UpdateState.COMMITTED, False, self._version
-        self._all("resume", self._members, self._resume)
+        self._all("resume", self._members, Member.resume)
         self.state = UpdateState.CLOSED
         return answers
 
@@ -279,7 +246,10 @@ class Fleet:
         """End the push as the table says, after any failure. Never raises, takes seconds; the fleet is over."""
         state, self._over = self.state, True
         deadline = Deadline(_FAREWELL_S)
-        held = [one for one in self._members if _holds(one)]
+        held = [one for one in self._members if one.is_held()]
+        whole = state in (UpdateState.CLOSED, UpdateState.OPEN) and not self._was_poisoned
+        for one in self._members:
+            one.give_up(whole)
         for worker in (worker for one in held for worker in one.workers):
             with suppress(WeightSyncError):  # it is gone
                 worker.connection.send(Failure(error.to_fields()), deadline, "fail")
@@ -288,7 +258,7 @@ class Fleet:
         for call in (*([self._opening] if self._opening else []), *self._calls, *self._changing):
             call.join(deadline.left_s())
         if state in (UpdateState.OPEN, UpdateState.DIRTY):
-            self._try_all("give up", held, self._take_back)
+            self._try_all("give up", held, Member.take_back)
         if state is UpdateState.DIRTY:
             # The version that vLLM reports with every answer is where people look. Generation stays paused.
             mark = f"{POISONED}: the push of version {self._version} failed"
@@ -309,10 +279,11 @@ class Fleet:
         try:
             self._all("pause", self._left_open, lambda one: one.engine.finish(None), in_opening=True)
             self._left_open = []
-            self._all("pause", [one for one in self._members if not one.asked], self._ask, in_opening=True)
+            self._all("pause", self._members, Member.ask, in_opening=True)
             # Both at once: requests that are running have to end a step first, or all of their tokens.
-            self._all("pause", self._members, self._pause_one, self._start, in_opening=True)
-            self._all("pause", self._members, self._mark, in_opening=True)
+            pause = partial(Member.pause, mode=self._pause)
+            self._all("pause", self._members, pause, Member.start, in_opening=True)
+            self._all("pause", self._members, Member.mark, in_opening=True)
         except WeightSyncError as error:
             error.phase = error.phase or "pause"
             raise
@@ -320,62 +291,6 @@ class Fleet:
             for one in self._members:
                 name, info = f"update of {one.engine.name}", {"session": self._id}
                 self._calls.append(BackgroundCall(self._listener, name, one.engine.update, info))
-
-    def _pause_one(self, one: _Member) -> None:
-        if self._over:
-            return
-        one.paused = True
-        try:
-            one.engine.pause(self._pause)
-        finally:
-            if self._over:  # `fail` did not wait for this call; what it resumed was not paused yet
-                one.paused = True
-                self._take_back(one)
-
-    def _ask(self, one: _Member) -> None:
-        one.version, one.asked = one.engine.version(), True
-
-    def _mark(self, one: _Member) -> None:
-        """Mark an engine before anything is written, since the trainer may die before it can."""
-        if one.version is not None and not self._over:
-            one.marked = True
-            one.engine.set_version(f"{POISONED}: a push is under way, or its trainer has died")
-
-    def _unmark(self, one: _Member) -> None:
-        """Finish the update of an engine, which then reports its version as before."""
-        self._finish(one, None)
-        if one.marked and one.version is not None:
-            one.marked = False
-            one.engine.set_version(one.version)
-
-    def _start(self, one: _Member) -> None:
-        if self._over:
-            return
-        one.engine.start()
-        one.started = True
-        if self._over:
-            self._take_back(one)
-
-    def _finish(self, one: _Member, version: str | None) -> None:
-        one.started = False  # before the call: whatever comes of it, vLLM must not be asked twice
-        one.engine.finish(version)
-
-    def _resume(self, one: _Member) -> None:
-        one.paused = False
-        one.engine.resume()
-
-    def _take_back(self, one: _Member) -> None:
-        """Finish the update of an engine, and let it generate where nothing was written."""
-        with one.lock:
-            # Workers' weights may be whole, and what the engine remembers not be theirs: a mark says so.
-            whole = self.state is UpdateState.OPEN and not self._was_poisoned
-            whole = whole and not (one.version or "").startswith(POISONED)
-            try:
-                if one.started:  # vLLM takes no other way out of an update; the version stays
-                    self._unmark(one) if whole else self._finish(one, None)
-            finally:
-                if one.paused and whole:
-                    self._resume(one)
 
     def _drain(self) -> None:
         """Wait for the calls that `fail` did not wait for, since each may yet pause an engine, or resume it."""
@@ -436,23 +351,24 @@ class Fleet:
         self._wait(calls, deadline, phase)
 
     def _all(
-        self, phase: str, members: Sequence[_Member], *methods: Callable[[_Member], None], in_opening: bool = False
+        self, phase: str, members: Sequence[Member], *methods: Callable[[Member], None], in_opening: bool = False
     ) -> None:
         """Call these methods with each of these engines, all at once, and wait."""
         jobs = [(method, one) for method in methods for one in members]
         here = jobs.pop() if len(members) == 1 else None  # saves a thread
         calls = [self._call(phase, one, method) for method, one in jobs]
         if here is not None:
-            _if_held(*here)
+            method, one = here
+            one.call(method)
         self._wait(calls, Deadline(self._timeout_s), phase, in_opening)
 
-    def _try_all(self, phase: str, members: Sequence[_Member], method: Callable[[_Member], None]) -> None:
+    def _try_all(self, phase: str, members: Sequence[Member], method: Callable[[Member], None]) -> None:
         deadline = Deadline(_FAREWELL_S)
         for call in [self._call(phase, one, method) for one in members]:
             call.join(deadline.left_s())
 
-    def _call(self, phase: str, one: _Member, method: Callable[[_Member], None]) -> BackgroundCall:
-        call = BackgroundCall(self._listener, f"{phase} of {one.engine.name}", _if_held, method, one)
+    def _call(self, phase: str, one: Member, method: Callable[[Member], None]) -> BackgroundCall:
+        call = BackgroundCall(self._listener, f"{phase} of {one.engine.name}", one.call, method)
         self._changing.append(call)
         return call
 
@@ -477,16 +393,3 @@ def _answer_pings(fleet: weakref.ref[Fleet], ended: threading.Event) -> None:
         for worker in there.workers:
             worker.connection.answer_pings()
         del there  # this thread must not keep a fleet that the trainer has dropped
-
-
-def _holds(one: _Member) -> bool:
-    """Return whether this trainer still has the engine: no worker has hung up."""
-    return all(worker.connection.is_open() for worker in one.workers)
-
-
-def _if_held(method: Callable[[_Member], None], one: _Member) -> None:
-    """Call a method with an engine, unless another trainer has taken that over. Raise `FencedError` then."""
-    for worker in one.workers:
-        if not worker.connection.is_open() and isinstance(fenced := worker.connection.reported(), FencedError):
-            raise fenced
-    method(one)

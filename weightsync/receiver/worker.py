@@ -6,7 +6,7 @@ once, by its connection.
 
 The open connection is the trainer's hold on the engine. Another trainer gets the engine when the connection is closed,
 or when the trainer does not answer a `Ping`. Then the worker tells it that it is fenced off, and hangs up. The model
-refuses to answer while its weights are a mixture, also where somebody wakes the engine.
+refuses to answer while its weights are a mixture, also in an engine that a user has woken.
 
 Every failure is told to the trainer on that connection, and the engine's call returns as if nothing had happened. When
 one worker of several raises, vLLM's multi-process executor takes the first failed answer and leaves the others' in

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from weightsync.control.fleet import Worker
+from weightsync.control.member import Worker
 from weightsync.control.runtime import boot_id, this_process
 from weightsync.control.update import Update
 from weightsync.engines import ENGINE_VARIABLE

@@ -1,0 +1,40 @@
+"""A call that runs beside the conversation with the engines' workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from weightsync.control.connection import Listener
+from weightsync.control.runtime import in_thread
+from weightsync.errors import WeightSyncError
+
+
+class BackgroundCall:
+    """A call that runs in a thread beside the conversation with the engine's workers, and wakes the hub at its end."""
+
+    def __init__(self, listener: Listener, name: str, function: Callable[..., None], *args: object) -> None:
+        self.name = name
+        self.error: WeightSyncError | None = None
+        self._listener, self._function, self._args = listener, function, args
+        self._over = threading.Event()
+        in_thread(name, self._run)
+
+    def is_alive(self) -> bool:
+        return not self._over.is_set()
+
+    def join(self, timeout_s: float) -> None:
+        self._over.wait(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            self._function(*self._args)
+        except WeightSyncError as error:
+            self.error = error
+        except BaseException as error:
+            self.error = WeightSyncError(f"{type(error).__name__}: {error}")
+        self._over.set()
+        try:
+            self._listener.wake()
+        except OSError:
+            pass  # the hub has been closed, and no thread is left to wake

@@ -1,0 +1,123 @@
+"""One engine of a fleet, as rank 0 has it: its workers, and what a push has done to it and not yet taken back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from weightsync.control.connection import Connection
+from weightsync.control.wire import POISONED, Hello, MachineInfo
+from weightsync.engines import Engine
+from weightsync.errors import FencedError
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One connected engine worker."""
+
+    hello: Hello
+    connection: Connection
+
+    @property
+    def machine(self) -> MachineInfo:
+        return MachineInfo(self.connection.peer, self.hello.device, self.hello.gpu_uuid, self.hello.boot_id)
+
+
+@dataclass(eq=False)
+class Member:
+    """One engine. The calls that change it, each of which raises `WeightSyncError`s.
+
+    version: what it reports while no push is under way, once it `was_asked`. None: vLLM before 0.27 reports none.
+    is_over: the push has failed; a call that ends late takes back what it has done.
+    is_whole: the weights are those of one version where the push has failed.
+    """
+
+    engine: Engine
+    workers: list[Worker] = field(default_factory=list)
+    version: str | None = None
+    was_asked: bool = False
+    is_started: bool = False
+    is_paused: bool = False
+    is_marked: bool = False
+    is_over: bool = False
+    is_whole: bool = True
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def is_held(self) -> bool:
+        """Return whether this trainer still has the engine: no worker has hung up."""
+        return all(worker.connection.is_open() for worker in self.workers)
+
+    def call(self, method: Callable[[Member], None]) -> None:
+        """Call a method, unless another trainer has taken the engine over. Raise `FencedError` then."""
+        for worker in self.workers:
+            fenced = None if worker.connection.is_open() else worker.connection.reported()
+            if isinstance(fenced, FencedError):
+                raise fenced
+        method(self)
+
+    def ask(self) -> None:
+        """Ask for the version, before the first push changes what it is."""
+        if not self.was_asked:
+            self.version, self.was_asked = self.engine.version(), True
+
+    def pause(self, mode: str) -> None:
+        if self.is_over:
+            return
+        self.is_paused = True
+        try:
+            self.engine.pause(mode)
+        finally:
+            if self.is_over:  # the fleet did not wait for this call; what it resumed was not paused yet
+                self.is_paused = True
+                self.take_back()
+
+    def start(self) -> None:
+        if self.is_over:
+            return
+        self.engine.start()
+        self.is_started = True
+        if self.is_over:
+            self.take_back()
+
+    def mark(self) -> None:
+        """Mark the engine before anything is written, since the trainer may die before it can."""
+        if self.version is not None and not self.is_over:
+            self.is_marked = True
+            self.engine.set_version(f"{POISONED}: a push is under way, or its trainer has died")
+
+    def finish(self, version: str) -> None:
+        """Finish the update. The engine then reports `version`."""
+        self._finish(version)
+        self.version, self.is_marked = version if self.version is not None else None, False
+
+    def withdraw(self) -> None:
+        """Finish the update, in which nothing was written. The engine then reports its version as before."""
+        self._finish(None)
+        if self.is_marked and self.version is not None:
+            self.is_marked = False
+            self.engine.set_version(self.version)
+
+    def resume(self) -> None:
+        self.is_paused = False
+        self.engine.resume()
+
+    def give_up(self, whole: bool) -> None:
+        """Note that the push has failed, and whether the weights are still those of one version."""
+        # What the engine remembers may be of other weights, though: the mark of an earlier push says so.
+        self.is_whole = whole and not (self.version or "").startswith(POISONED)
+        self.is_over = True
+
+    def take_back(self) -> None:
+        """Finish the update after a failure. Where the weights are whole, let the engine generate as before."""
+        with self.lock:
+            try:
+                if self.is_started:  # vLLM takes no other way out of an update
+                    self.withdraw() if self.is_whole else self._finish(None)
+            finally:
+                if self.is_paused and self.is_whole:
+                    self.resume()
+
+    def _finish(self, version: str | None) -> None:
+        self.is_started = False  # before the call: vLLM must not be asked twice, whatever comes of it
+        self.engine.finish(version)
