@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +34,26 @@ _GEMMA_TOKENS = {"image_token_index": 240, "boi_token_index": 242, "eoi_token_in
 PROMPTS = {"gemma3": "<|vision_start|> t5 t6 t7", "llava-onevision": "<|image_pad|> t5 t6 t7"}
 """What asks about one picture, where it is not Qwen's form."""
 QWEN_PROMPT = "<|vision_start|> <|image_pad|> <|vision_end|> t5 t6 t7"
+_TOWER = r"\bvision_tower\.(?!vision_model)"
 KINDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "gemma3", "llava-onevision")
 
 
 def make_vision_model(kind: str, folder: Path, device: torch.device) -> nn.Module:
     """Return a model in bfloat16 on `device`, and write what an engine needs of it to `folder`, but for its weights."""
     config, processor = _DESCRIPTIONS[kind]()
+    from safetensors.torch import load_file, save_file
     from transformers import AutoModelForImageTextToText
 
-    model: nn.Module = AutoModelForImageTextToText.from_config(config).to(torch.bfloat16).to(device)
-    folder.mkdir(parents=True, exist_ok=True)
-    model.config.save_pretrained(folder)
+    AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     _tokenizer(kind).save_pretrained(folder)
     for file, content in processor.items():
         (folder / file).write_text(json.dumps(content))
-    return model
+    # A model that was never loaded is saved without the `vision_model` of published checkpoints, which vLLM wants.
+    (weights,) = folder.glob("*.safetensors")
+    published = {re.sub(_TOWER, "vision_tower.vision_model.", name): t for name, t in load_file(weights).items()}
+    save_file(published, weights, metadata={"format": "pt"})
+    model: nn.Module = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16)
+    return model.to(device)
 
 
 def _tokenizer(kind: str) -> Any:
@@ -119,6 +125,7 @@ _SIGLIP = {
     "num_attention_heads": 4,
     "image_size": 56,
     "patch_size": 14,
+    "vision_use_head": False,
 }
 
 
