@@ -11,7 +11,7 @@ from typing import Any
 
 from weightsync.control.background_call import BackgroundCall
 from weightsync.control.connection import Connection, Listener
-from weightsync.control.runtime import Deadline
+from weightsync.control.runtime import Deadline, this_process
 from weightsync.control.wire import Committed, Release
 from weightsync.engines import Engine
 from weightsync.errors import EngineUnreachableError, WeightSyncError
@@ -181,6 +181,7 @@ class _Trainer:
             "port": port,
             "token": self.listener.token.hex(),
             "timeout_s": self.timeout_s,
+            "process": this_process(),
         }
         self.call = BackgroundCall(self.listener, "init", self.engine.init, info)
 
