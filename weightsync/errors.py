@@ -37,7 +37,12 @@ class WeightSyncError(Exception):
         self.message = message
         self.who = who
         self.phase = phase
-        self.facts = facts
+        self.facts: dict[str, Any] = {}
+        self.add_facts(**facts)
+
+    def add_facts(self, **facts: Any) -> None:
+        """Add attributes that travel with the error."""
+        self.facts |= facts
         for name, value in facts.items():
             setattr(self, name, value)
 

@@ -36,6 +36,7 @@ class PushReport:
     total_s: the whole call.
     load_paths: how many of the engines' modules took each load path: "in_place", "fused_quantize", "reload",
         "native_loader".
+    left_out: the names of the engines that do not serve this version, since they were lost.
 
     A push of an adapter pauses nothing, and has a row for each engine in `workers`. A restart's `control_s`, `load_s`
     and `pause_s` are the seconds of the restart.
@@ -54,6 +55,7 @@ class PushReport:
     total_s: float
     load_paths: dict[str, int] = field(default_factory=dict)
     workers: tuple[WorkerReport, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = ("control", "gather", "transfer", "verify", "load")
@@ -70,9 +72,11 @@ class PushReport:
     @classmethod
     def from_dict(cls, fields: dict[str, object]) -> PushReport:
         """Return the report that `dataclasses.asdict` or `json.loads` gave the fields of."""
-        workers = fields["workers"]
+        workers, left_out = fields["workers"], fields["left_out"]
         assert isinstance(workers, (list, tuple))
-        return cls(**{**fields, "workers": tuple(WorkerReport(**row) for row in workers)})  # type: ignore[arg-type]
+        assert isinstance(left_out, (list, tuple))
+        rows = tuple(WorkerReport(**row) for row in workers)
+        return cls(**{**fields, "workers": rows, "left_out": tuple(left_out)})  # type: ignore[arg-type]
 
 
 def format_seconds(seconds: float) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 from weightsync.control.ranks import Ranks, collective
 from weightsync.control.update import Update
 from weightsync.engines import LoraAdapter
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.planning.bucketing import Bucketer
 from weightsync.report import PushReport
 from weightsync.selection import TensorSelection
@@ -24,6 +24,7 @@ from weightsync.transports.base import Transport
 
 logger = logging.getLogger(__name__)
 
+ENGINE_FAILURES = ("raise", "drop")
 PAUSE_MODES = ("keep", "wait", "abort")
 VERIFY_MODES = ("sampled", "full", "none")
 
@@ -69,6 +70,10 @@ class WeightSync:
         (`...weight_scale`). The engine must have been started from a compressed-tensors checkpoint of that kind
         (FP8-dynamic, W8A8-int8). See `TensorSelection.unquantized`. None: weights travel unquantised. An engine that
         quantises does so itself, with the same outcome.
+    on_engine_failure: what a push does when an engine of several is lost. "raise", the default, raises, and leaves the
+        others paused and `POISONED`; `leave_out_lost` lets the next push go on without it. "drop" pushes again, at
+        once, to those that are left. `PushReport.left_out` names the lost ones. A later push includes them when they
+        answer again.
     progress: a progress bar on rank 0 for long pushes. None means only on a terminal.
     megatron_bridge: for backend="megatron", the family whose checkpoint names are used ("mixtral"). None means that the
         names follow from the model, as for all known families but Mixtral. Any other family needs an object that
@@ -92,6 +97,7 @@ class WeightSync:
         timeout_s: float = 300.0,
         verify: str | None = None,
         quantize: str | None = None,
+        on_engine_failure: str | None = None,
         progress: bool | None = None,
         megatron_bridge: Any = None,
         vocab_size: int | None = None,
@@ -100,6 +106,8 @@ class WeightSync:
             raise ConfigError(f"pause={pause!r}; choose one of {', '.join(PAUSE_MODES)}")
         if verify not in (None, *VERIFY_MODES):
             raise ConfigError(f"verify={verify!r}; choose one of {', '.join(VERIFY_MODES)}")
+        if on_engine_failure not in (None, *ENGINE_FAILURES):
+            raise ConfigError(f"on_engine_failure={on_engine_failure!r}; choose one of {', '.join(ENGINE_FAILURES)}")
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}; it must be positive seconds")
         selection = selection or TensorSelection()
@@ -117,7 +125,10 @@ class WeightSync:
             megatron_bridge=megatron_bridge,
             vocab_size=vocab_size,
             timeout_s=timeout_s,
+            on_engine_failure=on_engine_failure,
         )
+        self._drops = on_engine_failure == "drop"
+        self._lost: list[str] = []
         self._strategy = open_strategy(transport, options)
         self._ranks = Ranks(timeout_s)
         self.last_report: PushReport | None = None
@@ -130,9 +141,27 @@ class WeightSync:
         trainers too. None takes the next. Returns the same report on every rank. Raises the same `WeightSyncError` on
         every rank; docs/failures.md says what each leaves behind.
         """
-        with self._collective(version) as update:
-            report = self.last_report = self._strategy.run(update, model)
-        return report
+        while True:
+            try:
+                with self._collective(version) as update:
+                    report = self.last_report = self._strategy.run(update, model)
+                return report
+            except WeightSyncError as error:
+                self._lost = getattr(error, "lost", [])
+                if not self._drops or not self._lost or not getattr(error, "survivors", []):
+                    raise
+                logger.warning("pushing again, without %s: %s", ", ".join(self._lost), error)
+                self.leave_out_lost()
+
+    def leave_out_lost(self) -> list[str]:
+        """Leave the engines that the last push has lost out of the next ones, until these answer again.
+
+        Returns their names. Not collective, but every rank calls it.
+        """
+        lost, self._lost = self._lost, []
+        if lost:
+            self._strategy.leave_out(lost)
+        return lost
 
     def attach(self, model: nn.Module) -> None:
         """Make the parameters of `model`, which is on the meta device, views of the engine's. Collective.
@@ -188,4 +217,4 @@ class WeightSync:
     def _collective(self, version: int | None = None) -> AbstractContextManager[Update]:
         if version is not None and not isinstance(version, int):
             raise ConfigError(f"version={version!r}; it must be a whole number, or None for the next")
-        return collective(self._ranks, version, self._strategy.reset)
+        return collective(self._ranks, version, self._strategy.explain, self._strategy.reset)

@@ -271,6 +271,10 @@ class Listener:
             self.listening[address] = (address, listener.getsockname()[1])
         return self.listening[address]
 
+    def expect(self, role: str) -> None:
+        """Admit peers of this role anew, though others of the same numbers have come before."""
+        self._admitted = {key for key in self._admitted if key[0] != role}
+
     def wake(self) -> None:
         """Make a running `admit` or `collect` look at its `check` again; for other threads."""
         self._wake_in.send(b"x")

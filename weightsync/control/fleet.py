@@ -25,7 +25,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
@@ -56,6 +56,7 @@ from weightsync.engines import connect
 from weightsync.errors import (
     EngineError,
     EngineUnreachableError,
+    FencedError,
     PeerError,
     SyncTimeoutError,
     WeightSyncError,
@@ -85,17 +86,29 @@ class UpdateState(Enum):
 class Fleet:
     """The engines of one `WeightSync`, on rank 0. Every method but `fail` raises `WeightSyncError`s."""
 
-    def __init__(self, engine: Any, ranks: Ranks, pause: str, timeout_s: float, after: Fleet | None = None) -> None:
-        """Find the engines. `after` is the fleet that failed before, whose last calls are waited for."""
+    def __init__(
+        self,
+        engine: Any,
+        ranks: Ranks,
+        pause: str,
+        timeout_s: float,
+        without: Collection[str] = (),
+        after: Fleet | None = None,
+    ) -> None:
+        """Find the engines, all but those with the names in `without`.
+
+        `after` is the fleet that failed before, whose last calls are waited for.
+        """
         assert ranks.listener is not None, "a fleet is rank 0's"
         if after is not None:
             after._drain()
         self.workers: list[Worker] = []
         self.newest_version = 0
         self.state = UpdateState.CLOSED
-        self._members = [Member(one) for one in connect(engine, timeout_s)]
+        self._members = [Member(one) for one in connect(engine, timeout_s) if one.name not in without]
         self._ranks = ranks
         self._listener: Listener = ranks.listener
+        self._listener.expect("worker")
         self._pause = pause
         self._timeout_s = timeout_s
         self._id = secrets.token_hex(8)
@@ -241,6 +254,23 @@ class Fleet:
         for worker in self.workers:
             worker.connection.check("transfer")
         self._check_calls()
+
+    def explain(self, error: WeightSyncError) -> WeightSyncError:
+        """Return the cause of `error`: that another trainer has an engine, or `error` with the engines that are lost.
+
+        They are its `lost`, by name, and the others are its `survivors`.
+        """
+        try:
+            self.check()
+        except FencedError as fenced:
+            return fenced
+        except WeightSyncError:
+            pass
+        named = {error.who, *getattr(error, "waiting_for", ())}
+        lost = [one.engine.name for one in self._members if one.is_lost(named)]
+        if lost and isinstance(error, (PeerError, EngineError, SyncTimeoutError)):
+            error.add_facts(lost=lost, survivors=[o.engine.name for o in self._members if o.engine.name not in lost])
+        return error
 
     def fail(self, error: WeightSyncError) -> None:
         """End the push as the table says, after any failure. Never raises, takes seconds; the fleet is over."""

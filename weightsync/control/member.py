@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from weightsync.control.connection import Connection
@@ -47,6 +47,14 @@ class Member:
     def is_held(self) -> bool:
         """Return whether this trainer still has the engine: no worker has hung up."""
         return all(worker.connection.is_open() for worker in self.workers)
+
+    def is_lost(self, named: Collection[str | None]) -> bool:
+        """Return whether the engine has died, or is one of those `named` in an error and does not answer.
+
+        An error names an engine, or one of its workers.
+        """
+        suspects = {self.engine.name, *(worker.connection.peer for worker in self.workers)}
+        return (not self.is_held() or not suspects.isdisjoint(named)) and not self.engine.is_alive()
 
     def call(self, method: Callable[[Member], None]) -> None:
         """Call a method, unless another trainer has taken the engine over. Raise `FencedError` then."""

@@ -19,7 +19,7 @@ from weightsync.control.connection import Connection, Listener, dial
 from weightsync.control.runtime import Deadline
 from weightsync.control.update import Update
 from weightsync.control.wire import PROTOCOL, Failure, Hello, Value
-from weightsync.errors import FencedError, PeerError, SyncTimeoutError, WeightSyncError, foreign
+from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError, foreign
 
 _LOOPBACK = "127.0.0.1"
 _VERDICT_S = 5.0
@@ -164,11 +164,15 @@ class Ranks:
 
 @contextmanager
 def collective(
-    ranks: Ranks, version: int | None = None, reset: Callable[[WeightSyncError], None] = lambda error: None
+    ranks: Ranks,
+    version: int | None = None,
+    explain: Callable[[WeightSyncError], WeightSyncError] = lambda error: error,
+    reset: Callable[[WeightSyncError], None] = lambda error: None,
 ) -> Iterator[Update]:
     """Run the body as one step of all ranks: the first failure of any rank is raised on every rank. Collective.
 
-    After a failure `reset` is called with the error, and the ranks are disconnected. `reset` must not raise.
+    After a failure `explain` returns the better cause that this rank knows. `reset` is called with the error that all
+    ranks raise, and the ranks are disconnected. Neither may raise.
     """
     update = Update(ranks, ranks.timeout_s, version)
     try:
@@ -180,13 +184,7 @@ def collective(
         else:
             error = WeightSyncError("the trainer was interrupted", phase=update.timeline.phase)
         try:
-            update.check()
-        except FencedError as fenced:
-            error = fenced  # which explains everything else
-        except WeightSyncError:
-            pass
-        try:
-            error = ranks.agree_on(error)
+            error = ranks.agree_on(explain(error))
             reset(error)
         finally:
             ranks.disconnect()

@@ -40,6 +40,7 @@ class Options:
     megatron_bridge: Any
     vocab_size: int | None
     timeout_s: float
+    on_engine_failure: str | None
 
     def refuse(self, strategy: str, *names: str) -> None:
         """Raise `ConfigError` for those of the named options that were given: they have no effect on `strategy`."""
@@ -48,8 +49,8 @@ class Options:
 
 
 class UpdateStrategy(ABC):
-    """One way to make engines serve a new version. `run`, `attach` and `writing` are collective; `reset` is called on
-    every rank after a failure, `close` on any rank at any time."""
+    """One way to make engines serve a new version. `run`, `attach` and `writing` are collective; `explain` and `reset`
+    are called on every rank after a failure, `close` on any rank at any time."""
 
     adapter: LoraAdapter | None = None
     """The adapter that was pushed last, where the strategy pushes adapters."""
@@ -58,6 +59,10 @@ class UpdateStrategy(ABC):
     def run(self, update: Update, model: Model) -> PushReport:
         """Make every engine serve `model` as it is now. Raises `WeightSyncError`; `reset` is called next."""
 
+    def explain(self, error: WeightSyncError) -> WeightSyncError:
+        """Return the cause of an error, as far as this rank knows. Must not raise."""
+        return error
+
     @abstractmethod
     def reset(self, error: WeightSyncError) -> None:
         """Undo what can be undone after a failure on any rank, and mark the rest. Must not raise; takes seconds."""
@@ -65,6 +70,10 @@ class UpdateStrategy(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release engines and memory."""
+
+    def leave_out(self, engines: Sequence[str]) -> None:
+        """Push to all but the engines of these names, until they answer again."""
+        raise ConfigError("engines can be left out of pushes that copy weights, and of no others")
 
     def attach(self, update: Update, model: nn.Module) -> None:
         """Make the parameters of `model` the engine's own."""
@@ -82,6 +91,10 @@ class FleetStrategy(UpdateStrategy):
         self._options = options
         self._fleet: Fleet | None = None  # rank 0's
         self._failed: Fleet | None = None
+        self._left_out: set[str] = set()
+
+    def explain(self, error: WeightSyncError) -> WeightSyncError:
+        return error if self._fleet is None else self._fleet.explain(error)
 
     def reset(self, error: WeightSyncError) -> None:
         if self._fleet is not None:
@@ -103,7 +116,8 @@ class FleetStrategy(UpdateStrategy):
         if self._fleet is None:
             assert isinstance(ranks, Ranks)
             engine = self._find_engine()
-            self._fleet = Fleet(engine, ranks, options.pause or "keep", options.timeout_s, after=self._failed)
+            pause = options.pause or "keep"
+            self._fleet = Fleet(engine, ranks, pause, options.timeout_s, self._left_out, self._failed)
             self._failed = None
         update.check = self._fleet.check
         self._fleet.connect()

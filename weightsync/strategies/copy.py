@@ -19,6 +19,7 @@ from weightsync.control.fleet import Fleet
 from weightsync.control.runtime import boot_id, describe_device
 from weightsync.control.update import Update
 from weightsync.control.wire import Connect, Done, MachineInfo
+from weightsync.engines import connect
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.kernels.digest import SAMPLES, WHOLE
 from weightsync.planning.bucketing import open_bucketer
@@ -85,6 +86,7 @@ class CopyWeights(FleetStrategy):
     def run(self, update: Update, model: Model) -> PushReport:
         started = time.perf_counter()
         self._update = update
+        self._take_in()
         if self._fleet is not None:
             update.check = self._fleet.check
         ranks, timeline = update.ranks, update.timeline
@@ -131,6 +133,7 @@ class CopyWeights(FleetStrategy):
                 total_s=now - started,
                 load_paths=link.plan.load_paths,
                 workers=workers,
+                left_out=tuple(sorted(self._left_out)),
             )
             logger.info("pushed %s", report)
         with timeline.during("commit"):
@@ -145,6 +148,20 @@ class CopyWeights(FleetStrategy):
     def close(self) -> None:
         super().close()
         self._disconnect()
+
+    def leave_out(self, engines: Sequence[str]) -> None:
+        self._left_out.update(engines)
+
+    def _take_in(self) -> None:
+        """Connect anew, on rank 0, where engines that were left out answer again."""
+        if self._left_out and self._fleet is not None:
+            there = connect(self._find_engine(), self._options.timeout_s)
+            if back := {one.name for one in there if one.name in self._left_out and one.is_alive()}:
+                logger.warning("engines that were left out answer again: %s", ", ".join(sorted(back)))
+                self._left_out -= back
+                self._fleet.close()
+                self._transport.abort()  # the other ranks follow when they prepare anew
+                self._fleet = self._link = None
 
     def _disconnect(self) -> None:
         self._transport.abort()

@@ -1,0 +1,128 @@
+"""A fleet of which an engine dies: the others are pushed to without it, and it is taken in again when it is back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_engine import ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
+from faults import FaultyTransport
+from ranks import run_ranks
+from recorders import RecordedEngine
+
+from weightsync import ConfigError, EngineUnreachableError, PeerError, WeightSync
+
+TIMEOUT_S = 20.0
+CALLS = ("init", "start", "update", "finish", "pause", "resume", "set_version", "reset_caches", "version")
+
+
+class MortalEngine(RecordedEngine):
+    """An engine that may die, and be started anew from its first weights."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(ModuleHost(TinyEngineModel, checkpoint(1)))
+        self.name = name
+        self.is_dead = False
+
+    def die(self, chunk: int = 0) -> None:
+        self.is_dead = True
+        for session in self.sessions:
+            session._connection._sock.shutdown(2)
+
+    def start_anew(self) -> None:
+        RecordedEngine.__init__(self, ModuleHost(TinyEngineModel, checkpoint(1)))
+        self.is_dead = False
+
+    def is_alive(self) -> bool:
+        return not self.is_dead
+
+    def __getattribute__(self, name: str) -> Any:
+        return self._refuse if name in CALLS and self.is_dead else super().__getattribute__(name)
+
+    def _refuse(self, *_: Any) -> None:
+        raise EngineUnreachableError("nothing answers there", who=self.name)
+
+    def serves(self, seed: int) -> bool:
+        self.hosts[0].check_before_answer()
+        return torch.equal(self.hosts[0].live.embed.weight, cold(checkpoint(seed)).embed.weight)
+
+
+@pytest.fixture
+def engines() -> Iterator[list[MortalEngine]]:
+    engines = [MortalEngine("engine 0"), MortalEngine("engine 1")]
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_others_serve_the_version_and_the_report_names_the_lost_one(
+    engines: list[MortalEngine], transport: str
+) -> None:
+    faulty = FaultyTransport(transport)
+    with WeightSync("fsdp", faulty, engines, on_engine_failure="drop", timeout_s=TIMEOUT_S) as sync:
+        assert sync.push(trainer_model(checkpoint(2))).left_out == ()
+        faulty.before_chunk = lambda chunk: engines[1].is_dead or engines[1].die()
+        assert sync.push(trainer_model(checkpoint(3))).left_out == ("engine 1",)
+        faulty.before_chunk = None
+        assert engines[0].serves(3)
+        assert engines[0].version() == str(sync.last_report.version)
+        assert sync.push(trainer_model(checkpoint(4))).left_out == ("engine 1",)
+        assert engines[0].serves(4)
+        engines[1].start_anew()
+        back = sync.push(trainer_model(checkpoint(5)))
+        assert back.left_out == ()
+        assert len(back.workers) == 2
+        assert all(engine.serves(5) for engine in engines)
+
+
+def test_others_go_on_by_one_call_where_the_push_raises(engines: list[MortalEngine]) -> None:
+    with WeightSync("fsdp", "ipc", engines, timeout_s=TIMEOUT_S) as sync:
+        sync.push(trainer_model(checkpoint(2)))
+        assert sync.leave_out_lost() == []
+        engines[1].die()
+        with pytest.raises(PeerError) as raised:
+            sync.push(trainer_model(checkpoint(3)))
+        assert (raised.value.lost, raised.value.survivors) == (["engine 1"], ["engine 0"])
+        with pytest.raises(EngineUnreachableError):
+            sync.push(trainer_model(checkpoint(3)))
+        assert sync.leave_out_lost() == ["engine 1"]
+        assert sync.push(trainer_model(checkpoint(3))).left_out == ("engine 1",)
+        assert engines[0].serves(3)
+
+
+def test_last_engine_is_not_left_out(engines: list[MortalEngine]) -> None:
+    with WeightSync("fsdp", "ipc", engines[0], on_engine_failure="drop", timeout_s=TIMEOUT_S) as sync:
+        sync.push(trainer_model(checkpoint(2)))
+        engines[0].die()
+        with pytest.raises(PeerError):
+            sync.push(trainer_model(checkpoint(3)))
+
+
+def push_from_ranks(rank: int) -> None:
+    engines = [MortalEngine("engine 0"), MortalEngine("engine 1")] if rank == 0 else None
+    with WeightSync("fsdp", "ipc", engines, on_engine_failure="drop", timeout_s=TIMEOUT_S) as sync:
+        sync.push(trainer_model(checkpoint(2)))
+        if engines is not None:
+            engines[0].die()
+        assert sync.push(trainer_model(checkpoint(3))).left_out == ("engine 0",)
+        assert engines is None or engines[1].serves(3)
+    for engine in engines or ():
+        engine.close()
+
+
+def test_every_rank_pushes_again() -> None:
+    run_ranks(push_from_ranks, 2)
+
+
+@pytest.mark.parametrize("transport", ["lora", "single_copy"])
+def test_strategy_that_cannot_leave_an_engine_out_refuses_the_option(transport: str) -> None:
+    with pytest.raises(ConfigError, match="on_engine_failure: no effect"):
+        WeightSync("fsdp", transport, on_engine_failure="drop")
+
+
+def test_unknown_choice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="on_engine_failure='ignore'; choose one of raise, drop"):
+        WeightSync("fsdp", "ipc", on_engine_failure="ignore")
