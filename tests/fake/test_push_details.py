@@ -119,9 +119,33 @@ def test_a_part_that_the_engine_was_started_without_is_not_pushed(
     assert torch.equal(host.live.weight, torch.ones(8, 4))
     assert [report.nbytes for report in reports] == [8 * 4 * 4] * 2
     told = [record.getMessage() for record in caplog.records if "not pushed" in record.getMessage()]
-    assert told == [
-        "1 tensors are not pushed, such as visual.weight: the engine was started without that part of the model"
-    ]
+    assert told == ["1 tensors are not pushed, such as visual.weight: the engine does not run that part of the model"]
+
+
+class ShallowTower(nn.Module):
+    """A model whose loader passes over a norm of its tower, as the engine needs no more than the layers before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.tower = OneWeight(torch.float32), OneWeight(torch.float32)
+
+    load_weights = Passing.load_weights
+
+
+@pytest.mark.parametrize("others", [[], ["text.norm"], ["norm"], ["towers.norm"]])
+def test_what_a_loader_passes_over_stays_behind_in_a_tower_alone(others: list[str]) -> None:
+    zeros = torch.zeros(8, 4)
+    host = ModuleHost(ShallowTower, {"text.weight": zeros, "tower.weight": zeros})
+    host.towers.append("tower")
+    names = ["text.weight", "tower.weight", "tower.norm", *others]
+    model = trainer_model({name: torch.ones(8, 4) for name in names})
+    with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        if others:
+            with pytest.raises(ManifestError, match=rf"unexpected 1: {others[0]}"):
+                sync.push(model)
+        else:
+            assert sync.push(model).nbytes == 2 * 8 * 4 * 4
+            assert torch.equal(host.live.tower.weight, torch.ones(8, 4))
 
 
 def _doubled(module: nn.Module) -> None:

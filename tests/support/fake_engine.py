@@ -37,6 +37,8 @@ class ModuleHost:
         self.refreshed = 0
         self.left_out: dict[str, Callable[[], nn.Module]] = {}
         """Children that the engine was started without."""
+        self.towers: list[str] = []
+        """Children that are towers, and that the engine has."""
         with torch.device("meta"):
             self._pristine = make()
         self.live = make()
@@ -52,11 +54,11 @@ class ModuleHost:
         return model.load_weights(weights)  # type: ignore[operator]
 
     @contextmanager
-    def complete(self, model: nn.Module) -> Iterator[bool]:
+    def complete(self, model: nn.Module) -> Iterator[list[str]]:
         with torch.device("meta"):
             for name, make in self.left_out.items():
                 model.add_module(name, make())
-        yield bool(self.left_out)
+        yield [*self.towers, *self.left_out]
         for name in self.left_out:
             delattr(model, name)
 

@@ -92,7 +92,7 @@ class LoadPlan(Message):
     missing: list[str]  # parts of the engine's parameters that no tensor fills
     hints: list[str]  # the tensor names that would fill them, where other layers tell
     load_paths: dict[str, int]  # load path -> how many modules take it
-    left_out: list[str]  # tensors of a part of the model that the engine was started without
+    left_out: list[str]  # tensors of a part of the model that the engine does not run
 
 
 @dataclass(frozen=True)

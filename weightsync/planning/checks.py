@@ -36,7 +36,7 @@ def check_quantized(manifest: Manifest, together: Sequence[tuple[str, str]], pla
 
 
 def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> list[str]:
-    """Return the tensors that do not travel, as engines were started without the part of the model that they are of.
+    """Return the tensors that do not travel, as no engine runs the part of the model that they are of.
 
     padded: the vocabulary comes with whatever padding the trainer has. Raises one `ManifestError` for all that is
     missing, misshapen, or without a place on any engine worker.

@@ -47,10 +47,10 @@ class EngineModel(Protocol):
     def parts(self, module: nn.Module) -> list[Any]:
         """Return the objects that hold the post-processed state of `module`."""
 
-    def complete(self, model: nn.Module) -> AbstractContextManager[bool]:
-        """Give `model`, a never loaded copy, the parts that the engine was started without, until the context ends.
+    def complete(self, model: nn.Module) -> AbstractContextManager[list[str]]:
+        """Give `model`, a never loaded copy, the towers that the engine was started without, until the context ends.
 
-        A vision tower is one where no prompt may have images. The context's value says whether there are any.
+        A vision tower is one where no prompt may have images. The context's value is the paths of all towers.
         """
 
     def post_process(self, module: nn.Module) -> None:

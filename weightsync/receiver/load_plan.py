@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from posixpath import commonpath
 
 import torch
 from torch import nn
@@ -103,17 +104,18 @@ class LoadPlanner:
         return TracedLoad(manifest, answer, trace, pairs, load_path, group_of, sources)
 
     def _left_out(self, manifest: Manifest, trace: Trace) -> list[str]:
-        """Return the tensors that the loader passes over, and would look at if the engine had all of its parts.
+        """Return the tensors of towers that the loader passes over, as a cold start does.
 
-        Those that it would refuse then are passed over too: a cold start from them is the same engine.
+        The engine was started without the tower, or runs fewer of its layers than the trainer.
         """
         pristine = self._model.pristine()
         known = _seen(trace)
         if known.issuperset(manifest.names):
             return []
-        with self._model.complete(pristine) as has_more:
-            more = trace_loader(pristine, partial(self._model.load_weights, pristine), manifest) if has_more else trace
-        return [name for name in manifest.names if name in _seen(more) - known]
+        with self._model.complete(pristine) as towers:
+            more = trace_loader(pristine, partial(self._model.load_weights, pristine), manifest) if towers else trace
+        beginnings, seen = _beginnings(more, towers), _seen(more)
+        return [name for name in manifest.names if name not in known and (name in seen or name.startswith(beginnings))]
 
     def locate(self) -> None:
         """Note where the live tensors lie now."""
@@ -173,6 +175,19 @@ def _sources(trace: Trace, group_of: Mapping[str, ModuleGroup]) -> dict[ModuleGr
 def _seen(trace: Trace) -> set[str]:
     """Return the tensors that the loader has read or refused."""
     return {copy.name for copy in trace.copies}.union(trace.refused, trace.unknown, *trace.computed.values())
+
+
+def _beginnings(trace: Trace, modules: Sequence[str]) -> tuple[str, ...]:
+    """Return what the names of all tensors begin with that land in a module, and no other's, for each of `modules`."""
+    landed = [(copy.param, copy.name) for copy in trace.copies]
+    landed += [(param, name) for param, names in trace.computed.items() for name in names]
+    elsewhere = [name for param, name in landed if not param.startswith(tuple(f"{module}." for module in modules))]
+    shared = []
+    for module in modules:
+        paths = [name.split(".")[:-1] for param, name in landed if param.startswith(f"{module}.")]
+        if paths and (path := commonpath("/".join(path) for path in paths)):
+            shared.append(path.replace("/", ".") + ".")
+    return tuple(path for path in shared if not any(name.startswith(path) for name in elsewhere))
 
 
 def _used(

@@ -264,7 +264,7 @@ class CopyWeights(FleetStrategy):
         is_padded = options.backend == "megatron" and options.vocab_size is None
         if unused := check_plans(manifest, plans, is_padded):
             logger.info(
-                "%d tensors are not pushed, such as %s: the engine was started without that part of the model",
+                "%d tensors are not pushed, such as %s: the engine does not run that part of the model",
                 len(unused),
                 unused[0],
             )

@@ -186,7 +186,7 @@ class SharedMemory(FleetStrategy):
             check_pairs([host for _, host, _ in everyone], fleet.workers)
             if unused := check_plans(manifest, fleet.plan(pack_manifest(manifest)), False):
                 raise PlacementError(
-                    f"the engine was started without the part of the model that {unused[0]} is of, so that the two "
+                    f"the engine does not run the part of the model that {unused[0]} is of, so that the two "
                     'cannot share it; use transport="ipc", or attach a model without that part'
                 )
             exported = fleet.export([process for _, _, process in everyone])

@@ -85,7 +85,7 @@ class VllmModel:
         method = compat.quant_method(module)
         return [module] if method is None else [module, method, *compat.kernel_objects(module)]
 
-    def complete(self, model: nn.Module) -> AbstractContextManager[bool]:
+    def complete(self, model: nn.Module) -> AbstractContextManager[list[str]]:
         return complete(model)
 
     def post_process(self, module: nn.Module) -> None:

@@ -124,21 +124,21 @@ def _drop_cache_scales(model: nn.Module) -> None:
 
 
 @contextmanager
-def complete(model: nn.Module) -> Iterator[bool]:
-    """Put back the modules that vLLM has made and left out, until the context ends. Yields whether there are any.
+def complete(model: nn.Module) -> Iterator[list[str]]:
+    """Put back the modules that vLLM has made and left out, until the context ends. Yields the paths of all towers.
 
     vLLM leaves out a tower whose modality no prompt may have.
     """
     missing = [
-        (module, key, child)
-        for module in model.modules()
+        (module, f"{path}.{key}".removeprefix("."), key, child)
+        for path, module in model.named_modules()
         for key, child in module._modules.items()
         if type(child).__name__ == "StageMissingLayer" and vars(child).get("module") is not None
     ]
     try:
-        for module, key, child in missing:
+        for module, _, key, child in missing:
             module._modules[key] = vars(child)["module"]
-        yield bool(missing)
+        yield list({*getattr(model, "_tower_model_names", ()), *(path for _, path, _, _ in missing)})
     finally:
-        for module, key, child in missing:
+        for module, _, key, child in missing:
             module._modules[key] = child
