@@ -20,7 +20,17 @@ from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from weightsync.control.runtime import Deadline, address_facing, in_thread
-from weightsync.control.wire import PREFIX_BYTES, PROTOCOL, Failure, Hello, Message, decode, encode, frame_length
+from weightsync.control.wire import (
+    PREFIX_BYTES,
+    PROTOCOL,
+    Failure,
+    Hello,
+    Message,
+    Release,
+    decode,
+    encode,
+    frame_length,
+)
 from weightsync.errors import PeerError, ProtocolError, SyncTimeoutError, WeightSyncError, from_fields
 
 M = TypeVar("M", bound=Message)
@@ -80,7 +90,7 @@ class Connection:
                 raise _timeout([self.peer], phase, deadline)
             self.read(phase)
         if isinstance(self._inbox[0], Failure):
-            raise _cause(self._inbox[0])
+            raise from_fields(self._inbox[0].error)
         return self._inbox.popleft()
 
     def expect(self, kind: type[M], deadline: Deadline, phase: str) -> M:
@@ -132,7 +142,7 @@ class Connection:
 
     def reported(self) -> WeightSyncError | None:
         """Return the failure that the peer has reported, if it has already been read."""
-        return next((_cause(message) for message in self._inbox if isinstance(message, Failure)), None)
+        return next((from_fields(message.error) for message in self._inbox if isinstance(message, Failure)), None)
 
     def has_mail(self) -> bool:
         """Return whether `pop` would give a message."""
@@ -191,7 +201,7 @@ class Listener:
     """Where trainer rank 0 listens. Peers introduce themselves with a `Hello` that carries this hub's token."""
 
     def __init__(self) -> None:
-        self.token = secrets.token_bytes(32)
+        self.token = secrets.token_hex(32)
         self.listening: dict[str, tuple[str, int]] = {}
         self._listeners: list[socket.socket] = []
         self._admitted: set[tuple[str, int]] = set()
@@ -312,7 +322,7 @@ class Listener:
             connection.read("connect")
             hello = connection.pop()
         except WeightSyncError:
-            hello = Failure()
+            hello = Release()
         if hello is None and connection.unread() <= _HELLO_BYTES:
             return
         self._waiting_room.remove(connection)
@@ -403,13 +413,6 @@ def _ready(sources: Collection[_Source], events: int, wait_s: float) -> list[_So
     for number in numbered:
         poll.register(number, events)
     return [numbered[number] for number, _ in poll.poll(wait_s * 1000)]
-
-
-def _cause(failure: Failure) -> WeightSyncError:
-    try:
-        return from_fields(failure.error)
-    except (KeyError, TypeError) as error:
-        return ProtocolError(f"a failure was reported, but not in words: {failure.error!r} ({error!r})")
 
 
 def _timeout(waiting_for: list[str], phase: str, deadline: Deadline) -> SyncTimeoutError:

@@ -49,6 +49,7 @@ from weightsync.control.wire import (
 )
 from weightsync.engines import Engine, connect
 from weightsync.errors import EngineError, EngineUnreachableError, PeerError, SyncTimeoutError, WeightSyncError
+from weightsync.planning.layout import Manifest
 
 M = TypeVar("M", bound=Message)
 
@@ -137,7 +138,7 @@ class Fleet:
                 "engine": number,
                 "host": host,
                 "port": port,
-                "token": self._listener.token.hex(),
+                "token": self._listener.token,
                 "timeout_s": self._timeout_s,
             }
             name = f"init of {one.engine.name}"
@@ -154,10 +155,10 @@ class Fleet:
             self.newest_version = max(worker.hello.version for worker in self.workers)
         return self.workers
 
-    def plan(self, tensors: list[list[Any]]) -> list[LoadPlan]:
+    def plan(self, manifest: Manifest) -> list[LoadPlan]:
         """Return what each worker's model makes of these tensors."""
         deadline = Deadline(self._timeout_s)
-        self._send(PlanRequest(tensors), deadline, "plan")
+        self._send(PlanRequest(manifest.tensors), deadline, "plan")
         return self._collect(LoadPlan, deadline, "plan")
 
     def export(self) -> list[ParametersExported]:

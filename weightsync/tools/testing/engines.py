@@ -178,7 +178,7 @@ class _Trainer:
             "engine": 0,
             "host": host,
             "port": port,
-            "token": self.listener.token.hex(),
+            "token": self.listener.token,
             "timeout_s": self.timeout_s,
         }
         self.call = BackgroundCall(self.listener, "init", self.engine.init, info)
