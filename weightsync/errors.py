@@ -23,6 +23,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
+
+class ErrorFields(Struct, frozen=True, forbid_unknown_fields=True):
+    """An error as it travels. `kind` is the name of its class."""
+
+    kind: str
+    message: str
+    who: str | None
+    phase: str | None
+    facts: dict[str, list[str] | dict[str, str]]
+
 
 class WeightSyncError(Exception):
     """Base of every error that weightsync raises on purpose.
@@ -53,15 +66,9 @@ class WeightSyncError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.to_fields())
 
-    def to_fields(self) -> dict[str, Any]:
-        """Return the error as plain values that msgpack can carry."""
-        return {
-            "kind": type(self).__name__,
-            "message": self.message,
-            "who": self.who,
-            "phase": self.phase,
-            "facts": self.facts,
-        }
+    def to_fields(self) -> ErrorFields:
+        """Return the error as it travels."""
+        return ErrorFields(type(self).__name__, self.message, self.who, self.phase, self.facts)
 
 
 class ConfigError(WeightSyncError, ValueError):
@@ -156,17 +163,21 @@ def _classes() -> dict[str, type[WeightSyncError]]:
     return found
 
 
-def from_fields(fields: dict[str, Any]) -> WeightSyncError:
+def from_fields(fields: ErrorFields) -> WeightSyncError:
     """Return the error that `to_fields` described. An unknown class becomes a `WeightSyncError` that names it."""
-    cls = _classes().get(fields["kind"])
-    message = fields["message"]
+    cls = _classes().get(fields.kind)
     if cls is None:
-        cls, message = WeightSyncError, f"{fields['kind']}: {message}"
-    return cls(message, who=fields.get("who"), phase=fields.get("phase"), **fields.get("facts", {}))
+        cls, fields = WeightSyncError, replace(fields, message=f"{fields.kind}: {fields.message}")
+    # A fact becomes an attribute, and must not take the place of what every error has.
+    facts = {name: fact for name, fact in fields.facts.items() if name != "facts" and not hasattr(cls, name)}
+    try:
+        return _rebuild(cls, replace(fields, facts=facts))
+    except TypeError:
+        return ProtocolError(f"a {fields.kind} came with facts that it does not have: {fields.message}")
 
 
-def _rebuild(cls: type[WeightSyncError], fields: dict[str, Any]) -> WeightSyncError:
-    return cls(fields["message"], who=fields["who"], phase=fields["phase"], **fields["facts"])
+def _rebuild(cls: type[WeightSyncError], fields: ErrorFields) -> WeightSyncError:
+    return cls(fields.message, who=fields.who, phase=fields.phase, **fields.facts)
 
 
 def foreign(error: BaseException, *, who: str, phase: str) -> WeightSyncError:

@@ -99,7 +99,7 @@ def test_doctor_checks_the_machine():
     run = weightsync("doctor", "--no-engine", timeout_s=60)
     assert run.returncode == 0, run.stdout + run.stderr
     found = {line[6:29].strip(): line[:4] for line in run.stdout.splitlines() if line[:4] in ("pass", "FAIL", "skip")}
-    assert found.keys() >= {"python", "weightsync", "torch", "msgpack", "/dev/shm", "loopback port", "vLLM plug-in"}
+    assert found.keys() >= {"python", "weightsync", "torch", "msgspec", "/dev/shm", "loopback port", "vLLM plug-in"}
     assert found["shared memory"] == "pass", run.stdout
     assert found["engine"] == "skip"
 

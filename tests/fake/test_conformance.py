@@ -327,7 +327,7 @@ class Backwards(IpcReceiver):
         (WrongDigest, IpcReceiver, "arrived with another digest"),
         (WrongSample, IpcReceiver, "arrived with another digest"),
         (OneRegionLess, IpcReceiver, "no chunk brings"),
-        (NoPlainValues, IpcReceiver, "can not serialize|cannot be written as msgpack"),
+        (NoPlainValues, IpcReceiver, "cannot be written as msgpack"),
         (Unproven, IpcReceiver, "another digest than it found"),
         (GathersAlone, IpcReceiver, "ranks gather different names|without being gathered|no answer"),
         (Trusting, IpcReceiver, "route accepts the ranks"),

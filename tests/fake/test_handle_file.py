@@ -91,8 +91,8 @@ def test_the_file_has_the_fields_that_are_documented_and_is_the_users_own(writte
 
 def test_gpu_handles_are_named_base64_fields():
     fields = {
-        "device": 0, "handle": b"\0\xff", "nbytes": 64, "offset_bytes": 512, "counter_handle": b"/c",
-        "counter_offset": 3, "event_handle": b"e", "event_sync": True, "gpu_uuid": "GPU-1",
+        "device": 0, "handle": "00ff", "nbytes": 64, "offset_bytes": 512, "counter_handle": "2f63",
+        "counter_offset": 3, "event_handle": "65", "event_sync": True, "gpu_uuid": "GPU-1",
     }  # fmt: skip
     row = handle_file.handle_row(torch.empty(4, 2), fields)
     assert row["ipc_handle_b64"] == "AP8="

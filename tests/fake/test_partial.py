@@ -23,7 +23,9 @@ from fake_engine import (
 from torch import nn
 
 from weightsync import ConfigError, PushReport, TensorSelection, WeightSync, WeightSyncError
-from weightsync.strategies.copy import frozen_everywhere
+from weightsync.control.wire import MachineInfo
+from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta
+from weightsync.strategies.copy import Inventory, frozen_everywhere
 
 PATTERNS = ("embed.weight", "*.norm.*", "*.log_rate", "layers.1.*")
 
@@ -168,12 +170,12 @@ def test_everything_frozen_is_refused(host: ModuleHost, engine: FakeEngine):
 
 
 def test_what_trains_on_any_rank_is_not_frozen():
-    ranks = [
-        {"locations": [["a"], ["b"], ["c"]], "frozen": ["a", "b"]},
-        {"locations": [["a"], ["b"], ["d"]], "frozen": ["a", "d"]},
-        {"locations": [], "frozen": []},
-    ]
-    assert frozen_everywhere(ranks) == {"a", "d"}
+    def rank(names: str, frozen: str) -> Inventory:
+        metas = tuple(TensorMeta(name, (2,), "float32") for name in "abcd")
+        locations = [ShardLocation(name, Box((0,), (2,)), 0, 0, 0, (1,), "float32") for name in names]
+        return Inventory(Manifest(metas), locations, [], [*frozen], MachineInfo("", "cpu", "", ""))
+
+    assert frozen_everywhere([rank("abc", "ab"), rank("abd", "ad"), rank("", "")]) == {"a", "d"}
 
 
 # ---------------------------------------------------------------------------------------------------------------

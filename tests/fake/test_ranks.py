@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
@@ -83,7 +84,7 @@ def test_values_reach_every_rank():
 def _values(rank: int) -> None:
     with group_of(rank) as group:
         assert (group.rank, group.size, group.host) == (rank, RANKS, "127.0.0.1")
-        for value in ([rank, None, "x" * rank], {"of": rank}, bytes([rank]) * (2 << 20)):
+        for value in ([rank, None, "x" * rank], {"of": rank}, str(rank) * (2 << 20)):
             gathered = group.gather(value, "plan")
             assert type(gathered) is list
             if rank == 0:
@@ -146,7 +147,7 @@ def idle_for_long(group: Ranks) -> None:
 
 def assert_agreed(rank: int, raised: WeightSyncError) -> None:
     with group_of(rank) as group:
-        said = group.broadcast(group.gather(raised.to_fields(), "test"), "test")
+        said = group.broadcast(group.gather(msgspec.to_builtins(raised.to_fields()), "test"), "test")
     assert said == [said[0]] * RANKS
 
 

@@ -6,16 +6,16 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from weightsync.control.runtime import Deadline
 from weightsync.control.wire import Connect, Done, Go, LoadPlan
 from weightsync.kernels.digest import WHOLE, digest, signed
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, row_major
-from weightsync.planning.rows import pack_locations
+from weightsync.planning.rows import Arrival, Run, Storage
 from weightsync.planning.transfer_plan import Chunk, Route, make_chunks
 from weightsync.receiver import receiver as receiver_module
 from weightsync.receiver.engine_model import EngineModel
@@ -63,16 +63,18 @@ class MemoryTrainer:
         self.memory = {self._numbers[name]: t for name, t in self.tensors.items() if name in self.in_place}
         self.chunks = self._make_chunks()
         self.arrivals = [self._lay_out(number, chunk) for number, chunk in enumerate(self.chunks)]
-        self.slot_bytes = max((run[3] for _, runs in self.arrivals for run in runs), default=0) + DIGEST_BYTES
+        self.slot_bytes = (
+            max((run.nbytes for arrival in self.arrivals for run in arrival.runs), default=0) + DIGEST_BYTES
+        )
 
     @property
     def message(self) -> Connect:
         """What every receiver is told to connect to."""
-        mapped = [[0, number, 0, _bytes(tensor).numel()] for number, tensor in self.memory.items()]
+        mapped = [Run(0, number, 0, _bytes(tensor).numel()) for number, tensor in self.memory.items()]
         return Connect(
             transport="memory",
             storages=[],
-            chunks=[[pack_locations(locations), runs] for locations, runs in self.arrivals],
+            chunks=self.arrivals,
             frozen=sum(chunk.frozen for chunk in self.chunks),
             in_place=mapped,
             proof=self._proof().of(WHOLE),
@@ -102,13 +104,13 @@ class MemoryTrainer:
 
     def fill(self, number: int, slot: torch.Tensor) -> None:
         """Write a chunk and its digest into a slot."""
-        locations, runs = self.arrivals[number]
-        for location in locations:
+        for location in self.arrivals[number].locations:
             if location.name not in self.in_place:
                 region = tuple(slice(a, a + n) for a, n in zip(location.box.start, location.box.size, strict=True))
                 target = strided(slot, location.dtype, location.offset, location.box.size, location.stride)
                 target.copy_(self.tensors[location.name].detach()[region])
-        for _, _, first, nbytes in runs:
+        for run in self.arrivals[number].runs:
+            first, nbytes = run.first, run.nbytes
             sent = torch.tensor([signed(digest(slot[first : first + nbytes]))]).view(torch.uint8)
             slot[first + nbytes : first + nbytes + DIGEST_BYTES] = sent
             if number == self.corrupt:
@@ -134,16 +136,16 @@ class MemoryTrainer:
             return meta.dtype
         return next((plan.used[meta.name] for plan in self.plans if meta.name in plan.used), meta.dtype)
 
-    def _lay_out(self, number: int, chunk: Chunk) -> tuple[list[ShardLocation], list[list[int]]]:
+    def _lay_out(self, number: int, chunk: Chunk) -> Arrival:
         if chunk.in_place:
-            return list(chunk.pieces), []
+            return Arrival(chunk.pieces)
         locations, first = [], 0
         for piece in chunk.pieces:
             nbytes = getattr(torch, piece.dtype).itemsize
             at = replace(piece, storage=number % SLOTS, offset=first // nbytes, stride=row_major(piece.box.size))
             locations.append(at)
             first += align(piece.box.numel * nbytes)
-        return locations, [[0, number % SLOTS, 0, first]]
+        return Arrival(tuple(locations), (Run(0, number % SLOTS, 0, first),))
 
     def _proof(self) -> Proof:
         return Proof([[_bytes(self.tensors[name]) for name in self.tensors if name in self.in_place]])
@@ -180,7 +182,7 @@ class MemoryReceiver(TransportReceiver):
         self._slots = [torch.zeros(trainer.slot_bytes, dtype=torch.uint8) for _ in range(SLOTS)]
         self.closed = False
 
-    def connect(self, storages: list[list[Any]], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
+    def connect(self, storages: list[Storage], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
         return
 
     def storage(self, rank: int, storage: int) -> torch.Tensor:

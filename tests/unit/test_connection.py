@@ -11,10 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from weightsync.control import connection as connection_module
 from weightsync.control.background_call import BackgroundCall
@@ -23,6 +24,7 @@ from weightsync.control.runtime import Deadline
 from weightsync.control.wire import PROTOCOL, Commit, Failure, Hello, Message, Release, Value, encode
 from weightsync.errors import (
     DigestError,
+    ErrorFields,
     FencedError,
     ManifestError,
     PeerError,
@@ -34,7 +36,7 @@ from weightsync.errors import (
 LOCAL = "127.0.0.1"
 HELLO = Hello(
     protocol=PROTOCOL,
-    token=b"",
+    token="",
     role="worker",
     group=0,
     rank=0,
@@ -154,7 +156,7 @@ def raw(connection: Connection) -> socket.socket:
 
 def test_messages_come_in_the_order_in_which_they_were_sent(pair):
     one, other = pair
-    sent = [Commit(1), Value({"a": [1, None, b"\x00", 2.5]}), Release()]
+    sent = [Commit(1), Value({"a": [1, None, "\x00", 2.5]}), Release()]
     for message in sent:
         say(one, message)
     assert [other.receive(Deadline(30), "test") for _ in sent] == sent
@@ -195,11 +197,11 @@ def test_half_a_frame_is_silence(pair):
 
 def test_a_peer_that_does_not_read_runs_into_the_deadline(pair):
     with within(10.0), pytest.raises(SyncTimeoutError, match="the other"):
-        pair[0].send(Value(bytes(64 << 20)), Deadline(0.3), "test")
+        pair[0].send(Value("x" * (64 << 20)), Deadline(0.3), "test")
 
 
 def test_large_messages_both_ways_at_once_do_not_block_each_other(pair):
-    content = os.urandom(1 << 20) * 48
+    content = os.urandom(1 << 19).hex() * 48
     received: dict[Connection, Message] = {}
 
     def talk(connection: Connection) -> None:
@@ -227,7 +229,7 @@ def test_a_death_is_noticed_at_once_by_whoever_sends(pair):
     one, other = pair
     threading.Timer(0.2, other.close).start()
     with within(10.0), pytest.raises(PeerError, match="the other closed its connection"):
-        one.send(Value(bytes(64 << 20)), Deadline(30), "test")
+        one.send(Value("x" * (64 << 20)), Deadline(30), "test")
 
 
 def test_what_a_peer_said_before_it_went_comes_first(pair):
@@ -267,14 +269,30 @@ def test_the_facts_of_a_failure_cross(pair):
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{}, {"kind": "DigestError"}, {"kind": "DigestError", "message": "m", "facts": {"who": 1}}],
+    "error",
+    [
+        {},
+        {"kind": "DigestError", "message": 5, "who": None, "phase": None, "facts": {}},
+        {"kind": "DigestError", "message": "m", "who": 3, "phase": None, "facts": {}},
+        {"kind": "DigestError", "message": "m", "who": None, "phase": None, "facts": {"waiting_for": 1}},
+    ],
 )
-def test_a_failure_that_is_not_in_words_is_a_failure_all_the_same(pair, fields):
+def test_a_failure_that_is_not_in_words_is_a_failure_all_the_same(pair, error):
     one, other = pair
-    say(one, Failure(fields))
-    with pytest.raises(ProtocolError, match="not in words"):
+    body = msgspec.msgpack.encode({"t": "Failure", "error": error})
+    raw(one).send(len(body).to_bytes(4, "little") + body)
+    with pytest.raises(ProtocolError, match="is no message"):
         other.receive(Deadline(30), "test")
+
+
+@pytest.mark.parametrize("kind", ["DigestError", "ManifestError", "Unknown", "BaseException", "", "WeightSyncError"])
+@pytest.mark.parametrize("fact", ["args", "who", "message", "facts", "to_fields", "__class__", "__dict__", "", "other"])
+def test_a_failure_always_has_a_text(pair, kind, fact):
+    one, other = pair
+    say(one, Failure(ErrorFields(kind, "boo", "worker", "load", {fact: ["x"]})))
+    with pytest.raises(WeightSyncError, match="boo") as raised:
+        other.receive(Deadline(30), "test")
+    assert raised.value.to_fields().kind == type(raised.value).__name__
 
 
 def test_another_message_than_the_expected_one_is_refused(pair):
@@ -407,7 +425,7 @@ def test_descriptors_beyond_the_reach_of_select(keep):
         say(connection, Commit(number))
     assert listener.collect(ours, Commit, Deadline(30), "test") == [Commit(0), Commit(1)]
     with pytest.raises(SyncTimeoutError):
-        ours[0].send(Value(bytes(64 << 20)), Deadline(0.1), "test")
+        ours[0].send(Value("x" * (64 << 20)), Deadline(0.1), "test")
     with pytest.raises(SyncTimeoutError):
         theirs[1].receive(Deadline(0.1), "test")
 
@@ -474,7 +492,7 @@ def test_what_check_raises_ends_the_wait(listener, keep):
 
 
 def test_a_wrong_token_is_turned_away_and_others_are_admitted(listener, keep):
-    strangers = [arrive(listener, keep, token=token) for token in (b"", b"\x00" * 32, listener.token[:-1])]
+    strangers = [arrive(listener, keep, token=token) for token in ("", "0" * 64, listener.token[:-1])]
     arrive(listener, keep, boot_id="of the one that knows")
     ((hello, connection),) = admit(listener)
     assert hello.boot_id == "of the one that knows"
@@ -489,7 +507,7 @@ def test_a_wrong_token_is_turned_away_and_others_are_admitted(listener, keep):
     [
         b"GET / HTTP/1.1\r\n\r\n",
         encode(Release()),
-        encode(Failure({"kind": "DigestError", "message": "boo"})),
+        encode(Failure(ErrorFields("DigestError", "boo", None, None, {}))),
         b"\xff\xff\xff\xff",
         b"\x02\x00\x00\x00\xc0\xc0",
         b"",

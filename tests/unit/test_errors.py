@@ -5,12 +5,12 @@ from __future__ import annotations
 import pickle
 import re
 
-import msgpack
+import msgspec
 import pytest
 
 import weightsync.errors as errors
 from weightsync.control.wire import Failure, decode, encode
-from weightsync.errors import WeightSyncError, foreign, from_fields
+from weightsync.errors import ErrorFields, WeightSyncError, foreign, from_fields
 
 
 def subclasses(cls: type[WeightSyncError]) -> list[type[WeightSyncError]]:
@@ -57,7 +57,7 @@ def test_errors_survive_the_wire(cls):
 
 @pytest.mark.parametrize("cls", ALL)
 def test_errors_without_facts_are_whole_too(cls):
-    found = from_fields(msgpack.unpackb(msgpack.packb(cls("short").to_fields())))
+    found = from_fields(msgspec.convert(msgspec.to_builtins(cls("short").to_fields()), ErrorFields))
     assert (type(found), str(found), found.who, found.phase) == (cls, "short", None, None)
 
 
@@ -116,7 +116,7 @@ def test_a_manifest_error_always_has_its_three_lists():
 
 
 def test_an_error_of_a_class_that_is_not_known_here_keeps_its_name():
-    found = from_fields({"kind": "QuantumError", "message": "it tunnelled", "who": None, "phase": None, "facts": {}})
+    found = from_fields(ErrorFields("QuantumError", "it tunnelled", None, None, {}))
     assert (type(found), str(found)) == (WeightSyncError, "QuantumError: it tunnelled")
 
 

@@ -21,7 +21,7 @@ PURE = {
     "weightsync.errors": [],
     "weightsync.planning.layout": ["weightsync.errors"],
     "weightsync.planning.bucketing": ["weightsync.errors", "weightsync.planning.layout"],
-    "weightsync.control.wire": ["weightsync.errors", "weightsync.planning.layout"],
+    "weightsync.control.wire": ["weightsync.errors", "weightsync.planning.layout", "weightsync.planning.rows"],
     "weightsync.checkpoint.safetensors": ["weightsync.errors", "weightsync.planning.layout"],
     "weightsync.planning.rows": ["weightsync.errors", "weightsync.planning.layout"],
     "weightsync.planning.transfer_plan": [
@@ -38,8 +38,8 @@ PURE = {
 # A module is in the layer with the longest name that it lies in.
 ORDER = [
     ["weightsync.errors"],
-    ["weightsync.control.runtime", "weightsync.control.wire", "weightsync.report", "weightsync.vllm.compat"],
-    ["weightsync.planning", "weightsync.selection"],
+    ["weightsync.control.runtime", "weightsync.report", "weightsync.vllm.compat"],
+    ["weightsync.control.wire", "weightsync.planning", "weightsync.selection"],
     ["weightsync.control"],
     ["weightsync.engines"],
     ["weightsync.control.fleet", "weightsync.control.member"],

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from fake_engine import HEADS, WIDTH, Attention, ModuleHost, TinyEngineModel, checkpoint, cold
 from memory_trainer import MemoryTrainer, manifest_of
+from msgspec.structs import replace
 from torch import nn
 
 from weightsync.control.wire import CLEAN, POISONED, Go
 from weightsync.errors import DigestError, PlacementError, ProtocolError, UnsupportedError
 from weightsync.planning.layout import Box
+from weightsync.planning.rows import Arrival
 from weightsync.receiver.experiment import choose_load_paths
 from weightsync.receiver.load_plan import IN_PLACE, NATIVE_LOADER, RELOAD
 from weightsync.receiver.module_groups import find_groups
@@ -535,10 +536,13 @@ def test_a_tensor_that_the_native_loader_only_copies_comes_in_the_regions_that_a
     b = {"weight": torch.randn(4), "bias": torch.randn(4, 3)}
     host = ModuleHost(Mixed, {"weight": torch.randn(4), "bias": torch.randn(4, 3)})
     trainer = MemoryTrainer(host, tensors=b, max_bytes=12)
-    assert trainer.plans[0].partial == {"bias": [[[2, 0], [2, 3]]]}
+    assert trainer.plans[0].partial == {"bias": (Box((2, 0), (2, 3)),)}
     message = trainer.message
-    rows = [[[row for row in rows if not (row[0] == "bias" and row[1][0] < 2)], runs] for rows, runs in message.chunks]
-    trainer.connect(replace(message, chunks=rows))
+    chunks = [
+        Arrival(tuple(p for p in chunk.locations if not (p.name == "bias" and p.box.start[0] < 2)), chunk.runs)
+        for chunk in message.chunks
+    ]
+    trainer.connect(replace(message, chunks=chunks))
     trainer.push()
     assert torch.equal(host.live.weight, b["weight"] * 2)
     assert torch.equal(host.live.bias, b["bias"][2:])
@@ -591,7 +595,7 @@ def test_a_worker_says_which_regions_it_reads():
     host = ModuleHost(functools.partial(TinyEngineModel, 0, 2), tensors, world=1)
     tensors["layers.0.attn.q.weight"] = torch.zeros(HEADS + 4, WIDTH)
     partial = Receiver(host).make_plan(manifest_of(tensors)).partial
-    assert partial["layers.0.attn.q.weight"] == partial["layers.0.attn.k.weight"] == [[[0, 0], [HEADS // 2, WIDTH]]]
+    assert partial["layers.0.attn.q.weight"] == partial["layers.0.attn.k.weight"] == (Box((0, 0), (HEADS // 2, WIDTH)),)
     assert "embed.weight" not in partial
 
 
@@ -889,6 +893,6 @@ def test_memory_of_a_rank_without_digests_is_refused(proof: list[int]):
         ModuleHost(TinyEngineModel, checkpoint(1)), tensors=checkpoint(2), in_place=["embed.weight"]
     )
     message = trainer.message
-    rows = [[2, *row[1:]] for row in message.in_place]
+    runs = [replace(run, rank=2) for run in message.in_place]
     with pytest.raises(ProtocolError, match=f"rank 2 is read in place, but there are digests of {len(proof)} ranks"):
-        trainer.connect(replace(message, in_place=rows, proof=proof))
+        trainer.connect(replace(message, in_place=runs, proof=proof))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
-import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightsync.control.wire import PREFIX_BYTES, Value, decode, encode, typed
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, coverage, itemsize, row_major
 from weightsync.planning.rows import Reads
 from weightsync.planning.transfer_plan import (
@@ -206,5 +206,7 @@ def test_a_plan_survives_being_plain_values(route: Route):
     reads = ({"a": (Box((0, 0), (4, 4)),)}, whole(manifest))
     chunks = chunks_of(manifest, locations, 64, route=route, in_place=in_place, reads=reads)
     plan = TransferPlan(manifest, route, chunks, reads, "10.0.0.1", {"in_place": 3})
-    assert TransferPlan.unpack(msgpack.unpackb(msgpack.packb(plan.pack()))) == plan
+    carried = decode(encode(Value(plan))[PREFIX_BYTES:])
+    assert isinstance(carried, Value)
+    assert typed(carried.value, TransferPlan) == plan
     assert sum(itemsize(p.dtype) * p.box.numel for chunk in plan.chunks for p in chunk.pieces) == plan.nbytes(True)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import struct
+import tracemalloc
+from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import msgpack
+from msgspec.msgpack import Ext
+from msgspec.structs import fields
 
 from weightsync.control import wire
 from weightsync.control.wire import (
@@ -38,17 +42,21 @@ from weightsync.control.wire import (
     decode,
     encode,
     frame_length,
+    typed,
 )
-from weightsync.errors import ManifestError, ProtocolError
+from weightsync.errors import ErrorFields, ManifestError, ProtocolError
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta
-from weightsync.planning.rows import pack_locations, pack_manifest, unpack_locations, unpack_manifest
+from weightsync.planning.rows import Arrival, Run
+
+MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
+LOCATION = ShardLocation("w", Box((0, 0), (2, 3)), 0, 0, 0, (3, 1), "bfloat16")
 
 # One of each message, and the bytes of its frame. They never change: a change of the bytes is a new PROTOCOL.
 GOLDEN: list[tuple[Message, str]] = [
     (
         Hello(
             protocol=2,
-            token=b"\x00\xff",
+            token="00ff",
             role="worker",
             group=2,
             rank=3,
@@ -62,24 +70,23 @@ GOLDEN: list[tuple[Message, str]] = [
             update_open=False,
         ),
         (
-            "8e0000008ea174a548656c6c6fa870726f746f636f6c02a5746f6b656ec40200ffa4726f6c65a6776f726b6572a567726f75"
-            "7002a472616e6b03a5776f726c6404a7626f6f745f6964a162a6646576696365a463756461a8677075"
-            "5f75756964a54750552d31a46e616d65a474703d33a776657273696f6e05a57374617465a5434c45414eab7570646174655f"
-            "6f70656ec2"
+            "8f0000008ea174a548656c6c6fa870726f746f636f6c02a5746f6b656ea430306666a4726f6c65a6776f726b6572a567726f"
+            "757002a472616e6b03a5776f726c6404a7626f6f745f6964a162a6646576696365a463756461a86770755f75756964a54750"
+            "552d31a46e616d65a474703d33a776657273696f6e05a57374617465a5434c45414eab7570646174655f6f70656ec2"
         ),
     ),
     (
-        Value({"a": [1, -1, 2.5, None, True, b"\x80", "\u00e9"]}),
-        "2600000082a174a556616c7565a576616c756581a1619701ffcb4004000000000000c0c3c40180a2c3a9",
+        Value({"a": [1, -1, 2.5, None, True, "\u00e9"]}),
+        "2300000082a174a556616c7565a576616c756581a1619601ffcb4004000000000000c0c3a2c3a9",
     ),
     (
-        PlanRequest([["w", [2, 3], "bfloat16"]]),
+        PlanRequest((TensorMeta("w", (2, 3), "bfloat16"),)),
         "2700000082a174ab506c616e52657175657374a774656e736f72739193a177920203a862666c6f61743136",
     ),
     (
         LoadPlan(
             used={"w": "bfloat16"},
-            partial={"w": [[[0, 0], [1, 3]]]},
+            partial={"w": (Box((0, 0), (1, 3)),)},
             refused={"x": "no"},
             groups=[["w", "v"]],
             reloads=[["w", "b"]],
@@ -98,18 +105,18 @@ GOLDEN: list[tuple[Message, str]] = [
     (
         Connect(
             transport="ipc",
-            storages=[[0, 0, "shm", {"path": "/dev/shm/x", "nbytes": 256}]],
-            chunks=[[[["w", [0, 0], [2, 3], 0, 0, 0, [3, 1], "bfloat16"]], [[0, 0, 0, 256]]]],
+            storages=[(0, 0, "shm", {"path": "/dev/shm/x", "nbytes": 256})],
+            chunks=[Arrival((LOCATION,), (Run(0, 0, 0, 256),))],
             frozen=0,
-            in_place=[[0, 1, 0, 12]],
+            in_place=[Run(0, 1, 0, 12)],
             proof=[(1 << 64) - 1],
             fields={"k": 1},
         ),
         (
-            "a100000088a174a7436f6e6e656374a97472616e73706f7274a3697063a873746f726167657391940000a373686d82a47061"
-            "7468aa2f6465762f73686d2f78a66e6279746573cd0100a66368756e6b7391929198a177920000920203000000920301a862"
-            "666c6f617431369194000000cd0100a666726f7a656e00a8696e5f706c61636591940001000ca570726f6f6691cfffffffff"
-            "ffffffffa66669656c647381a16b01"
+            "a200000088a174a7436f6e6e656374a97472616e73706f7274a3697063a873746f726167657391940000a373686d82a47061"
+            "7468aa2f6465762f73686d2f78a66e6279746573cd0100a66368756e6b7391929197a17792920000920203000000920301a8"
+            "62666c6f617431369194000000cd0100a666726f7a656e00a8696e5f706c61636591940001000ca570726f6f6691cfffffff"
+            "ffffffffffa66669656c647381a16b01"
         ),
     ),
     (
@@ -123,13 +130,13 @@ GOLDEN: list[tuple[Message, str]] = [
     (
         ParametersExported(
             engine_instance="e",
-            storages=[[0, "fd", {"path": "/proc/1/fd/3", "nbytes": 12}]],
-            locations=[["w", [0, 0], [2, 3], 0, 0, 0, [3, 1], "bfloat16"]],
+            storages=[(0, "fd", {"path": "/proc/1/fd/3", "nbytes": 12})],
+            locations=[LOCATION],
         ),
         (
-            "7500000084a174b2506172616d65746572734578706f72746564af656e67696e655f696e7374616e6365a165a873746f7261"
-            "676573919300a2666482a470617468ac2f70726f632f312f66642f33a66e62797465730ca96c6f636174696f6e739198a177"
-            "920000920203000000920301a862666c6f61743136"
+            "7600000084a174b2506172616d65746572734578706f72746564af656e67696e655f696e7374616e6365a165a873746f7261"
+            "676573919300a2666482a470617468ac2f70726f632f312f66642f33a66e62797465730ca96c6f636174696f6e739197a177"
+            "92920000920203000000920301a862666c6f61743136"
         ),
     ),
     (
@@ -167,7 +174,7 @@ GOLDEN: list[tuple[Message, str]] = [
         "0800000081a174a4506f6e67",
     ),
     (
-        Failure({"kind": "DigestError", "message": "m", "who": None, "phase": "load", "facts": {}}),
+        Failure(ErrorFields("DigestError", "m", None, "load", {})),
         (
             "4400000082a174a74661696c757265a56572726f7285a46b696e64ab4469676573744572726f72a76d657373616765a16da3"
             "77686fc0a57068617365a46c6f6164a5666163747380"
@@ -187,17 +194,18 @@ def body(message: Message) -> bytes:
 
 def content(message: Message) -> dict[Any, Any]:
     """A message's body as a map, to be spoilt."""
-    return dict(msgpack.unpackb(body(message)))
+    return dict(msgpack.decode(body(message)))
 
 
 def refuse(data: Any, words: str) -> None:
-    with pytest.raises(ProtocolError, match=words):
-        decode(data if isinstance(data, bytes) else msgpack.packb(data))
+    with pytest.raises(ProtocolError, match=words) as raised:
+        decode(data if isinstance(data, bytes) else msgpack.encode(data))
+    assert len(str(raised.value)) < 500
 
 
 def test_the_number_of_the_protocol_that_these_bytes_belong_to():
     assert PROTOCOL == 2
-    assert {kind(message) for message in EXAMPLES} == set(Message.types)
+    assert {type(message) for message in EXAMPLES} == set(Message.__subclasses__())
 
 
 @pytest.mark.parametrize(("message", "frame"), GOLDEN, ids=[kind(message) for message in EXAMPLES])
@@ -214,39 +222,100 @@ def test_a_frame_is_its_length_and_its_body(message: Message):
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=kind)
-def test_the_order_of_fields_is_free(message: Message):
-    assert decode(msgpack.packb(dict(reversed(content(message).items())))) == message
+def test_a_message_has_exactly_its_fields_in_their_order(message: Message):
+    whole = content(message)
+    for name in whole.keys() - {"t"}:
+        refuse({key: value for key, value in whole.items() if key != name}, "missing required field")
+    refuse({**whole, "surplus": 1}, "surplus")
+    refuse({**whole, b"surplus": 1}, "Expected `str`, got `bytes` - at `key`")
+    if len(whole) > 1:
+        refuse(dict(reversed(whole.items())), "another form")
+
+
+def values_inside(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every value in a decoded body, and the keys on the way to it."""
+    yield at, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from values_inside(inner, (*at, key))
+
+
+def replaced(value: Any, at: tuple[Any, ...], new: Any) -> Any:
+    if not at:
+        return new
+    copy = value.copy()
+    copy[at[0]] = replaced(value[at[0]], at[1:], new)
+    return copy
+
+
+FREE = {"value": 0, "fields": 1, "storages": 3}
+"""Of these fields, what lies deeper than this may be any plain value."""
+OPTIONAL = {"who": str, "phase": str, "sample": int, "place_sample": int}
+OTHERS: list[Any] = [
+    None,
+    True,
+    -1,
+    1.5,
+    "s",
+    b"b",
+    [],
+    {},
+    [None],
+    {"k": None},
+    Ext(5, b"x"),
+    MOMENT,
+]
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=kind)
-def test_a_message_has_exactly_its_fields(message: Message):
-    fields = content(message)
-    for name in fields.keys() - {"t"}:
-        refuse({key: value for key, value in fields.items() if key != name}, f"{kind(message)} has fields .*expected")
-    refuse({**fields, "surplus": 1}, "surplus")
-    refuse({**fields, b"surplus": 1}, "surplus")
+def test_every_value_down_to_the_rows_is_of_its_type(message: Message):
+    whole = content(message)
+    for at, value in values_inside(whole):
+        if not at or len(at) > FREE.get(at[0], 99):
+            continue
+        may_be = {type(value), *([type(None), OPTIONAL[at[-1]]] if at[-1] in OPTIONAL else [])}
+        if isinstance(value, (list, dict)):
+            refuse(replaced(whole, at, [[[]]]), "Expected|another form")
+        for other in OTHERS:
+            if type(other) not in may_be:
+                refuse(replaced(whole, at, other), "Expected|Invalid value|another form")
 
 
-@pytest.mark.parametrize("message", EXAMPLES, ids=kind)
-def test_each_field_is_of_its_type(message: Message):
-    values: list[Any] = [None, True, 1, 1.5, "s", b"b", [], {}]
-    for field in dataclasses.fields(message):
-        own = [type(getattr(message, field.name)).__name__]
-        own += ["NoneType"] * field.type.endswith("| None")
-        for value in values:
-            if kind(message) == "Value" or type(value).__name__ in own:
-                decode(msgpack.packb({**content(message), field.name: value}))
-            else:
-                words = f"field '{field.name}' of .* is of type {type(value).__name__}, expected {' or '.join(own)}$"
-                refuse({**content(message), field.name: value}, words)
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        ("Connect", ("chunks", 0, 0, 0, 1, 1, 0)),
+        ("Connect", ("chunks", 0, 0, 0, 4)),
+        ("Connect", ("chunks", 0, 1, 0, 3)),
+        ("Connect", ("in_place", 0, 2)),
+        ("Connect", ("proof", 0)),
+        ("Connect", ("frozen",)),
+        ("PlanRequest", ("tensors", 0, 1, 0)),
+        ("LoadPlan", ("partial", "w", 0, 0, 0)),
+        ("Go", ("version",)),
+        ("Done", ("nbytes",)),
+        ("Hello", ("world",)),
+    ],
+)
+def test_what_counts_is_never_negative(name: str, at: tuple[Any, ...]):
+    whole = content(next(message for message in EXAMPLES if kind(message) == name))
+    assert type(dict(values_inside(whole))[at]) is int
+    refuse(replaced(whole, at, -1), ">= 0")
+
+
+@pytest.mark.parametrize("at", [("tensors", 0), ("tensors", 0, 1)])
+def test_a_row_with_more_than_it_has_is_refused(at: tuple[Any, ...]):
+    whole = content(PlanRequest((TensorMeta("w", (2, 3), "bfloat16"),)))
+    row = dict(values_inside(whole))[at]
+    refuse(replaced(whole, at, [*row, "x"]), "another form|Expected")
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=kind)
 def test_a_truncated_or_prolonged_body_is_refused(message: Message):
     whole = body(message)
     for length in range(len(whole)):
-        refuse(whole[:length], "not msgpack|holds no message|expected")
-    refuse(whole + b"\xc0", "not msgpack")
+        refuse(whole[:length], "is no message of protocol")
+    refuse(whole + b"\xc0", "trailing characters")
 
 
 @pytest.mark.parametrize(
@@ -254,30 +323,82 @@ def test_a_truncated_or_prolonged_body_is_refused(message: Message):
     [None, 1, "Hello", [], ["t"], {}, {"t": None}, {"t": 1}, {"t": b"Release"}, {"T": "Release"}, [{"t": "Release"}]],
 )
 def test_what_is_no_message_is_refused(data: Any):
-    refuse(data, "holds no message")
+    refuse(data, "is no message of protocol")
 
 
 @pytest.mark.parametrize("name", ["", "hello", "Message", "WeightSyncError", "Hello ", "os.system"])
 def test_an_unknown_message_is_refused(name: str):
-    refuse({"t": name}, f"unknown message {name!r}; this side speaks protocol {PROTOCOL}")
+    refuse({"t": name}, f"Invalid value {name!r}")
 
 
-@pytest.mark.parametrize("value", [msgpack.ExtType(5, b"x"), {1: 2}, {None: 1}, {(1,): 1}], ids=repr)
-def test_extension_types_and_other_keys_than_strings_are_refused(value: Any):
-    refuse({"t": "Value", "value": value}, "not msgpack")
+def test_a_refusal_does_not_repeat_what_came():
+    refuse({"t": "x" * 10_000_000}, "Invalid value 'xxx")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Ext(5, b"x"),
+        Ext(-1, bytes(4)),
+        MOMENT,
+        b"bytes",
+        {1: 2},
+        {None: 1},
+        {(1,): 1},
+        {b"k": 1},
+    ],
+    ids=["extension", "short timestamp", "timestamp", "bytes", "int key", "nil key", "array key", "bytes key"],
+)
+def test_extension_types_bytes_and_other_keys_than_strings_are_refused(value: Any):
+    refuse({"t": "Value", "value": value}, "Expected")
+    refuse({"t": "Value", "value": [{"deep": value}]}, "Expected")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x83\xa1t\xa5Value\xa5value\x01\xa5value\x02",  # a field twice
+        b"\x83\xa1t\xa5Value\xa1t\xa5Value\xa5value\x01",  # the name twice
+        b"\x82\xa1t\xa5Value\xa5value\x82\xa1k\x01\xa1k\x01",  # a key inside twice
+        b"\x82\xa1t\xa5Value\xa5value\xcc\x01",  # a longer form of 1
+        b"\x82\xa1t\xa5Value\xa5value\xca\x3f\x80\x00\x00",  # a float of 32 bits
+        b"\x82\xa1t\xa5Value\xa5value\xd9\x01k",  # a longer form of "k"
+        b"\x82\xa1t\xa5Value\xa5value\xdc\x00\x00",  # a longer form of []
+        b"\xde\x00\x02\xa1t\xa5Value\xa5value\x01",  # a longer form of the map
+        b"\x86\xa1t\xa4Done\xa7version\x07\xa6nbytes\x0c\xaatransfer_s\x01\xa8verify_s\x01\xa6load_s\x01",  # ints
+    ],
+)
+def test_a_message_has_one_form(data: bytes):
+    msgpack.decode(data)
+    refuse(data, "another form")
 
 
 def test_strings_that_are_not_utf_8_are_refused():
-    refuse(b"\x82\xa1t\xa5Value\xa5value\xa2\xff\xfe", "not msgpack")
+    refuse(b"\x82\xa1t\xa5Value\xa5value\xa2\xff\xfe", "is no message of protocol")
 
 
-def test_deep_nesting_is_refused_or_read_and_never_overflows_the_stack():
-    for depth in (100, 10_000, 1_000_000):
-        data = b"\x82\xa1t\xa5Value\xa5value" + b"\x91" * depth + b"\xc0"
-        try:
-            assert kind(decode(data)) == "Value"
-        except ProtocolError:
-            pass
+def test_nesting_has_a_limit():
+    for depth in (11, 100, 10_000, 1_000_000):
+        refuse(b"\x82\xa1t\xa5Value\xa5value" + b"\x91" * depth + b"\xc0", "got `array`|too many arrays")
+    assert kind(decode(b"\x82\xa1t\xa5Value\xa5value" + b"\x91" * 10 + b"\xc0")) == "Value"
+
+
+@pytest.mark.parametrize("each", [b"\x80", b"\x90"], ids=["maps", "arrays"])
+def test_a_crowd_of_arrays_or_maps_is_refused_before_it_takes_memory(each: bytes):
+    count = 4_000_000
+    data = b"\x82\xa1t\xa5Value\xa5value\xdd" + struct.pack(">I", count) + each * count
+    tracemalloc.start()
+    try:
+        refuse(data, "too many arrays and maps for its size")
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(data)
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_large_honest_plan_is_read():
+    row = ShardLocation("model.layers.1.w", Box((0, 0), (4096, 4096)), 1, 2, 0, (4096, 1), "bfloat16")
+    message = Connect("ipc", [], [Arrival((row,) * 50_000)], 0, [], [], {})
+    assert decode(body(message)) == message
 
 
 def test_a_frame_that_announces_too_much_is_refused():
@@ -288,12 +409,12 @@ def test_a_frame_that_announces_too_much_is_refused():
 
 def test_a_message_that_is_too_large_is_not_written(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1000)
-    encode(Value(bytes(900)))
+    encode(Value("x" * 900))
     with pytest.raises(ProtocolError, match="a Value of 1018 bytes is over the 1000 byte limit"):
-        encode(Value(bytes(1000)))
+        encode(Value("x" * 1000))
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, 1 << 64, -(1 << 64), "\ud800", {"a": [print]}])
+@pytest.mark.parametrize("value", [object(), 1 << 64, -(1 << 64), "\ud800", {"a": [print]}])
 def test_what_is_no_plain_value_is_not_written(value: Any):
     with pytest.raises(ProtocolError, match="a Value cannot be written as msgpack"):
         encode(Value(value))
@@ -310,8 +431,7 @@ plain = st.recursive(
     | st.booleans()
     | st.integers(-(1 << 63), (1 << 64) - 1)
     | st.floats(allow_nan=False)
-    | st.text(max_size=8)
-    | st.binary(max_size=8),
+    | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
@@ -320,7 +440,6 @@ plain = st.recursive(
 @given(plain)
 def test_any_plain_value_crosses(value: Any):
     assert decode(body(Value(value))) == Value(value)
-    assert decode(body(Failure({"facts": value}))) == Failure({"facts": value})
 
 
 @given(st.sampled_from(EXAMPLES), st.data())
@@ -334,10 +453,12 @@ def test_a_spoilt_message_is_read_or_a_protocol_error(message: Message, draw: st
         pass
 
 
-@given(st.sampled_from(sorted(Message.types)), st.dictionaries(st.text(max_size=8), plain, max_size=4))
-def test_any_map_under_a_known_name_is_read_or_a_protocol_error(name: str, fields: dict[str, Any]):
+@given(
+    st.sampled_from([kind(message) for message in EXAMPLES]), st.dictionaries(st.text(max_size=8), plain, max_size=4)
+)
+def test_any_map_under_a_known_name_is_read_or_a_protocol_error(name: str, values: dict[str, Any]):
     try:
-        assert isinstance(decode(msgpack.packb({**fields, "t": name})), Message)
+        assert isinstance(decode(msgpack.encode({"t": name, **values})), Message)
     except ProtocolError:
         pass
 
@@ -345,43 +466,29 @@ def test_any_map_under_a_known_name_is_read_or_a_protocol_error(name: str, field
 # ---------------------------------------------------------------------------------------------------------------
 # Rows
 
-MANIFEST = Manifest((TensorMeta("a", (2, 3), "bfloat16"), TensorMeta("b", (), "float32")))
-LOCATIONS = [
-    ShardLocation("a", Box((0, 1), (2, 2)), 1, 5, 7, (2, 1), "bfloat16"),
-    ShardLocation("b", Box((), ()), 0, 0, 0, (), "float32"),
-]
+ROWS = [[], ["a"], ["a", [1]], ["a", 1, "x"], ["a", [1], "x", 1], None, 5, [["a"], [1], "x"], ["a", [True], "x"]]
 
 
-def test_manifests_and_locations_cross():
-    rows = decode(body(PlanRequest(pack_manifest(MANIFEST))))
-    assert isinstance(rows, PlanRequest)
-    assert unpack_manifest(rows.tensors) == MANIFEST
-    rows = decode(body(Connect("ipc", [], [[pack_locations(LOCATIONS), []]], 0, [], [], {})))
-    assert isinstance(rows, Connect)
-    assert unpack_locations(rows.chunks[0][0]) == LOCATIONS
-
-
-@pytest.mark.parametrize("row", [[], ["a"], ["a", [1]], ["a", 1, "x"], ["a", [1], "x", 1], None, 5, [["a"], [1], "x"]])
+@pytest.mark.parametrize("row", ROWS)
 def test_rows_of_another_form_are_a_protocol_error(row: Any):
-    with pytest.raises(ProtocolError, match="a manifest has a row that is not"):
-        unpack_manifest([row])
-    with pytest.raises(ProtocolError, match="a row of locations is not"):
-        unpack_locations([row])
+    refuse({"t": "PlanRequest", "tensors": [row]}, "Expected|another form")
+    if row != ["a", [1], "x", 1]:  # which no decoded message has, as it has another form
+        with pytest.raises(ProtocolError, match="a Value is no"):
+            typed([row], list[TensorMeta])
 
 
 def test_a_manifest_that_offers_a_name_twice_is_refused_on_both_sides():
     with pytest.raises(ManifestError, match="offered more than once") as raised:
         Manifest((TensorMeta("a", (2,), "float32"), TensorMeta("b", (2,), "float32"), TensorMeta("a", (3,), "float32")))
     assert raised.value.mismatched == {"a": "offered twice"}
-    with pytest.raises(ManifestError, match="offered more than once"):
-        unpack_manifest([["a", [2], "float32"], ["a", [2], "float32"]])
 
 
 def test_the_specification_has_every_message_and_field():
     text = Path(__file__).parents[2].joinpath("docs", "wire.md").read_text()
     assert f"Number: **{PROTOCOL}**" in text
     assert str(MAX_FRAME_BYTES) in text
-    for name, cls in Message.types.items():
+    for cls in Message.__subclasses__():
+        name = cls.__name__
         assert f"`{name}`" in text
-        for field in dataclasses.fields(cls):
+        for field in fields(cls):
             assert re.search(rf"`{field.name}`", text), f"{name}.{field.name}"

@@ -7,28 +7,36 @@ import secrets
 import shutil
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from weightsync.checkpoint.files import check_seen, check_whole, create, publish, write
 from weightsync.checkpoint.safetensors import MAX_SHARD_BYTES, lay_out
 from weightsync.checkpoint.sidecars import files_beside
 from weightsync.control.ranks import Ranks, collective
 from weightsync.control.update import Update
+from weightsync.control.wire import typed
 from weightsync.errors import ConfigError, ManifestError, PlacementError
 from weightsync.planning.bucketing import ThresholdBucketer
 from weightsync.planning.layout import Manifest, ShardLocation, choose_owners, merge_manifests, row_major
-from weightsync.planning.rows import pack_locations, pack_manifest, unpack_locations, unpack_manifest
 from weightsync.selection import TensorSelection
 from weightsync.sources import open_source
 from weightsync.sources.base import Model, TensorShard, WeightSource
 
 _BUCKET_BYTES = 256 * 2**20
 """Computed tensors, such as merged adapters, are gathered for this many bytes at once."""
+
+
+class _Held(Struct):
+    """What one rank has, or all ranks write."""
+
+    manifest: Manifest
+    locations: list[ShardLocation]
 
 
 def save(
@@ -128,16 +136,15 @@ def share_out(
     """
     ranks = update.ranks
     held = {ShardLocation(s.meta.name, s.box, ranks.rank, 0, 0, row_major(s.box.size), s.meta.dtype): s for s in shards}
-    everyone = ranks.gather([pack_manifest(manifest), pack_locations(held)], "plan")
+    everyone = typed(ranks.gather(_Held(manifest, list(held)), "plan"), list[_Held])
     answer = None
     if ranks.rank == 0:
-        merged = merge_manifests([unpack_manifest(rows) for rows, _ in everyone])
-        locations = unpack_locations([row for _, rows in everyone for row in rows])
+        merged = merge_manifests([own.manifest for own in everyone])
+        locations = [location for own in everyone for location in own.locations]
         check_whole(merged, locations)
-        answer = [pack_manifest(merged), pack_locations(choose_owners(locations))]
-    rows, owners = ranks.broadcast(answer, "plan")
-    mine = [(owner, held[owner]) for owner in unpack_locations(owners) if owner.rank == ranks.rank]
-    return unpack_manifest(rows), mine
+        answer = _Held(merged, choose_owners(locations))
+    all_held = typed(ranks.broadcast(answer, "plan"), _Held)
+    return all_held.manifest, [(owner, held[owner]) for owner in all_held.locations if owner.rank == ranks.rank]
 
 
 def values_of(shard: TensorShard) -> torch.Tensor:

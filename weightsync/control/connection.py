@@ -28,6 +28,7 @@ from weightsync.control.wire import (
     Message,
     Ping,
     Pong,
+    Release,
     decode,
     encode,
     frame_length,
@@ -99,7 +100,7 @@ class Connection:
                 raise _timeout([self.peer], phase, deadline)
             self.read(phase)
         if isinstance(self._inbox[0], Failure):
-            raise self.reported() or _cause(self._inbox[0])
+            raise self.reported() or from_fields(self._inbox[0].error)
         return self._inbox.popleft()
 
     def expect(self, kind: type[M], deadline: Deadline, phase: str) -> M:
@@ -178,7 +179,7 @@ class Connection:
 
         That this process was fenced off explains whatever else was reported.
         """
-        causes = [_cause(message) for message in tuple(self._inbox) if isinstance(message, Failure)]
+        causes = [from_fields(message.error) for message in tuple(self._inbox) if isinstance(message, Failure)]
         return next((cause for cause in causes if isinstance(cause, FencedError)), causes[0] if causes else None)
 
     def has_mail(self) -> bool:
@@ -252,7 +253,7 @@ class Listener:
     """Where trainer rank 0 listens. Peers introduce themselves with a `Hello` that carries this hub's token."""
 
     def __init__(self) -> None:
-        self.token = secrets.token_bytes(32)
+        self.token = secrets.token_hex(32)
         self.listening: dict[str, tuple[str, int]] = {}
         self._listeners: list[socket.socket] = []
         self._admitted: set[tuple[str, int]] = set()
@@ -377,7 +378,7 @@ class Listener:
             connection.read("connect")
             hello = connection.pop()
         except WeightSyncError:
-            hello = Failure()
+            hello = Release()
         if hello is None and connection.unread() <= _HELLO_BYTES:
             return
         self._waiting_room.remove(connection)
@@ -438,13 +439,6 @@ def _ready(sources: Collection[_Source], events: int, wait_s: float) -> list[_So
     for number in numbered:
         poll.register(number, events)
     return [numbered[number] for number, _ in poll.poll(wait_s * 1000)]
-
-
-def _cause(failure: Failure) -> WeightSyncError:
-    try:
-        return from_fields(failure.error)
-    except (KeyError, TypeError) as error:
-        return ProtocolError(f"a failure was reported, but not in words: {failure.error!r} ({error!r})")
 
 
 def _timeout(waiting_for: list[str], phase: str, deadline: Deadline) -> SyncTimeoutError:

@@ -61,6 +61,7 @@ from weightsync.errors import (
     SyncTimeoutError,
     WeightSyncError,
 )
+from weightsync.planning.layout import Manifest
 
 M = TypeVar("M", bound=Message)
 
@@ -142,7 +143,7 @@ class Fleet:
                 "engine": number,
                 "host": host,
                 "port": port,
-                "token": self._listener.token.hex(),
+                "token": self._listener.token,
                 "timeout_s": self._timeout_s,
                 "process": this_process(),
             }
@@ -162,10 +163,10 @@ class Fleet:
             self.newest_version = max(worker.hello.version for worker in self.workers)
         return self.workers
 
-    def plan(self, tensors: list[list[Any]]) -> list[LoadPlan]:
+    def plan(self, manifest: Manifest) -> list[LoadPlan]:
         """Return what each worker's model makes of these tensors."""
         deadline = Deadline(self._timeout_s)
-        self._send(PlanRequest(tensors), deadline, "plan")
+        self._send(PlanRequest(manifest.tensors), deadline, "plan")
         return self._collect(LoadPlan, deadline, "plan")
 
     def export(self, processes: Sequence[str]) -> list[ParametersExported]:

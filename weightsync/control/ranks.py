@@ -135,7 +135,7 @@ class Ranks:
             except OSError as error:
                 _broadcast_text(f"! {error}", deadline)
                 raise PeerError(f"trainer rank 0 cannot listen at MASTER_ADDR={name}: {error}") from error
-            _broadcast_text(f"{self.host} {port} {self.listener.token.hex()}", deadline)
+            _broadcast_text(f"{self.host} {port} {self.listener.token}", deadline)
             admitted = self.listener.admit("rank", 0, deadline, "connect", lambda: None)
             self.connections = [connection for _, connection in admitted]
             return
@@ -145,7 +145,7 @@ class Ranks:
         self.host, port_text, token = text.split()
         hello = Hello(
             protocol=PROTOCOL,
-            token=bytes.fromhex(token),
+            token=token,
             role="rank",
             group=0,
             rank=self.rank,

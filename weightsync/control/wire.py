@@ -1,21 +1,23 @@
 """The messages that cross a process boundary, and their bytes. docs/wire.md is the specification.
 
 A frame is a 4-byte little-endian length and that many bytes of msgpack: a map with the message's name under "t" and
-its fields. Only nil, booleans, integers, floats, strings, byte strings, arrays and string-keyed maps occur; nothing
-in a frame is ever executed. This module knows nothing about sockets, tensors, trainers or engines.
+its fields. Each message has one form: what encodes to other bytes than those that came is refused. Nothing in a frame
+is ever executed. This module knows nothing about sockets, tensors, trainers or engines.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field, fields
-from functools import cache
-from types import UnionType
-from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+from functools import reduce
+from operator import or_
+from typing import Any, TypeVar
 
-import msgpack
+import msgspec
+from msgspec import Struct
 
-from weightsync.errors import ProtocolError
+from weightsync.errors import ErrorFields, ProtocolError
+from weightsync.planning.layout import Box, Count, ShardLocation, TensorMeta
+from weightsync.planning.rows import Arrival, Plain, Run, Storage
 
 PROTOCOL = 2
 CLEAN, POISONED = "CLEAN", "POISONED"
@@ -23,22 +25,22 @@ CLEAN, POISONED = "CLEAN", "POISONED"
 its first bucket was announced."""
 MAX_FRAME_BYTES = 1 << 28
 _LENGTH = struct.Struct("<I")
+_FREE = 1 << 16
+_SHARE = 6
+"""Of a body at most so many bytes, and one in so many, may be ones that begin an array or a map: each of these takes
+far more memory than a byte."""
+_NO_CONTAINERS = bytes({*range(256)} - {*range(0x80, 0xA0), *range(0xDC, 0xE0)})
+_REASON_CHARS = 300
 
+T = TypeVar("T")
 M = TypeVar("M", bound="Message")
 
 
-@dataclass(frozen=True)
-class Message:
-    """One message. Subclasses are flat: every field is a plain msgpack value."""
-
-    types: ClassVar[dict[str, type[Message]]] = {}
-
-    def __init_subclass__(cls) -> None:
-        Message.types[cls.__name__] = cls
+class Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag=True):
+    """One message. Its fields are of the types that docs/wire.md gives them."""
 
 
-@dataclass(frozen=True)
-class MachineInfo:
+class MachineInfo(Struct, frozen=True, array_like=True):
     """Where a trainer rank or an engine worker runs. `peer` is its name for people."""
 
     peer: str
@@ -47,144 +49,132 @@ class MachineInfo:
     boot_id: str
 
 
-@dataclass(frozen=True)
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First message of a peer that connects to trainer rank 0: an engine worker or another trainer rank."""
 
     protocol: int
-    token: bytes
+    token: str
     role: str  # "worker" or "rank"
-    group: int  # worker: the engine's number; rank: 0
-    rank: int  # worker: its number in the engine; rank: its number among the trainer's ranks
-    world: int  # how many such peers the group has
+    group: Count  # worker: the engine's number; rank: 0
+    rank: Count  # worker: its number in the engine; rank: its number among the trainer's ranks
+    world: Count  # how many such peers the group has
     boot_id: str
     device: str  # "cpu" or "cuda"
     gpu_uuid: str  # "" on a CPU
     name: str  # for people: "tp=1 pp=0 dp=0"
-    version: int  # worker: the last version that was committed, 0 when none; rank: 0
+    version: Count  # worker: the last version that was committed, 0 when none; rank: 0
     state: str  # worker: CLEAN or POISONED; rank: ""
     update_open: bool  # worker: whether its engine has an update started and not finished; rank: False
 
 
-@dataclass(frozen=True)
-class Value(Message):
+class Value(Message, frozen=True):
     """Between trainer ranks: one contribution to, or the outcome of, a collective step."""
 
-    value: Any
+    value: Plain
 
 
-@dataclass(frozen=True)
-class PlanRequest(Message):
+class PlanRequest(Message, frozen=True):
     """To a worker: the tensors that a push will deliver. The worker answers `LoadPlan`, and writes nothing."""
 
-    tensors: list[list[Any]]  # rows of [name, shape, dtype]
+    tensors: tuple[TensorMeta, ...]
 
 
-@dataclass(frozen=True)
-class LoadPlan(Message):
+class LoadPlan(Message, frozen=True):
     """From a worker: how its model takes the tensors."""
 
     used: dict[str, str]  # tensor name -> dtype that the engine holds it in
-    partial: dict[str, list[Any]]  # tensor name -> [start, size] of the regions it reads, where that is not all of it
+    partial: dict[str, tuple[Box, ...]]  # tensor name -> the regions it reads, where that is not all of it
     refused: dict[str, str]  # tensor name -> what the engine's loader has against it
     groups: list[list[str]]  # names that land in one engine parameter
     reloads: list[list[str]]  # names that a module needs all of whenever any of them changes
     missing: list[str]  # parts of the engine's parameters that no tensor fills
     hints: list[str]  # the tensor names that would fill them, where other layers tell
-    load_paths: dict[str, int]  # load path -> how many modules take it
+    load_paths: dict[str, Count]  # load path -> how many modules take it
     left_out: list[str]  # tensors of a part of the model that the engine does not run
 
 
-@dataclass(frozen=True)
-class Connect(Message):
+class Connect(Message, frozen=True):
     """To a worker: its part of the plan. It maps or joins what the transport needs, and answers `Connected`."""
 
     transport: str
-    storages: list[list[Any]]  # [rank, storage, kind, fields]
-    chunks: list[list[Any]]  # [locations, runs] of each chunk that the worker reads
-    frozen: int  # how many chunks, the last ones, no push has any more after one was committed
-    in_place: list[list[Any]]  # [rank, storage, first byte, bytes] of what is read where it lies
-    proof: list[int]  # the digest of each rank's runs in `in_place`, of all bytes, in rank order
-    fields: dict[str, Any]  # what else this transport needs
+    storages: list[Storage]
+    chunks: list[Arrival]  # each that the worker reads
+    frozen: Count  # how many chunks, the last ones, no push has any more after one was committed
+    in_place: list[Run]  # what is read where it lies
+    proof: list[Count]  # the digest of each rank's runs in `in_place`, of all bytes, in rank order
+    fields: dict[str, Plain]  # what else this transport needs
 
 
-@dataclass(frozen=True)
-class Connected(Message):
+class Connected(Message, frozen=True):
     """From a worker: every storage is mapped and proven, every communicator joined."""
 
 
-@dataclass(frozen=True)
-class ExportParameters(Message):
+class ExportParameters(Message, frozen=True):
     """To a worker, in place of `Connect`: let the trainer write into the parameters. Answer: `ParametersExported`."""
 
     processes: list[str]  # of the trainer's ranks, as `runtime.this_process` names them
 
 
-@dataclass(frozen=True)
-class ParametersExported(Message):
+class ParametersExported(Message, frozen=True):
     """From a worker: where the tensors of `PlanRequest` lie in its parameters. Nothing has been written."""
 
     engine_instance: str  # another one for each start of an engine
-    storages: list[list[Any]]  # [storage, kind, fields]
-    locations: list[list[Any]]
+    storages: list[tuple[Count, str, dict[str, Plain]]]  # [storage, kind, fields]
+    locations: list[ShardLocation]
 
 
-@dataclass(frozen=True)
-class Go(Message):
+class Go(Message, frozen=True):
     """To a worker: run the plan. From here on its weights are a mixture, until `Commit`."""
 
-    version: int
+    version: Count
     sample: int | None  # which sample of each run in the slots has a digest beside it; None: no run has one
     place_sample: int | None  # which sample of what is read in place `digests` are of; -1: all bytes
-    digests: list[int]  # of each rank's sample of its runs in `in_place`; empty when nothing is verified
+    digests: list[Count]  # of each rank's sample of its runs in `in_place`; empty when nothing is verified
 
 
-@dataclass(frozen=True)
-class Done(Message):
+class Done(Message, frozen=True):
     """From a worker: every chunk of the push is verified and loaded."""
 
-    version: int
-    nbytes: int
+    version: Count
+    nbytes: Count
     transfer_s: float
     verify_s: float
     load_s: float
 
 
-@dataclass(frozen=True)
-class Commit(Message):
+class Commit(Message, frozen=True):
     """To a worker: every worker is done. It checks that nothing is missing."""
 
-    version: int
+    version: Count
 
 
-@dataclass(frozen=True)
-class Committed(Message):
+class Committed(Message, frozen=True):
     """From a worker: the model is complete at this version."""
 
-    version: int
+    version: Count
     load_s: float
 
 
-@dataclass(frozen=True)
-class Release(Message):
+class Release(Message, frozen=True):
     """To a worker: return from the engine call that it serves this connection in."""
 
 
-@dataclass(frozen=True)
-class Ping(Message):
+class Ping(Message, frozen=True):
     """From a worker that another trainer asks for: is the one that holds the engine alive? Answer: `Pong`, any time."""
 
 
-@dataclass(frozen=True)
-class Pong(Message):
+class Pong(Message, frozen=True):
     """From a trainer that holds an engine, and runs."""
 
 
-@dataclass(frozen=True)
-class Failure(Message):
-    """Either way: the sender of this has failed; `error` is `WeightSyncError.to_fields()`."""
+class Failure(Message, frozen=True):
+    """Either way: the sender of this has failed."""
 
-    error: dict[str, Any] = field(default_factory=dict)
+    error: ErrorFields
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(reduce(or_, Message.__subclasses__())).decode
 
 
 def encode(message: Message) -> bytes:
@@ -194,9 +184,8 @@ def encode(message: Message) -> bytes:
     """
     name = type(message).__name__
     try:
-        content = {"t": name, **{f.name: getattr(message, f.name) for f in fields(message)}}
-        body: bytes = msgpack.packb(content, use_bin_type=True)
-    except (TypeError, ValueError, OverflowError) as error:
+        body = _encode(message)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"a {name} cannot be written as msgpack: {error}") from error
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a {name} of {len(body)} bytes is over the {MAX_FRAME_BYTES} byte limit")
@@ -206,46 +195,28 @@ def encode(message: Message) -> bytes:
 def decode(body: bytes) -> Message:
     """Return the message in a frame's body, which is the frame without its length.
 
-    Raises `ProtocolError` for anything but a known message with exactly its fields, each of its type. The reader checks
-    what is inside of arrays and maps.
+    Raises `ProtocolError` for anything but the bytes that `encode` gives a message.
     """
     try:
-        content = msgpack.unpackb(body, raw=False, strict_map_key=True, ext_hook=_refuse_extension)
-    except ValueError as error:
-        raise ProtocolError(f"a frame of {len(body)} bytes is not msgpack: {error}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("t"), str):
-        raise ProtocolError("a frame holds no message: expected a map with the message's name under 't'")
-    name = content.pop("t")
-    cls = Message.types.get(name)
-    if cls is None:
-        raise ProtocolError(f"unknown message {name!r}; this side speaks protocol {PROTOCOL}")
-    expected = _field_types(name)
-    if content.keys() != expected.keys():
+        if len(body.translate(None, _NO_CONTAINERS)) > _FREE + len(body) // _SHARE:
+            raise ValueError("it has too many arrays and maps for its size")
+        message: Message = _decode(body)
+        if _encode(message) != body:
+            raise ValueError(f"a {type(message).__name__} is written in another form than the one that it has")
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(
-            f"{name} has fields {sorted(map(str, content))}, expected {sorted(expected)}; this side speaks protocol "
-            f"{PROTOCOL}"
-        )
-    for key, kinds in expected.items():
-        found = type(content[key])
-        if Any not in kinds and found not in kinds:
-            wanted = " or ".join(kind.__name__ for kind in kinds)
-            raise ProtocolError(f"field {key!r} of {name} is of type {found.__name__}, expected {wanted}")
-    return cls(**content)
+            f"a frame of {len(body)} bytes is no message of protocol {PROTOCOL}: {str(error)[:_REASON_CHARS]}"
+        ) from None
+    return message
 
 
-@cache
-def _field_types(name: str) -> dict[str, tuple[Any, ...]]:
-    """Return the fields of the message `name`, and the types that each may have once decoded. `Any` allows any type."""
-    hints = get_type_hints(Message.types[name])
-    kinds = {
-        f.name: get_args(hint) if isinstance(hint := hints[f.name], UnionType) else (hint,)
-        for f in fields(Message.types[name])
-    }
-    return {key: tuple(get_origin(kind) or kind for kind in those) for key, those in kinds.items()}
-
-
-def _refuse_extension(code: int, data: bytes) -> None:
-    raise ValueError(f"extension type {code} has no meaning here")
+def typed(value: Any, kind: type[T]) -> T:
+    """Return what a `Value` carried as the `kind` that its sender meant. Raises `ProtocolError` for anything else."""
+    try:
+        return msgspec.convert(value, kind)
+    except ValueError as error:
+        name = getattr(kind, "__name__", str(kind))
+        raise ProtocolError(f"a Value is no {name}: {str(error)[:_REASON_CHARS]}") from None
 
 
 def frame_length(prefix: bytes) -> int:

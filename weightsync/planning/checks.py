@@ -10,7 +10,7 @@ from weightsync.control.wire import LoadPlan
 from weightsync.errors import ConfigError, ManifestError
 from weightsync.planning.bucketing import Bucket, Bucketer, lasting, split
 from weightsync.planning.layout import Box, Manifest, TensorMeta, connected, coverage, itemsize
-from weightsync.planning.rows import Reads, unpack_reads
+from weightsync.planning.rows import Reads
 from weightsync.selection import TensorSelection
 
 _MOST = 5
@@ -116,7 +116,7 @@ def cut(
 def reads_of(manifest: Manifest, plan: LoadPlan) -> Reads:
     """Return which regions a worker reads, by name of the tensor."""
     whole = {name: (Box.full(manifest[name].shape),) for name in plan.used}
-    return whole | unpack_reads(plan.partial)
+    return whole | plan.partial
 
 
 def _lacking(unexpected: Sequence[str], missing: Sequence[str]) -> str | None:
@@ -146,7 +146,7 @@ def _unread(manifest: Manifest, plans: Sequence[LoadPlan]) -> dict[str, str]:
     for name in set().union(*(plan.partial for plan in plans)):
         readers = [plan for plan in plans if name in plan.used]
         if all(name in plan.partial for plan in readers):
-            boxes = [Box(tuple(start), tuple(size)) for plan in readers for start, size in plan.partial[name]]
+            boxes = [box for plan in readers for box in plan.partial[name]]
             if holes := coverage(manifest[name].shape, boxes)[0]:
                 found[name] = (
                     f"shape {manifest[name].shape}: the engine has no place for {_some([str(h) for h in holes])}"

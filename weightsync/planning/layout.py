@@ -12,15 +12,22 @@ from __future__ import annotations
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
+from typing import Annotated
+
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from weightsync.errors import ConfigError, ManifestError, PlacementError
 
 View = tuple[int, Sequence[int], Sequence[int]]
 """Offset, size and stride of a strided view, in elements."""
+
+Count = Annotated[int, Meta(ge=0)]
+"""A number that is refused when it arrives negative."""
 
 MAX_BOXES = 4096
 """A view that falls into more boxes than this is not worth a plan."""
@@ -52,15 +59,14 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(Struct, frozen=True, array_like=True, gc=False):
     """A rectangular region of a tensor: `size[d]` elements from `start[d]` on, for every dimension d.
 
     A 0-dimensional tensor has one box, `Box((), ())`, of one element.
     """
 
-    start: tuple[int, ...]
-    size: tuple[int, ...]
+    start: tuple[Count, ...]
+    size: tuple[Count, ...]
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> Box:
@@ -88,12 +94,11 @@ class Box:
         return f"[{', '.join(f'{a}:{a + n}' for a, n in zip(self.start, self.size, strict=True))}]"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorMeta:
+class TensorMeta(Struct, frozen=True, array_like=True, gc=False):
     """Name, full shape and dtype of one tensor that a push delivers. `dtype` is torch's name for it: "bfloat16"."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str
 
     @property
@@ -105,8 +110,7 @@ class TensorMeta:
         return self.numel * itemsize(self.dtype)
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(Struct, frozen=True, array_like=True, dict=True):
     """The tensors that a push delivers, in the order in which the trainer exports them.
 
     Raises `ManifestError` when it is empty or offers a name twice.
@@ -181,17 +185,16 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-@dataclass(frozen=True, slots=True)
-class ShardLocation:
+class ShardLocation(Struct, frozen=True, array_like=True, gc=False):
     """One trainer rank holds `box` of tensor `name`: element `i` of the box (a multi-index) lies at element
     `offset + sum(i[d] * stride[d])` of that rank's storage number `storage`, as `dtype`."""
 
     name: str
     box: Box
-    rank: int
+    rank: Count
     storage: int
-    offset: int
-    stride: tuple[int, ...]
+    offset: Count
+    stride: tuple[Count, ...]
     dtype: str
 
 

@@ -8,22 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from msgspec import Struct
+
 from weightsync.planning.layout import Box, Manifest, ShardLocation, choose_owners, itemsize, part_of
-from weightsync.planning.rows import (
-    Reads,
-    pack_locations,
-    pack_manifest,
-    pack_reads,
-    unpack_locations,
-    unpack_manifest,
-    unpack_reads,
-)
+from weightsync.planning.rows import Reads
 
 DEFAULT_MAX_BYTES = 256 * 2**20
 _ABOUT = 1.02
@@ -41,8 +34,7 @@ class Route(Enum):
     """Rank 0 receives what the other ranks own, and everything goes to every worker."""
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(Struct, frozen=True, array_like=True, dict=True):
     """What travels as one.
 
     pieces: where the bytes are taken from, in the dtypes that the trainer holds.
@@ -60,8 +52,7 @@ class Chunk:
         return tuple(dict.fromkeys(piece.name for piece in self.pieces))
 
 
-@dataclass(frozen=True)
-class TransferPlan:
+class TransferPlan(Struct, frozen=True, array_like=True):
     """What travels, in which chunks, between whom. Equal on every rank: rank 0 makes it and broadcasts it.
 
     manifest: all tensors, in the dtypes that travel.
@@ -92,25 +83,6 @@ class TransferPlan:
         """Return the bytes of the tensors that travel in the next push, each counted once."""
         names = {name for number in self.due(first) for name in self.chunks[number].names}
         return sum(self.manifest[name].nbytes for name in names)
-
-    def pack(self) -> list[Any]:
-        """Return the plan as plain values."""
-        chunks = [[pack_locations(chunk.pieces), chunk.in_place, chunk.frozen] for chunk in self.chunks]
-        reads = [pack_reads(worker) for worker in self.reads]
-        return [pack_manifest(self.manifest), self.route.value, chunks, reads, self.host, self.load_paths]
-
-    @classmethod
-    def unpack(cls, fields: Sequence[Any]) -> TransferPlan:
-        """Return the plan that `pack` gave the fields of. Raises `ProtocolError` for malformed rows."""
-        manifest, route, chunks, reads, host, load_paths = fields
-        return cls(
-            unpack_manifest(manifest),
-            Route(route),
-            tuple(Chunk(tuple(unpack_locations(rows)), in_place, frozen) for rows, in_place, frozen in chunks),
-            tuple(unpack_reads(worker) for worker in reads),
-            host,
-            dict(load_paths),
-        )
 
 
 def choose_route(manifest: Manifest, locations: Sequence[ShardLocation], reads: Sequence[Reads], ranks: int) -> Route:

@@ -14,7 +14,6 @@ from torch import nn
 from weightsync.control.wire import LoadPlan
 from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import Box, Manifest, coverage, fuse_groups, itemsize
-from weightsync.planning.rows import pack_reads
 from weightsync.receiver.checkpoint_quantize import Pair, collapse, expand, find_pairs, renamed, unpacked
 from weightsync.receiver.engine_model import EngineModel
 from weightsync.receiver.experiment import choose_load_paths
@@ -219,19 +218,17 @@ def _doubled(
     return refused
 
 
-def _partial(manifest: Manifest, trace: Trace) -> dict[str, list[list[list[int]]]]:
+def _partial(manifest: Manifest, trace: Trace) -> dict[str, tuple[Box, ...]]:
     """Return the regions that are read of each tensor that is not read whole, as tensor parallelism does."""
     whole = set().union(*trace.computed.values())
     regions: dict[str, list[Box]] = defaultdict(list)
     for copy in trace.copies:
         regions[copy.name].append(copy.box)
-    return pack_reads(
-        {
-            name: tuple(boxes)
-            for name, boxes in regions.items()
-            if name not in whole and coverage(manifest[name].shape, boxes)[0]
-        }
-    )
+    return {
+        name: tuple(boxes)
+        for name, boxes in regions.items()
+        if name not in whole and coverage(manifest[name].shape, boxes)[0]
+    }
 
 
 def _region(param: str, boxes: Sequence[Box], held: Mapping[str, torch.Tensor]) -> str:

@@ -15,20 +15,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from weightsync.control.runtime import Deadline, describe_device
 from weightsync.control.wire import CLEAN, POISONED, Connect, Done, Go, LoadPlan
 from weightsync.errors import PeerError, ProtocolError, UnsupportedError
 from weightsync.kernels.digest import warm_up
 from weightsync.planning.layout import Manifest, ShardLocation
-from weightsync.planning.rows import unpack_locations
 from weightsync.receiver.engine_model import EngineModel
 from weightsync.receiver.load_paths import Arrivals, bind_load_paths
 from weightsync.receiver.load_plan import IN_PLACE, NATIVE_LOADER, RELOAD, LoadPlanner, TracedLoad
 from weightsync.receiver.trace import named_tensors
 from weightsync.receiver.verify import Verifier
 from weightsync.transports import open_receiver
-from weightsync.transports.base import Run, TransportReceiver, Wait
+from weightsync.transports.base import TransportReceiver, Wait
 from weightsync.transports.shared_handles import export
 
 _LOOK_S = 0.05
@@ -92,7 +92,7 @@ class Receiver:
             connection.bind()
         self._connection = connection
 
-    def export(self) -> tuple[list[list[Any]], list[ShardLocation]]:
+    def export(self) -> tuple[list[tuple[int, str, dict[str, Any]]], list[ShardLocation]]:
         """Give a trainer access to the live parameters, which it writes itself, in place of `connect`.
 
         Returns [storage, kind, fields] of each storage, and where each tensor of the manifest lies in them. Parameters
@@ -111,14 +111,14 @@ class Receiver:
         with self._model.scope():
             live = named_tensors(self._model.live)
             numbers: dict[int, int] = {}  # by identity of a storage
-            storages: list[list[Any]] = []
+            storages: list[tuple[int, str, dict[str, Any]]] = []
             locations: list[ShardLocation] = []
             rank = self._model.identity.rank
             for copy in self._traced.trace.copies:
                 storage = live[copy.param].untyped_storage()
                 if storage._cdata not in numbers:
                     numbers[storage._cdata] = len(storages)
-                    storages.append([len(storages), *export(storage)])
+                    storages.append((len(storages), *export(storage)))
                 number, dtype = numbers[storage._cdata], str(live[copy.param].dtype).removeprefix("torch.")
                 locations.append(ShardLocation(copy.name, copy.box, rank, number, copy.offset, copy.stride, dtype))
             self._planner.locate()  # memory that is shared for the first time has moved; no graph has captured a CPU's
@@ -148,7 +148,7 @@ class Receiver:
             self._check_addresses()
             _synchronise(self._model.device)
         self._done = go.version
-        return Done(**{**vars(done), "load_s": done.load_s + time.perf_counter() - started})
+        return replace(done, load_s=done.load_s + time.perf_counter() - started)
 
     def commit(self, version: int) -> float:
         """Declare the model complete at `version`. Return the seconds that derived state took.
@@ -200,12 +200,11 @@ class _Connection:
         self.is_whole_push = False
         self.reloads = not {RELOAD, NATIVE_LOADER}.isdisjoint(traced.load_path.values())
         self._source, self._frozen = source, message.frozen
-        runs = [[Run(*row) for row in rows] for _, rows in message.chunks]
-        self._verifier = Verifier(source, runs, [Run(*row) for row in message.in_place])
+        self._verifier = Verifier(source, [arrival.runs for arrival in message.chunks], message.in_place)
         self._verifier.prove(message.proof)
         own = describe_device(model.device)[1]
         nearest = next((rank for rank, _, _, row in message.storages if own and row.get("gpu_uuid") == own), None)
-        locations = [unpack_locations(rows) for rows, _ in message.chunks]
+        locations = [arrival.locations for arrival in message.chunks]
         self._count = len(locations)
         self._arrivals = Arrivals(model, traced, source, locations, message.frozen, nearest)
 

@@ -10,7 +10,8 @@ import torch
 from weightsync.control.wire import Go
 from weightsync.errors import DigestError, ProtocolError
 from weightsync.kernels.digest import WHOLE, Digests
-from weightsync.transports.base import DIGEST_BYTES, Run, TransportReceiver
+from weightsync.planning.rows import Run
+from weightsync.transports.base import DIGEST_BYTES, TransportReceiver
 from weightsync.transports.proof import Proof
 
 

@@ -46,7 +46,7 @@ from weightsync.errors import (
     WeightSyncError,
     foreign,
 )
-from weightsync.planning.rows import pack_locations, unpack_manifest
+from weightsync.planning.layout import Manifest
 from weightsync.receiver.engine_model import EngineModel
 from weightsync.receiver.receiver import Receiver
 from weightsync.transports.base import Wait
@@ -108,7 +108,7 @@ class WorkerSession:
         device, gpu_uuid = describe_device(self._model.device)
         hello = Hello(
             protocol=PROTOCOL,
-            token=bytes.fromhex(info["token"]),
+            token=str(info["token"]),
             role="worker",
             group=int(info["engine"]),
             rank=identity.rank,
@@ -237,14 +237,14 @@ class WorkerSession:
     def _answer(self, message: Message, wait: Wait) -> Message:
         match message:
             case PlanRequest():
-                return self.receiver.make_plan(unpack_manifest(message.tensors))
+                return self.receiver.make_plan(Manifest(message.tensors))
             case Connect():
                 self.receiver.connect(message, wait, self._deadline())
                 return Connected()
             case ExportParameters():
-                storages, locations = self.receiver.export()
+                exported = self.receiver.export()
                 self._mapped_by = set(message.processes)
-                return ParametersExported(self.engine_instance, storages, pack_locations(locations))
+                return ParametersExported(self.engine_instance, *exported)
             case Go():
                 return self.receiver.run(message, wait, self._deadline)
             case Commit():

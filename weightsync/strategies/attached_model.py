@@ -21,6 +21,7 @@ from math import prod
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -29,24 +30,23 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from weightsync.control.runtime import describe_device
 from weightsync.control.update import Update
+from weightsync.control.wire import typed
 from weightsync.errors import ConfigError, PlacementError, UnsupportedError, WeightSyncError
 from weightsync.planning.layout import CopyOp, LoadCopy, ShardLocation, View, copy_ops, part_of
 from weightsync.planning.one_view import one_view
-from weightsync.planning.rows import pack_locations, unpack_locations
 from weightsync.sources.base import TensorShard
 from weightsync.sources.module_tree import modules, unwrapped
 from weightsync.transports.base import strided
 from weightsync.transports.shared_handles import open_exported
 
 
-@dataclass(frozen=True)
-class Export:
+class Export(Struct, frozen=True):
     """What one engine worker says of its parameters. Worker i is paired with trainer rank i."""
 
     engine_instance: str
     device: str
     gpu_uuid: str
-    storages: list[list[Any]]
+    storages: list[tuple[int, str, dict[str, Any]]]
     locations: list[ShardLocation]
 
 
@@ -153,8 +153,8 @@ def lay_over(
     memory = _map_storages(exports, device)
     slots = _slots(model)
     views = _views(slots, shards, own.locations, ranks.rank)
-    located = ranks.gather(pack_locations(_located(shards, own.locations)), "connect")
-    everywhere = unpack_locations(ranks.broadcast([row for rows in located for row in rows], "connect"))
+    located = ranks.gather(_located(shards, own.locations), "connect")
+    everywhere = typed(ranks.broadcast([row for rows in located for row in rows], "connect"), list[ShardLocation])
     with torch.no_grad():
         replicas = [
             (

@@ -10,33 +10,51 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import distributed
 
 from weightsync.control.fleet import Fleet
 from weightsync.control.runtime import boot_id, describe_device
 from weightsync.control.update import Update
-from weightsync.control.wire import Connect, Done, MachineInfo
+from weightsync.control.wire import Connect, Done, MachineInfo, typed
 from weightsync.engines import connect
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.kernels.digest import SAMPLES, WHOLE
 from weightsync.planning.bucketing import open_bucketer
 from weightsync.planning.checks import check_plans, check_quantized, cut, reads_of, wire_manifest
-from weightsync.planning.layout import ShardLocation, merge_manifests
-from weightsync.planning.rows import pack_locations, pack_manifest, unpack_locations, unpack_manifest
+from weightsync.planning.layout import Manifest, ShardLocation, merge_manifests
+from weightsync.planning.rows import Run, Storage
 from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES, Route, TransferPlan, make_chunks
 from weightsync.report import Progress, PushReport, WorkerReport
 from weightsync.sources.base import LastShards, Model, TensorShard, WeightSource
 from weightsync.sources.quantize import QuantizingSource, pairs
 from weightsync.strategies.base import FleetStrategy, Options, locate
-from weightsync.transports.base import Arrival, LocalTensor, LocalTensors, Transport
+from weightsync.transports.base import LocalTensor, LocalTensors, Transport
 
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 7
 """Rank 0 waits at most this many times as long as for anything else until every worker is done with its chunks."""
+
+
+class Inventory(Struct):
+    """What one rank has. `unmapped` are the tensors that workers cannot read where they lie."""
+
+    manifest: Manifest
+    locations: list[ShardLocation]
+    unmapped: list[str]
+    frozen: list[str]
+    machine: MachineInfo
+
+
+class Memory(Struct):
+    """What one rank lets each worker map, what of it is read in place, and the digest of that."""
+
+    storages: list[list[Storage]]
+    in_place: list[Run]
+    proof: int
 
 
 @dataclass
@@ -231,27 +249,25 @@ class CopyWeights(FleetStrategy):
         manifest = self._source.manifest(model)
         held = locate(shards, ranks.rank)
         kind, gpu_uuid = describe_device(_device(held))
-        inventory = {
-            "manifest": pack_manifest(manifest),
-            "locations": pack_locations(held),
-            "unmapped": _unmapped(held, self._transport),
-            "frozen": sorted({s.meta.name for s in shards if options.selection.freezes(s.meta.name, s.trains)}),
-            "machine": [f"trainer rank {ranks.rank}", kind, gpu_uuid, boot_id()],
-        }
-        everyone = ranks.gather(inventory, "plan")
-        packed: list[Any] | None = None
-        if ranks.rank == 0:
-            packed = self._plan(update, everyone).pack()
-        plan = TransferPlan.unpack(ranks.broadcast(packed, "plan"))
+        inventory = Inventory(
+            manifest=manifest,
+            locations=list(held),
+            unmapped=_unmapped(held, self._transport),
+            frozen=sorted({s.meta.name for s in shards if options.selection.freezes(s.meta.name, s.trains)}),
+            machine=MachineInfo(f"trainer rank {ranks.rank}", kind, gpu_uuid, boot_id()),
+        )
+        everyone = typed(ranks.gather(inventory, "plan"), list[Inventory])
+        made = self._plan(update, everyone) if ranks.rank == 0 else None
+        plan = typed(ranks.broadcast(made, "plan"), TransferPlan)
         with update.timeline.during("connect"):
             self._connect(update, plan, held)
         return _Link(plan, shards, (plan.nbytes(True), plan.nbytes(False)))
 
-    def _plan(self, update: Update, everyone: Sequence[dict[str, Any]]) -> TransferPlan:
+    def _plan(self, update: Update, everyone: Sequence[Inventory]) -> TransferPlan:
         """Rank 0: ask the engines, and compile the push."""
         options, transport = self._options, self._transport
-        manifest = merge_manifests([unpack_manifest(row["manifest"]) for row in everyone])
-        locations = [location for row in everyone for location in unpack_locations(row["locations"])]
+        manifest = merge_manifests([own.manifest for own in everyone])
+        locations = [location for own in everyone for location in own.locations]
         together = pairs(manifest) if options.quantize is not None else []
         if options.quantize is not None and not together:
             raise ConfigError(
@@ -259,7 +275,7 @@ class CopyWeights(FleetStrategy):
                 "that is not named in TensorSelection.unquantized"
             )
         fleet = self._call_in(update)
-        plans = fleet.plan(pack_manifest(manifest))
+        plans = fleet.plan(manifest)
         check_quantized(manifest, together, plans)
         is_padded = options.backend == "megatron" and options.vocab_size is None
         if unused := check_plans(manifest, plans, is_padded):
@@ -273,14 +289,14 @@ class CopyWeights(FleetStrategy):
         locations = [location for location in locations if location.name in travelling]
         together = [pair for pair in together if pair[0] in travelling]
         reads = [reads_of(travelling, plan) for plan in plans]
-        machines = [MachineInfo(*row["machine"]) for row in everyone]
+        machines = [own.machine for own in everyone]
         workers = [worker.machine for worker in fleet.workers]
         route = transport.route(machines, workers, travelling, locations, reads)
         frozen = frozen_everywhere(everyone).intersection(travelling.names) if transport.keeps_frozen else set()
         buckets, last = cut(self._bucketer, travelling, plans, together, frozen)
         in_place: frozenset[str] = frozenset()
         if route is Route.IN_PLACE:
-            in_place = frozenset(travelling.names).difference(*(row["unmapped"] for row in everyone))
+            in_place = frozenset(travelling.names).difference(*(own.unmapped for own in everyone))
         chunks = make_chunks(
             travelling,
             route,
@@ -300,8 +316,8 @@ class CopyWeights(FleetStrategy):
         ranks, transport = update.ranks, self._transport
         endpoints = transport.prepare(plan, LocalTensors(held, self._source.gather), update)
         proof = transport.look(WHOLE if self._verify != "none" else None)
-        in_place = [[run.rank, run.storage, run.first, run.nbytes] for run in transport.in_place()]
-        everyone = ranks.gather([[each.storages for each in endpoints], in_place, proof], "connect")
+        own = Memory([each.storages for each in endpoints], transport.in_place(), proof)
+        everyone = typed(ranks.gather(own, "connect"), list[Memory])
         fleet = self._fleet
         if fleet is None:
             transport.connect(update.deadline())
@@ -309,11 +325,11 @@ class CopyWeights(FleetStrategy):
             messages = [
                 Connect(
                     transport=transport.name,
-                    storages=[row for storages, _, _ in everyone for row in storages[number]],
-                    chunks=[_pack_arrival(arrival) for arrival in endpoint.arrivals],
+                    storages=[row for memory in everyone for row in memory.storages[number]],
+                    chunks=list(endpoint.arrivals),
                     frozen=plan.frozen_chunks,
-                    in_place=[row for _, rows, _ in everyone for row in rows],
-                    proof=[proof for _, _, proof in everyone] if self._verify != "none" else [],
+                    in_place=[run for memory in everyone for run in memory.in_place],
+                    proof=[memory.proof for memory in everyone] if self._verify != "none" else [],
                     fields=endpoint.fields,
                 )
                 for number, endpoint in enumerate(endpoints)
@@ -332,20 +348,15 @@ class CopyWeights(FleetStrategy):
         return min(1 + staged, _PATIENCE) * self._options.timeout_s
 
 
-def frozen_everywhere(everyone: Sequence[dict[str, Any]]) -> set[str]:
+def frozen_everywhere(everyone: Sequence[Inventory]) -> set[str]:
     """Return the tensors that are frozen on every rank that holds any of them."""
-    changing = [{row[0] for row in own["locations"]}.difference(own["frozen"]) for own in everyone]
-    return set().union(*(own["frozen"] for own in everyone)).difference(*changing)
+    changing = [{location.name for location in own.locations}.difference(own.frozen) for own in everyone]
+    return set().union(*(own.frozen for own in everyone)).difference(*changing)
 
 
 def _unmapped(held: dict[ShardLocation, LocalTensor], transport: Transport) -> list[str]:
     """Return the tensors of which this rank has a shard that workers cannot read where it lies."""
     return sorted({location.name for location, tensor in held.items() if not transport.can_map(tensor)})
-
-
-def _pack_arrival(arrival: Arrival) -> list[Any]:
-    runs = [[run.rank, run.storage, run.first, run.nbytes] for run in arrival.runs]
-    return [pack_locations(arrival.locations), runs]
 
 
 def _device(held: dict[ShardLocation, LocalTensor]) -> torch.device:

@@ -19,11 +19,11 @@ from torch import nn
 from weightsync.control.member import Worker
 from weightsync.control.runtime import boot_id, this_process
 from weightsync.control.update import Update
+from weightsync.control.wire import typed
 from weightsync.engines import ENGINE_VARIABLE
 from weightsync.errors import ConfigError, EngineError, PlacementError
 from weightsync.planning.checks import check_plans
 from weightsync.planning.layout import Manifest, merge_manifests
-from weightsync.planning.rows import pack_manifest, unpack_locations, unpack_manifest
 from weightsync.report import PushReport, WorkerReport
 from weightsync.sources.base import Model
 from weightsync.strategies.base import FleetStrategy, Options
@@ -178,28 +178,33 @@ class SharedMemory(FleetStrategy):
 
         ranks = update.ranks
         assert self._manifest is not None
-        everyone = ranks.gather([pack_manifest(self._manifest), boot_id(), this_process()], "plan")
-        rows: list[list[Any]] | None = None
+        everyone = typed(
+            ranks.gather([self._manifest, boot_id(), this_process()], "plan"), list[tuple[Manifest, str, str]]
+        )
+        exports: list[Export] | None = None
         if ranks.rank == 0:
-            manifest = merge_manifests([unpack_manifest(own) for own, _, _ in everyone])
+            manifest = merge_manifests([own for own, _, _ in everyone])
             fleet = self._call_in(update)
             check_pairs([host for _, host, _ in everyone], fleet.workers)
-            if unused := check_plans(manifest, fleet.plan(pack_manifest(manifest)), False):
+            if unused := check_plans(manifest, fleet.plan(manifest), False):
                 raise PlacementError(
                     f"the engine does not run the part of the model that {unused[0]} is of, so that the two "
                     'cannot share it; use transport="ipc", or attach a model without that part'
                 )
             exported = fleet.export([process for _, _, process in everyone])
             self._transport.check_instances([answer.engine_instance for answer in exported])
-            rows = [
-                [answer.engine_instance, worker.hello.device, worker.hello.gpu_uuid, answer.storages, answer.locations]
+            exports = [
+                Export(
+                    answer.engine_instance,
+                    worker.hello.device,
+                    worker.hello.gpu_uuid,
+                    answer.storages,
+                    answer.locations,
+                )
                 for worker, answer in zip(fleet.workers, exported, strict=True)
             ]
             fleet.release("init")
-        exports = [
-            Export(engine_instance, device, gpu_uuid, storages, unpack_locations(locations))
-            for engine_instance, device, gpu_uuid, storages, locations in ranks.broadcast(rows, "connect")
-        ]
+        exports = typed(ranks.broadcast(exports, "connect"), list[Export])
         instances = [export.engine_instance for export in exports]
         if self._attached is not None and self._attached.engine_instances != instances:
             raise EngineError(

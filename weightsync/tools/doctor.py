@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgpack
+import msgspec
 import torch
 from rich.console import Console
 from rich.markup import escape
@@ -107,7 +107,7 @@ def _versions() -> Findings:
     yield Finding("pass", "weightsync", f"{__version__}, wire protocol {PROTOCOL}: the engine's must be the same")
     cuda = f", CUDA {torch.version.cuda}" if torch.version.cuda else ", for CPUs"
     yield Finding("pass", "torch", torch.__version__ + cuda)
-    yield Finding("pass", "msgpack", ".".join(map(str, msgpack.version)))
+    yield Finding("pass", "msgspec", msgspec.__version__)
     transformers, vllm = processes.installed("transformers"), processes.vllm_version()
     missing = "not installed here; vLLM brings it"
     yield Finding("pass" if transformers else "skip", "transformers", transformers or missing)
@@ -179,8 +179,8 @@ def _read_elsewhere(device: torch.device, check: str) -> Finding:
         child = Responder("the reading process", [sys.executable, "-m", __name__], {}, Path(folder) / "log")
         cleanup.callback(child.stop)
         try:
-            handle = msgpack.packb(export(tensor.untyped_storage()))
-            (answer,) = processes.ask([child], {"device": str(device), "handle": handle.hex()}, _CHILD_TIMEOUT_S)
+            handle = export(tensor.untyped_storage())
+            (answer,) = processes.ask([child], {"device": str(device), "handle": handle}, _CHILD_TIMEOUT_S)
         except WeightSyncError as error:
             return Finding("FAIL", check, str(error))
     wrong = "another process maps this one's memory and finds other bytes in it"
@@ -192,7 +192,7 @@ def _read_for_parent() -> None:
     orders, answers = processes.listen_for_orders()
     order = json.loads(orders.readline())
     try:
-        kind, fields = msgpack.unpackb(bytes.fromhex(order["handle"]))
+        kind, fields = order["handle"]
         data = open_exported(kind, fields, torch.device(order["device"]), "the doctor")
         numbers = data[: _PROBE_ELEMENTS * 8].view(torch.int64)
         answers.write(json.dumps({"sum": int(numbers.sum())}) + "\n")

@@ -31,7 +31,7 @@ from weightsync.control.update import Update
 from weightsync.control.wire import MachineInfo
 from weightsync.errors import ProtocolError
 from weightsync.planning.layout import Manifest, ShardLocation
-from weightsync.planning.rows import Reads
+from weightsync.planning.rows import Arrival, Reads, Run, Storage
 from weightsync.planning.transfer_plan import Route, TransferPlan
 
 ALIGN_BYTES = 256
@@ -70,24 +70,6 @@ class LocalTensors:
 
 
 @dataclass(frozen=True)
-class Run:
-    """Bytes of a storage that one rank fills for one chunk. Their digest follows them, at byte `first + nbytes`."""
-
-    rank: int
-    storage: int
-    first: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """One chunk as a worker finds it: where each of its regions lies, and which runs have digests."""
-
-    locations: tuple[ShardLocation, ...]
-    runs: tuple[Run, ...] = ()
-
-
-@dataclass(frozen=True)
 class Endpoint:
     """What one worker is told. `storages` come from every rank, the rest from rank 0 alone.
 
@@ -96,7 +78,7 @@ class Endpoint:
     fields: what else `TransportReceiver.connect` needs.
     """
 
-    storages: list[list[Any]] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
     arrivals: tuple[Arrival, ...] = ()
     fields: dict[str, Any] = field(default_factory=dict)
 
@@ -178,7 +160,7 @@ class TransportReceiver(ABC):
         self.device = device
 
     @abstractmethod
-    def connect(self, storages: list[list[Any]], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
+    def connect(self, storages: list[Storage], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
         """Map or join what the endpoints name. What was connected before is let go, or used again where it is the same.
 
         Raises `PlacementError` when that cannot be done.

@@ -45,7 +45,7 @@ from weightsync.control.update import Update
 from weightsync.control.wire import MachineInfo
 from weightsync.errors import ConfigError, PlacementError, SyncTimeoutError, WeightSyncError
 from weightsync.planning.layout import Box, Manifest, ShardLocation, itemsize
-from weightsync.planning.rows import Reads
+from weightsync.planning.rows import Reads, Storage
 from weightsync.planning.transfer_plan import Route, TransferPlan
 from weightsync.transports import staging
 from weightsync.transports.base import (
@@ -203,7 +203,7 @@ class FilesReceiver(TransportReceiver):
         self._read_into = torch.empty(0, dtype=torch.uint8)
         self._memory = memoryview(b"")
 
-    def connect(self, storages: list[list[Any]], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
+    def connect(self, storages: list[Storage], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
         self._incoming = Path(fields["incoming"])
         check_seen(self._incoming, "this engine worker")
         self._runs: list[list[list[int]]] = fields["runs"]

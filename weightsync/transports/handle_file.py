@@ -234,14 +234,14 @@ def handle_row(tensor: torch.Tensor, fields: dict[str, Any]) -> dict[str, Any]:
     for name, ours in _NAMES.items():
         if ours in fields:
             value = fields[ours]
-            row[name] = base64.b64encode(value).decode() if name.endswith("_b64") else value
+            row[name] = base64.b64encode(bytes.fromhex(value)).decode() if name.endswith("_b64") else value
     layout = {"shape": list(tensor.shape), "stride": list(tensor.stride()), "offset": int(tensor.storage_offset())}
     return {**row, **layout, "dtype": str(tensor.dtype)}
 
 
 def _fields(row: dict[str, Any]) -> dict[str, Any]:
     return {
-        ours: base64.b64decode(row[name]) if name.endswith("_b64") else row[name]
+        ours: base64.b64decode(row[name]).hex() if name.endswith("_b64") else row[name]
         for name, ours in _NAMES.items()
         if name in row
     }

@@ -19,21 +19,19 @@ from weightsync.control.update import Update
 from weightsync.control.wire import MachineInfo
 from weightsync.errors import PlacementError, WeightSyncError
 from weightsync.planning.layout import Manifest, ShardLocation, itemsize
-from weightsync.planning.rows import Reads
+from weightsync.planning.rows import Arrival, Reads, Run, Storage
 from weightsync.planning.transfer_plan import Route, TransferPlan
 from weightsync.transports.base import (
     SLOTS,
-    Arrival,
     Endpoint,
     LocalTensor,
     LocalTensors,
-    Run,
     Transport,
     TransportReceiver,
     Wait,
 )
 from weightsync.transports.proof import Proof
-from weightsync.transports.shared_handles import SharedFile, export, open_exported
+from weightsync.transports.shared_handles import Handle, SharedFile, export, open_exported
 from weightsync.transports.staging import Layout, Packer, arrival, by_rank, lay_out, slot_bytes, wait_until
 
 _COUNTERS = 0
@@ -46,7 +44,7 @@ class IpcTransport(Transport):
 
     def __init__(self, name: str = "ipc") -> None:
         self.name = name
-        self._handles: dict[tuple[int, int], list[Any]] = {}  # by worker and address
+        self._handles: dict[tuple[int, int], Handle] = {}  # by worker and address
         self._forget()
 
     def _forget(self) -> None:
@@ -118,10 +116,10 @@ class IpcTransport(Transport):
             fields = {"parts": [None if c.in_place else [*b] for c, b in zip(plan.chunks, bundles, strict=True)]}
         return [Endpoint(rows, arrivals, {**fields, "worker": worker}) for worker, rows in enumerate(storages)]
 
-    def _make_slots(self, mine: Layout, tensors: LocalTensors) -> list[list[Any]]:
+    def _make_slots(self, mine: Layout, tensors: LocalTensors) -> list[Storage]:
         """Allocate slots and counters where this rank stages anything, and return those that are files."""
         self._slots: dict[int, torch.Tensor] = {}
-        rows: list[list[Any]] = []
+        rows: list[Storage] = []
         staged = {source.name for bundles in mine for bundle in bundles.values() for source in bundle.sources}
         if not staged:
             return rows
@@ -134,16 +132,14 @@ class IpcTransport(Transport):
                 self._slots[number] = torch.empty(size, dtype=torch.uint8, device=device)
                 continue
             self._files.append(SharedFile(size))
-            rows.append([self._rank, number, *self._files[-1].handle()])
+            rows.append((self._rank, number, *self._files[-1].handle()))
             if number == _COUNTERS:
                 self._counters = _Counters(self._files[-1].data)
             else:
                 self._slots[number] = self._files[-1].data
         return rows
 
-    def _export(
-        self, plan: TransferPlan, tensors: LocalTensors, files: Sequence[list[list[Any]]]
-    ) -> list[list[list[Any]]]:
+    def _export(self, plan: TransferPlan, tensors: LocalTensors, files: Sequence[list[Storage]]) -> list[list[Storage]]:
         """Return the storages of each worker: `files`, and a handle of each GPU slot and tensor that is read in place.
 
         Note which memory that is, and on which GPUs.
@@ -164,7 +160,7 @@ class IpcTransport(Transport):
                 key = (worker, storage.data_ptr())
                 if key not in self._handles or self._handles[key][1]["nbytes"] != storage.nbytes():
                     self._handles[key] = export(storage)
-                rows[-1].append([self._rank, number, *self._handles[key]])
+                rows[-1].append((self._rank, number, *self._handles[key]))
         return rows
 
     def _find_runs(self, read: Sequence[ShardLocation], exports: dict[int, torch.UntypedStorage]) -> None:
@@ -234,7 +230,7 @@ class IpcReceiver(TransportReceiver):
         super().__init__(device)
         self._open: dict[tuple[int, int], tuple[dict[str, Any], torch.Tensor]] = {}
 
-    def connect(self, storages: list[list[Any]], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
+    def connect(self, storages: list[Storage], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
         before, self._open = self._open, {}
         self._counters: dict[int, _Counters] = {}
         for rank, number, kind, row in storages:

@@ -20,7 +20,7 @@ from weightsync.control.update import Group, Update
 from weightsync.control.wire import MachineInfo
 from weightsync.errors import ConfigError, PlacementError, WeightSyncError
 from weightsync.planning.layout import Manifest, ShardLocation
-from weightsync.planning.rows import Reads
+from weightsync.planning.rows import Reads, Storage
 from weightsync.planning.transfer_plan import Route, TransferPlan, choose_route
 from weightsync.transports.base import SLOTS, Endpoint, LocalTensors, Transport, TransportReceiver, Wait
 from weightsync.transports.communicator import Communicator, Pending, Rendezvous, visit
@@ -249,7 +249,7 @@ class NcclReceiver(TransportReceiver):
         self._slots: list[torch.Tensor] = []
         self._posted: dict[int, Pending] = {}
 
-    def connect(self, storages: list[list[Any]], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
+    def connect(self, storages: list[Storage], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
         self._runs: list[list[list[int]]] = fields["runs"]  # of each, [rank, first byte in the slot, end]
         self._broadcasts = fields["senders"] is None
         if not self._slots or self._slots[0].numel() != fields["slot_bytes"]:

@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -22,6 +22,9 @@ _FILE = re.compile(r"/dev/shm/weightsync-\d+-[0-9a-f]{16}")
 _CUDA_FIELDS = (
     "device", "handle", "nbytes", "offset_bytes", "counter_handle", "counter_offset", "event_handle", "event_sync",
 )  # fmt: skip
+
+Handle: TypeAlias = tuple[str, dict[str, Any]]
+"""What kind of memory it is, and the fields that open it."""
 
 
 class SharedFile:
@@ -45,23 +48,23 @@ class SharedFile:
         finally:
             os.close(fd)
 
-    def handle(self) -> list[Any]:
+    def handle(self) -> Handle:
         """Return [kind, fields], for any number of readers."""
-        return ["shm", {"path": str(self._path), "nbytes": self.data.numel()}]
+        return "shm", {"path": str(self._path), "nbytes": self.data.numel()}
 
     def unlink(self) -> None:
         """Remove the name. The memory stays for those who have opened it. More than once."""
         self._path.unlink(missing_ok=True)
 
 
-def export(storage: torch.UntypedStorage) -> list[Any]:
+def export(storage: torch.UntypedStorage) -> Handle:
     """Return [kind, fields] of a storage, for one reader.
 
     Torch counts a release for each export, and keeps GPU memory until it has come. CPU memory is moved to shared memory
     the first time, to another address, and all tensors in it move too. Raises `PlacementError`.
     """
     if storage.device.type == "cuda":
-        return ["cuda", _export_cuda(storage)]
+        return "cuda", _export_cuda(storage)
     if not storage.is_shared():
         info = os.statvfs(SHARED_MEMORY)
         if (free := info.f_bavail * info.f_frsize) < storage.nbytes():
@@ -73,7 +76,7 @@ def export(storage: torch.UntypedStorage) -> list[Any]:
     if fd < 0:
         raise PlacementError(f"{nbytes} bytes of a file cannot be exported: torch has closed it; copy them to memory")
     # A reader in another namespace of processes may find another file under this path.
-    return ["fd", {"path": f"/proc/{os.getpid()}/fd/{fd}", "nbytes": nbytes, "inode": os.fstat(fd).st_ino}]
+    return "fd", {"path": f"/proc/{os.getpid()}/fd/{fd}", "nbytes": nbytes, "inode": os.fstat(fd).st_ino}
 
 
 def open_exported(kind: str, fields: dict[str, Any], device: torch.device, owner: str) -> torch.Tensor:
@@ -94,7 +97,7 @@ def open_exported(kind: str, fields: dict[str, Any], device: torch.device, owner
 def _export_cuda(storage: torch.UntypedStorage) -> dict[str, Any]:
     """Return a CUDA IPC handle as plain bytes and integers: what torch sends between processes, without pickling."""
     try:
-        fields = dict(zip(_CUDA_FIELDS, storage._share_cuda_(), strict=True))
+        fields = dict(zip(_CUDA_FIELDS, map(_as_plain, storage._share_cuda_()), strict=True))
     except RuntimeError as error:
         raise PlacementError(
             f"{storage.nbytes()} bytes on {storage.device} cannot be exported by CUDA IPC: {error}. If "
@@ -103,10 +106,14 @@ def _export_cuda(storage: torch.UntypedStorage) -> dict[str, Any]:
     return {**fields, "gpu_uuid": describe_device(storage.device)[1]}
 
 
+def _as_plain(value: Any) -> Any:
+    return value.hex() if isinstance(value, bytes) else value
+
+
 def _open_cuda(fields: dict[str, Any], device: torch.device, owner: str) -> torch.Tensor:
     # Opened under the reader's own index, also for another GPU's memory: so it maps over NVLink and this GPU's
     # kernels read it; under the owner's index the copies would run on the owner's GPU.
-    given = [fields[name] for name in _CUDA_FIELDS]
+    given = [bytes.fromhex(fields[name]) if name.endswith("handle") else fields[name] for name in _CUDA_FIELDS]
     given[0] = device.index
     torch.cuda.init()  # or a process that has not used its GPU yet crashes in the next call
     try:

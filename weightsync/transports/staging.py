@@ -7,25 +7,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from weightsync.control.runtime import Deadline
 from weightsync.errors import PlacementError, SyncTimeoutError
 from weightsync.kernels.copies import BatchedCopy
 from weightsync.kernels.digest import Digests, warm_up
 from weightsync.planning.layout import Box, Manifest, ShardLocation, coverage, itemsize, part_of, row_major
-from weightsync.planning.rows import Reads
+from weightsync.planning.rows import Arrival, Reads, Run, Storage
 from weightsync.planning.transfer_plan import TransferPlan
 from weightsync.transports.base import (
     DIGEST_BYTES,
-    Arrival,
     Endpoint,
     LocalTensor,
     LocalTensors,
-    Run,
     Wait,
     align,
     strided,
@@ -139,7 +138,7 @@ def slot_bytes(layout: Layout) -> int:
     return align(max((bundle.end for bundles in layout for bundle in bundles.values()), default=0))
 
 
-def endpoint(layout: Layout, storages: list[list[Any]], **fields: Any) -> Endpoint:
+def endpoint(layout: Layout, storages: list[Storage], **fields: Any) -> Endpoint:
     """Return what a worker is told whose slots have this layout.
 
     Beside `fields` it has the "slot_bytes", and the "runs" of each chunk as [rank, first byte in the slot, end].

@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from rich.console import Console
 from weightsync import __version__
 from weightsync.engines.child import free_port
 from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.planning.layout import TensorMeta
 from weightsync.report import format_bytes
 from weightsync.tools.bench import trainer
 from weightsync.tools.bench.cases import ASSUMED, ASSUMED_GLOO, BROADCAST, WEIGHTSYNC, Case, expand, floor, refusal
@@ -207,7 +208,7 @@ def _show_dry_run(console: Console, cases: Sequence[Case], sizes: Mapping[str, i
 def _nbytes(shape: str, folder: Path) -> int:
     """Return the bytes of a shape in bfloat16, which is what travels."""
     manifest = checkpoint_tensors(write_config(shape, folder / f"{shape}-config"))[1]
-    return sum(replace(tensor, dtype="bfloat16").nbytes for tensor in manifest)
+    return sum(TensorMeta(tensor.name, tensor.shape, "bfloat16").nbytes for tensor in manifest)
 
 
 def _environment(gpus: int) -> dict[str, Any]:

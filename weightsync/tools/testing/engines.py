@@ -179,7 +179,7 @@ class _Trainer:
             "engine": 0,
             "host": host,
             "port": port,
-            "token": self.listener.token.hex(),
+            "token": self.listener.token,
             "timeout_s": self.timeout_s,
             "process": this_process(),
         }

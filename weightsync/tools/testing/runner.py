@@ -13,8 +13,10 @@ from typing import Any
 
 from weightsync.control.runtime import Deadline
 from weightsync.control.wire import PREFIX_BYTES, Failure, Value, decode, encode
+from weightsync.errors import ErrorFields
 from weightsync.tools.testing.assertions import require
 
+_FAILED = Failure(ErrorFields("WeightSyncError", "this end has failed", None, None, {}))
 _PATIENCE = 8
 """Whoever waits for an end that has several waits of its own waits this many times as long."""
 
@@ -71,7 +73,7 @@ class Mail:
             try:
                 message = decode(self._pipes[end].recv_bytes()[PREFIX_BYTES:])
             except (EOFError, OSError):
-                message = Failure()
+                message = _FAILED
             if not isinstance(message, Value):
                 raise AnotherEndFailed(title(end, self.size))
             self._read[end].append(message.value)
@@ -80,7 +82,7 @@ class Mail:
         """Tell the others that this end has failed."""
         for pipe in self._pipes.values():
             with suppress(OSError):
-                pipe.send_bytes(encode(Failure()))
+                pipe.send_bytes(encode(_FAILED))
 
 
 def title(end: int, ranks: int) -> str:

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import torch
 
 from weightsync.control.ranks import Ranks, collective
+from weightsync.control.wire import typed
 from weightsync.errors import ManifestError
 from weightsync.planning.layout import Box, Manifest, TensorMeta, coverage, merge_manifests
-from weightsync.planning.rows import pack_manifest, unpack_manifest
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import Model, WeightSource
 from weightsync.tools.testing.assertions import dtype_name, region, require, same_bytes
@@ -61,8 +61,8 @@ def _check_own_shards(
     manifest = source.manifest(model)
     shards = source.shards(model)
     source.gather(manifest.names)
-    view.append(pack_manifest(manifest))
-    view.append([[shard.meta.name, list(shard.box.start), list(shard.box.size)] for shard in shards])
+    view.append(manifest)
+    view.append([(shard.meta.name, shard.box) for shard in shards])
 
     extra = sorted(set(manifest.names) - set(expected))
     require(not extra, f"the manifest has {extra}, which are not expected")
@@ -118,7 +118,7 @@ def _first_problem(views: Sequence[Any], expected: Mapping[str, torch.Tensor]) -
     for problem, _ in views:
         if problem is not None:
             return str(problem)
-    manifests = [unpack_manifest(view[0]) for _, view in views]
+    manifests = [typed(view[0], Manifest) for _, view in views]
     for rank, manifest in enumerate(manifests):
         if _common(manifest, manifests[0]) != _common(manifests[0], manifest):
             return (
@@ -130,7 +130,7 @@ def _first_problem(views: Sequence[Any], expected: Mapping[str, torch.Tensor]) -
         return f"the manifest lacks {absent}"
     boxes: dict[str, set[Box]] = defaultdict(set)
     for rank, (_, view) in enumerate(views):
-        times = Counter((name, Box(tuple(start), tuple(size))) for name, start, size in view[1])
+        times = Counter(typed(view[1], list[tuple[str, Box]]))
         for (name, box), count in times.items():
             if count > 1:
                 return f"rank {rank} reports {name}{box} {count} times"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -13,17 +13,17 @@ import torch
 
 from weightsync.control.runtime import Deadline, boot_id, describe_device
 from weightsync.control.update import Update
-from weightsync.control.wire import MachineInfo
+from weightsync.control.wire import MachineInfo, typed
 from weightsync.errors import PlacementError
 from weightsync.kernels.digest import MASK, WHOLE, digest
-from weightsync.planning.layout import Box, Manifest, TensorMeta, coverage, itemsize
-from weightsync.planning.rows import Reads, pack_locations, unpack_locations
+from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, coverage, itemsize
+from weightsync.planning.rows import Arrival, Reads, Run, Storage
 from weightsync.planning.transfer_plan import Route, TransferPlan, make_chunks
 from weightsync.sources.base import TensorShard
 from weightsync.strategies.base import locate
 from weightsync.tools.testing.assertions import PROMPT_S, must_end, region, require, same_bytes
 from weightsync.tools.testing.runner import Mail, run_together
-from weightsync.transports.base import DIGEST_BYTES, LocalTensors, Run, Transport, TransportReceiver, strided
+from weightsync.transports.base import DIGEST_BYTES, LocalTensors, Transport, TransportReceiver, strided
 from weightsync.transports.proof import Proof
 
 
@@ -200,21 +200,21 @@ class _Rank:
             )
         tensors = LocalTensors(locate(shards, mail.rank), self.gather)
         unmapped = sorted({location.name for location, each in tensors.at.items() if not transport.can_map(each)})
-        everyone = mail.gather([pack_locations(tensors.at), unmapped], "plan")
-        packed = self.compile(everyone, cut).pack() if mail.rank == 0 else None
-        self.plan = TransferPlan.unpack(mail.broadcast(packed, "plan"))
+        own = [*tensors.at], unmapped
+        everyone = typed(mail.gather(own, "plan"), list[tuple[list[ShardLocation], list[str]]])
+        made = self.compile(everyone, cut) if mail.rank == 0 else None
+        self.plan = typed(mail.broadcast(made, "plan"), TransferPlan)
         self.pushes = 0
         endpoints = transport.prepare(self.plan, tensors, self.update)
         self.version = max(self.version, transport.newest_version)
-        in_place = [[*astuple(run)] for run in transport.in_place()]
-        rows = mail.gather([[each.storages for each in endpoints], in_place], "connect")
+        rows = mail.gather([[each.storages for each in endpoints], transport.in_place()], "connect")
         self.order(
             *(
                 {
                     "do": "connect",
                     "storages": [row for storages, _ in rows for row in storages[at]],
                     "in_place": [row for _, those in rows for row in those],
-                    "arrivals": [[pack_locations(a.locations), [*map(astuple, a.runs)]] for a in endpoint.arrivals],
+                    "arrivals": endpoint.arrivals,
                     "staged": [not chunk.in_place for chunk in self.plan.chunks],
                     "cut": [at, len(endpoints), cut],
                     "fields": endpoint.fields,
@@ -226,7 +226,7 @@ class _Rank:
         self.hear()
 
     def compile(self, everyone: Sequence[Any], cut: bool) -> TransferPlan:
-        locations = [location for rows, _ in everyone for location in unpack_locations(rows)]
+        locations = [location for own, _ in everyone for location in own]
         reads = tuple(_reads(worker, len(self.workers), cut) for worker in range(len(self.workers)))
         route = self.transport.route(self.ranks, self.workers, _MANIFEST, locations, reads)
         in_place = frozenset(_TRIAL).difference(*(names for _, names in everyone))
@@ -337,9 +337,11 @@ class _Worker:
 
     def connect(self, order: dict[str, Any]) -> None:
         self.source = source = self.source or self.open_receiver()
-        source.connect(order["storages"], order["fields"], self.mail.wait, Deadline(self.mail.timeout_s))
-        self.chunks = [(unpack_locations(rows), [Run(*row) for row in runs]) for rows, runs in order["arrivals"]]
-        in_place = [Run(*row) for row in order["in_place"]]
+        source.connect(
+            typed(order["storages"], list[Storage]), order["fields"], self.mail.wait, Deadline(self.mail.timeout_s)
+        )
+        self.chunks = [(arrival.locations, arrival.runs) for arrival in typed(order["arrivals"], list[Arrival])]
+        in_place = typed(order["in_place"], list[Run])
         self.mapped_ranks = sorted({run.rank for run in in_place})
         self.proof = Proof([[self.bytes_of(r) for r in in_place if r.rank == rank] for rank in self.mapped_ranks])
         for (locations, runs), staged in zip(self.chunks, order["staged"], strict=True):
