@@ -85,6 +85,7 @@ GOLDEN: list[tuple[Message, str]] = [
             hints=["y"],
             load_paths={"in_place": 1},
             left_out=["v.w"],
+            kept=["drafter.w"],
         ),
         (
             "a00000008aa174a84c6f6164506c616ea47573656481a177a862666c6f61743136a77061727469616c81a177919292000092"

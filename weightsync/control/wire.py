@@ -93,6 +93,7 @@ class LoadPlan(Message):
     hints: list[str]  # the tensor names that would fill them, where other layers tell
     load_paths: dict[str, int]  # load path -> how many modules take it
     left_out: list[str]  # tensors of a part of the model that the engine was started without
+    kept: list[str]  # parameters of a drafter that no tensor fills, and that stay as they are
 
 
 @dataclass(frozen=True)

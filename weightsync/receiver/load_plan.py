@@ -15,7 +15,7 @@ from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import Box, Manifest, coverage, fuse_groups, itemsize
 from weightsync.planning.rows import pack_reads
 from weightsync.receiver.checkpoint_quantize import Pair, collapse, expand, find_pairs, renamed, unpacked
-from weightsync.receiver.engine_model import EngineModel
+from weightsync.receiver.engine_model import DRAFTER, EngineModel
 from weightsync.receiver.experiment import choose_load_paths
 from weightsync.receiver.module_groups import Addresses, ModuleGroup, find_groups
 from weightsync.receiver.trace import Fill, Trace, named_tensors, trace_loader, uncovered, writers
@@ -69,12 +69,11 @@ class LoadPlanner:
         Raises `UnsupportedError` for a model with modules that cannot be reloaded.
         """
         pristine = self._model.pristine()
-        load = partial(self._model.load_weights, pristine)
         with unpacked(pristine) as packs:
-            seen = trace_loader(pristine, load, manifest)
+            seen = self._trace(manifest)
             pairs, unfit = find_pairs(pristine, manifest, seen)
         if pairs or packs:
-            seen = trace_loader(pristine, load, expand(manifest, pairs))
+            seen = self._trace(expand(manifest, pairs))
         landed, trace = renamed(seen, pairs), collapse(seen, pairs)
         self._refuse_made(trace)
         self._find_groups()
@@ -87,6 +86,8 @@ class LoadPlanner:
         load_path = _load_paths(self._groups, {group_of[param] for param in trace.computed})
         sources = _sources(trace, group_of)
         missing, doubled = uncovered(pristine, seen)
+        kept = [] if self._fills_drafter(trace) else [param for param in missing if _is_drafters(param)]
+        missing = {param: boxes for param, boxes in missing.items() if param not in kept}
         held = named_tensors(pristine)
         counts = Counter(load_path.values())
         answer = LoadPlan(
@@ -99,21 +100,52 @@ class LoadPlanner:
             hints=_hints(landed, missing),
             load_paths={name: counts[name] for name in LOAD_PATHS},
             left_out=self._left_out(manifest, trace),
+            kept=[*kept, *self._model.kept],
         )
         return TracedLoad(manifest, answer, trace, pairs, load_path, group_of, sources)
 
-    def _left_out(self, manifest: Manifest, trace: Trace) -> list[str]:
-        """Return the tensors that the loader passes over, and would look at if the engine had all of its parts.
+    def _trace(self, manifest: Manifest) -> Trace:
+        """Trace the loader of the model, and that of its drafter for the parameters that the drafter has to itself."""
+        trace, drafted = self._trace_model(manifest), self._trace_drafter(manifest)
+        own = {param: names for param, names in drafted.computed.items() if _is_drafters(param)}
+        return Trace(
+            copies=trace.copies + [copy for copy in drafted.copies if _is_drafters(copy.param)],
+            fills=trace.fills + [fill for fill in drafted.fills if _is_drafters(fill.param)],
+            computed=trace.computed | own,
+            refused=trace.refused | drafted.refused,
+            unknown=[name for name in trace.unknown if name not in _read(drafted)],
+        )
 
-        Those that it would refuse then are passed over too: a cold start from them is the same engine.
-        """
+    def _trace_model(self, manifest: Manifest) -> Trace:
         pristine = self._model.pristine()
+        return trace_loader(pristine, partial(self._model.load_weights, pristine), manifest)
+
+    def _trace_drafter(self, manifest: Manifest) -> Trace:
+        pristine = self._model.pristine()
+        drafter = pristine._modules.get(DRAFTER)
+        if drafter is None:
+            return Trace()
+        return trace_loader(pristine, partial(self._model.load_weights, drafter), manifest, may_lack=True)
+
+    def _fills_drafter(self, trace: Trace) -> bool:
+        """Return whether the trainer has any tensor of the drafter, beside those of which the model has a copy too."""
+        own = {*(copy.param for copy in trace.copies), *trace.computed}
+        modules = {param.removeprefix(f"{DRAFTER}.").rpartition(".")[0] for param in own if _is_drafters(param)}
+        return not modules <= {name for name, _ in self._model.pristine().named_modules()}
+
+    def _left_out(self, manifest: Manifest, trace: Trace) -> list[str]:
+        """Return the tensors that no loader puts anywhere, for a part of the model that the engine was started without.
+
+        Those that the loader would refuse if the engine had all of its parts are passed over too: a cold start from
+        them is the same engine. So it is with a drafter's own copies of modules that vLLM has it share with the model.
+        """
         known = _seen(trace)
         if known.issuperset(manifest.names):
             return []
-        with self._model.complete(pristine) as has_more:
-            more = trace_loader(pristine, partial(self._model.load_weights, pristine), manifest) if has_more else trace
-        return [name for name in manifest.names if name in _seen(more) - known]
+        more = _read(self._trace_drafter(manifest))
+        with self._model.complete(self._model.pristine()) as has_more:
+            more |= _seen(self._trace_model(manifest)) if has_more else set()
+        return [name for name in manifest.names if name in more - known]
 
     def locate(self) -> None:
         """Note where the live tensors lie now."""
@@ -172,7 +204,15 @@ def _sources(trace: Trace, group_of: Mapping[str, ModuleGroup]) -> dict[ModuleGr
 
 def _seen(trace: Trace) -> set[str]:
     """Return the tensors that the loader has read or refused."""
-    return {copy.name for copy in trace.copies}.union(trace.refused, trace.unknown, *trace.computed.values())
+    return _read(trace).union(trace.refused, trace.unknown)
+
+
+def _read(trace: Trace) -> set[str]:
+    return {copy.name for copy in trace.copies}.union(*trace.computed.values())
+
+
+def _is_drafters(param: str) -> bool:
+    return param.startswith(f"{DRAFTER}.")
 
 
 def _used(

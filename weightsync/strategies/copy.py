@@ -251,6 +251,13 @@ class CopyWeights(FleetStrategy):
                 len(unused),
                 unused[0],
             )
+        if kept := list(dict.fromkeys(param for plan in plans for param in plan.kept)):
+            logger.warning(
+                "%d parameters of the engine's drafter keep their values, such as %s: no tensor of the trainer is for "
+                "them, and fewer of the tokens that it drafts may be accepted",
+                len(kept),
+                kept[0],
+            )
         as_it_is = {name for pair in together for name in pair}
         travelling = wire_manifest(manifest, plans, options.selection, as_it_is)
         locations = [location for location in locations if location.name in travelling]
