@@ -18,7 +18,6 @@ from engines import ANSWER_TOKENS, PROMPTS, TIMEOUT_S, Answer, Engines, Remote, 
 from torch import nn
 
 from weightsync import TensorSelection, WeightSync
-from weightsync.errors import ManifestError
 
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine

@@ -128,10 +128,14 @@ class LoadPlanner:
         return trace_loader(pristine, partial(self._model.load_weights, drafter), manifest, may_lack=True)
 
     def _fills_drafter(self, trace: Trace) -> bool:
-        """Return whether the trainer has any tensor of the drafter, beside those of which the model has a copy too."""
-        own = {*(copy.param for copy in trace.copies), *trace.computed}
-        modules = {param.removeprefix(f"{DRAFTER}.").rpartition(".")[0] for param in own if _is_drafters(param)}
-        return not modules <= {name for name, _ in self._model.pristine().named_modules()}
+        """Return whether the trainer has any tensor that is the drafter's alone.
+
+        An embedding that another pipeline stage has for the model is none. This worker's model has a gap there.
+        """
+        written = {*(copy.param for copy in trace.copies), *trace.computed}
+        modules = {param.removeprefix(f"{DRAFTER}.").rpartition(".")[0] for param in written if _is_drafters(param)}
+        named = self._model.pristine().named_modules()
+        return not modules <= {name for name, module in named if not module._parameters}
 
     def _left_out(self, manifest: Manifest, trace: Trace) -> list[str]:
         """Return the tensors that no loader puts anywhere, for a part of the model that the engine was started without.
