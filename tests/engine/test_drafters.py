@@ -167,3 +167,32 @@ def test_layers_that_predict_more_tokens_are_pushed_too(engines: Remote, layout:
         answer, drafts = engines.call(ask)
         assert_same(answer, answers[weights][0], f"push of {weights}")
         assert drafts == answers[weights][1]
+
+
+@pytest.mark.parametrize(
+    "drafts", ["nothing of its own", "from another checkpoint", "from layers that the trainer lacks"]
+)
+def test_a_drafter_that_no_tensor_is_for_stays_and_the_log_says_so(engines: Remote, drafts: str):
+    layout, selection = "mimo", TensorSelection(exclude=("*mtp_layers*",))
+    speculative: dict[str, Any] = MTP
+    if drafts == "nothing of its own":
+        speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    elif drafts == "from another checkpoint":
+        other = engines.call(Engines.checkpoint, "qwen2", "C")
+        speculative = {"method": "draft_model", "model": str(other), "num_speculative_tokens": 2}
+    answers = engines.call(cold, layout, speculative, {}, timeout_s=300)
+    assert answers["A"][0] != answers["B"][0]
+    engines.call(connect, layout, selection)
+    before = {} if "nothing" in drafts else engines.call(drafters_tensors)
+    for number, weights in enumerate("BA"):
+        lines = engines.call(push, weights)
+        assert sum("of the engine's drafter keep their values" in line for line in lines) == (
+            0 if number or "nothing" in drafts else 1
+        )
+        answer, drafted = engines.call(ask)
+        assert_same(answer, answers[weights][0], f"push of {weights}")
+        if "layers" not in drafts:
+            assert drafted == answers[weights][1]
+    shared = ("embed_tokens.weight", "lm_head.weight") if "layers" in drafts else ()
+    after = {} if "nothing" in drafts else engines.call(drafters_tensors)
+    assert [name for name in before if not torch.equal(before[name], after[name]) and not name.endswith(shared)] == []
