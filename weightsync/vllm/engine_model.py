@@ -68,7 +68,8 @@ class VllmModel:
         compat.check_experts(config)
         if getattr(config.parallel_config, "enable_eplb", False):
             raise UnsupportedError(
-                "expert load balancing moves experts between slots; start the engine without enable_eplb"
+                "expert load balancing moves experts between slots, and vLLM's loader fills the slots as they were at "
+                "the start; start the engine without enable_eplb"
             )
         if getattr(config.cache_config, "cpu_offload_gb", 0) or getattr(
             getattr(getattr(config, "offload_config", None), "uva", None), "cpu_offload_gb", 0
