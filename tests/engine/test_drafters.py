@@ -169,30 +169,48 @@ def test_layers_that_predict_more_tokens_are_pushed_too(engines: Remote, layout:
         assert drafts == answers[weights][1]
 
 
-@pytest.mark.parametrize(
-    "drafts", ["nothing of its own", "from another checkpoint", "from layers that the trainer lacks"]
-)
+@pytest.mark.parametrize("drafts", ["from another checkpoint", "from layers that the trainer lacks"])
 def test_a_drafter_that_no_tensor_is_for_stays_and_the_log_says_so(engines: Remote, drafts: str):
-    layout, selection = "mimo", TensorSelection(exclude=("*mtp_layers*",))
+    layout, selection, is_apart = (
+        "mimo",
+        TensorSelection(exclude=("*mtp_layers*",)),
+        drafts == "from another checkpoint",
+    )
     speculative: dict[str, Any] = MTP
-    if drafts == "nothing of its own":
-        speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-    elif drafts == "from another checkpoint":
+    if is_apart:
         other = engines.call(Engines.checkpoint, "qwen2", "C")
         speculative = {"method": "draft_model", "model": str(other), "num_speculative_tokens": 2}
     answers = engines.call(cold, layout, speculative, {}, timeout_s=300)
     assert answers["A"][0] != answers["B"][0]
     engines.call(connect, layout, selection)
-    before = {} if "nothing" in drafts else engines.call(drafters_tensors)
+    before = engines.call(drafters_tensors)
     for number, weights in enumerate("BA"):
-        lines = engines.call(push, weights)
-        assert sum("of the engine's drafter keep their values" in line for line in lines) == (
-            0 if number or "nothing" in drafts else 1
-        )
+        told = [line for line in engines.call(push, weights) if "of the engine's drafter keep their values" in line]
+        assert len(told) == (number == 0)
         answer, drafted = engines.call(ask)
         assert_same(answer, answers[weights][0], f"push of {weights}")
-        if "layers" not in drafts:
-            assert drafted == answers[weights][1]
-    shared = ("embed_tokens.weight", "lm_head.weight") if "layers" in drafts else ()
-    after = {} if "nothing" in drafts else engines.call(drafters_tensors)
+        assert drafted == answers[weights][1] or not is_apart
+    after = engines.call(drafters_tensors)
+    shared = () if is_apart else ("embed_tokens.weight", "lm_head.weight")
     assert [name for name in before if not torch.equal(before[name], after[name]) and not name.endswith(shared)] == []
+
+
+def serve_two_workers(engines: Engines, speculative: dict[str, Any]) -> dict[str, Answer]:
+    return engines.serve("qwen2", 2, speculative_config=speculative)
+
+
+def connect_plain(engines: Engines) -> None:
+    engines.release()
+    engines.model = tiny_models.build("qwen2", "A")
+    engines.sync = WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S)
+
+
+def test_where_drafts_come_from_the_prompt_there_is_only_the_model(engines: Remote):
+    # Its workers are processes: in one that has drafted so, vLLM's engine for CPUs does not start a second time.
+    speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    answers = engines.call(serve_two_workers, speculative, timeout_s=240)
+    assert answers["A"] != answers["B"]
+    engines.call(connect_plain)
+    for weights in "BA":
+        assert not any("drafter" in line for line in engines.call(push, weights))
+        assert_same(engines.call(Engines.ask), answers[weights], f"push of {weights}")
