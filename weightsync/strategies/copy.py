@@ -29,7 +29,7 @@ from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES, Route, Transfer
 from weightsync.report import Progress, PushReport, WorkerReport
 from weightsync.sources.base import LastShards, Model, TensorShard, WeightSource
 from weightsync.sources.quantize import QuantizingSource, pairs
-from weightsync.strategies.base import FleetStrategy, Options, locate
+from weightsync.strategies.base import FleetStrategy, Options, locate, warn_of_kept
 from weightsync.transports.base import Arrival, LocalTensor, LocalTensors, Transport
 
 logger = logging.getLogger(__name__)
@@ -251,13 +251,7 @@ class CopyWeights(FleetStrategy):
                 len(unused),
                 unused[0],
             )
-        if kept := list(dict.fromkeys(param for plan in plans for param in plan.kept)):
-            logger.warning(
-                "%d parameters of the engine's drafter keep their values, such as %s: no tensor of the trainer is for "
-                "them, and fewer of the tokens that it drafts may be accepted",
-                len(kept),
-                kept[0],
-            )
+        warn_of_kept(plans)
         as_it_is = {name for pair in together for name in pair}
         travelling = wire_manifest(manifest, plans, options.selection, as_it_is)
         locations = [location for location in locations if location.name in travelling]

@@ -26,7 +26,7 @@ from weightsync.planning.layout import Manifest, merge_manifests
 from weightsync.planning.rows import pack_manifest, unpack_locations, unpack_manifest
 from weightsync.report import PushReport, WorkerReport
 from weightsync.sources.base import Model
-from weightsync.strategies.base import FleetStrategy, Options
+from weightsync.strategies.base import FleetStrategy, Options, warn_of_kept
 from weightsync.transports import handle_file
 
 if TYPE_CHECKING:
@@ -184,7 +184,9 @@ class SharedMemory(FleetStrategy):
             manifest = merge_manifests([unpack_manifest(own) for own, _ in everyone])
             fleet = self._call_in(update)
             check_pairs([host for _, host in everyone], fleet.workers)
-            if unused := check_plans(manifest, fleet.plan(pack_manifest(manifest)), False):
+            plans = fleet.plan(pack_manifest(manifest))
+            warn_of_kept(plans)
+            if unused := check_plans(manifest, plans, False):
                 raise PlacementError(
                     f"the engine was started without the part of the model that {unused[0]} is of, so that the two "
                     'cannot share it; use transport="ipc", or attach a model without that part'
