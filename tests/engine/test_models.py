@@ -300,15 +300,15 @@ An engine that was started with `speculative_config` may have a second model, wh
 
 | `method` | its drafter | a push |
 | --- | --- | --- |
-| `mtp` | layers of the model's own checkpoint | fills the drafter too, by the drafter's own loader |
-| `eagle`, `eagle3`, `medusa`, `draft_model` | has a checkpoint of its own | leaves it, but for the embeddings and the head that vLLM has it share with the model |
+| `mtp` | layers of the model's own checkpoint | fills it too, by its own loader |
+| `eagle`, `eagle3`, `medusa`, `draft_model` | a checkpoint of its own | leaves it, but for what it shares with the model |
 | `ngram`, `suffix` | none | is as any other |
 
-A trainer may lack the layers of `mtp`, as transformers' own models do. Such a drafter stays as it is. The log names what
-stays, once. A trainer that has a part of these layers is refused.
+A trainer may lack the layers of `mtp`, as transformers' own models do. Such a drafter stays as it is, and the log says
+so once. A trainer that has a part of these layers is refused. A drafter that stays changes how many of its tokens are
+accepted, and not which are answered.
 
-A drafter that stays changes how many of its tokens are accepted, and not which are answered. Tested with real engines,
-with equal answers and equal drafts: MiMo and DeepSeek-V3 with `mtp`, `draft_model` and `ngram`. GLM-4.5 with `mtp` was
+Tested with real engines, with equal answers and equal drafts: MiMo and DeepSeek-V3 with `mtp`. GLM-4.5 with `mtp` was
 shown by its load plan.
 
 ## Pipeline stages

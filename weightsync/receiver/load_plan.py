@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -17,7 +17,7 @@ from weightsync.planning.rows import pack_reads
 from weightsync.receiver.checkpoint_quantize import Pair, collapse, expand, find_pairs, renamed, unpacked
 from weightsync.receiver.engine_model import DRAFTER, EngineModel
 from weightsync.receiver.experiment import choose_load_paths
-from weightsync.receiver.module_groups import Addresses, ModuleGroup, find_groups
+from weightsync.receiver.module_groups import Addresses, ModuleGroup, find_groups, moved_views
 from weightsync.receiver.trace import Fill, Trace, named_tensors, trace_loader, uncovered, writers
 
 IN_PLACE, FUSED_QUANTIZE, RELOAD, NATIVE_LOADER = LOAD_PATHS = ("in_place", "fused_quantize", "reload", "native_loader")
@@ -74,6 +74,11 @@ class LoadPlanner:
             pairs, unfit = find_pairs(pristine, manifest, seen)
         if pairs or packs:
             seen = self._trace(expand(manifest, pairs))
+        for param, buffers in moved_views(self._model.live, pristine).items():
+            seen.copies += [
+                replace(copy, param=name) for copy in seen.copies if copy.param == param for name in buffers
+            ]
+            seen.computed |= {name: seen.computed[param] for name in buffers if param in seen.computed}
         landed, trace = renamed(seen, pairs), collapse(seen, pairs)
         self._refuse_made(trace)
         self._find_groups()
