@@ -301,7 +301,7 @@ An engine that was started with `speculative_config` may have a second model, wh
 | `method` | its drafter | a push |
 | --- | --- | --- |
 | `mtp` | layers of the model's own checkpoint | fills it too, by its own loader |
-| `eagle`, `eagle3`, `medusa`, `draft_model` | a checkpoint of its own | leaves it, but for what it shares with the model |
+| `eagle`, `eagle3`, `medusa`, `draft_model` | a checkpoint of its own | leaves what is its own |
 | `ngram`, `suffix` | none | is as any other |
 
 A trainer may lack the layers of `mtp`, as transformers' own models do. Such a drafter stays as it is, and the log says

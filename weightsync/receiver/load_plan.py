@@ -74,11 +74,10 @@ class LoadPlanner:
             pairs, unfit = find_pairs(pristine, manifest, seen)
         if pairs or packs:
             seen = self._trace(expand(manifest, pairs))
-        for param, buffers in moved_views(self._model.live, pristine).items():
-            seen.copies += [
-                replace(copy, param=name) for copy in seen.copies if copy.param == param for name in buffers
-            ]
-            seen.computed |= {name: seen.computed[param] for name in buffers if param in seen.computed}
+        for view, param in moved_views(self._model.live, pristine).items():
+            seen.copies += [replace(copy, param=view) for copy in seen.copies if copy.param == param]
+            if param in seen.computed:
+                seen.computed[view] = seen.computed[param]
         landed, trace = renamed(seen, pairs), collapse(seen, pairs)
         self._refuse_made(trace)
         self._find_groups()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -77,21 +76,21 @@ def find_groups(live: nn.Module, pristine: nn.Module) -> list[ModuleGroup]:
     return groups
 
 
-def moved_views(live: nn.Module, pristine: nn.Module) -> dict[str, list[str]]:
+def moved_views(live: nn.Module, pristine: nn.Module) -> dict[str, str]:
     """Return the buffers that were made as views of a parameter and, in `live`, have another memory than that has now.
 
-    They are in lists by the name of the parameter. A kernel may have packed that, and the model may work with both.
+    Each is returned with the name of its parameter, which a kernel may have packed. The model may work with both.
     """
     params = {param.untyped_storage()._cdata: name for name, param in pristine.named_parameters()}
     here = dict(live.named_parameters()) | dict(live.named_buffers())
-    found: dict[str, list[str]] = defaultdict(list)
-    for name, buffer in pristine.named_buffers():
-        param = params.get(buffer.untyped_storage()._cdata)
-        if param in here and name in here:
-            own, other = (here[tensor].untyped_storage().data_ptr() for tensor in (name, param))
-            if own != other:
-                found[param].append(name)
-    return found
+    views = ((name, params.get(buffer.untyped_storage()._cdata)) for name, buffer in pristine.named_buffers())
+    return {
+        name: param
+        for name, param in views
+        if param in here
+        and name in here
+        and here[name].untyped_storage().data_ptr() != here[param].untyped_storage().data_ptr()
+    }
 
 
 class Place(NamedTuple):
