@@ -294,6 +294,28 @@ number of experts that its ranks do not divide evenly is refused.
 vLLM leaves a vision tower out when `limit_mm_per_prompt` allows no image. A trainer may push the whole model to such an
 engine. The tower's tensors are not sent, and the log says so once.
 
+## Drafters
+
+An engine that was started with `speculative_config` may have a second model, which drafts tokens:
+
+| `method` | its drafter | a push |
+| --- | --- | --- |
+| `mtp` | layers of the model's own checkpoint | fills it too, by its own loader |
+| `eagle`, `eagle3`, `medusa`, `draft_model` | a checkpoint of its own | leaves what is its own |
+| `ngram`, `suffix` | none | is as any other |
+
+A trainer may lack the layers of `mtp`, as transformers' own models do. Such a drafter stays as it is, and the log says
+so once. A trainer that has a part of these layers is refused. A drafter that stays changes how many of its tokens are
+accepted, and not which are answered.
+
+Tested with real engines, with equal answers and equal drafts: MiMo and DeepSeek-V3 with `mtp`. GLM-4.5 with `mtp` was
+shown by its load plan.
+
+## Pipeline stages
+
+Each worker of an engine with `pipeline_parallel_size` takes the tensors of its own stage. Pushed equals cold for Qwen3
+and for a Llama with tied embeddings, in two stages.
+
 ## On a GPU
 
 On an H200 with vLLM 0.26.0, transformers 5.17.0, CUDA graphs and a trainer in the engine's process, pushed equals cold

@@ -14,7 +14,7 @@ import torch
 from engines import Trainers
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron_models import FAMILIES, Mesh, build, checkpoint, hf_config, load, logits, on_cpu
+from megatron_models import FAMILIES, Mesh, build, checkpoint, hf_config, load, logits, on_cpu, with_mtp
 from ranks import run_ranks
 from torch import nn
 
@@ -104,6 +104,32 @@ FOUR_RANKS: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
     "TP, EP, TP of experts": ("qwen3_moe", Mesh(tp=2, ep=2, etp=2), {"padding": 5}),
     "EP, PP": ("deepseek_v3", Mesh(pp=2, ep=2), {}),
 }
+
+
+MORE_TOKENS: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
+    "one more token, TP": ("deepseek_v3", Mesh(tp=2, etp=2), {"padding": 5}),
+    "one more token, PP": ("qwen3", Mesh(pp=2), {}),
+    "one more token, PP, tied": ("qwen3", Mesh(pp=2), {"tie_word_embeddings": True}),
+    "one more token, EP": ("qwen3_moe", Mesh(ep=2), BF16),
+}
+
+
+def check_more_tokens(_: object, folder: Path) -> None:
+    for what, (family, mesh, options) in MORE_TOKENS.items():
+        padding, dtype = options.pop("padding", 0), options.pop("dtype", torch.float32)
+        config = hf_config(family, **options)
+        torch.manual_seed(1)
+        state = with_mtp(pretrained(folder, config, dtype)[1], config)
+        chunks = build(config, mesh, dtype, padding, mtp_num_layers=1)
+        load(chunks, config, state)
+        try:
+            check_source(partial(MegatronSource, vocab_size=config.vocab_size), chunks, state)
+        except AssertionError as error:
+            raise AssertionError(f"{what}: {error}") from None
+
+
+def test_layers_that_predict_more_tokens_have_the_names_of_checkpoints(trainers: Trainers, tmp_path: Path) -> None:
+    trainers.call(check_more_tokens, tmp_path)
 
 
 def check_cases(_: object, folder: Path, cases: dict[str, tuple[str, Mesh, dict[str, Any]]]) -> None:

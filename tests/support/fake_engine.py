@@ -33,6 +33,7 @@ class ModuleHost:
         self.device = torch.device("cpu")
         self.dtype = torch.float32
         self.all_reduce_max = None
+        self.kept: list[str] = []
         self.post_process = post_process
         self.refreshed = 0
         self.left_out: dict[str, Callable[[], nn.Module]] = {}

@@ -205,7 +205,7 @@ def expert_count(hf: Any) -> int | None:
 def build(hf: Any, mesh: Mesh, dtype: torch.dtype = torch.float32, padding: int = 0, **more: Any) -> list[nn.Module]:
     """Collective: every trainer rank calls this. This rank's chunks, on local layer specs, with random weights."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
@@ -229,6 +229,8 @@ def build(hf: Any, mesh: Mesh, dtype: torch.dtype = torch.float32, padding: int 
             )
             for layer in spec.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = PlainAttention
+            is_last = pp == mesh.pp - 1 and stage == (mesh.vpp or 1) - 1
+            more_tokens = {"use_transformer_engine": False, "vp_stage": stage if mesh.vpp else None}
             chunks.append(
                 GPTModel(
                     config,
@@ -236,7 +238,8 @@ def build(hf: Any, mesh: Mesh, dtype: torch.dtype = torch.float32, padding: int 
                     vocab_size=hf.vocab_size + padding,
                     max_sequence_length=hf.max_position_embeddings,
                     pre_process=pp == 0 and stage == 0,
-                    post_process=pp == mesh.pp - 1 and stage == (mesh.vpp or 1) - 1,
+                    post_process=is_last,
+                    mtp_block_spec=get_gpt_mtp_block_spec(config, spec, **more_tokens) if is_last else None,
                     share_embeddings_and_output_weights=hf.tie_word_embeddings,
                     position_embedding_type="rope",
                     rotary_base=hf.rope_parameters["rope_theta"],
@@ -282,6 +285,9 @@ def load(chunks: list[nn.Module], hf: Any, state: HfState) -> None:
                 _, _, local, rest = name.split(".", 3)
                 layer = chunk.decoder.layers[int(local)]
                 whole = layer_tensor(rest, layer.layer_number - 1, hf, state, layer)
+            elif name.startswith("mtp.layers."):
+                _, _, local, rest = name.split(".", 3)
+                whole = mtp_tensor(rest, int(local), hf, state, chunk.mtp.layers[int(local)].transformer_layer)
             else:
                 whole = outer_tensor(name, chunk, hf, state)
             group = (
@@ -308,6 +314,25 @@ def outer_tensor(name: str, chunk: Any, hf: Any, state: HfState) -> torch.Tensor
     rows = state["model.embed_tokens.weight" if tied else "lm_head.weight"]
     padding = torch.full((chunk.vocab_size - len(rows), rows.shape[1]), float("nan"), dtype=rows.dtype)
     return torch.cat([rows, padding])
+
+
+def with_mtp(state: HfState, hf: Any) -> dict[str, torch.Tensor]:
+    """A checkpoint with a layer more, which predicts the token after the next one."""
+    last, new = (f"model.layers.{hf.num_hidden_layers - 1 + n}." for n in (0, 1))
+    state = {**state, **{new + name.removeprefix(last): t + 1 for name, t in state.items() if name.startswith(last)}}
+    width = hf.hidden_size
+    shapes = {"enorm": (width,), "hnorm": (width,), "shared_head.norm": (width,), "eh_proj": (width, 2 * width)}
+    like = state["model.norm.weight"]
+    return state | {f"{new}{name}.weight": torch.randn(shape).to(like) for name, shape in shapes.items()}
+
+
+def mtp_tensor(name: str, number: int, hf: Any, state: HfState, layer: Any) -> torch.Tensor:
+    """The whole Megatron tensor `name` of layer `number` of those that predict more tokens."""
+    at = hf.num_hidden_layers + number
+    if name.startswith("transformer_layer."):
+        return layer_tensor(name.removeprefix("transformer_layer."), at, hf, state, layer)
+    kind = name.removesuffix(".weight").replace("final_layernorm", "shared_head.norm")
+    return state[f"model.layers.{at}.{kind}.weight"]
 
 
 def layer_tensor(name: str, number: int, hf: Any, state: HfState, layer: Any) -> torch.Tensor:

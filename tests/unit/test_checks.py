@@ -29,6 +29,7 @@ def planned(offered: Manifest, **changes: Any) -> LoadPlan:
         "reloads": [],
         "load_paths": {},
         "left_out": [],
+        "kept": [],
     }
     return LoadPlan(**(answer | {"used": used, "missing": absent, "hints": absent} | changes))
 

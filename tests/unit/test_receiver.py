@@ -158,6 +158,36 @@ def test_a_loader_that_changes_what_it_is_given_does_so_once(in_place: tuple[str
     assert torch.equal(host.live.other.weight, 2 * b)
 
 
+class KeepsAView(nn.Module):
+    """As a Mamba 2: the mixer has a view of the weights of its convolution, which a kernel packs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = OneParameter(lambda param, tensor: param.copy_(tensor))
+        self.register_buffer("view", self.conv.weight.data.view(4, 2, 3), persistent=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.conv.load_weights(weights)
+
+
+def pack(module: nn.Module) -> None:
+    if isinstance(module, OneParameter):
+        module.weight.data = module.weight.data.flip(0).clone()
+
+
+@pytest.mark.parametrize("post_process", [lambda module: None, pack], ids=["none", "packs"])
+def test_a_view_of_what_a_kernel_packs_is_loaded_too(post_process: Callable[[nn.Module], None]):
+    a, b = torch.randn(4, 6), torch.randn(4, 6)
+    host = ModuleHost(KeepsAView, {"conv.weight": a}, post_process)
+    trainer = MemoryTrainer(host, tensors={"conv.weight": a})
+    for weight in (b, a, b):
+        trainer.tensors = {"conv.weight": weight}
+        trainer.push()
+        assert torch.equal(host.live.view, weight.view(4, 2, 3))
+        expected = ModuleHost(KeepsAView, {"conv.weight": weight}, post_process).live.conv.weight
+        assert torch.equal(host.live.conv.weight, expected)
+
+
 class MakesItsBias(OneParameter):
     """Its loader makes a parameter anew each time, as vLLM's transformers backend does with the bias of a head."""
 

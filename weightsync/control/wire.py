@@ -91,6 +91,7 @@ class LoadPlan(Message, frozen=True):
     hints: list[str]  # the tensor names that would fill them, where other layers tell
     load_paths: dict[str, Count]  # load path -> how many modules take it
     left_out: list[str]  # tensors of a part of the model that the engine does not run
+    kept: list[str]  # parameters of a drafter that no tensor fills, and that stay as they are
 
 
 class Connect(Message, frozen=True):

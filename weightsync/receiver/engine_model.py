@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 from weightsync.kernels.rows import AllReduceMax
+
+DRAFTER = "drafter"
+"""The name of the drafter in the trees of an engine's model, live and never loaded."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +36,22 @@ class EngineModel(Protocol):
     dtype: torch.dtype
     all_reduce_max: AllReduceMax | None
     """Among the workers that have parts of the same modules. None where this worker is the only one."""
+    kept: Sequence[str]
+    """Parameters that no push reaches: those of a drafter that has a checkpoint of its own."""
 
     @property
     def live(self) -> nn.Module:
         """The running model."""
 
     def pristine(self) -> nn.Module:
-        """Return a copy of the model as it is before any weight is loaded, on the `meta` device. Made once."""
+        """Return a copy of the model as it is before any weight is loaded, on the `meta` device. Made once.
+
+        A child `DRAFTER` is the model that drafts tokens, out of the same checkpoint and with a loader of its own.
+        Modules that the engine shares between the two are shared here too.
+        """
 
     def load_weights(self, model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        """Apply the engine's own loader to `model`."""
+        """Apply the engine's own loader to `model`, which is `pristine()` or its drafter."""
 
     def parts(self, module: nn.Module) -> list[Any]:
         """Return the objects that hold the post-processed state of `module`."""

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from weightsync.errors import ProtocolError
 from weightsync.kernels.copies import BatchedCopy, Copy
@@ -20,7 +21,7 @@ from weightsync.kernels.quantize import Form
 from weightsync.kernels.rows import Job, RowQuantiser
 from weightsync.planning.layout import Box, CopyOp, LoadCopy, ShardLocation, copy_ops, row_major
 from weightsync.receiver.checkpoint_quantize import quantised
-from weightsync.receiver.engine_model import EngineModel
+from weightsync.receiver.engine_model import DRAFTER, EngineModel
 from weightsync.receiver.fused_quantize import Recipe, Rows, rows_of
 from weightsync.receiver.load_plan import FUSED_QUANTIZE, IN_PLACE, NATIVE_LOADER, RELOAD, TracedLoad
 from weightsync.receiver.module_groups import ModuleGroup, Place, parameters_of, tensor_place
@@ -383,8 +384,13 @@ class NativeLoader(_Reloading):
             weights = ((name, self._take(name)) for name in names)
             with self._reload(group).installed():
                 pairs, dtype = self._arrivals.traced.pairs, self._model.dtype
-                self._model.load_weights(self._model.pristine(), quantised(weights, pairs, dtype))
+                self._model.load_weights(self._loaded_by(group), quantised(weights, pairs, dtype))
             self._close(group)
+
+    def _loaded_by(self, group: ModuleGroup) -> nn.Module:
+        """Return the never loaded model whose loader loads this group."""
+        pristine = self._model.pristine()
+        return pristine.get_submodule(DRAFTER) if group.names[0].startswith(f"{DRAFTER}.") else pristine
 
     def _tensor(self, name: str) -> torch.Tensor:
         if name not in self._tensors:

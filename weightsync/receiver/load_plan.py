@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from posixpath import commonpath
 
@@ -15,9 +15,9 @@ from weightsync.control.wire import LoadPlan
 from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import Box, Manifest, coverage, fuse_groups, itemsize
 from weightsync.receiver.checkpoint_quantize import Pair, collapse, expand, find_pairs, renamed, unpacked
-from weightsync.receiver.engine_model import EngineModel
+from weightsync.receiver.engine_model import DRAFTER, EngineModel
 from weightsync.receiver.experiment import choose_load_paths
-from weightsync.receiver.module_groups import Addresses, ModuleGroup, find_groups
+from weightsync.receiver.module_groups import Addresses, ModuleGroup, find_groups, moved_views
 from weightsync.receiver.trace import Fill, Trace, named_tensors, trace_loader, uncovered, writers
 
 IN_PLACE, FUSED_QUANTIZE, RELOAD, NATIVE_LOADER = LOAD_PATHS = ("in_place", "fused_quantize", "reload", "native_loader")
@@ -69,12 +69,15 @@ class LoadPlanner:
         Raises `UnsupportedError` for a model with modules that cannot be reloaded.
         """
         pristine = self._model.pristine()
-        load = partial(self._model.load_weights, pristine)
         with unpacked(pristine) as packs:
-            seen = trace_loader(pristine, load, manifest)
+            seen = self._trace(manifest)
             pairs, unfit = find_pairs(pristine, manifest, seen)
         if pairs or packs:
-            seen = trace_loader(pristine, load, expand(manifest, pairs))
+            seen = self._trace(expand(manifest, pairs))
+        for view, param in moved_views(self._model.live, pristine).items():
+            seen.copies += [replace(copy, param=view) for copy in seen.copies if copy.param == param]
+            if param in seen.computed:
+                seen.computed[view] = seen.computed[param]
         landed, trace = renamed(seen, pairs), collapse(seen, pairs)
         self._refuse_made(trace)
         self._find_groups()
@@ -87,6 +90,8 @@ class LoadPlanner:
         load_path = _load_paths(self._groups, {group_of[param] for param in trace.computed})
         sources = _sources(trace, group_of)
         missing, doubled = uncovered(pristine, seen)
+        kept = [] if self._fills_drafter(trace) else [param for param in missing if _is_drafters(param)]
+        missing = {param: boxes for param, boxes in missing.items() if param not in kept}
         held = named_tensors(pristine)
         counts = Counter(load_path.values())
         answer = LoadPlan(
@@ -99,22 +104,60 @@ class LoadPlanner:
             hints=_hints(landed, missing),
             load_paths={name: counts[name] for name in LOAD_PATHS},
             left_out=self._left_out(manifest, trace),
+            kept=[*kept, *self._model.kept],
         )
         return TracedLoad(manifest, answer, trace, pairs, load_path, group_of, sources)
 
-    def _left_out(self, manifest: Manifest, trace: Trace) -> list[str]:
-        """Return the tensors of towers that the loader passes over, as a cold start does.
+    def _trace(self, manifest: Manifest) -> Trace:
+        """Trace the loader of the model, and that of its drafter for the parameters that the drafter has to itself."""
+        trace, drafted = self._trace_model(manifest), self._trace_drafter(manifest)
+        own = {param: names for param, names in drafted.computed.items() if _is_drafters(param)}
+        return Trace(
+            copies=trace.copies + [copy for copy in drafted.copies if _is_drafters(copy.param)],
+            fills=trace.fills + [fill for fill in drafted.fills if _is_drafters(fill.param)],
+            computed=trace.computed | own,
+            refused=trace.refused | drafted.refused,
+            unknown=[name for name in trace.unknown if name not in _read(drafted)],
+        )
 
-        The engine was started without the tower, or runs fewer of its layers than the trainer.
-        """
+    def _trace_model(self, manifest: Manifest) -> Trace:
         pristine = self._model.pristine()
+        return trace_loader(pristine, partial(self._model.load_weights, pristine), manifest)
+
+    def _trace_drafter(self, manifest: Manifest) -> Trace:
+        pristine = self._model.pristine()
+        drafter = pristine._modules.get(DRAFTER)
+        if drafter is None:
+            return Trace()
+        return trace_loader(pristine, partial(self._model.load_weights, drafter), manifest, may_lack=True)
+
+    def _fills_drafter(self, trace: Trace) -> bool:
+        """Return whether the trainer has any tensor that is the drafter's alone.
+
+        An embedding that another pipeline stage has for the model is none. This worker's model has a gap there.
+        """
+        written = {*(copy.param for copy in trace.copies), *trace.computed}
+        modules = {param.removeprefix(f"{DRAFTER}.").rpartition(".")[0] for param in written if _is_drafters(param)}
+        named = self._model.pristine().named_modules()
+        return not modules <= {name for name, module in named if not module._parameters}
+
+    def _left_out(self, manifest: Manifest, trace: Trace) -> list[str]:
+        """Return the tensors that a cold start passes over.
+
+        They are of towers that the engine was started without, of layers that it does not run, or a drafter's own
+        copies of modules that vLLM has it share with the model.
+        """
         known = _seen(trace)
         if known.issuperset(manifest.names):
             return []
-        with self._model.complete(pristine) as towers:
-            more = trace_loader(pristine, partial(self._model.load_weights, pristine), manifest) if towers else trace
-        beginnings, seen = _beginnings(more, towers), _seen(more)
-        return [name for name in manifest.names if name not in known and (name in seen or name.startswith(beginnings))]
+        passed = _read(self._trace_drafter(manifest))
+        with self._model.complete(self._model.pristine()) as towers:
+            more = self._trace_model(manifest) if towers else trace
+        passed |= _seen(more)
+        beginnings = _beginnings(more, towers)
+        return [
+            name for name in manifest.names if name not in known and (name in passed or name.startswith(beginnings))
+        ]
 
     def locate(self) -> None:
         """Note where the live tensors lie now."""
@@ -173,7 +216,15 @@ def _sources(trace: Trace, group_of: Mapping[str, ModuleGroup]) -> dict[ModuleGr
 
 def _seen(trace: Trace) -> set[str]:
     """Return the tensors that the loader has read or refused."""
-    return {copy.name for copy in trace.copies}.union(trace.refused, trace.unknown, *trace.computed.values())
+    return _read(trace).union(trace.refused, trace.unknown)
+
+
+def _read(trace: Trace) -> set[str]:
+    return {copy.name for copy in trace.copies}.union(*trace.computed.values())
+
+
+def _is_drafters(param: str) -> bool:
+    return param.startswith(f"{DRAFTER}.")
 
 
 def _beginnings(trace: Trace, modules: Sequence[str]) -> tuple[str, ...]:

@@ -76,6 +76,23 @@ def find_groups(live: nn.Module, pristine: nn.Module) -> list[ModuleGroup]:
     return groups
 
 
+def moved_views(live: nn.Module, pristine: nn.Module) -> dict[str, str]:
+    """Return the buffers that were made as views of a parameter and, in `live`, have another memory than that has now.
+
+    Each is returned with the name of its parameter, which a kernel may have packed. The model may work with both.
+    """
+    params = {param.untyped_storage()._cdata: name for name, param in pristine.named_parameters()}
+    here = dict(live.named_parameters()) | dict(live.named_buffers())
+    views = ((name, params.get(buffer.untyped_storage()._cdata)) for name, buffer in pristine.named_buffers())
+    return {
+        name: param
+        for name, param in views
+        if param in here
+        and name in here
+        and here[name].untyped_storage().data_ptr() != here[param].untyped_storage().data_ptr()
+    }
+
+
 class Place(NamedTuple):
     """A live parameter or buffer, under `key` in `module`, and its address."""
 

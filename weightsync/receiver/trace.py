@@ -70,11 +70,12 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
-def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest) -> Trace:
+def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest, *, may_lack: bool = False) -> Trace:
     """Trace `load_weights` of a `model` on `meta` for the tensors of `manifest`.
 
     No tensor is changed, but a loader may give the model parameters that it did not have. A tensor that the loader
-    refuses is recorded and left out, and the trace starts again, so that one call finds all.
+    refuses is recorded and left out, and the trace starts again, so that one call finds all. With `may_lack`, what a
+    loader says after the last tensor is passed over: it misses tensors that the trainer may not have.
     """
     trace = Trace()
     offered = list(manifest)
@@ -85,6 +86,8 @@ def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest
             with recorder:
                 load_weights(feed)
         except Exception as error:
+            if may_lack and feed.is_read:
+                break
             if feed.current is None:
                 raise
             name, shape = feed.current.name, feed.current.shape
@@ -162,6 +165,7 @@ class _Feed:
 
     def __init__(self, offered: list[TensorMeta]) -> None:
         self.current: TensorMeta | None = None
+        self.is_read = False
         self.names: dict[int, TensorMeta] = {}
         self._offered = offered
         self._keep: list[torch.Tensor] = []  # a freed storage's identity could be given to another
@@ -174,6 +178,7 @@ class _Feed:
             self.current = meta
             yield meta.name, tensor
         # Loaders that collect before they load fail after the last tensor. The blame then is only a guess.
+        self.is_read = True
 
 
 class _Recorder(TorchDispatchMode):

@@ -24,6 +24,7 @@ from weightsync.sources.megatron_names import (
     LATENT_BY_HEAD,
     LATENT_DOWN,
     LATENT_NORMS,
+    MTP_NORMS,
     NORMS,
     WHOLE,
     Family,
@@ -50,7 +51,7 @@ class MegatronSource(LocalSource):
     """The tensors of a `GPTModel`, or of the list of its chunks where pipeline stages are interleaved.
 
     The model may be in wrappers (`Float16Module`, `DistributedDataParallel`). A parameter that is not known can be
-    excluded by Megatron's name for it.
+    excluded by Megatron's name for it. Layers that predict one token more have the names of DeepSeek-V3's checkpoints.
 
     bridge: the family whose checkpoint names are used, as `model_type` of its Hugging Face configuration. None takes
         the names that all families but Mixtral have.
@@ -173,6 +174,7 @@ class _Stack:
 
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
 _SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.linear_fc([12])\.weight(\d+)")
 _LEGACY_EXPERTS = re.compile(r"mlp\.experts\.weight([12])")
@@ -240,15 +242,30 @@ class _Reader:
         if (match := _LAYER.fullmatch(name)) is not None:
             layer = self._chunk.decoder.layers[int(match[1])]
             stacks = self._layer_stacks(layer, match[2], local)
-            if stacks is not None:
-                prefix = f"model.layers.{layer.layer_number - 1}."
-                return [
-                    _Stack([_prefixed(prefix, span) for span in stack.spans], stack.view, stack.dim) for stack in stacks
-                ]
+        elif (match := _MTP_LAYER.fullmatch(name)) is not None:
+            layer = self._chunk.mtp.layers[int(match[1])].transformer_layer  # its number goes on from the decoder's
+            stacks = self._mtp_stacks(layer, match[2], local)
+        else:
+            layer = stacks = None
+        if stacks is not None:
+            prefix = f"model.layers.{layer.layer_number - 1}."
+            return [
+                _Stack([_prefixed(prefix, span) for span in stack.spans], stack.view, stack.dim) for stack in stacks
+            ]
         raise UnsupportedError(f"shape {tuple(local.shape)}: it is not a parameter that this source knows")
 
     def _vocabulary(self, name: str, local: torch.Tensor) -> list[_Stack]:
         return [_Stack(share(padded(name, self._vocab_size, self._chunk.vocab_size), self._tp), local)]
+
+    def _mtp_stacks(self, layer: Any, name: str, local: torch.Tensor) -> list[_Stack] | None:
+        """Return spans of a layer that predicts one token more, as DeepSeek-V3's checkpoints have it."""
+        module, leaf = _module_and_leaf(name)
+        if module in MTP_NORMS:
+            return [_replicated(f"{MTP_NORMS[module]}.{leaf}", local)]
+        if name == "eh_proj.weight":
+            return [_Stack(side_by_side([name], len(local), self._tp), local)]
+        inside = name.removeprefix("transformer_layer.")
+        return self._layer_stacks(layer, inside, local) if inside != name else None
 
     def _layer_stacks(self, layer: Any, name: str, local: torch.Tensor) -> list[_Stack] | None:
         """Return spans under names relative to the layer, or None for a parameter that is not known."""

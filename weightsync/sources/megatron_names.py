@@ -133,6 +133,9 @@ LATENT_NORMS = {
 }
 """Those of a layer with multi-latent attention."""
 
+MTP_NORMS = {"enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_head.norm"}
+"""Those around a layer of multi-token prediction."""
+
 LATENT_BY_HEAD = {
     "self_attention.linear_q_proj": "self_attn.q_proj",
     "self_attention.linear_q_up_proj": "self_attn.q_b_proj",

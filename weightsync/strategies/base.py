@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -13,6 +14,7 @@ from torch import nn
 from weightsync.control.fleet import Fleet
 from weightsync.control.ranks import Ranks
 from weightsync.control.update import Update
+from weightsync.control.wire import LoadPlan
 from weightsync.engines import LoraAdapter
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.planning.bucketing import Bucketer
@@ -21,6 +23,8 @@ from weightsync.report import PushReport
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import Model, TensorShard, WeightSource
 from weightsync.transports.base import LocalTensor
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -149,3 +153,14 @@ def locate(shards: Sequence[TensorShard], rank: int) -> dict[ShardLocation, Loca
         )
         located[location] = LocalTensor(tensor, shard.compute)
     return located
+
+
+def warn_of_kept(plans: Sequence[LoadPlan]) -> None:
+    """Warn of what no push changes in an engine that drafts tokens."""
+    if kept := list(dict.fromkeys(param for plan in plans for param in plan.kept)):
+        logger.warning(
+            "%d parameters of the engine's drafter keep their values, such as %s: no tensor of the trainer is for "
+            "them, and fewer of the tokens that it drafts may be accepted",
+            len(kept),
+            kept[0],
+        )

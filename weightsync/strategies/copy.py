@@ -30,7 +30,7 @@ from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES, Route, Transfer
 from weightsync.report import Progress, PushReport, WorkerReport
 from weightsync.sources.base import LastShards, Model, TensorShard, WeightSource
 from weightsync.sources.quantize import QuantizingSource, pairs
-from weightsync.strategies.base import FleetStrategy, Options, locate
+from weightsync.strategies.base import FleetStrategy, Options, locate, warn_of_kept
 from weightsync.transports.base import LocalTensor, LocalTensors, Transport
 
 logger = logging.getLogger(__name__)
@@ -284,6 +284,7 @@ class CopyWeights(FleetStrategy):
                 len(unused),
                 unused[0],
             )
+        warn_of_kept(plans)
         as_it_is = {name for pair in together for name in pair}
         travelling = wire_manifest(manifest, plans, options.selection, as_it_is)
         locations = [location for location in locations if location.name in travelling]

@@ -26,7 +26,7 @@ from weightsync.planning.checks import check_plans
 from weightsync.planning.layout import Manifest, merge_manifests
 from weightsync.report import PushReport, WorkerReport
 from weightsync.sources.base import Model
-from weightsync.strategies.base import FleetStrategy, Options
+from weightsync.strategies.base import FleetStrategy, Options, warn_of_kept
 from weightsync.transports import handle_file
 
 if TYPE_CHECKING:
@@ -186,7 +186,9 @@ class SharedMemory(FleetStrategy):
             manifest = merge_manifests([own for own, _, _ in everyone])
             fleet = self._call_in(update)
             check_pairs([host for _, host, _ in everyone], fleet.workers)
-            if unused := check_plans(manifest, fleet.plan(manifest), False):
+            plans = fleet.plan(manifest)
+            warn_of_kept(plans)
+            if unused := check_plans(manifest, plans, False):
                 raise PlacementError(
                     f"the engine does not run the part of the model that {unused[0]} is of, so that the two "
                     'cannot share it; use transport="ipc", or attach a model without that part'

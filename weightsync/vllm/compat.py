@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +47,53 @@ def without_lora(model: nn.Module) -> nn.Module:
         return known[module]
 
     return unwrapped("model", model)
+
+
+def drafter_of(worker: Any) -> nn.Module | None:
+    """Return the model that drafts tokens on this vLLM worker. None where none does, or none that is a model."""
+    runner = worker.model_runner
+    if hasattr(runner, "get_draft_model"):
+        found = runner.get_draft_model()
+    else:
+        found = getattr(getattr(runner, "drafter", None), "model", None)
+        found = getattr(found, "unwrap", lambda: found)()
+    return found if isinstance(found, nn.Module) else None
+
+
+def worker_under_way() -> Any:
+    """Return the vLLM worker that is making its weight transfer engine, in a frame below.
+
+    It gives the engine its model. Its drafter it gives only to an update of that alone, once the engine is up.
+    Raises `UnsupportedError` where no frame is a worker's.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if hasattr(caller := frame.f_locals.get("self"), "model_runner"):
+            return caller
+        frame = frame.f_back
+    raise UnsupportedError(
+        "this vLLM does not make its weight transfer engine in a worker, so that the drafter cannot be found; start "
+        "the engine without speculative_config, or with the worker extension of weightsync"
+    )
+
+
+def drafter_config(vllm_config: VllmConfig) -> VllmConfig:
+    """Return the configuration that vLLM makes the drafter with."""
+    speculative, config = vllm_config.speculative_config, copy.copy(vllm_config)
+    if (backend := getattr(speculative, "moe_backend", None)) is not None:
+        config.kernel_config = copy.copy(config.kernel_config)
+        config.kernel_config.moe_backend = backend
+    if speculative.method == "draft_model":
+        config.model_config = speculative.draft_model_config
+        config.quant_config = VllmConfig.get_quantization_config(config.model_config, config.load_config)
+    return config
+
+
+def shares_checkpoint(vllm_config: VllmConfig) -> bool:
+    """Return whether a cold start would load the drafter from the model's own checkpoint, as it does what predicts
+    several tokens."""
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    return draft is not None and draft.model == vllm_config.model_config.model
 
 
 def lora_request(name: str, number: int, path: str) -> LoRARequest:

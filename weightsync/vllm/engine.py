@@ -8,6 +8,7 @@ from typing import Any
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from weightsync.receiver.worker import WorkerSession
+from weightsync.vllm import compat
 from weightsync.vllm.engine_model import VllmModel
 from weightsync.vllm.handle_export import export_bridge
 
@@ -38,10 +39,12 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
+    """One update fills the model and its drafter. None is of the drafter alone."""
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
-        host = VllmModel(vllm_config, device, model)
+        drafter = compat.drafter_of(compat.worker_under_way()) if vllm_config.speculative_config else None
+        host = VllmModel(vllm_config, device, model, drafter)
         self.session = WorkerSession(host)
         self._bridge = export_bridge(vllm_config, model, host.device, host.identity.rank, self.session.engine_instance)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
@@ -14,9 +14,9 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 
 from weightsync.errors import UnsupportedError
 from weightsync.kernels.rows import AllReduceMax
-from weightsync.receiver.engine_model import WorkerIdentity
+from weightsync.receiver.engine_model import DRAFTER, WorkerIdentity
 from weightsync.vllm import compat, supported_quant
-from weightsync.vllm.pristine import build_on_meta, complete
+from weightsync.vllm.pristine import build_on_meta, complete, share_alike
 
 
 class VllmModel:
@@ -27,7 +27,9 @@ class VllmModel:
     not have.
     """
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, model: nn.Module) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, model: nn.Module, drafter: nn.Module | None
+    ) -> None:
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -35,6 +37,10 @@ class VllmModel:
         self.all_reduce_max: AllReduceMax | None = _largest_of_all if get_tp_group().world_size > 1 else None
         self._config = vllm_config
         self._model = model
+        self._drafter = drafter if compat.shares_checkpoint(vllm_config) else None
+        own = {id(param) for param in model.parameters()}
+        stays = drafter.named_parameters() if drafter is not None and self._drafter is None else ()
+        self.kept: Sequence[str] = [f"{DRAFTER}.{name}" for name, param in stays if id(param) not in own]
         self._pristine: nn.Module | None = None
         self._attention: list[nn.Module] | None = None
         self._sinks: list[tuple[Any, nn.Parameter]] = []
@@ -49,15 +55,21 @@ class VllmModel:
 
     @cached_property
     def live(self) -> nn.Module:
-        """Return the running model, without the layers that vLLM puts around others for adapters."""
-        return self._model if self._config.lora_config is None else compat.without_lora(self._model)
+        """Return the running model and its drafter, without the layers that vLLM puts around others for adapters."""
+        model = self._model
+        if self._drafter is not None:
+            children = {**model._modules, DRAFTER: self._drafter}
+            model = nn.Module()
+            vars(model).update(_parameters=self._model._parameters, _buffers=self._model._buffers, _modules=children)
+        return model if self._config.lora_config is None else compat.without_lora(model)
 
     def _check(self) -> None:
         config = self._config
         compat.check_experts(config)
         if getattr(config.parallel_config, "enable_eplb", False):
             raise UnsupportedError(
-                "expert load balancing moves experts between slots; start the engine without enable_eplb"
+                "expert load balancing moves experts between slots, and vLLM's loader fills the slots as they were at "
+                "the start; start the engine without enable_eplb"
             )
         if getattr(config.cache_config, "cpu_offload_gb", 0) or getattr(
             getattr(getattr(config, "offload_config", None), "uva", None), "cpu_offload_gb", 0
@@ -75,7 +87,16 @@ class VllmModel:
             self._check()
             self._sinks = compat.sinks_of(self.live)
             self._pristine = build_on_meta(self._config, self._config.model_config, self.device)
+            if self._drafter is not None:
+                self._pristine.add_module(DRAFTER, self._pristine_drafter())
+                share_alike(self.live, self._pristine)
         return self._pristine
+
+    def _pristine_drafter(self) -> nn.Module:
+        speculative = self._config.speculative_config
+        prefix = "draft_model" if speculative.method == "draft_model" else ""
+        config = compat.drafter_config(self._config)
+        return build_on_meta(config, speculative.draft_model_config, self.device, prefix)
 
     def load_weights(self, model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         loader: Any = model.load_weights

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from weightsync.receiver.worker import WorkerSession
+from weightsync.vllm import compat
 from weightsync.vllm.engine_model import VllmModel
 
 
@@ -38,6 +39,7 @@ class WeightSyncWorkerExtension:
         session: WorkerSession | None = self.__dict__.get("weightsync_session")
         if session is None:
             worker: Any = self
-            host = VllmModel(worker.vllm_config, worker.device, worker.model_runner.model)
+            drafter = compat.drafter_of(worker)
+            host = VllmModel(worker.vllm_config, worker.device, worker.model_runner.model, drafter)
             session = self.weightsync_session = WorkerSession(host)
         return session

@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader.utils import initialize_model
 
+from weightsync.receiver.engine_model import DRAFTER
 from weightsync.receiver.reload import materialise
 from weightsync.vllm.compat import quant_method
 
@@ -60,8 +61,8 @@ class _WeightsOnMeta(TorchFunctionMode):
         return func(*args, **({**kwargs, "device": "meta"} if func in self._ALLOCATE else kwargs))
 
 
-def build_on_meta(vllm_config: VllmConfig, model_config: Any, device: torch.device) -> nn.Module:
-    """Build a copy of the model on the `meta` device, never loaded, with its indices on `device`.
+def build_on_meta(vllm_config: VllmConfig, model_config: Any, device: torch.device, prefix: str = "") -> nn.Module:
+    """Build a copy of a model on the `meta` device, never loaded, with its indices on `device`.
 
     `device` is that of the running model. That model and its registers are not touched.
     """
@@ -70,11 +71,11 @@ def build_on_meta(vllm_config: VllmConfig, model_config: Any, device: torch.devi
     try:
         try:
             with torch.device("meta"), _IndicesOn(device):
-                model = _initialise(vllm_config, model_config)
+                model = _initialise(vllm_config, model_config, prefix)
         except (NotImplementedError, RuntimeError):
             # A constructor that works with values: the bounds of xIELU, the slopes of ALiBi.
             with torch.device(device), _WeightsOnMeta():
-                model = _initialise(vllm_config, model_config)
+                model = _initialise(vllm_config, model_config, prefix)
             _move_parameters_to_meta(model)
     finally:
         torch.set_default_dtype(before)
@@ -83,9 +84,19 @@ def build_on_meta(vllm_config: VllmConfig, model_config: Any, device: torch.devi
     return model
 
 
-def _initialise(vllm_config: VllmConfig, model_config: Any) -> nn.Module:
-    model: nn.Module = initialize_model(vllm_config=fresh_config(vllm_config), model_config=model_config)
+def _initialise(vllm_config: VllmConfig, model_config: Any, prefix: str) -> nn.Module:
+    model: nn.Module = initialize_model(vllm_config=fresh_config(vllm_config), model_config=model_config, prefix=prefix)
     return model
+
+
+def share_alike(live: nn.Module, pristine: nn.Module) -> None:
+    """Give the drafter in `pristine` those of the model's modules that vLLM has given it in `live`."""
+    first: dict[nn.Module, str] = {}
+    for name, module in live.named_modules(remove_duplicate=False):
+        at = first.setdefault(module, name)
+        path, _, key = name.rpartition(".")
+        if at.partition(".")[0] != DRAFTER == path.partition(".")[0]:
+            pristine.get_submodule(path)._modules[key] = pristine.get_submodule(at)
 
 
 def _move_parameters_to_meta(model: nn.Module) -> None:

@@ -1,0 +1,216 @@
+"""Engines in which a second model drafts tokens: a push fills it too, or says that it does not.
+
+What a drafter drafts decides how fast an engine answers, and hardly what. So these tests compare its drafts as well.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from engines import ANSWER_TOKENS, PROMPTS, TIMEOUT_S, Answer, Engines, Remote, answer_of, assert_same
+from torch import nn
+
+from weightsync import TensorSelection, WeightSync
+
+pytest_plugins = ["engine_fixtures"]
+pytestmark = pytest.mark.engine
+
+EXTENSION = {
+    "weight_transfer_config": None,
+    "worker_extension_cls": "weightsync.vllm.extension.WeightSyncWorkerExtension",
+}
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
+
+# ---------------------------------------------------------------------------------------------------------------
+# Checkpoints that have layers for the next token but one
+
+
+def mimo(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """A Qwen2 becomes a MiMo: one layer more, under names of its own."""
+    for name in [name for name in tensors if name.startswith("model.layers.1.")]:
+        tensors[name.replace("layers.1", "mtp_layers.0")] = tensors[name]
+    width = len(tensors["model.norm.weight"])
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        tensors[f"model.mtp_layers.0.{name}.weight"] = torch.empty(width)
+    tensors["model.mtp_layers.0.input_proj.weight"] = torch.empty(width, 2 * width)
+    return {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+
+
+def deepseek(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """One layer more, with copies of the embeddings and of the head, which vLLM replaces by the model's own."""
+    for name in [name for name in tensors if name.startswith("model.layers.1.")]:
+        tensors[name.replace("layers.1", "layers.2")] = tensors[name]
+    width = len(tensors["model.norm.weight"])
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"model.layers.2.{name}.weight"] = torch.empty(width)
+    tensors["model.layers.2.eh_proj.weight"] = torch.empty(width, 2 * width)
+    tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+    tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"]
+    return {"num_nextn_predict_layers": 1}
+
+
+LAYOUTS: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], dict[str, Any]]]] = {
+    "mimo": ("qwen2", mimo),
+    "deepseek-v3": ("deepseek-v3", deepseek),
+}
+
+
+def checkpoint(engines: Engines, layout: str, weights: str) -> Path:
+    """The checkpoint of a layout, every tensor of which has the values that `weights` and its name stand for."""
+    from safetensors.torch import load_file, save_file
+
+    plain, add = LAYOUTS[layout]
+    source = engines.checkpoint(plain, weights)
+    folder = source.with_name(f"{layout}-mtp-{weights}")
+    if not folder.exists():
+        folder.mkdir()
+        tensors = load_file(source / "model.safetensors")
+        config = json.loads((source / "config.json").read_text()) | add(tensors)
+        save_file({name: tensor.bfloat16().clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+        model = tiny_models.as_saved(folder)
+        tiny_models.fill(model, weights)
+        save_file(model.state_dict(), folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What runs in the engines' process
+
+Drafts = list[Any]
+
+
+def start(engines: Engines, folder: Path, speculative: dict[str, Any], **options: Any) -> None:
+    engines.start(folder, speculative_config=speculative, **options)
+
+
+def ask(engines: Engines) -> tuple[Answer, Drafts]:
+    """What the engine answers, and what was drafted for it."""
+    worker = engines.llm.llm_engine.model_executor.driver_worker.worker
+    drafter, drafts = worker.model_runner.drafter, []
+    propose = drafter.propose
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        drafted = propose(*args, **kwargs)
+        drafts.append(drafted.tolist() if isinstance(drafted, torch.Tensor) else drafted)
+        return drafted
+
+    drafter.propose = recorded
+    try:
+        answers = []
+        for prompt in PROMPTS:
+            sampling = engines.sampling(3 * ANSWER_TOKENS)
+            (output,) = engines.llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+            answers.append(answer_of(output))
+        return answers, drafts
+    finally:
+        drafter.propose = propose
+
+
+def cold(engines: Engines, layout: str, speculative: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Answers of engines that start from the weights "B" and "A"; the latter goes on running."""
+    answers = {}
+    for weights in "BA":
+        start(engines, checkpoint(engines, layout, weights), speculative, **options)
+        answers[weights] = ask(engines)
+    return answers
+
+
+def connect(engines: Engines, layout: str, selection: TensorSelection | None = None) -> None:
+    engines.release()
+    engines.model = tiny_models.as_saved(checkpoint(engines, layout, "A"))
+    selection = selection or TensorSelection()
+    engines.sync = WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S, selection=selection, max_bytes=1 << 14)
+
+
+def push(engines: Engines, weights: str) -> list[str]:
+    """Push, and give what the log says."""
+    tiny_models.fill(engines.model, weights)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("weightsync")
+    logger.addHandler(handler)
+    try:
+        engines.sync.push(engines.model)
+    finally:
+        logger.removeHandler(handler)
+    return lines
+
+
+def drafters_tensors(engines: Engines) -> dict[str, torch.Tensor]:
+    worker = engines.llm.llm_engine.model_executor.driver_worker.worker
+    drafter: nn.Module = worker.model_runner.get_draft_model()
+    return {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, EXTENSION], ids=["plug-in", "extension"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_that_predict_more_tokens_are_pushed_too(engines: Remote, layout: str, options: dict[str, Any]):
+    answers = engines.call(cold, layout, MTP, options, timeout_s=300)
+    assert answers["A"][0] != answers["B"][0]
+    assert answers["A"][1] != answers["B"][1]
+    engines.call(connect, layout)
+    for weights in "BAB":
+        lines = engines.call(push, weights)
+        assert not any("drafter" in line for line in lines)
+        answer, drafts = engines.call(ask)
+        assert_same(answer, answers[weights][0], f"push of {weights}")
+        assert drafts == answers[weights][1]
+
+
+@pytest.mark.parametrize("drafts", ["from another checkpoint", "from layers that the trainer lacks"])
+def test_a_drafter_that_no_tensor_is_for_stays_and_the_log_says_so(engines: Remote, drafts: str):
+    layout, selection, is_apart = (
+        "mimo",
+        TensorSelection(exclude=("*mtp_layers*",)),
+        drafts == "from another checkpoint",
+    )
+    speculative: dict[str, Any] = MTP
+    if is_apart:
+        other = engines.call(Engines.checkpoint, "qwen2", "C")
+        speculative = {"method": "draft_model", "model": str(other), "num_speculative_tokens": 2}
+    answers = engines.call(cold, layout, speculative, {}, timeout_s=300)
+    assert answers["A"][0] != answers["B"][0]
+    engines.call(connect, layout, selection)
+    before = engines.call(drafters_tensors)
+    for number, weights in enumerate("BA"):
+        told = [line for line in engines.call(push, weights) if "of the engine's drafter keep their values" in line]
+        assert len(told) == (number == 0)
+        answer, drafted = engines.call(ask)
+        assert_same(answer, answers[weights][0], f"push of {weights}")
+        assert drafted == answers[weights][1] or not is_apart
+    after = engines.call(drafters_tensors)
+    shared = () if is_apart else ("embed_tokens.weight", "lm_head.weight")
+    assert [name for name in before if not torch.equal(before[name], after[name]) and not name.endswith(shared)] == []
+
+
+def serve_two_workers(engines: Engines, speculative: dict[str, Any]) -> dict[str, Answer]:
+    return engines.serve("qwen2", 2, speculative_config=speculative)
+
+
+def connect_plain(engines: Engines) -> None:
+    engines.release()
+    engines.model = tiny_models.build("qwen2", "A")
+    engines.sync = WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S)
+
+
+def test_where_drafts_come_from_the_prompt_there_is_only_the_model(engines: Remote):
+    # Its workers are processes: in one that has drafted so, vLLM's engine for CPUs does not start a second time.
+    speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    answers = engines.call(serve_two_workers, speculative, timeout_s=240)
+    assert answers["A"] != answers["B"]
+    engines.call(connect_plain)
+    for weights in "BA":
+        assert not any("drafter" in line for line in engines.call(push, weights))
+        assert_same(engines.call(Engines.ask), answers[weights], f"push of {weights}")
