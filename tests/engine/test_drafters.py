@@ -11,10 +11,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import megatron_models
 import pytest
 import tiny_models
 import torch
-from engines import ANSWER_TOKENS, PROMPTS, TIMEOUT_S, Answer, Engines, Remote, answer_of, assert_same
+from engines import (
+    ANSWER_TOKENS,
+    PROMPTS,
+    TIMEOUT_S,
+    Answer,
+    Engines,
+    Remote,
+    Trainer,
+    Trainers,
+    answer_of,
+    assert_same,
+)
+from megatron_models import Mesh
 from torch import nn
 
 from weightsync import TensorSelection, WeightSync
@@ -214,3 +227,29 @@ def test_where_drafts_come_from_the_prompt_there_is_only_the_model(engines: Remo
     for weights in "BA":
         assert not any("drafter" in line for line in engines.call(push, weights))
         assert_same(engines.call(Engines.ask), answers[weights], f"push of {weights}")
+
+
+def load_megatron(trainer: Trainer) -> None:
+    trainer.release()
+    config = tiny_models.CONFIGS["deepseek-v3"]()
+    trainer.model = megatron_models.build(config, Mesh(tp=2, etp=2), torch.bfloat16, 5, mtp_num_layers=1)
+    options = {"vocab_size": config.vocab_size, "timeout_s": TIMEOUT_S}
+    trainer.sync = WeightSync("megatron", "broadcast", trainer.engine, **options)
+
+
+def push_megatron(trainer: Trainer, folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    state = load_file(folder / "model.safetensors")
+    megatron_models.load(trainer.model, tiny_models.CONFIGS["deepseek-v3"](), state)
+    trainer.sync.push(trainer.model)
+
+
+def test_megatrons_layers_that_predict_more_tokens_fill_the_drafter(engines: Remote, trainers: Trainers):
+    answers = engines.call(cold, "deepseek-v3", MTP, {}, timeout_s=300)
+    trainers.call(load_megatron)
+    for weights in "BA":
+        trainers.call(push_megatron, engines.call(checkpoint, "deepseek-v3", weights))
+        answer, drafts = engines.call(ask)
+        assert_same(answer, answers[weights][0], f"push of {weights}")
+        assert drafts == answers[weights][1]

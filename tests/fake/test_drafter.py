@@ -36,6 +36,8 @@ class Drafter(nn.Module):
             if name.startswith("mtp."):
                 loaded.add(name)
                 self.write(params[name.removeprefix("mtp.")].data, tensor)
+            elif name == "embed.weight":
+                params[name].data.copy_(tensor)
         if not loaded:
             raise ValueError("the weights of mtp are missing")
 
@@ -49,8 +51,17 @@ class Model(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         params = dict(self.named_parameters())
         for name, tensor in weights:
-            if name in MODELS_OWN:
+            if name in MODELS_OWN and name in params:
                 params[name].data.copy_(tensor)
+
+
+class LastStage(Model):
+    """Has no embedding, as the first stage has it. Its drafter has one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Identity()  # type: ignore[assignment]
+        self.get_submodule(DRAFTER).embed = nn.Embedding(6, 4)
 
 
 class Host(ModuleHost):
@@ -123,11 +134,22 @@ def test_a_push_fills_the_drafter_by_its_own_loader(path: str, caplog: pytest.Lo
     assert not any("drafter" in line for line in told)
 
 
-@pytest.mark.parametrize("without", [(*DRAFTERS_OWN, COPY), DRAFTERS_OWN])
-def test_a_drafter_that_the_trainer_lacks_stays_as_it_was(without: tuple[str, ...], caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize(
+    ("make", "without"),
+    [(Model, (*DRAFTERS_OWN, COPY)), (Model, DRAFTERS_OWN), (LastStage, (*DRAFTERS_OWN, COPY))],
+)
+def test_a_drafter_that_the_trainer_lacks_stays_as_it_was(
+    make: Callable[[], nn.Module], without: tuple[str, ...], caplog: pytest.LogCaptureFixture
+):
     a, b = checkpoint(1), checkpoint(2)
-    host = Host(a, Model)
-    expected = state(host) | {name: b[name] for name in MODELS_OWN} | {"drafter.embed.weight": b["embed.weight"]}
+    host = Host(a, make)
+    new = {
+        "embed.weight": b["embed.weight"],
+        "drafter.embed.weight": b["embed.weight"],
+        "layer.weight": b["layer.weight"],
+    }
+    expected = state(host)
+    expected |= {name: tensor for name, tensor in new.items() if name in expected}
     some = {name: tensor for name, tensor in b.items() if name not in without}
     with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
         sync.push(trainer_of(some))
