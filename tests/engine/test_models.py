@@ -289,10 +289,17 @@ nothing is copied for it. A trainer whose experts have tensors of their own is s
 vLLM's engine for CPUs crashes when it generates with `enable_expert_parallel`, so load plans show expert parallelism. A
 number of experts that its ranks do not divide evenly is refused.
 
-## Parts that the engine lacks
+## Vision-language models
 
-vLLM leaves a vision tower out when `limit_mm_per_prompt` allows no image. A trainer may push the whole model to such an
-engine. The tower's tensors are not sent, and the log says so once.
+Pushed equals cold for Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Gemma 3, LLaVA-OneVision and Mistral 3, whole, with their tower
+frozen, and with nothing but the tower trained. The engine is asked in words and about pictures, and
+`tests/engine/test_vision_language.py` compares every token and log-probability with an engine that was started cold.
+
+- The engine may lack a part that the trainer has. vLLM leaves a tower out when `limit_mm_per_prompt` allows nothing for
+  it. Of LLaVA's towers it runs no layer behind the one whose output is used. Push the whole model all the same. Such
+  tensors are not sent, and the log says so once.
+- Make the trainer's model by `from_pretrained`. With a SigLIP tower that was made from a config alone, names lack a
+  prefix that vLLM looks for, also in what `save_pretrained` writes.
 
 ## Drafters
 

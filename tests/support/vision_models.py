@@ -31,11 +31,14 @@ _QWEN_TOKENS = dict(
     )
 )
 _GEMMA_TOKENS = {"image_token_index": 240, "boi_token_index": 242, "eoi_token_index": 243, "mm_tokens_per_image": 4}
-PROMPTS = {"gemma3": "<|vision_start|> t5 t6 t7", "llava-onevision": "<|image_pad|> t5 t6 t7"}
+PROMPTS = {
+    "gemma3": "<|vision_start|> t5 t6 t7",
+    "llava-onevision": "<|image_pad|> t5 t6 t7",
+    "mistral3": "<|image_pad|> t5 t6 t7",
+}
 """What asks about one picture, where it is not Qwen's form."""
 QWEN_PROMPT = "<|vision_start|> <|image_pad|> <|vision_end|> t5 t6 t7"
-_TOWER = r"\bvision_tower\.(?!vision_model)"
-KINDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "gemma3", "llava-onevision")
+KINDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "gemma3", "llava-onevision", "mistral3")
 
 
 def make_vision_model(kind: str, folder: Path, device: torch.device) -> nn.Module:
@@ -48,10 +51,12 @@ def make_vision_model(kind: str, folder: Path, device: torch.device) -> nn.Modul
     _tokenizer(kind).save_pretrained(folder)
     for file, content in processor.items():
         (folder / file).write_text(json.dumps(content))
-    # A model that was never loaded is saved without the `vision_model` of published checkpoints, which vLLM wants.
-    (weights,) = folder.glob("*.safetensors")
-    published = {re.sub(_TOWER, "vision_tower.vision_model.", name): t for name, t in load_file(weights).items()}
-    save_file(published, weights, metadata={"format": "pt"})
+    if config.vision_config.model_type == "siglip_vision_model":
+        # One that was never loaded is saved without the `vision_model` of published checkpoints, which vLLM wants.
+        (weights,) = folder.glob("*.safetensors")
+        names = re.compile(r"\bvision_tower\.(?!vision_model)")
+        published = {names.sub("vision_tower.vision_model.", name): t for name, t in load_file(weights).items()}
+        save_file(published, weights, metadata={"format": "pt"})
     model: nn.Module = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16)
     return model.to(device)
 
@@ -118,15 +123,15 @@ def _qwen3() -> Any:
     return _qwen("Qwen3VL", 16, [6, 5, 5], {**sizes, **more}, mrope_interleaved=True)
 
 
-_SIGLIP = {
+_TOWER = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "image_size": 56,
     "patch_size": 14,
-    "vision_use_head": False,
 }
+_SIGLIP = {**_TOWER, "vision_use_head": False}
 
 
 def _gemma3() -> Any:
@@ -191,10 +196,38 @@ def _llava() -> Any:
     }
 
 
+def _mistral3() -> Any:
+    from transformers import Mistral3Config
+
+    config = Mistral3Config(
+        text_config={**_TEXT, "model_type": "mistral"},
+        vision_config={**_TOWER, "model_type": "pixtral", "head_dim": 16, "hidden_act": "gelu"},
+        image_token_index=240,
+        tie_word_embeddings=False,
+    )
+    image = {
+        "image_processor_type": "PixtralImageProcessor",
+        "patch_size": {"height": 14, "width": 14},
+        "size": {"longest_edge": 56},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    own = {
+        "processor_class": "PixtralProcessor",
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "image_token": "<|image_pad|>",
+        "image_break_token": "<|vision_start|>",
+        "image_end_token": "<|vision_end|>",
+    }
+    return config, {"preprocessor_config.json": image, "processor_config.json": own}
+
+
 _DESCRIPTIONS = {
     "qwen2-vl": _qwen2,
     "qwen2.5-vl": _qwen2_5,
     "qwen3-vl": _qwen3,
     "gemma3": _gemma3,
     "llava-onevision": _llava,
+    "mistral3": _mistral3,
 }

@@ -1,0 +1,176 @@
+"""Prove that a vision-language model can be pushed: `python vision_pushes.py tower|left-out KIND...`.
+
+The engines are asked in words and about pictures. Each answer to pushed weights has to be that of an engine which was
+started cold from them, to the bit.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import zlib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vision_models import PROMPTS, QWEN_PROMPT, make_vision_model
+
+Answers = list[list[tuple[int, float]]]
+WORDS = ([5, 6, 7, 8], [40, 41], list(range(20, 60)))
+HERE = Path(__file__).parent
+TORCHVISION = Path(sys.prefix, "torchvision")
+"""Where `make` puts torchvision on a machine without a GPU, as it loads with `torchvision_python` alone."""
+
+
+def run(tower: str, *kinds: str) -> None:
+    """Prove it in a process of its own, whose memory is free afterwards."""
+    path = [HERE, HERE.parents[1]]
+    if not find_spec("torchvision"):
+        if not TORCHVISION.exists():
+            pytest.skip(f"transformers reads pictures with torchvision, which `make` puts into {TORCHVISION}")
+        path += [HERE / "torchvision_python", TORCHVISION]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*map(str, path), os.environ.get("PYTHONPATH", "")]),
+        "HF_HUB_OFFLINE": "1",
+    }
+    if not torch.cuda.is_available():
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process imports vLLM, not two
+        environment.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, which take longer to clear than all else to start
+    command = [sys.executable, __file__, tower, *kinds]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert [line for line in done.stdout.splitlines() if line.startswith("equal")] == [f"equal {k}" for k in kinds]
+
+
+def prove(kind: str, has_tower: bool, folder: Path) -> None:
+    from weightsync import TensorSelection, WeightSync
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = make_vision_model(kind, folder, device)
+    if device.type == "cpu":
+        model.share_memory()
+    cold = {}
+    llm: Any = None
+    for weights in "BA":
+        end(llm)
+        fill(model, weights)
+        model.save_pretrained(folder)
+        llm = start(kind, has_tower, folder)
+        cold[weights] = ask(llm, kind, has_tower)
+    assert cold["A"] != cold["B"]
+
+    told = Told()
+    logging.getLogger("weightsync").addHandler(told)
+    with WeightSync("fsdp", "ipc", llm, selection=TensorSelection(only_trained=True)) as sync:
+        for weights in "ABBA":  # two of them are planned before
+            fill(model, weights)
+            sync.push(model)
+            assert ask(llm, kind, has_tower) == cold[weights], f"after {weights}"
+        if has_tower:
+            words, pictures = cold["A"]
+            fill(model, "B", only="vis")
+            sync.push(model)
+            mixed = ask(llm, kind, has_tower)
+            assert mixed[0] == words, "the tower alone was trained, and words are answered otherwise"
+            assert mixed[1] != pictures, "the tower alone was trained, and pictures look as before"
+
+            tower = [param for name, param in model.named_parameters() if "vis" in name]
+            for param in tower:
+                param.requires_grad_(False)
+            whole = sync.push(model).nbytes
+            fill(model, "B")
+            part = sync.push(model).nbytes
+            assert whole - part == sum(param.numel() * param.itemsize for param in tower)
+            assert ask(llm, kind, has_tower) == cold["B"], "with the tower frozen"
+        else:
+            assert len(told.lines) == 1, told.lines
+    logging.getLogger("weightsync").removeHandler(told)
+    end(llm)
+
+
+class Told(logging.Handler):
+    """What is said of tensors that stay behind."""
+
+    def __init__(self) -> None:
+        super().__init__("INFO")
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "are not pushed" in record.getMessage():
+            self.lines.append(record.getMessage())
+
+
+def fill(model: nn.Module, weights: str, only: str = "") -> None:
+    """Overwrite the parameters whose names have `only` in them with the values that `weights` stands for."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if only in name:
+                draw = torch.Generator().manual_seed(zlib.crc32(f"{weights} {name}".encode()))
+                noise = torch.randn(param.shape, generator=draw)
+                param.copy_(1 + 0.1 * noise if param.dim() == 1 else 0.08 * noise)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def start(kind: str, has_tower: bool, folder: Path) -> Any:
+    from vllm import LLM
+
+    options: dict[str, Any] = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+    if not torch.cuda.is_available():
+        from engines import know_class
+
+        know_class(folder)
+        options = {"enforce_eager": True}
+    return LLM(
+        str(folder), dtype="bfloat16", max_model_len=512, max_num_seqs=4, kv_cache_memory_bytes=64 << 20,
+        gpu_memory_utilization=0.1, enable_prefix_caching=False, seed=0,
+        limit_mm_per_prompt={"image": int(has_tower)} | ({} if kind == "gemma3" else {"video": 0}),
+        worker_extension_cls="weightsync.vllm.extension.WeightSyncWorkerExtension", **options,
+    )  # fmt: skip
+
+
+def end(llm: Any) -> None:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    if llm is not None:
+        llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+    gc.collect()
+
+
+def ask(llm: Any, kind: str, has_tower: bool) -> tuple[Answers, Answers]:
+    """Return what the engine answers in words, and about pictures, one request after the other."""
+    import numpy as np
+    from PIL import Image
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=1, detokenize=False)
+
+    def answer(prompt: dict[str, Any]) -> list[tuple[int, float]]:
+        output = llm.generate([prompt], sampling, use_tqdm=False)[0].outputs[0]
+        return [(t, entry[t].logprob) for t, entry in zip(output.token_ids, output.logprobs, strict=True)]
+
+    words = [answer({"prompt_token_ids": prompt}) for prompt in WORDS]
+    pictures = []
+    for seed in (1, 2) if has_tower else ():
+        picture = Image.fromarray(np.random.default_rng(seed).integers(0, 255, (112, 112, 3), dtype=np.uint8))
+        question = {"prompt": PROMPTS.get(kind, QWEN_PROMPT), "multi_modal_data": {"image": picture}}
+        pictures.append(answer(question))
+    return words, pictures
+
+
+if __name__ == "__main__":
+    logging.getLogger("weightsync").setLevel("INFO")
+    _, tower, *kinds = sys.argv
+    for kind in kinds:
+        with tempfile.TemporaryDirectory() as root:
+            prove(kind, tower == "tower", Path(root, kind))
+        print("equal", kind, flush=True)
