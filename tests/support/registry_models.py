@@ -219,15 +219,14 @@ def checkpoint_tensors(model: Any, published: bool) -> Manifest:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     from weightsync.selection import TensorSelection
-    from weightsync.sources.hf_checkpoint import saved_form
+    from weightsync.sources.hf_checkpoint import manifest_of, saved_form
 
     if published:
         model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
     tensors: dict[int, TensorMeta] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         tensors.setdefault(id(tensor), TensorMeta(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
-    saved = saved_form(model, list(tensors.values()), TensorSelection())
-    return Manifest(tuple(part.meta for parts in saved for part in parts.parts))
+    return manifest_of(saved_form(model, list(tensors.values()), TensorSelection()))
 
 
 def stand_in(*packages: str) -> None:
