@@ -264,7 +264,7 @@ def document(packages: str) -> str:
     return f"""# Models
 
 The families of models for which a push has been shown to be right. `tests/engine/test_models.py` writes this file and
-fails when it finds something else.
+fails when it finds something else. [The registry](registry.md) has what becomes of every other model of vLLM's.
 
 Found with {packages}, on a CPU with {cpu()}.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -16,9 +17,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import Concatenate, Interleave, Transpose, WeightConverter, WeightRenaming
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    Interleave,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+)
 
 from weightsync.errors import UnsupportedError
+from weightsync.planning.layout import Box
 from weightsync.selection import TensorSelection
 from weightsync.sources.fsdp import FsdpSource
 
@@ -27,8 +36,12 @@ def sent(model: nn.Module, **selection: object) -> dict[str, torch.Tensor]:
     """What an unsharded model sends."""
     source = FsdpSource(TensorSelection(**selection))
     shards = source.shards(model)
-    assert [piece.meta for piece in shards] == list(source.manifest(model))
-    return {piece.meta.name: piece.tensor for piece in shards}
+    assert list(dict.fromkeys(shard.meta for shard in shards)) == list(source.manifest(model))
+    found: dict[str, list[torch.Tensor]] = {}
+    for shard in sorted(shards, key=lambda shard: shard.box.start[:1]):
+        assert not any(shard.box.start[1:])
+        found.setdefault(shard.meta.name, []).append(shard.tensor)
+    return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in found.items()}
 
 
 def written(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
@@ -62,6 +75,19 @@ def test_names_of_either_form_are_excluded():
     experts = {name.partition(".mlp.experts.")[2] for name in rest if ".layers.1." in name and ".experts." in name}
     assert experts == {f"{i}.{part}_proj.weight" for i in (0, 1, 3) for part in ("gate", "up", "down")}
     assert not [name for name in rest if ".layers.0." in name and "gate_proj" in name]
+
+
+def sharded_stacks(rank: int, folder: str) -> None:
+    """Two ranks, each with a part of every tensor that the checkpoint has with others in one."""
+    found = rebuilt(fully_shard(tiny_models.build("hrm-text", "A")))
+    expected = load_file(Path(folder) / "model.safetensors")
+    assert_same({key: found.pop(key) for key in expected}, expected)
+    assert not found
+
+
+def test_sharded_tensors_that_a_checkpoint_has_in_one(tmp_path: Path):
+    tiny_models.save(tiny_models.build("hrm-text", "A"), tmp_path)
+    run_ranks(sharded_stacks, 2, str(tmp_path))
 
 
 def sharded_experts(rank: int, folder: str) -> None:
@@ -131,12 +157,34 @@ def test_a_transposed_tensor_is_a_strided_view():
     assert found["flipped"].data_ptr() == model.turned.data_ptr()
 
 
-def test_what_a_checkpoint_has_in_another_form_than_a_view_is_refused():
+def test_tensors_that_a_checkpoint_has_in_one_are_regions_of_that():
     # `Chunk` when it is loaded, and so `Concatenate` when it is saved.
     joined = WeightConverter("joined", ["one", "other"], [Concatenate(0).reverse_op])
+    model = odd(joined, RENAMED)
+    model.one.requires_grad = False
+    source = FsdpSource(TensorSelection())
+    assert [meta.name for meta in source.manifest(model)] == ["turned", "joined", "norm_old"]
+    first, second = (shard for shard in source.shards(model) if shard.meta.name == "joined")
+    assert first.meta.shape == second.meta.shape == (8,)
+    assert (first.box, second.box) == (Box((0,), (4,)), Box((4,), (4,)))
+    assert (first.tensor.data_ptr(), second.tensor.data_ptr()) == (model.one.data_ptr(), model.other.data_ptr())
+    assert first.trains  # it travels with the other, which does
+
+
+class Doubled(ConversionOps):
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {name: [2 * tensor[0]] for name, tensor in input_dict.items()}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return self
+
+
+def test_what_a_checkpoint_has_in_another_form_than_a_view_is_refused():
+    doubled = [WeightConverter(f"twice_{name}", name, [Doubled()]) for name in ("one", "other")]
     with pytest.raises(UnsupportedError, match="computes what it saves") as caught:
-        sent(odd(joined, RENAMED))
+        sent(odd(*doubled, RENAMED))
     assert set(caught.value.tensors) == {"one", "other"}
-    assert list(sent(odd(joined, RENAMED), exclude=("one", "other"))) == ["turned", "norm_old"]
+    assert list(sent(odd(*doubled, RENAMED), exclude=("one", "other"))) == ["turned", "norm_old"]
     with pytest.raises(UnsupportedError, match="cannot follow how transformers saves a Odd"):
         sent(odd(WeightConverter("mixed", "turned", [Interleave(2)])))

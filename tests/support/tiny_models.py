@@ -143,6 +143,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "bloom": _config("BloomConfig", n_layer=2, n_head=4, tie_word_embeddings=True),
     "apertus": _config("ApertusConfig"),
+    "hrm-text": _config("HrmTextConfig", num_layers_per_stack=1, head_dim=32),
 }
 
 

@@ -244,17 +244,17 @@ class Picky(nn.Module):
                 raise ValueError("There is no module or parameter named 'lora' in Picky")
             if name == "wrong.kind":
                 assert tensor.dim() == 2
-            if name == "looked.at":
-                tensor.sum().item()
+            if name == "wrong.shape":
+                tensor.view(2, 2)
             dict(self.named_parameters())[name].data.copy_(tensor)
 
 
 def test_all_that_is_wrong_with_the_names_is_found_in_one_trace():
     row = torch.zeros(3)
-    names = ["lora.weight", "wrong.kind", "weight", "rotary.inv_freq", "looked.at", "typo"]
+    names = ["lora.weight", "wrong.kind", "weight", "rotary.inv_freq", "wrong.shape", "typo"]
     trace = trace_of(Picky, dict.fromkeys(names, row))
     assert trace.unknown == ["lora.weight", "typo"]
-    assert list(trace.refused) == ["wrong.kind", "looked.at"]
+    assert list(trace.refused) == ["wrong.kind", "wrong.shape"]
     assert trace.refused["wrong.kind"].startswith("shape (3,): ")
     assert [copy.name for copy in trace.copies] == ["weight"]
 
@@ -264,8 +264,27 @@ def test_a_loader_that_fails_on_its_own_account_is_not_blamed_on_a_tensor():
         def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             raise RuntimeError("no such backend")
 
-    with pytest.raises(RuntimeError, match="no such backend"):
+    with pytest.raises(
+        UnsupportedError, match=r"Broken fails before it looks at a tensor in load_weights: .*no such b"
+    ):
         trace_of(Broken, {"weight": torch.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda w: w.sum().item(),
+        lambda w: bool(w[0] > 0),
+        lambda w: w.tolist(),
+        lambda w: w.cpu(),
+        lambda w: w.numpy(),
+        lambda w: torch.equal(w, w + 1),
+    ],
+)
+def test_a_loader_that_reads_values_is_refused_with_the_tensor_and_the_operation(read: Callable[[torch.Tensor], Any]):
+    model = on_meta(lambda: OneParameter(lambda param, weight: read(weight)))
+    with pytest.raises(UnsupportedError, match="OneParameter reads the values of w in <lambda>: lambda w"):
+        trace_loader(model, model.load_weights, manifest_of({"w": torch.zeros(3)}))
 
 
 def test_what_nothing_fills_and_what_is_filled_twice():

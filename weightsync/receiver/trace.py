@@ -6,6 +6,8 @@ slices, replicates, fuses or skips. No tables of names are needed.
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import (
     Box,
     LoadCopy,
@@ -30,6 +33,11 @@ LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 _OVERWRITTEN = "weight_shape"
 """The shape of a packed weight in compressed-tensors. No kernel reads it, and the loader of a fused layer overwrites it
 with that of each shard."""
+
+_NO_VALUES = re.compile(r"\bmeta (tensor|device)|aten::\w+.*\bmeta\b", re.IGNORECASE)
+"""What torch says when it is asked for the values of a tensor without storage."""
+
+_BELOW_LOADERS = re.compile(rf"[/\\]torch[/\\]|{re.escape(__file__)}$")
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,8 @@ def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest
 
     No tensor is changed, but a loader may give the model parameters that it did not have. A tensor that the loader
     refuses is recorded and left out, and the trace starts again, so that one call finds all. With `may_lack`, what a
-    loader says after the last tensor is passed over: it misses tensors that the trainer may not have.
+    loader says after the last tensor is passed over: it misses tensors that the trainer may not have. Raises
+    `UnsupportedError` for a loader that reads the values of a tensor, or fails before it looks at one.
     """
     trace = Trace()
     offered = list(manifest)
@@ -88,8 +97,8 @@ def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest
         except Exception as error:
             if may_lack and feed.is_read:
                 break
-            if feed.current is None:
-                raise
+            if feed.current is None or _NO_VALUES.search(str(error)):
+                raise _untraceable(model, feed.current, error) from error
             name, shape = feed.current.name, feed.current.shape
             # Loaders look their parameters up in a dict, or say in words that there is no such thing.
             if isinstance(error, KeyError) or "no module or parameter named" in str(error):
@@ -101,6 +110,17 @@ def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest
         break
     trace.copies, trace.fills, trace.computed = recorder.copies, recorder.fills, recorder.computed
     return trace
+
+
+def _untraceable(model: nn.Module, meta: TensorMeta | None, error: Exception) -> UnsupportedError:
+    """Return what keeps a loader from being traced, with the line of the loader that did it."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _BELOW_LOADERS.search(frame.filename)]
+    line = f" in {own[-1].name}: {own[-1].line}" if own else ""
+    what = "fails before it looks at a tensor" if meta is None else f"reads the values of {meta.name}"
+    return UnsupportedError(
+        f"the loader of the engine's {type(model).__name__} {what}{line} ({type(error).__name__}: {error}). A load "
+        "plan knows where values go, and no values; use CheckpointTransport(folder, restart=True)"
+    )
 
 
 def _refusal(model: nn.Module, name: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
@@ -20,19 +21,20 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.errors import UnsupportedError
-from weightsync.planning.layout import Box, TensorMeta, row_major
+from weightsync.planning.layout import Box, Manifest, TensorMeta, row_major
 from weightsync.selection import TensorSelection
 from weightsync.sources.module_tree import unwrapped
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor of the checkpoint that is the region `box` of one of the model's: dimension i of it runs along dimension
-    `dims[i]` of the model's, and where that is None it has length 1."""
+    """The region `into` of a tensor of the checkpoint, which is the region `box` of one of the model's: dimension i of
+    the former runs along dimension `dims[i]` of the latter, and where that is None it has length 1."""
 
     meta: TensorMeta
     box: Box
     dims: tuple[int | None, ...]
+    into: Box
 
 
 _Cut = tuple[int, Box, tuple[int, ...], int]
@@ -49,7 +51,8 @@ class SavedParts:
     def are_the_whole(self) -> bool:
         """Return whether this is the model's tensor as it is, though perhaps under another name."""
         return all(
-            part.box == Box.full(part.meta.shape) and part.dims == tuple(range(len(part.dims))) for part in self.parts
+            part.box == part.into == Box.full(part.meta.shape) and part.dims == tuple(range(len(part.dims)))
+            for part in self.parts
         )
 
     def cut(self, held: Iterable[tuple[Box, torch.Tensor]]) -> list[tuple[TensorMeta, Box, torch.Tensor]]:
@@ -72,6 +75,11 @@ class SavedParts:
         return self._cuts[box, stride]
 
 
+def manifest_of(saved: Iterable[SavedParts]) -> Manifest:
+    """Return the tensors of the checkpoint, each once, though several of the model's may be in it."""
+    return Manifest(tuple(dict.fromkeys(part.meta for parts in saved for part in parts.parts)))
+
+
 def saved_form(model: nn.Module, tensors: Sequence[TensorMeta], selection: TensorSelection) -> list[SavedParts]:
     """Return the tensors of the checkpoint that each of the model's `tensors` holds, without those that are excluded.
 
@@ -85,7 +93,9 @@ def saved_form(model: nn.Module, tensors: Sequence[TensorMeta], selection: Tenso
 
 
 def _follow(model: nn.Module, tensors: Sequence[TensorMeta]) -> Iterable[list[Saved]]:
-    as_they_are = [[Saved(meta, Box.full(meta.shape), tuple(range(len(meta.shape))))] for meta in tensors]
+    as_they_are = [
+        [Saved(meta, Box.full(meta.shape), tuple(range(len(meta.shape))), Box.full(meta.shape))] for meta in tensors
+    ]
     if "transformers" not in sys.modules:
         return as_they_are
     from transformers import PreTrainedModel
@@ -96,7 +106,7 @@ def _follow(model: nn.Module, tensors: Sequence[TensorMeta]) -> Iterable[list[Sa
         return as_they_are  # transformers 4, whose models have the tensors of their checkpoints
     if not isinstance(model, PreTrainedModel):
         return as_they_are
-    with _CloneIsAlias():
+    with _Aliases() as aliases:
         state = {meta.name: torch.empty(meta.shape, dtype=torch.uint8, device="meta") for meta in tensors}
         try:
             written = revert_weight_conversion(_as_built(model), dict(state))
@@ -107,9 +117,16 @@ def _follow(model: nn.Module, tensors: Sequence[TensorMeta]) -> Iterable[list[Sa
     by_storage = {_storage(state[meta.name]): meta for meta in tensors}
     found: dict[str, list[Saved]] = {meta.name: [] for meta in tensors}
     for name, tensor in written.items():
-        source = by_storage.get(_storage(tensor))
-        if source is not None and (region := _region(source.shape, tensor)) is not None:
-            found[source.name].append(Saved(TensorMeta(name, tuple(tensor.shape), source.dtype), *region))
+        parts: list[tuple[TensorMeta, Saved]] = []
+        for view, into in aliases.parts(tensor):
+            source = by_storage.get(_storage(view))
+            if source is None or (region := _region(source.shape, view)) is None:
+                break
+            parts.append((source, Saved(TensorMeta(name, tuple(tensor.shape), source.dtype), *region, into)))
+        else:
+            if len({source.dtype for source, _ in parts}) == 1:
+                for source, part in parts:
+                    found[source.name].append(part)
     whole = {name: sum(part.box.numel for part in parts) == state[name].numel() for name, parts in found.items()}
     if lost := [name for name in whole if not (found[name] and whole[name])]:
         lines = "".join(f"\n  {name}" for name in lost)
@@ -121,13 +138,42 @@ def _follow(model: nn.Module, tensors: Sequence[TensorMeta]) -> Iterable[list[Sa
     return found.values()
 
 
-class _CloneIsAlias(TorchDispatchMode):
-    """Meanwhile a clone is the tensor itself, so that its storage tells what it was made from."""
+class _Aliases(TorchDispatchMode):
+    """Meanwhile a clone is the tensor itself, so that its storage tells what it was made from. Of a tensor that is put
+    together it notes the parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._joined: dict[int, tuple[torch.Tensor, list[tuple[torch.Tensor, Box]]]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return args[0] if func is torch.ops.aten.clone.default else func(*args, **(kwargs or {}))
+        aten = torch.ops.aten
+        if func is aten.clone.default:
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        if func in (aten.cat.default, aten.stack.default):
+            dim = (args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)) % result.dim()
+            parts = [part.unsqueeze(dim) if func is aten.stack.default else part for part in args[0]]
+            starts = accumulate((part.shape[dim] for part in parts), initial=0)
+            own = [
+                (
+                    part,
+                    Box(
+                        (*(0 for _ in part.shape[:dim]), start, *(0 for _ in part.shape[dim + 1 :])), tuple(part.shape)
+                    ),
+                )
+                for part, start in zip(parts, starts, strict=False)
+            ]
+            self._joined[_storage(result)] = result, own  # which it keeps alive, or another could have its identity
+        return result
+
+    def parts(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Box]]:
+        """Return the tensors that `tensor` was put together of, each with the region that it is. Mostly itself."""
+        whole, parts = self._joined.get(_storage(tensor), (None, []))
+        as_joined = whole is not None and (whole.shape, whole.stride()) == (tensor.shape, tensor.stride())
+        return parts if as_joined else [(tensor, Box.full(tuple(tensor.shape)))]
 
 
 def _as_built(module: nn.Module) -> nn.Module:
@@ -176,8 +222,9 @@ def _cut(number: int, saved: Saved, box: Box, stride: tuple[int, ...]) -> _Cut |
     if (common := saved.box.intersect(box)) is None:
         return None
     offset = sum((inner - outer) * step for inner, outer, step in zip(common.start, box.start, stride, strict=True))
+    within = (0 if dim is None else common.start[dim] - saved.box.start[dim] for dim in saved.dims)
     region = Box(
-        tuple(0 if dim is None else common.start[dim] - saved.box.start[dim] for dim in saved.dims),
+        tuple(outer + inner for outer, inner in zip(saved.into.start, within, strict=True)),
         tuple(1 if dim is None else common.size[dim] for dim in saved.dims),
     )
     return number, region, tuple(1 if dim is None else stride[dim] for dim in saved.dims), offset

@@ -19,7 +19,7 @@ from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.planning.layout import Box, Manifest, TensorMeta, flat_boxes, itemsize
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import LocalSource, Model, Snapshot, TensorShard, one_module
-from weightsync.sources.hf_checkpoint import SavedParts, saved_form
+from weightsync.sources.hf_checkpoint import SavedParts, manifest_of, saved_form
 from weightsync.sources.module_tree import modules, walk_shells
 from weightsync.sources.peft import Adapter, adapter_of
 
@@ -85,14 +85,21 @@ class ModuleSource(LocalSource):
         self._adapters = {
             part.meta.name: held.adapter for held, saved in tensors if held.adapter is not None for part in saved.parts
         }
+        trained = {part.meta.name for held, saved in tensors if held.trains for part in saved.parts}
         shards = [
             TensorShard(
-                meta, box, view, held.trains, partial(self._merged, meta.name, box, view) if held.adapter else None
+                meta,
+                box,
+                view,
+                meta.name in trained,
+                partial(self._merged, meta.name, box, view) if held.adapter else None,
             )
             for held, saved in tensors
             for meta, box, view in saved.cut(held.parts)
         ]
-        return Manifest(tuple(part.meta for _, saved in tensors for part in saved.parts)), shards
+        manifest = manifest_of(saved for _, saved in tensors)
+        place = {name: number for number, name in enumerate(manifest.names)}
+        return manifest, sorted(shards, key=lambda shard: place[shard.meta.name])
 
     def close(self) -> None:
         super().close()

@@ -133,7 +133,7 @@ def checkpoint_tensors(model_dir: Path) -> tuple[str, Manifest]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from weightsync.selection import TensorSelection
-    from weightsync.sources.hf_checkpoint import saved_form
+    from weightsync.sources.hf_checkpoint import manifest_of, saved_form
 
     try:
         config = AutoConfig.from_pretrained(model_dir)
@@ -146,7 +146,7 @@ def checkpoint_tensors(model_dir: Path) -> tuple[str, Manifest]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         tensors.setdefault(id(tensor), TensorMeta(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
     saved = saved_form(model, list(tensors.values()), TensorSelection())
-    return type(model).__name__, Manifest(tuple(part.meta for parts in saved for part in parts.parts))
+    return type(model).__name__, manifest_of(saved)
 
 
 def _as_held(manifest: Manifest, workers: Sequence[WorkerPlan]) -> Manifest:
