@@ -10,6 +10,7 @@ first argument.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import multiprocessing
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import tiny_models
 from ranks import FORKSERVER
@@ -92,6 +94,7 @@ class Remote:
 
 def _main(commands: Connection, kind: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
+    gc.freeze()  # DeepSpeed collects garbage often, and would look through all that was imported before
     subject = kind(*args)
     try:
         while True:
@@ -129,13 +132,20 @@ class Engines:
         os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # below, it warns of everything that these models lack
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, which take longer to clear than all else to start
         import vllm
+        from vllm.v1.engine import utils as core_processes
         from vllm.v1.executor import multiproc_executor
 
-        if vllm.platforms.current_platform.is_cpu():
-            # Workers of an engine with TP=2 start as clean as by "spawn", and need not import all of vLLM again.
+        platform = vllm.platforms.current_platform
+        if platform.is_cpu():
+            # It looks through all that is imported, and the engines that follow find done what the first one did.
+            platform.register_triton_kernel_overrides = functools.cache(platform.register_triton_kernel_overrides)
+            # Workers of an engine with TP=2 start as clean as by "spawn", and need not import all of vLLM again. Nor
+            # need the core of an `AsyncLLM`.
             forkserver = multiprocessing.get_context("forkserver")
             forkserver.set_forkserver_preload(["vllm.v1.worker.cpu_worker", "weightsync.vllm.engine"])
-            multiproc_executor.get_mp_context = lambda: forkserver
+            core_processes.get_mp_context = multiproc_executor.get_mp_context = lambda: forkserver
+            multiproc_executor.WorkerProc.worker_main = staticmethod(_worker)
+            _wait_asleep()
         self.connections = [calls]  # from trainers in other processes: calls of `PipeEngine`
         self.llm: Any = None
         self.model: Any = None  # a trainer in this process
@@ -207,8 +217,10 @@ class Engines:
 
         self.release()  # whoever holds an engine keeps it alive, and its end then disturbs the next one
         if self.llm is not None:
-            self.llm, self._running = None, ()
-            cleanup_dist_env_and_memory()
+            with mock.patch.object(gc, "collect"):  # once is enough: each of five looks through all that is imported
+                self.llm, self._running = None, ()
+                cleanup_dist_env_and_memory()
+            gc.collect()
 
     close = end
 
@@ -217,6 +229,23 @@ class Engines:
         if self.sync is not None:
             self.sync.close()
         self.sync = self.model = None
+
+
+def _worker(**options: Any) -> None:
+    """The process of a worker of an engine with TP=2."""
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    gc.freeze()  # as in `Engines.start`
+    _wait_asleep()
+    WorkerProc.worker_main(**options)
+
+
+def _wait_asleep() -> None:
+    """Let vLLM sleep where it waits for a message of another process: for a second each spins, and takes the time of
+    those that it waits for."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.sched_yield = functools.partial(time.sleep, 0.0005)
 
 
 def note(answer: Answer, file: Path) -> None:
