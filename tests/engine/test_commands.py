@@ -10,14 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from engines import NOT_COMPILED
+from engines import IN_CORE, NOT_COMPILED
 
 pytestmark = pytest.mark.engine
 
 
-def weightsync(*arguments: str, timeout_s: float, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def weightsync(
+    *arguments: str, timeout_s: float, cwd: Path | None = None, environment: dict[str, str] = IN_CORE
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "weightsync", *arguments]
-    environment = {**os.environ, **NOT_COMPILED}
+    environment = {**os.environ, **environment}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_s)
 
 
@@ -46,7 +48,7 @@ def test_demo_proves_pushed_equal_to_cold():
 
 def run(tmp_path, *options: str):
     arguments = ["--gpus", "0", "--no-peers", "--json", "out.json", "--num-iters", "2", *options]
-    done = weightsync("bench", *arguments, timeout_s=560, cwd=tmp_path)
+    done = weightsync("bench", *arguments, timeout_s=560, cwd=tmp_path, environment=NOT_COMPILED)
     return done, json.loads((tmp_path / "out.json").read_text())
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from engines import NOT_COMPILED, PROMPTS, Answer, Engines, Remote, Trainer, Trainers, assert_same
+from engines import IN_CORE, PROMPTS, Answer, Engines, Remote, Trainer, Trainers, assert_same
 from fake_engine import fail_once_after
 from faults import FaultyTransport
 from ranks import run_ranks
@@ -236,7 +236,7 @@ def http_server(
 ) -> Iterator[Http]:
     checkpoint = engine_process.call(Engines.checkpoint, "qwen3", "A")
     options = {"quantization": "weightsync_plain"}  # one test shares its memory
-    server = Server(checkpoint, "auto", tmp_path_factory.mktemp("server") / "log", NOT_COMPILED, options)
+    server = Server(checkpoint, "auto", tmp_path_factory.mktemp("server") / "log", IN_CORE, options)
     try:
         server.wait(120)
         yield Http(server, trainer_processes)

@@ -36,6 +36,8 @@ TIMEOUT_S = 60.0
 NOT_COMPILED = {} if torch.cuda.is_available() else {"TORCHDYNAMO_DISABLE": "1"}
 """For an engine's processes. Eager engines too compile what ranks the log-probabilities, each process for itself. On a
 GPU that is quick, and what quantises there is compiled too."""
+IN_CORE = {**NOT_COMPILED, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""For a server whose one worker is to live in the process of the engine's core, where a GPU's worker lives."""
 ANSWER_TOKENS = 4
 """Every weight has a part in the first one's log-probabilities, and the cache of keys and values in the others."""
 PROMPTS = [[5, 6, 7, 8], [9, 9, 3], [(7 * i * i + 11) % 251 for i in range(40)]]
