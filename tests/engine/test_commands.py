@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from engines import IN_CORE, NOT_COMPILED
 
 pytestmark = pytest.mark.engine
 
 
-def weightsync(*arguments: str, timeout_s: float, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def weightsync(
+    *arguments: str, timeout_s: float, cwd: Path | None = None, environment: dict[str, str] = IN_CORE
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "weightsync", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout_s)
+    environment = {**os.environ, **environment}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_s)
 
 
 def test_doctor_pushes_to_an_engine_of_its_own():
@@ -42,9 +47,8 @@ def test_demo_proves_pushed_equal_to_cold():
 
 
 def run(tmp_path, *options: str):
-    command = [sys.executable, "-m", "weightsync", "bench", "--gpus", "0", "--no-peers", "--json", "out.json"]
-    command += ["--num-iters", "2", *options]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=560)
+    arguments = ["--gpus", "0", "--no-peers", "--json", "out.json", "--num-iters", "2", *options]
+    done = weightsync("bench", *arguments, timeout_s=560, cwd=tmp_path, environment=NOT_COMPILED)
     return done, json.loads((tmp_path / "out.json").read_text())
 
 

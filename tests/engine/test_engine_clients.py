@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import tiny_models
+from engines import NOT_COMPILED
 from test_engines import http_engine, loop_in_a_thread, push_once
 
 from weightsync.engines import AsyncEngine, HttpEngine, LlmEngine, LoraAdapter, connect
@@ -70,6 +71,7 @@ def model_dir(tmp_path, monkeypatch):
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH", "")]),
+        **NOT_COMPILED,
     }.items():
         monkeypatch.setenv(name, value)
     return str(tmp_path)

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from engines import PROMPTS, Answer, Engines, Remote, Trainer, Trainers, assert_same
+from engines import IN_CORE, PROMPTS, Answer, Engines, Remote, Trainer, Trainers, assert_same
 from fake_engine import fail_once_after
 from faults import FaultyTransport
 from ranks import run_ranks
@@ -174,8 +174,8 @@ def idle_threads(side: Side) -> list[str]:
     while (names := [t.name for t in threading.enumerate() if " of engine " in t.name]) and time.monotonic() < deadline:
         time.sleep(0.05)
     before = time.process_time()
-    time.sleep(0.3)
-    return names + (["something spins"] if time.process_time() - before > 0.2 else [])
+    time.sleep(0.15)
+    return names + (["something spins"] if time.process_time() - before > 0.1 else [])
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def http_server(
 ) -> Iterator[Http]:
     checkpoint = engine_process.call(Engines.checkpoint, "qwen3", "A")
     options = {"quantization": "weightsync_plain"}  # one test shares its memory
-    server = Server(checkpoint, "auto", tmp_path_factory.mktemp("server") / "log", {}, options)
+    server = Server(checkpoint, "auto", tmp_path_factory.mktemp("server") / "log", IN_CORE, options)
     try:
         server.wait(120)
         yield Http(server, trainer_processes)
@@ -465,11 +465,12 @@ def test_a_second_trainer_is_turned_away_and_the_first_is_not_disturbed(served: 
 def test_a_second_trainer_in_the_middle_of_a_push(served: Http, trainers: Trainers, tmp_path: Path):
     """Over HTTP it queues behind the first; in one process, where nothing queues, it is refused."""
     there = tmp_path / "there"
-    trainers.call(spoil, pause_in_send, 3, 2.0, there)
+    trainers.call(spoil, pause_in_send, 3, there)
     outcomes: list[Any] = []
     first = threading.Thread(target=lambda: outcomes.extend(trainers.call(push, "B")))
     first.start()
     wait_for(there.exists)
+    threading.Timer(2.0, there.unlink).start()  # while the second waits
     with (
         WeightSync("fsdp", "ipc", served.url, timeout_s=TIMEOUT_S, **SMALL) as second,
         pytest.raises(EngineBusyError, match="another trainer is connected"),
@@ -480,20 +481,20 @@ def test_a_second_trainer_in_the_middle_of_a_push(served: Http, trainers: Traine
     assert served.ask() == served.expected["B"]
 
 
-def pause_in_send(side: Side, in_chunk: int, seconds: float, there: Path) -> None:
-    """Pause in this chunk, and say so by a file."""
+def pause_in_send(side: Side, in_chunk: int, there: Path) -> None:
+    """Pause in this chunk: say so by a file, until somebody removes it."""
 
     def pause(chunk: int) -> None:
         if chunk == in_chunk:
             there.touch()
-            time.sleep(seconds)
+            wait_for(lambda: not there.exists())
 
     transport_of(side).before_chunk = pause
 
 
 def test_a_second_trainer_in_the_engines_own_process(llm: Remote, cold: dict[str, Answer], tmp_path: Path):
     there = tmp_path / "there"
-    llm.call(spoil, pause_in_send, 3, 2.0, there)
+    llm.call(spoil, pause_in_send, 3, there)
     assert llm.call(push_twice_at_once, there) == [None, "EngineBusyError"]
     assert_same(llm.call(Engines.ask), cold["B"], "the first push")
 
@@ -509,6 +510,7 @@ def push_twice_at_once(engines: Engines, there: Path) -> list[str | None]:
             error = None
         except WeightSyncError as busy:
             error = busy
+    there.unlink()
     first.join(60)
     return [None if one is None else type(one).__name__ for one in (outcomes[0][0], error)]
 
@@ -847,12 +849,13 @@ def ask_poisoned(engines: Engines) -> str:
 
 def test_an_engine_that_dies_in_a_push(served: Http, trainers: Trainers, tmp_path: Path):
     there = tmp_path / "there"
-    trainers.call(spoil, pause_in_send, 3, 1.5, there)
+    trainers.call(spoil, pause_in_send, 3, there)
     outcomes: list[Outcome] = []
     pushing = threading.Thread(target=lambda: outcomes.extend(trainers.call(push, "B")))
     pushing.start()
     wait_for(there.exists)
     os.killpg(served.server.pid, signal.SIGKILL)
+    there.unlink()
     pushing.join(60)
     errors = [error for error, _ in outcomes]
     assert len({str(error) for error in errors}) == 1

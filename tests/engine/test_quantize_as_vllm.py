@@ -64,7 +64,8 @@ def vllm_gives_the_same_on_a_cpu(_: object) -> None:
     from vllm.model_executor.layers.quantization.online.fp8 import _fp8_scale, weight_amax
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
-    per_block_cast_to_fp8 = per_block_cast_to_fp8._torchdynamo_orig_callable  # compiling it takes half a minute
+    if hasattr(per_block_cast_to_fp8, "_torchdynamo_orig_callable"):  # compiling it takes half a minute
+        per_block_cast_to_fp8 = per_block_cast_to_fp8._torchdynamo_orig_callable
     for dtype in DTYPES:
         weight = noise(301, 515, dtype)
         assert same(fp8_per_channel(weight), online_linear(weight)), dtype

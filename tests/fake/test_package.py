@@ -113,5 +113,8 @@ def test_a_vllm_that_takes_no_plug_in_starts_nevertheless(tmp_path: Path):
     factory = tmp_path / "vllm" / "distributed" / "weight_transfer" / "factory.py"
     factory.parent.mkdir(parents=True)
     factory.write_text("class WeightTransferEngineFactory:\n    def register_engine(other): ...\n")
+    for folder in factory.relative_to(tmp_path).parents[:-1]:
+        (tmp_path / folder / "__init__.py").touch()  # or Python takes the vLLM that is installed
     code = f"import sys; sys.path[:0] = {[str(tmp_path), str(ROOT)]}; import weightsync.vllm.plugin as p; p.register()"
+    code += f"; assert sys.modules['vllm.distributed.weight_transfer.factory'].__file__ == {str(factory)!r}"
     subprocess.run([sys.executable, "-c", code], check=True)

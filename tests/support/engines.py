@@ -10,6 +10,7 @@ first argument.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import multiprocessing
@@ -23,13 +24,20 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import tiny_models
+import torch
 from ranks import FORKSERVER
 
 from weightsync.errors import EngineUnreachableError, SyncTimeoutError
 
 TIMEOUT_S = 60.0
+NOT_COMPILED = {} if torch.cuda.is_available() else {"TORCHDYNAMO_DISABLE": "1"}
+"""For an engine's processes. Eager engines too compile what ranks the log-probabilities, each process for itself. On a
+GPU that is quick, and what quantises there is compiled too."""
+IN_CORE = {**NOT_COMPILED, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""For a server whose one worker is to live in the process of the engine's core, where a GPU's worker lives."""
 ANSWER_TOKENS = 4
 """Every weight has a part in the first one's log-probabilities, and the cache of keys and values in the others."""
 PROMPTS = [[5, 6, 7, 8], [9, 9, 3], [(7 * i * i + 11) % 251 for i in range(40)]]
@@ -92,6 +100,7 @@ class Remote:
 
 def _main(commands: Connection, kind: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
+    gc.freeze()  # DeepSpeed collects garbage often, and would look through all that was imported before
     subject = kind(*args)
     try:
         while True:
@@ -127,15 +136,23 @@ class Engines:
     def __init__(self, folder: Path, known: Path, calls: Connection) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an `LLM` with one worker lives in this process
         os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # below, it warns of everything that these models lack
+        os.environ |= NOT_COMPILED
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, which take longer to clear than all else to start
         import vllm
+        from vllm.v1.engine import utils as core_processes
         from vllm.v1.executor import multiproc_executor
 
-        if vllm.platforms.current_platform.is_cpu():
-            # Workers of an engine with TP=2 start as clean as by "spawn", and need not import all of vLLM again.
+        platform = vllm.platforms.current_platform
+        if platform.is_cpu():
+            # It looks through all that is imported, and the engines that follow find done what the first one did.
+            platform.register_triton_kernel_overrides = functools.cache(platform.register_triton_kernel_overrides)
+            # Workers of an engine with TP=2 start as clean as by "spawn", and need not import all of vLLM again. Nor
+            # need the core of an `AsyncLLM`.
             forkserver = multiprocessing.get_context("forkserver")
             forkserver.set_forkserver_preload(["vllm.v1.worker.cpu_worker", "weightsync.vllm.engine"])
-            multiproc_executor.get_mp_context = lambda: forkserver
+            core_processes.get_mp_context = multiproc_executor.get_mp_context = lambda: forkserver
+            multiproc_executor.WorkerProc.worker_main = staticmethod(_worker)
+            _wait_asleep()
         self.connections = [calls]  # from trainers in other processes: calls of `PipeEngine`
         self.llm: Any = None
         self.model: Any = None  # a trainer in this process
@@ -207,8 +224,10 @@ class Engines:
 
         self.release()  # whoever holds an engine keeps it alive, and its end then disturbs the next one
         if self.llm is not None:
-            self.llm, self._running = None, ()
-            cleanup_dist_env_and_memory()
+            with mock.patch.object(gc, "collect"):  # once is enough: each of five looks through all that is imported
+                self.llm, self._running = None, ()
+                cleanup_dist_env_and_memory()
+            gc.collect()
 
     close = end
 
@@ -217,6 +236,23 @@ class Engines:
         if self.sync is not None:
             self.sync.close()
         self.sync = self.model = None
+
+
+def _worker(**options: Any) -> None:
+    """The process of a worker of an engine with TP=2."""
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    gc.freeze()  # as in `Engines.start`
+    _wait_asleep()
+    WorkerProc.worker_main(**options)
+
+
+def _wait_asleep() -> None:
+    """Let vLLM sleep where it waits for a message of another process: for a second each spins, and takes the time of
+    those that it waits for."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.sched_yield = functools.partial(time.sleep, 0.0005)
 
 
 def note(answer: Answer, file: Path) -> None:
@@ -324,8 +360,6 @@ class Trainer:
     connections: list[Connection] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        import torch
-
         torch.set_num_threads(1)
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{self.store}", rank=self.rank, world_size=self.size

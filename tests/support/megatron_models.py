@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from ranks import not_compiled
 from torch import nn
 
 HfState = Mapping[str, torch.Tensor]
@@ -204,11 +205,12 @@ def expert_count(hf: Any) -> int | None:
 
 def build(hf: Any, mesh: Mesh, dtype: torch.dtype = torch.float32, padding: int = 0, **more: Any) -> list[nn.Module]:
     """Collective: every trainer rank calls this. This rank's chunks, on local layer specs, with random weights."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.moe import moe_utils
+    with not_compiled():
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+        from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.transformer import multi_latent_attention
+        from megatron.core.transformer.moe import moe_utils
 
     mesh.initialize()
     config = transformer_config(hf, mesh, dtype, **more)

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 """As clean as "spawn", without importing torch in every process again."""
 FORKSERVER.set_forkserver_preload(
     ["hypothesis.strategies", "pytest", "transformers.modeling_utils", "weightsync.sources.fsdp"]
 )
+
+
+@contextmanager
+def not_compiled() -> Iterator[None]:
+    """Meanwhile `torch.compile` does nothing. DeepSpeed and Megatron call it as they are imported, and the first call
+    imports inductor, which takes each process longer than they do."""
+    with mock.patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"}):
+        yield
 
 
 def run_ranks(fn: Callable[..., None], world_size: int, *args: Any, timeout_s: float = 120) -> None:
@@ -68,6 +79,7 @@ def _main(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # DeepSpeed collects garbage often, and would look through all that was imported before
     with Path(folder, f"rank{rank}.txt").open("w") as report:
         left_s = max(2.0, deadline - time.monotonic())
         # Shortly before the parent gives up, so that it can show where this rank hangs.

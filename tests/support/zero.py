@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+from ranks import not_compiled
 from torch import distributed as dist
 from torch import nn
 
@@ -33,7 +34,9 @@ def prepare() -> Any:
     """DeepSpeed, ready to be used with the process group that exists."""
     os.environ["DS_ACCELERATOR"] = "cpu"  # also where there is a GPU, since the group is gloo's
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    import deepspeed
+    with not_compiled():
+        import deepspeed
+        import deepspeed.runtime.zero.muon.muon_optimizer  # by every engine of ZeRO 1 to 3
 
     deepspeed.ops.__compatible_ops__ = {}  # or it compiles an all-reduce of its own first, which takes a minute
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # it says no where it would be slow

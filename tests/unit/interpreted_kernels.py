@@ -18,7 +18,8 @@ from weightsync.kernels.digest import MIB, digest, share, signed
 
 def copies(of: torch.dtype, to: torch.dtype) -> int:
     """Copies between random views; gives how many there were."""
-    sizes = [size for size in test_copies.SIZES if 0 not in size]
+    # A matrix of many long rows takes the interpreter longer than all others; of a few it runs the same.
+    sizes = [(9, 5000) if size == (128, 5000) else size for size in test_copies.SIZES if 0 not in size]
     pairs, wholes = test_copies.some_pairs(of, to, "cpu", sizes)
     assert all(copies_triton.can_launch(*pair) for pair in pairs)
     test_copies.check(pairs, wholes, links=3, batched=copies_triton.Launches)

@@ -34,16 +34,16 @@ def filled(numel: int, dtype: torch.dtype, device: str, seed: int) -> torch.Tens
     return found.to(torch.uint8).view(dtype).to(device)
 
 
-def a_view(data: torch.Tensor, size: tuple[int, ...], random: random.Random) -> torch.Tensor:
-    """A view of that size somewhere in `data`: its dimensions in any order in memory, with gaps or without."""
+def a_view(size: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, draw: random.Random) -> torch.Tensor:
+    """A view of that size in a larger tensor: its dimensions in any order in memory, with gaps or without."""
     stride, order, at = [0] * len(size), list(range(len(size))), 1
-    if random.random() < 0.3:
-        random.shuffle(order)
+    if draw.random() < 0.3:
+        draw.shuffle(order)
     for dim in reversed(order):
         stride[dim] = at
-        at = at * size[dim] + random.choice([0, 0, 0, 1, 8, 16])
-    offset = random.choice([0, 0, 1, 3, 8, 64])
-    return data.as_strided(size, stride, offset)
+        at = at * size[dim] + draw.choice([0, 0, 0, 1, 8, 16])
+    offset = draw.choice([0, 0, 1, 3, 8, 64])
+    return filled(offset + at + 64, dtype, device, seed).as_strided(size, stride, offset)
 
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -53,12 +53,12 @@ def some_pairs(
     of: torch.dtype, to: torch.dtype, device: str, sizes: list[tuple[int, ...]]
 ) -> tuple[Pairs, list[torch.Tensor]]:
     """A view to copy from and one to copy to of each size, and the tensors that the latter are views of."""
-    draw, pairs, wholes = random.Random(f"{of} {to}"), [], []
-    for number, size in enumerate(sizes):
-        room = 8 * int(torch.tensor(size).prod()) + 4096 * len(size) + 128
-        whole, data = filled(room, to, device, 2 * number), filled(room, of, device, 2 * number + 1)
-        pairs.append((a_view(whole, size, draw), a_view(data, size, draw)))
-        wholes.append(whole)
+    draw = random.Random(f"{of} {to}")
+    pairs = [
+        (a_view(size, to, device, 2 * number, draw), a_view(size, of, device, 2 * number + 1, draw))
+        for number, size in enumerate(sizes)
+    ]
+    wholes = [target._base for target, _ in pairs]
     return pairs, wholes
 
 
