@@ -9,10 +9,10 @@ compared with one that was started from B, and with an unquantised one, for user
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,14 +33,14 @@ from weightsync import __version__
 from weightsync.control.connection import Listener
 from weightsync.control.wire import POISONED, PROTOCOL
 from weightsync.engines import connect
-from weightsync.errors import ConfigError, EngineUnreachableError, PlacementError, WeightSyncError
+from weightsync.errors import ConfigError, EngineUnreachableError, WeightSyncError
 from weightsync.kernels.copies import BatchedCopy
 from weightsync.kernels.digest import digest
 from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES
 from weightsync.report import format_bytes
 from weightsync.sync import WeightSync
 from weightsync.tools import processes
-from weightsync.tools.processes import Answer, Responder, Server, generate
+from weightsync.tools.processes import Answer, Server, generate
 from weightsync.transports.base import SLOTS
 from weightsync.transports.shared_handles import SHARED_MEMORY, export, open_exported
 
@@ -174,30 +174,26 @@ def _kernels(device: torch.device) -> Finding:
 
 def _read_elsewhere(device: torch.device, check: str) -> Finding:
     tensor = torch.arange(_PROBE_ELEMENTS, dtype=torch.int64, device=device)
-    with ExitStack() as cleanup:
-        folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-doctor-"))
-        child = Responder("the reading process", [sys.executable, "-m", __name__], {}, Path(folder) / "log")
-        cleanup.callback(child.stop)
-        try:
-            handle = msgpack.packb(export(tensor.untyped_storage()))
-            (answer,) = processes.ask([child], {"device": str(device), "handle": handle.hex()}, _CHILD_TIMEOUT_S)
-        except WeightSyncError as error:
-            return Finding("FAIL", check, str(error))
-    wrong = "another process maps this one's memory and finds other bytes in it"
-    return _found(check, answer["sum"] == int(tensor.sum()), "mapped and read by another process", wrong)
-
-
-def _read_for_parent() -> None:
-    """Map the memory that the order names, and answer with the sum of its numbers."""
-    orders, answers = processes.listen_for_orders()
-    order = json.loads(orders.readline())
+    handle = msgpack.packb(export(tensor.untyped_storage())).hex()
+    command = [sys.executable, "-m", __name__, str(device), handle]
     try:
-        kind, fields = msgpack.unpackb(bytes.fromhex(order["handle"]))
-        data = open_exported(kind, fields, torch.device(order["device"]), "the doctor")
-        numbers = data[: _PROBE_ELEMENTS * 8].view(torch.int64)
-        answers.write(json.dumps({"sum": int(numbers.sum())}) + "\n")
-    except (PlacementError, RuntimeError) as error:
-        answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
+        child = subprocess.run(command, capture_output=True, text=True, timeout=_CHILD_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding("FAIL", check, f"the reading process has not ended within {_CHILD_TIMEOUT_S:g} s")
+    if child.returncode != 0:
+        why = (child.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        return Finding("FAIL", check, f"the reading process ended with exit code {child.returncode}: {why}")
+    wrong = "another process maps this one's memory and finds other bytes in it"
+    return _found(
+        check, child.stdout.split()[-1:] == [str(int(tensor.sum()))], "mapped and read by another process", wrong
+    )
+
+
+def _read_for_parent(device: str, handle: str) -> None:
+    """Map exported memory of another process, and print the sum of its numbers."""
+    kind, fields = msgpack.unpackb(bytes.fromhex(handle))
+    data = open_exported(kind, fields, torch.device(device), "the doctor")
+    sys.stdout.write(str(int(data[: _PROBE_ELEMENTS * 8].view(torch.int64).sum())))
 
 
 def _settings() -> Findings:
@@ -414,4 +410,4 @@ def _move_rows(model: nn.Module, to: str) -> str:
 
 
 if __name__ == "__main__":
-    _read_for_parent()
+    _read_for_parent(*sys.argv[1:])
