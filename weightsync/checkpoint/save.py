@@ -108,7 +108,7 @@ def save_tensors(
                 update.barrier("save")  # or the others would wait in `gather` for a rank that has failed
                 source.gather(names)
                 own = (part for name in names for part in by_name[name])
-                write(incoming, files, ((location, values_of(shard)) for location, shard in own))
+                write(incoming, files, ((location, shard.values()) for location, shard in own))
             update.barrier("save")
             if ranks.rank == 0:
                 publish(incoming, target)
@@ -138,11 +138,6 @@ def share_out(
     rows, owners = ranks.broadcast(answer, "plan")
     mine = [(owner, held[owner]) for owner in unpack_locations(owners) if owner.rank == ranks.rank]
     return unpack_manifest(rows), mine
-
-
-def values_of(shard: TensorShard) -> torch.Tensor:
-    """Return what a shard holds now."""
-    return shard.tensor if shard.compute is None else shard.compute()
 
 
 def _in_saved_dtypes(manifest: Manifest, selection: TensorSelection) -> Manifest:

@@ -187,8 +187,7 @@ class QuantizingSource:
         return self._selection.wire_dtype(meta.name) or ("bfloat16" if meta.dtype == "float32" else meta.dtype)
 
     def _read(self, piece: TensorShard) -> torch.Tensor:
-        values = piece.tensor if piece.compute is None else piece.compute()
-        return values.to(getattr(torch, self._source_dtype(piece.meta)))
+        return piece.values().to(getattr(torch, self._source_dtype(piece.meta)))
 
     def _values_of(self, name: str, box: Box) -> torch.Tensor:
         weight = self._read(self._held[name][box])
