@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, overload
 
@@ -62,10 +61,6 @@ class PushReport:
             f"{format_seconds(self.pause_s)}; overlapping: "
             + ", ".join(f"{part} {format_seconds(getattr(self, part + '_s'))}" for part in parts)
         )
-
-    def to_json(self) -> str:
-        """Return the report as one line of JSON."""
-        return json.dumps(asdict(self))
 
     @classmethod
     def from_dict(cls, fields: dict[str, object]) -> PushReport:

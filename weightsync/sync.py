@@ -114,7 +114,6 @@ class WeightSync:
             verify=verify,
             quantize=quantize,
             progress=progress,
-            megatron_bridge=megatron_bridge,
             vocab_size=vocab_size,
             timeout_s=timeout_s,
         )

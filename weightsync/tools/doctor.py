@@ -232,9 +232,7 @@ def _own_engine(transport: str, quantization: str | None) -> Findings:
     if processes.vllm_version() is None or processes.installed("transformers") is None:
         yield Finding("skip", "engine", "vLLM is not installed here; name a running one with --engine URL --model DIR")
         return
-    from transformers.utils import logging as hf_logging
-
-    from weightsync.tools.bench.models import fill, make_trainer
+    from weightsync.tools.bench.models import save_checkpoint
     from weightsync.tools.demo import lay_out
 
     try:
@@ -243,12 +241,9 @@ def _own_engine(transport: str, quantization: str | None) -> Findings:
         yield Finding("skip", "engine", str(error))
         return
     with ExitStack() as cleanup:
-        hf_logging.disable_progress_bar()
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-doctor-")))
-        config, device = str(processes.tiny_model(folder / "config", layers=2)), torch.device(layout.trainers[0])
-        trainer: Any = make_trainer("plain", config, torch.bfloat16, device)
-        fill(trainer, "plain", "A", device)
-        trainer.save_pretrained(folder / "model")
+        config = processes.tiny_model(folder / "config", layers=2)
+        save_checkpoint(str(config), "A", folder / "A", torch.device("cpu"))
 
         def start(weights: str, scheme: str | None) -> Server:
             options = {} if scheme is None else {"quantization": scheme}
@@ -260,13 +255,14 @@ def _own_engine(transport: str, quantization: str | None) -> Findings:
 
         try:
             started = time.monotonic()
-            engine = start("model", quantization)
+            engine = start("A", quantization)
             scheme = f" in {quantization}" if quantization else ""
             seconds = time.monotonic() - started
             yield Finding("pass", "engine", f"vLLM on {layout.engine}{scheme} answers after {seconds:.0f} s")
-            yield from _pushes(engine.url, trainer, transport, engine.generate(_PROMPTS))
+            yield from _given_engine(engine.url, folder / "A", transport)
             if quantization is None:
                 return
+            trainer = _load(folder / "A")
             _move_rows(trainer, "B")
             trainer.save_pretrained(folder / "B")
             with WeightSync("fsdp", transport, engine.url, progress=False) as sync:
@@ -303,13 +299,9 @@ def _check_checkpoint(model_dir: Path) -> None:
 
 
 def _given_engine(url: str, model_dir: Path, transport: str) -> Findings:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as hf_logging
-
-    hf_logging.disable_progress_bar()
     try:
         own = generate(url, _PROMPTS)
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
+        model = _load(model_dir)
     except EngineUnreachableError as error:
         problem = Finding("FAIL", "engine", str(error))
     except WeightSyncError as error:
@@ -318,18 +310,23 @@ def _given_engine(url: str, model_dir: Path, transport: str) -> Findings:
         text = f"transformers does not load {model_dir}: {type(error).__name__}: {error}"
         problem = Finding("FAIL", "model", text)
     else:
-        device = _roomiest(sum(p.numel() * p.element_size() for p in model.parameters()))
-        yield from _pushes(url, model.to(device), transport, own)
+        yield from _pushes(url, model, transport, own)
         return
     yield problem
     yield Finding("skip", "afterwards", "nothing was pushed")
 
 
-def _roomiest(nbytes: int) -> torch.device:
-    """Return the GPU with the most free memory if a model of `nbytes` fits there, else the CPU."""
+def _load(model_dir: Path) -> Any:
+    """Return the model of a checkpoint, on the GPU with the most free memory if it fits there, else on the CPU."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.disable_progress_bar()
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
+    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     free = {number: torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count())}
     number = max(free, key=lambda n: free[n], default=None)
-    return torch.device("cuda", number) if number is not None and free[number] > 1.2 * nbytes else torch.device("cpu")
+    return model if number is None or free[number] <= 1.2 * nbytes else model.to(torch.device("cuda", number))
 
 
 def _pushes(url: str, model: nn.Module, transport: str, own: list[Answer]) -> Findings:
