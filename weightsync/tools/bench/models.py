@@ -26,7 +26,7 @@ def source_of(backend: str) -> str:
 
 
 def join(device: torch.device, *, alone: bool = False) -> None:
-    """Let this process train on `device`, as a rank of the default process group unless it is alone. Collective."""
+    """Use `device` from now on, as a rank of the default process group unless this process is alone. Collective."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
