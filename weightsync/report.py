@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from types import TracebackType
-from typing import Any, overload
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tqdm import tqdm
 
 
 @dataclass(frozen=True)
@@ -65,10 +62,6 @@ class PushReport:
             + ", ".join(f"{part} {format_seconds(getattr(self, part + '_s'))}" for part in parts)
         )
 
-    def to_json(self) -> str:
-        """Return the report as one line of JSON."""
-        return json.dumps(asdict(self))
-
     @classmethod
     def from_dict(cls, fields: dict[str, object]) -> PushReport:
         """Return the report that `dataclasses.asdict` or `json.loads` gave the fields of."""
@@ -97,7 +90,7 @@ def format_bytes(nbytes: int) -> str:
 _BAR_AFTER_S = 1.0
 
 
-class Progress(Sequence[int]):
+class Progress(tqdm):  # type: ignore[misc]
     """The numbers of a push's chunks, and a bar that follows their iteration.
 
     The bar shows itself once a push has lasted a second. It never does when standard error is no terminal
@@ -105,42 +98,9 @@ class Progress(Sequence[int]):
     """
 
     def __init__(self, show: bool | None, title: str, numbers: Sequence[int], here: bool) -> None:
-        self._numbers = numbers
-        self._title = title
-        self._wanted = here and (sys.stderr.isatty() if show is None else show)
-        self._bar: Any = None
+        hidden = not here or (None if show is None else not show)
+        super().__init__(numbers, title, leave=False, delay=_BAR_AFTER_S, disable=hidden)
 
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        return self._numbers[index]
-
-    def __iter__(self) -> Iterator[int]:
-        started = time.monotonic()
-        for done, number in enumerate(self._numbers):
-            if self._wanted and time.monotonic() - started >= _BAR_AFTER_S:
-                self._show(done)
-            yield number
-
-    def _show(self, done: int) -> None:
-        from rich.progress import Progress as Bar
-
-        if self._bar is None:
-            self._bar = Bar(transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task(self._title, total=len(self._numbers))
-        self._bar.update(self._task, completed=done)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    def __getitem__(self, index: int) -> int:
+        number: int = self.iterable[index]
+        return number

@@ -122,7 +122,6 @@ class WeightSync:
             verify=verify,
             quantize=quantize,
             progress=progress,
-            megatron_bridge=megatron_bridge,
             vocab_size=vocab_size,
             timeout_s=timeout_s,
             on_engine_failure=on_engine_failure,

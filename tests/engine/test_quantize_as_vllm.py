@@ -12,7 +12,7 @@ from engines import Remote
 from test_quantize import DTYPES, noise, same
 
 from weightsync.kernels.quantize import (
-    PerChannel,
+    Form,
     fp8_per_block,
     fp8_per_channel,
     fp8_per_tensor,
@@ -49,7 +49,7 @@ def online_experts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return layer.w13_weight[0].data, layer.w13_scale[0, :, None].data
 
 
-def compressed(form: PerChannel, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def compressed(form: Form, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The values that the compressed-tensors library writes into a checkpoint with these scales."""
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import quantize as compress

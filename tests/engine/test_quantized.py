@@ -193,9 +193,9 @@ def failing_after(owner: Any, method: str, calls: int) -> Any:
 
 def die_in_quantising(engines: Engines, calls: int) -> WeightSyncError:
     """q, k and v are quantised one after the other."""
-    from weightsync.kernels.quantize import PerChannel
+    from weightsync.kernels.quantize import Form
 
-    with failing_after(PerChannel, "values", calls):
+    with failing_after(Form, "values", calls):
         return push_and_fail(engines, "B")
 
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from weightsync.engines.child import free_port
+from weightsync.engines.child import Child, free_port
 from weightsync.tools import cli, doctor
-from weightsync.tools.processes import ChildError, Responder, ask, tiny_model
+from weightsync.tools.processes import ChildError, run_trainers, tiny_model, wait_for_first
 
 
 def weightsync(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -194,8 +194,8 @@ def test_doctor_says_when_a_checkpoint_cannot_be_loaded(tmp_path):
     assert afterwards == ("skip", "afterwards", "nothing was pushed")
 
 
-def responder(tmp_path: Path, code: str) -> Responder:
-    return Responder("the responder", [sys.executable, "-c", code], {}, tmp_path / "log")
+def python(tmp_path: Path, code: str) -> Child:
+    return Child("the child", [sys.executable, "-c", code], {}, tmp_path / "log")
 
 
 def running(pid: int) -> bool:
@@ -211,35 +211,53 @@ def running(pid: int) -> bool:
 
 
 def test_a_child_that_dies_is_an_error_with_the_end_of_its_log(tmp_path):
-    child = responder(tmp_path, "import sys; print('out of luck', file=sys.stderr); input(); sys.exit(3)")
+    waits = python(tmp_path, "import time; time.sleep(100)")
+    dies = python(tmp_path, "import sys; print('out of luck', file=sys.stderr); sys.exit(3)")
     try:
-        with pytest.raises(ChildError, match=r"the responder ended with exit code 3(.|\n)*out of luck"):
-            ask([child], {"do": "it"}, timeout_s=30)
+        with pytest.raises(ChildError, match=r"the child ended with exit code 3(.|\n)*out of luck"):
+            wait_for_first([waits, dies], timeout_s=30)
     finally:
-        child.stop()
+        waits.stop()
 
 
-def test_a_child_that_does_not_answer_is_an_error_in_time(tmp_path):
-    child = responder(tmp_path, "import time; time.sleep(100)")
+def test_a_first_child_that_ends_well_is_waited_for_alone(tmp_path):
+    waits = python(tmp_path, "import time; time.sleep(100)")
+    try:
+        wait_for_first([python(tmp_path, ""), waits], timeout_s=30)
+        assert waits.process.poll() is None
+    finally:
+        waits.stop()
+
+
+def test_a_child_that_does_not_end_is_an_error_in_time(tmp_path):
+    child = python(tmp_path, "import time; time.sleep(100)")
     started = time.monotonic()
     try:
-        with pytest.raises(ChildError, match=r"no answer from the responder within 0\.5 s"):
-            ask([child], {}, timeout_s=0.5)
+        with pytest.raises(ChildError, match=r"the child has not ended within 0\.5 s"):
+            wait_for_first([child], timeout_s=0.5)
     finally:
         child.stop()
     assert time.monotonic() - started < 10
 
 
+def test_trainers_get_their_order_and_torchruns_variables(tmp_path, capfd, monkeypatch):
+    code = "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:], flush=True)"
+    (tmp_path / "echo_order.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run_trainers("echo_order", {"steps": 3}, 2, tmp_path, timeout_s=30, shows=True)
+    assert capfd.readouterr().out == '0 2 {"steps": 3}\n'
+
+
 def test_stopping_a_child_ends_what_it_has_started(tmp_path):
     code = """
-import json, signal, subprocess, sys
+import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-print(json.dumps({"pid": grandchild.pid}), flush=True)
-input()
-sys.exit()
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]).pid, flush=True)
+time.sleep(1)
 """
-    child = responder(tmp_path, code)
-    (answer,) = ask([child], {}, timeout_s=30)
+    child = python(tmp_path, code)
+    while not (text := child.log.read_text()).endswith("\n"):
+        assert child.obituary() is None
+        time.sleep(0.05)
     child.stop()
-    assert not running(answer["pid"])
+    assert not running(int(text))

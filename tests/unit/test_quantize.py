@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.kernels import quantize
 from weightsync.kernels.quantize import (
-    PerChannel,
+    Form,
     fp8_per_block,
     fp8_per_channel,
     fp8_per_tensor,
@@ -170,7 +170,7 @@ def test_no_copy_of_the_whole_weight_is_made(quantise: Any, monkeypatch: pytest.
 
 
 @BOTH
-def test_half_way_between_two_is_rounded_as_by_division(form: PerChannel) -> None:
+def test_half_way_between_two_is_rounded_as_by_division(form: Form) -> None:
     """Where the reciprocal would round the other way; it is the difference between vLLM's kernels."""
     weight = noise(400, 500, seed=3)
     values, scale = form(weight)

@@ -116,7 +116,7 @@ def save_tensors(
                 update.barrier("save")  # or the others would wait in `gather` for a rank that has failed
                 source.gather(names)
                 own = (part for name in names for part in by_name[name])
-                write(incoming, files, ((location, values_of(shard)) for location, shard in own))
+                write(incoming, files, ((location, shard.values()) for location, shard in own))
             update.barrier("save")
             if ranks.rank == 0:
                 publish(incoming, target)
@@ -145,11 +145,6 @@ def share_out(
         answer = _Held(merged, choose_owners(locations))
     all_held = typed(ranks.broadcast(answer, "plan"), _Held)
     return all_held.manifest, [(owner, held[owner]) for owner in all_held.locations if owner.rank == ranks.rank]
-
-
-def values_of(shard: TensorShard) -> torch.Tensor:
-    """Return what a shard holds now."""
-    return shard.tensor if shard.compute is None else shard.compute()
 
 
 def _in_saved_dtypes(manifest: Manifest, selection: TensorSelection) -> Manifest:

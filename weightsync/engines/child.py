@@ -17,19 +17,19 @@ _LOG_LINES = 25
 class Child:
     """A process in a session of its own, started at once. What it prints is added to its log.
 
-    talks: the process reads its standard input, and its standard output is a pipe.
+    shows: its standard output is this process's, and only what it prints to standard error is logged.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, *, talks: bool = False
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, *, shows: bool = False
     ) -> None:
         self.name = name
         self.log = log
         with log.open("ab") as file:
             self.process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if talks else file,
+                stdin=subprocess.DEVNULL,
+                stdout=None if shows else file,
                 stderr=file,
                 env={**os.environ, **environment},
                 start_new_session=True,  # a Ctrl-C reaches this process alone, which ends its children in order

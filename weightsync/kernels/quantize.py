@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -26,89 +25,64 @@ _STRIP_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
-class PerChannel:
-    """Symmetric, with one scale for each output channel: a row of the weight.
+class Form:
+    """Symmetric 8-bit values, with one float32 scale for each row of a weight, an output channel, or for all of it.
 
-    The scales are float32 of shape (rows, 1), as checkpoints have them (`weight_scale`).
+    The scales have the shape (rows, 1), as checkpoints have them (`weight_scale`), or (1,).
+
+    multiplies: a value is multiplied by the reciprocal of its scale, instead of divided by the scale.
     """
 
     dtype: torch.dtype
     largest: float
     smallest_scale: float
-    per_row: ClassVar[bool] = True
-    multiplies: ClassVar[bool] = False
-    """Whether a value is multiplied by the reciprocal of its scale, instead of divided by the scale."""
+    per_row: bool = True
+    multiplies: bool = False
 
     def scale(self, maxima: torch.Tensor) -> torch.Tensor:
-        """Return the scales of rows whose largest magnitudes are `maxima`: float32, of the same shape."""
+        """Return the scales of rows, or weights, with the largest magnitudes `maxima`: float32, of the same shape."""
         return (maxima / torch.full_like(maxima, self.largest)).clamp_min_(self.smallest_scale)
 
     def values(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Return the 8-bit values of a 2-D `weight` with its rows' `scale`. It may be some of the columns alone."""
-        whole = not self.dtype.is_floating_point
+        """Return the 8-bit values of a 2-D `weight` with its `scale`, which has those of all its rows.
+
+        It may be some of the columns alone, and with one scale any part of the weight.
+        """
         found = torch.empty(weight.shape, dtype=self.dtype, device=weight.device)
         for rows in _strips(weight, 1):
-            scaled = weight[rows] / scale[rows]
-            if whole:
+            own = scale[rows] if self.per_row else scale
+            scaled = weight[rows] * own.reciprocal() if self.multiplies else weight[rows] / own
+            if self.multiplies:
+                scaled.nan_to_num_(self.largest)
+            elif not self.dtype.is_floating_point:
                 scaled.round_().nan_to_num_(0.0)  # a row of zeros has scale 0
             found[rows] = scaled.clamp_(-self.largest, self.largest).to(self.dtype)
         return found
 
     def __call__(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the 8-bit values of a whole 2-D weight, and its scales."""
-        scale = self.scale(row_maxima(weight))
+        maxima = row_maxima(weight)
+        scale = self.scale(maxima if self.per_row else maxima.amax().reshape(1))
         return self.values(weight, scale), scale
 
 
-fp8_per_channel = PerChannel(torch.float8_e4m3fn, FP8_MAX, 1.0 / (FP8_MAX * 512.0))
+fp8_per_channel = Form(torch.float8_e4m3fn, FP8_MAX, 1.0 / (FP8_MAX * 512.0))
 """As vLLM's `quantization="fp8_per_channel"`, and its `scaled_fp8_quant` with a scale for each token."""
 
-int8_per_channel = PerChannel(torch.int8, 127.0, 0.0)
+int8_per_channel = Form(torch.int8, 127.0, 0.0)
 """Rounded to the nearest, to even half-way; -128 is not used. vLLM's own int8 for experts does this in the weight's
 dtype, so that it is the same for float32 alone. Its `scaled_int8_quant`, made for activations, has the same scales, but
 multiplies: by the reciprocal of the scale on CPUs, by 127 over the maximum on GPUs."""
+
+fp8_per_tensor = Form(torch.float8_e4m3fn, FP8_MAX, 0.0, per_row=False, multiplies=True)
+"""As vLLM's `quantization="fp8"`, its `scaled_fp8_quant` with a scale for the tensor, which multiplies by the
+reciprocal. Like there, a weight of zeros has scale 0 and values 448, since it is the kernel that finds no number."""
 
 
 def row_maxima(weight: torch.Tensor) -> torch.Tensor:
     """Return the largest magnitude in each row of a 2-D weight: float32, of shape (rows, 1)."""
     low, high = weight.aminmax(dim=1, keepdim=True)
     return torch.maximum(low.abs(), high.abs()).float()
-
-
-@dataclass(frozen=True)
-class PerTensor:
-    """Float8 with one scale for all of a weight: float32, of shape (1,)."""
-
-    dtype: torch.dtype = torch.float8_e4m3fn
-    largest: float = FP8_MAX
-    smallest_scale: float = 0.0
-    per_row: ClassVar[bool] = False
-    multiplies: ClassVar[bool] = True
-
-    def scale(self, maxima: torch.Tensor) -> torch.Tensor:
-        """Return the scales of weights whose largest magnitudes are `maxima`: float32, of the same shape."""
-        return maxima / torch.full_like(maxima, self.largest)
-
-    def values(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Return the 8-bit values of a 2-D `weight` with its scale. It may be a part of the weight."""
-        inverse = scale.reciprocal()
-        found = torch.empty(weight.shape, dtype=self.dtype, device=weight.device)
-        for rows in _strips(weight, 1):
-            scaled = (weight[rows] * inverse).nan_to_num_(self.largest)
-            found[rows] = scaled.clamp_(-self.largest, self.largest).to(self.dtype)
-        return found
-
-    def __call__(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the 8-bit values of a whole 2-D weight, and its scale."""
-        scale = self.scale(row_maxima(weight).amax().reshape(1))
-        return self.values(weight, scale), scale
-
-
-fp8_per_tensor = PerTensor()
-"""As vLLM's `quantization="fp8"`, its `scaled_fp8_quant` with a scale for the tensor, which multiplies by the
-reciprocal. Like there, a weight of zeros has scale 0 and values 448, since it is the kernel that finds no number."""
-
-Form = PerChannel | PerTensor
 
 
 def fp8_per_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -47,6 +47,10 @@ class TensorShard:
     trains: bool = True
     compute: Callable[[], torch.Tensor] | None = None
 
+    def values(self) -> torch.Tensor:
+        """Return what the shard holds now. After `WeightSource.gather` where it is computed."""
+        return self.tensor if self.compute is None else self.compute()
+
 
 @runtime_checkable
 class WeightSource(Protocol):

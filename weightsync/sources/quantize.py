@@ -18,7 +18,7 @@ import torch
 from torch import distributed as dist
 
 from weightsync.errors import ConfigError, SyncTimeoutError, UnsupportedError
-from weightsync.kernels.quantize import PerChannel, fp8_per_channel, int8_per_channel, row_maxima
+from weightsync.kernels.quantize import Form, fp8_per_channel, int8_per_channel, row_maxima
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import LastShards, Model, TensorShard, WeightSource
@@ -59,7 +59,7 @@ class QuantizingSource:
         self._selection = selection
         self._idle = wait
         self._timeout_s = timeout_s
-        self._form: PerChannel = FORMS[form]
+        self._form: Form = FORMS[form]
         self._made: set[str] = set()  # names that `source` does not know
         self._inner: list[TensorShard] | None = None  # what `source` holds
         self._last = LastShards()  # what is made of that
@@ -187,8 +187,7 @@ class QuantizingSource:
         return self._selection.wire_dtype(meta.name) or ("bfloat16" if meta.dtype == "float32" else meta.dtype)
 
     def _read(self, piece: TensorShard) -> torch.Tensor:
-        values = piece.tensor if piece.compute is None else piece.compute()
-        return values.to(getattr(torch, self._source_dtype(piece.meta)))
+        return piece.values().to(getattr(torch, self._source_dtype(piece.meta)))
 
     def _values_of(self, name: str, box: Box) -> torch.Tensor:
         weight = self._read(self._held[name][box])
@@ -214,7 +213,7 @@ def pairs(manifest: Manifest) -> list[tuple[str, str]]:
     ]
 
 
-def _name(form: PerChannel) -> str:
+def _name(form: Form) -> str:
     """Return torch's name of the dtype of its values."""
     return str(form.dtype).removeprefix("torch.")
 

@@ -41,7 +41,6 @@ class Options:
     verify: str | None
     quantize: str | None
     progress: bool | None
-    megatron_bridge: Any
     vocab_size: int | None
     timeout_s: float
     on_engine_failure: str | None

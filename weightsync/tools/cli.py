@@ -1,23 +1,4 @@
-"""The command `weightsync`. Nothing heavy is imported before a command runs."""
-
-from __future__ import annotations
-
-import argparse
-import signal
-from collections.abc import Sequence
-from importlib import import_module
-from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
-
-from weightsync import __version__
-from weightsync.errors import WeightSyncError
-from weightsync.tools.bench.cases import BACKENDS, BUCKETERS, CLIENTS, DTYPES, GRAPHS, TRANSPORTS
-from weightsync.tools.bench.shapes import SHAPES
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-_DESCRIPTION = """\
-weightsync moves updated policy weights from an RL trainer into a running vLLM:
+"""weightsync moves updated policy weights from an RL trainer into a running vLLM:
 
     WeightSync(backend="fsdp", transport="ipc", engine="http://localhost:8000").push(model)
 
@@ -43,34 +24,30 @@ and the engine answers as one that was started cold from these weights. The comm
 Exit status: 0 when all is well, 1 when something failed, 2 when the call itself cannot work.
 """
 
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+from weightsync import __version__
+from weightsync.errors import WeightSyncError
+from weightsync.tools.bench import __doc__ as bench_text
+from weightsync.tools.bench.cases import BACKENDS, BUCKETERS, CLIENTS, DTYPES, GRAPHS, TRANSPORTS
+from weightsync.tools.bench.shapes import SHAPES
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-_BENCH = """\
-Starts trainers of models without data and vLLM engines, and times whole pushes on the trainer's clock: one after the
-other, and as users push, with tokens generated, an optimizer step and 0.3 s of waiting before each. Every engine is
-pushed other weights and then those that it was started from, and must answer as it did then: same token ids, same
-log-probabilities. What a push cannot be faster than is measured too.
-
-    weightsync bench --transport ipc broadcast checkpoint
-        A tiny model, a few minutes, also without a GPU. Peers on the same work are measured beside.
-
-    weightsync bench --shape 8B --client llm extension --quantization none fp8_per_channel
-        An LLM in the trainer's process, on one GPU, with CUDA graphs.
-
-    weightsync bench --families benchmarks/families.json --no-peers --jobs 8
-        Whether tiny models of many families answer right, not how long they take.
-
-    weightsync bench --shape 70B --backend fsdp --ranks 8 --tp 1 2 4 --gpus 8 --dry-run
-        What would be measured, and what a push takes at least.
-
-Exit status 1 when a push failed or left other answers than a cold start.
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit status."""
+    """Run the command line, and return the exit status. Nothing heavy is imported before a command runs."""
     parser = argparse.ArgumentParser(
-        prog="weightsync", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="weightsync", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"weightsync {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
@@ -147,7 +124,7 @@ def _add_bench(commands: Commands) -> None:
         "bench",
         usage="%(prog)s [--shape NAME ...] [--transport NAME ...] [--dry-run] [OPTION ...]",
         help="measure pushes beside vLLM's own ways and the machine's limits",
-        description=_BENCH,
+        description=bench_text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     matrix = bench.add_argument_group("what is measured: every combination of these, each may have several values")

@@ -2,15 +2,14 @@
 
 Who takes part:
 
-    this process   starts and watches the others, and shows what they do
-    trainers       `weightsync.tools.demo_trainer`, FSDP2; they push
+    this process   starts and watches the others
+    trainers       `weightsync.tools.demo_trainer`, FSDP2; they push, and rank 0 shows what each push did
     engine         a vLLM server, which starts with random weights and lives through all pushes
     cold engine    a vLLM server that starts from the trainer's last weights, as a checkpoint, and never sees a push
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -18,26 +17,20 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 
-from weightsync.engines.child import free_port
 from weightsync.errors import ConfigError, WeightSyncError
-from weightsync.report import PushReport, format_bytes, format_seconds
 from weightsync.tools import demo_trainer, processes
-from weightsync.tools.processes import Answer, ChildError, Responder, Server
+from weightsync.tools.demo_trainer import PROMPTS
+from weightsync.tools.processes import Answer, ChildError, Server
 from weightsync.tools.tables import print_line, print_table
 
-PROMPTS = ([5, 6, 7, 8], [40, 41], [100, 101, 102], [9, 3, 77, 1])
-"""What the engines are asked. The answer to the first is shown after each push."""
 _START_TIMEOUT_S = 300.0
 _STEP_TIMEOUT_S = 120.0
 _MOURNING_S = 1.0
 """After a failure: time for the process that caused it to end, so that its log can be shown too."""
-_HEADS = ("version", "loss", "bytes", "push", "generation paused")
-_ROW = "{:>7} {:>6} {:>9} {:>10} {:>19}"
 _WAYS = {
     ("ipc", False): "shared memory of this host",
     ("ipc", True): "CUDA IPC, the engine reads the trainers' memory",
@@ -91,22 +84,25 @@ def run(options: Namespace, console: Console) -> bool:
         model_dir = processes.tiny_model(folder / "model", layers)
         engine = Server(model_dir, "dummy", folder / "engine.log", layout.engine_environment)
         cleanup.callback(engine.stop)
-        trainers = _start_trainers(model_dir, engine.url, transport, layout, folder, cleanup)
+        _show_header(console, layout, transport, layers, steps, engine.url)
         try:
-            _show_header(console, layout, transport, layers, steps, engine.url)
-            parameters = processes.receive(trainers, _START_TIMEOUT_S)[0]["parameters"]
             engine.wait(_START_TIMEOUT_S)
-            prompt = " ".join(map(str, PROMPTS[0]))
-            ready = f"ready after {time.monotonic() - started:.0f} s: {parameters / 1e6:.2f} M parameters"
-            print_line(console, f"{ready}, prompt {prompt}\n\n{_ROW.format(*_HEADS)}")
-            first = pushed = engine.generate(PROMPTS)
-            for _ in range(steps):
-                loss = processes.ask(trainers, {"do": "train"}, _STEP_TIMEOUT_S)[0]["loss"]
-                report = PushReport.from_dict(processes.ask(trainers, {"do": "push"}, _STEP_TIMEOUT_S)[0]["report"])
-                before, pushed = pushed, engine.generate(PROMPTS)
-                _show_push(console, report, loss, before[0], pushed[0])
+            print_line(
+                console, f"the engine is ready after {time.monotonic() - started:.0f} s, starting the trainers ..."
+            )
+            first = engine.generate(PROMPTS)
+            order = {
+                "model": str(model_dir),
+                "engine": engine.url,
+                "transport": transport,
+                "devices": layout.trainers,
+                "steps": steps,
+                "checkpoint": str(folder / "checkpoint"),
+            }
+            timeout_s = _START_TIMEOUT_S + steps * _STEP_TIMEOUT_S
+            processes.run_trainers(demo_trainer.__name__, order, len(layout.trainers), folder, timeout_s, shows=True)
+            pushed = engine.generate(PROMPTS)
             print_line(console, "\nstarting a second engine, cold, from the trainer's last weights ...\n")
-            processes.ask(trainers, {"do": "save", "folder": str(folder / "checkpoint")}, _STEP_TIMEOUT_S)
             cold = Server(folder / "checkpoint", "auto", folder / "cold.log", layout.engine_environment)
             cleanup.callback(cold.stop)
             cold.wait(_START_TIMEOUT_S)
@@ -120,20 +116,6 @@ def run(options: Namespace, console: Console) -> bool:
         return passed
 
 
-def _start_trainers(
-    model_dir: Path, url: str, transport: str, layout: Layout, folder: Path, cleanup: ExitStack
-) -> list[Responder]:
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "HF_HUB_OFFLINE": "1"}
-    trainers = []
-    for rank, device in enumerate(layout.trainers):
-        order = (f"--model={model_dir}", f"--engine={url}", f"--transport={transport}", f"--device={device}")
-        environment = {**place, "RANK": str(rank), "WORLD_SIZE": str(len(layout.trainers))}
-        command = [sys.executable, "-m", demo_trainer.__name__, *order]
-        trainers.append(Responder(f"trainer rank {rank}", command, environment, folder / f"trainer{rank}.log"))
-        cleanup.callback(trainers[-1].stop)
-    return trainers
-
-
 def _show_header(console: Console, layout: Layout, transport: str, layers: int, steps: int, url: str) -> None:
     on_gpu = layout.trainers[0] != "cpu"
     ranks = f"{len(layout.trainers)} rank{'s' if len(layout.trainers) > 1 else ''} ({', '.join(layout.trainers)})"
@@ -144,23 +126,16 @@ def _show_header(console: Console, layout: Layout, transport: str, layers: int, 
     )
     print_line(console, f"transport  {transport}: {_WAYS[transport, on_gpu]}")
     task = f"to count up; {steps} times: {demo_trainer.OPTIMIZER_STEPS} optimizer steps, then a push"
-    print_line(console, f"task       {task}\n\nstarting the trainers and the engine ...")
-
-
-def _show_push(console: Console, report: PushReport, loss: float, before: Answer, after: Answer) -> None:
-    times = format_seconds(report.total_s), format_seconds(report.pause_s)
-    print_line(console, _ROW.format(report.version, f"{loss:.2f}", format_bytes(report.nbytes), *times))
-    console.print(f"{'':>7} engine before  [dim]{_tokens(before)}[/dim]", highlight=False)
-    console.print(f"{'':>7} engine after   [bold green]{_tokens(after)}[/bold green]", highlight=False)
+    print_line(console, f"task       {task}\n\nstarting the engine ...")
 
 
 def _show_proof(
     console: Console, first: Sequence[Answer], pushed: Sequence[Answer], expected: Sequence[Answer]
 ) -> bool:
-    rows: list[Any] = []
+    rows = []
     for prompt, one, other in zip(PROMPTS, pushed, expected, strict=True):
-        rows.append((" ".join(map(str, prompt)), "pushed", _tokens(one), ""))
-        rows.append(("", "cold", _tokens(other), f"{processes.difference([one], [other]):g}"))
+        rows.append((" ".join(map(str, prompt)), "pushed", str(one), ""))
+        rows.append(("", "cold", str(other), f"{processes.difference([one], [other]):g}"))
     print_table(console, ("prompt", "engine", "token ids, greedy", "max |Δ logp|"), rows, "<<<>")
     gap = processes.difference(pushed, expected)
     if processes.difference(first, pushed) == 0:
@@ -174,7 +149,3 @@ def _show_proof(
     same = f"identical: {count} tokens of {len(PROMPTS)} prompts, same ids, same log-probabilities"
     console.print(f"[bold green]PASS[/bold green] {same}", soft_wrap=True)
     return True
-
-
-def _tokens(answer: Answer) -> str:
-    return " ".join(map(str, answer.token_ids))

@@ -1,26 +1,30 @@
 """One trainer rank of `weightsync demo`: a Qwen3 under FSDP2 that learns to count, and pushes what it has learnt.
 
-The demo starts it with torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), and sends orders as lines of
-JSON on its standard input: {"do": "train"}, {"do": "push"}, {"do": "save", "folder": ...}.
+The demo starts it with torchrun's variables and one argument: what to do, as JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
+import os
 import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from weightsync.report import PushReport, format_bytes, format_seconds
 from weightsync.sync import WeightSync
-from weightsync.tools.bench.models import fill, make_trainer
-from weightsync.tools.processes import VOCABULARY, listen_for_orders
+from weightsync.tools.bench.models import fill, join, make_trainer
+from weightsync.tools.processes import VOCABULARY, Answer, generate
+from weightsync.tools.tables import print_line
 
+PROMPTS = ([5, 6, 7, 8], [40, 41], [100, 101, 102], [9, 3, 77, 1])
+"""What the engines are asked. The answer to the first is shown before and after each push."""
 LEARNING_RATE = 5e-3
 OPTIMIZER_STEPS = 4
 """In each training step, before each push."""
@@ -28,6 +32,7 @@ _BATCH, _LENGTH = 16, 32
 _MAX_BYTES = 2**19
 """Small, so that even this model travels in several chunks."""
 _TIMEOUT_S = 60.0
+_ROW = "{:>7} {:>6} {:>9} {:>10} {:>19}"
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> float:
@@ -52,52 +57,43 @@ def save(model: Any, folder: str) -> None:
         model.save_pretrained(folder, state_dict={name: tensor.bfloat16() for name, tensor in state.items()})
 
 
-def obey(order: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, sync: WeightSync) -> Any:
-    """Do what `order` says, and return the fields of the answer. Collective."""
-    match order["do"]:
-        case "train":
-            return {"loss": train(model, optimizer, next(model.parameters()).device)}
-        case "push":
-            return {"report": json.loads(sync.push(model).to_json())}
-        case _:
-            save(model, order["folder"])
-            return {}
+def show_push(console: Console, report: PushReport, loss: float, before: Answer, after: Answer) -> None:
+    times = format_seconds(report.total_s), format_seconds(report.pause_s)
+    print_line(console, _ROW.format(report.version, f"{loss:.2f}", format_bytes(report.nbytes), *times))
+    console.print(f"{'':>7} engine before  [dim]{before}[/dim]", highlight=False)
+    console.print(f"{'':>7} engine after   [bold green]{after}[/bold green]", highlight=False)
+
+
+def run(order: dict[str, Any], console: Console) -> None:
+    """Train and push `order["steps"]` times, then save a checkpoint. Rank 0 shows each push. Collective."""
+    rank = int(os.environ["RANK"])
+    device, url = torch.device(order["devices"][rank]), order["engine"]
+    join(device)
+    model: Any = make_trainer("fsdp", order["model"], torch.float32, device)
+    fill(model, "fsdp", "A", device)
+    torch.manual_seed(1 + rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    if rank == 0:
+        millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+        print_line(console, f"{millions:.2f} M parameters, prompt {' '.join(map(str, PROMPTS[0]))}\n")
+        print_line(console, _ROW.format("version", "loss", "bytes", "push", "generation paused"))
+    settings: Any = {"max_bytes": _MAX_BYTES, "timeout_s": _TIMEOUT_S, "progress": False}
+    with WeightSync("fsdp", order["transport"], url, **settings) as sync:
+        for _ in range(order["steps"]):
+            before = generate(url, PROMPTS[:1]) if rank == 0 else []
+            loss = train(model, optimizer, device)
+            report = sync.push(model)
+            if rank == 0:
+                show_push(console, report, loss, *before, *generate(url, PROMPTS[:1]))
+    save(model, order["checkpoint"])
+    dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="a trainer rank of `weightsync demo`, which starts it")
-    for name in ("--model", "--engine", "--transport", "--device"):
-        parser.add_argument(name, required=True)
-    options = parser.parse_args()
-    orders, answers = listen_for_orders()
+    shown = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what other code prints goes to the log
     logging.basicConfig(level=logging.INFO)
-
-    def answer(**fields: Any) -> None:
-        answers.write(json.dumps(fields) + "\n")
-        answers.flush()
-
-    try:
-        device = torch.device(options.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        else:
-            torch.set_num_threads(1)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        model: Any = make_trainer("fsdp", options.model, torch.float32, device)
-        fill(model, "fsdp", "A", device)
-        torch.manual_seed(1 + dist.get_rank())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-        with WeightSync(
-            "fsdp", options.transport, options.engine, max_bytes=_MAX_BYTES, timeout_s=_TIMEOUT_S, progress=False
-        ) as sync:
-            answer(parameters=sum(parameter.numel() for parameter in model.parameters()))
-            for line in orders:
-                answer(**obey(json.loads(line), model, optimizer, sync))
-        dist.destroy_process_group()
-    except Exception as error:
-        logging.getLogger(__name__).exception("this trainer rank has failed")
-        answer(error=f"{type(error).__name__}: {error}")
-        sys.exit(1)
+    run(json.loads(sys.argv[1]), Console(file=shown))
 
 
 if __name__ == "__main__":

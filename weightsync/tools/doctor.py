@@ -9,10 +9,10 @@ compared with one that was started from B, and with an unquantised one, for user
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,14 +33,14 @@ from weightsync import __version__
 from weightsync.control.connection import Listener
 from weightsync.control.wire import POISONED, PROTOCOL
 from weightsync.engines import connect
-from weightsync.errors import ConfigError, EngineUnreachableError, PlacementError, WeightSyncError
+from weightsync.errors import ConfigError, EngineUnreachableError, WeightSyncError
 from weightsync.kernels.copies import BatchedCopy
 from weightsync.kernels.digest import digest
 from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES
 from weightsync.report import format_bytes
 from weightsync.sync import WeightSync
 from weightsync.tools import processes
-from weightsync.tools.processes import Answer, Responder, Server, generate
+from weightsync.tools.processes import Answer, Server, generate
 from weightsync.transports.base import SLOTS
 from weightsync.transports.shared_handles import SHARED_MEMORY, export, open_exported
 
@@ -174,30 +174,26 @@ def _kernels(device: torch.device) -> Finding:
 
 def _read_elsewhere(device: torch.device, check: str) -> Finding:
     tensor = torch.arange(_PROBE_ELEMENTS, dtype=torch.int64, device=device)
-    with ExitStack() as cleanup:
-        folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-doctor-"))
-        child = Responder("the reading process", [sys.executable, "-m", __name__], {}, Path(folder) / "log")
-        cleanup.callback(child.stop)
-        try:
-            handle = export(tensor.untyped_storage())
-            (answer,) = processes.ask([child], {"device": str(device), "handle": handle}, _CHILD_TIMEOUT_S)
-        except WeightSyncError as error:
-            return Finding("FAIL", check, str(error))
-    wrong = "another process maps this one's memory and finds other bytes in it"
-    return _found(check, answer["sum"] == int(tensor.sum()), "mapped and read by another process", wrong)
-
-
-def _read_for_parent() -> None:
-    """Map the memory that the order names, and answer with the sum of its numbers."""
-    orders, answers = processes.listen_for_orders()
-    order = json.loads(orders.readline())
+    handle = msgspec.msgpack.encode(export(tensor.untyped_storage())).hex()
+    command = [sys.executable, "-m", __name__, str(device), handle]
     try:
-        kind, fields = order["handle"]
-        data = open_exported(kind, fields, torch.device(order["device"]), "the doctor")
-        numbers = data[: _PROBE_ELEMENTS * 8].view(torch.int64)
-        answers.write(json.dumps({"sum": int(numbers.sum())}) + "\n")
-    except (PlacementError, RuntimeError) as error:
-        answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
+        child = subprocess.run(command, capture_output=True, text=True, timeout=_CHILD_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding("FAIL", check, f"the reading process has not ended within {_CHILD_TIMEOUT_S:g} s")
+    if child.returncode != 0:
+        why = (child.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        return Finding("FAIL", check, f"the reading process ended with exit code {child.returncode}: {why}")
+    wrong = "another process maps this one's memory and finds other bytes in it"
+    return _found(
+        check, child.stdout.split()[-1:] == [str(int(tensor.sum()))], "mapped and read by another process", wrong
+    )
+
+
+def _read_for_parent(device: str, handle: str) -> None:
+    """Map exported memory of another process, and print the sum of its numbers."""
+    kind, fields = msgspec.msgpack.decode(bytes.fromhex(handle))
+    data = open_exported(kind, fields, torch.device(device), "the doctor")
+    sys.stdout.write(str(int(data[: _PROBE_ELEMENTS * 8].view(torch.int64).sum())))
 
 
 def _settings() -> Findings:
@@ -236,9 +232,7 @@ def _own_engine(transport: str, quantization: str | None) -> Findings:
     if processes.vllm_version() is None or processes.installed("transformers") is None:
         yield Finding("skip", "engine", "vLLM is not installed here; name a running one with --engine URL --model DIR")
         return
-    from transformers.utils import logging as hf_logging
-
-    from weightsync.tools.bench.models import fill, make_trainer
+    from weightsync.tools.bench.models import save_checkpoint
     from weightsync.tools.demo import lay_out
 
     try:
@@ -247,12 +241,9 @@ def _own_engine(transport: str, quantization: str | None) -> Findings:
         yield Finding("skip", "engine", str(error))
         return
     with ExitStack() as cleanup:
-        hf_logging.disable_progress_bar()
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-doctor-")))
-        config, device = str(processes.tiny_model(folder / "config", layers=2)), torch.device(layout.trainers[0])
-        trainer: Any = make_trainer("plain", config, torch.bfloat16, device)
-        fill(trainer, "plain", "A", device)
-        trainer.save_pretrained(folder / "model")
+        config = processes.tiny_model(folder / "config", layers=2)
+        save_checkpoint(str(config), "A", folder / "A", torch.device("cpu"))
 
         def start(weights: str, scheme: str | None) -> Server:
             options = {} if scheme is None else {"quantization": scheme}
@@ -264,13 +255,14 @@ def _own_engine(transport: str, quantization: str | None) -> Findings:
 
         try:
             started = time.monotonic()
-            engine = start("model", quantization)
+            engine = start("A", quantization)
             scheme = f" in {quantization}" if quantization else ""
             seconds = time.monotonic() - started
             yield Finding("pass", "engine", f"vLLM on {layout.engine}{scheme} answers after {seconds:.0f} s")
-            yield from _pushes(engine.url, trainer, transport, engine.generate(_PROMPTS))
+            yield from _given_engine(engine.url, folder / "A", transport)
             if quantization is None:
                 return
+            trainer = _load(folder / "A")
             _move_rows(trainer, "B")
             trainer.save_pretrained(folder / "B")
             with WeightSync("fsdp", transport, engine.url, progress=False) as sync:
@@ -307,13 +299,9 @@ def _check_checkpoint(model_dir: Path) -> None:
 
 
 def _given_engine(url: str, model_dir: Path, transport: str) -> Findings:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as hf_logging
-
-    hf_logging.disable_progress_bar()
     try:
         own = generate(url, _PROMPTS)
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
+        model = _load(model_dir)
     except EngineUnreachableError as error:
         problem = Finding("FAIL", "engine", str(error))
     except WeightSyncError as error:
@@ -322,18 +310,23 @@ def _given_engine(url: str, model_dir: Path, transport: str) -> Findings:
         text = f"transformers does not load {model_dir}: {type(error).__name__}: {error}"
         problem = Finding("FAIL", "model", text)
     else:
-        device = _roomiest(sum(p.numel() * p.element_size() for p in model.parameters()))
-        yield from _pushes(url, model.to(device), transport, own)
+        yield from _pushes(url, model, transport, own)
         return
     yield problem
     yield Finding("skip", "afterwards", "nothing was pushed")
 
 
-def _roomiest(nbytes: int) -> torch.device:
-    """Return the GPU with the most free memory if a model of `nbytes` fits there, else the CPU."""
+def _load(model_dir: Path) -> Any:
+    """Return the model of a checkpoint, on the GPU with the most free memory if it fits there, else on the CPU."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.disable_progress_bar()
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
+    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     free = {number: torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count())}
     number = max(free, key=lambda n: free[n], default=None)
-    return torch.device("cuda", number) if number is not None and free[number] > 1.2 * nbytes else torch.device("cpu")
+    return model if number is None or free[number] <= 1.2 * nbytes else model.to(torch.device("cuda", number))
 
 
 def _pushes(url: str, model: nn.Module, transport: str, own: list[Answer]) -> Findings:
@@ -414,4 +407,4 @@ def _move_rows(model: nn.Module, to: str) -> str:
 
 
 if __name__ == "__main__":
-    _read_for_parent()
+    _read_for_parent(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Processes to try a push on: a tiny model, a vLLM server, and responders that take orders in JSON.
+"""Processes to try a push on: a tiny model, a vLLM server, and trainer ranks.
 
 Every process is a child of this one with a log of its own. An error of one shows the end of that log.
 """
@@ -8,17 +8,18 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import selectors
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TextIO
+from typing import Any
 
 from weightsync.control.runtime import Deadline
 from weightsync.engines import HttpEngine
-from weightsync.engines.child import Child
+from weightsync.engines.child import Child, free_port
 from weightsync.engines.server import VllmServer
 from weightsync.errors import EngineError, WeightSyncError
 from weightsync.tools.bench.shapes import SHAPES
@@ -26,7 +27,7 @@ from weightsync.tools.bench.shapes import SHAPES
 VOCABULARY = 128
 MAX_TOKENS = 8
 _ANSWER_TIMEOUT_S = 60.0
-_FAREWELL_S = 15.0
+_POLL_S = 0.1
 
 # Settings for a tiny engine. A variable that the user has set keeps its value.
 _ENGINE_ENVIRONMENT = {
@@ -40,7 +41,7 @@ _ENGINE_ENVIRONMENT = {
 
 
 class ChildError(WeightSyncError):
-    """A process of ours failed, ended too early or did not answer."""
+    """A process of ours failed, ended too early or went on for too long."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class Answer:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.token_ids))
 
 
 def installed(*distributions: str) -> str | None:
@@ -99,86 +103,37 @@ def visible_gpus(numbers: Sequence[int]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[n] if names else str(n) for n in numbers)}
 
 
-class Responder(Child):
-    """A child that takes orders and answers them, both as lines of JSON. See `listen_for_orders`."""
+def run_trainers(
+    module: str, order: Mapping[str, Any], ranks: int, folder: Path, timeout_s: float, *, shows: bool = False
+) -> None:
+    """Run `python -m module ORDER` as trainer ranks, with torchrun's variables, and return when rank 0 has ended.
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        super().__init__(name, command, environment, log, talks=True)
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self._orders, self.answers = self.process.stdin, self.process.stdout
-        self._pending = b""
-
-    def send(self, order: dict[str, Any]) -> None:
-        try:
-            self._orders.write(json.dumps(order).encode() + b"\n")
-            self._orders.flush()
-        except BrokenPipeError:
-            self._ended()
-
-    def read(self) -> dict[str, Any] | None:
-        """Read what has arrived, and return the answer when it is complete. Raise `ChildError` when it has failed."""
-        data = os.read(self.answers.fileno(), 1 << 16)
-        if not data:
-            self._ended()
-        self._pending += data
-        line, end, rest = self._pending.partition(b"\n")
-        if not end:
-            return None
-        self._pending = rest
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise ChildError(f"{self.name}: {answer['error']}")
-        return answer
-
-    def stop(self) -> None:
-        super().stop()
-        for pipe in (self._orders, self.answers):
-            try:
-                pipe.close()
-            except BrokenPipeError:
-                pass  # an order that it did not live to read
-
-    def _ended(self) -> NoReturn:
-        self.process.wait(_FAREWELL_S)
-        raise ChildError(self.obituary() or f"{self.name} closed its connection")
-
-
-def ask(responders: Sequence[Responder], order: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
-    """Send `order` to every responder and return each one's answer. Raise `ChildError` at the first that fails."""
-    for responder in responders:
-        responder.send(order)
-    return receive(responders, timeout_s)
-
-
-def receive(responders: Sequence[Responder], timeout_s: float) -> list[dict[str, Any]]:
-    """Return one answer from each responder, in their order. Raise `ChildError` at the first that fails."""
-    deadline = Deadline(timeout_s)
-    answers: dict[str, dict[str, Any]] = {}
-    with selectors.DefaultSelector() as waiting:
-        for responder in responders:
-            waiting.register(responder.answers, selectors.EVENT_READ, responder)
-        while waiting.get_map():
-            ready = waiting.select(deadline.left_s())
-            for key, _ in ready:
-                if (answer := key.data.read()) is not None:
-                    answers[key.data.name] = answer
-                    waiting.unregister(key.fileobj)
-            if not ready and deadline.passed():
-                late = [responder for responder in responders if responder.name not in answers]
-                names = ", ".join(responder.name for responder in late)
-                raise ChildError(f"no answer from {names} within {timeout_s:g} s. {late[0].log_end()}")
-    return [answers[responder.name] for responder in responders]
-
-
-def listen_for_orders() -> tuple[TextIO, TextIO]:
-    """Return, in a child, where its orders come from and where its answers go, line by line.
-
-    What other code prints goes to standard error, which is the child's log.
+    `order` is passed on as JSON. shows: rank 0's standard output is this process's. Raise `ChildError` with the end of
+    its log for a rank that fails, or for rank 0 that takes longer than `timeout_s`. No rank is left running.
     """
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    return sys.stdin, answers
+    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", module, json.dumps(order)]
+    with ExitStack() as cleanup:
+        trainers: list[Child] = []
+        for rank in range(ranks):
+            environment = {**place, "RANK": str(rank), "HF_HUB_OFFLINE": "1"}
+            log = folder / f"trainer{rank}.log"
+            trainers.append(Child(f"trainer rank {rank}", command, environment, log, shows=shows and rank == 0))
+            cleanup.callback(trainers[-1].stop)
+        wait_for_first(trainers, timeout_s)
+
+
+def wait_for_first(children: Sequence[Child], timeout_s: float) -> None:
+    """Return when the first child has ended well. Raise `ChildError` where another ends badly before, or in time."""
+    deadline = Deadline(timeout_s)
+    while children[0].process.poll() is None:
+        if deadline.passed():
+            raise ChildError(f"{children[0].name} has not ended within {timeout_s:g} s. {children[0].log_end()}")
+        if any(child.process.poll() for child in children):
+            break
+        time.sleep(_POLL_S)
+    if (failed := next((child for child in children if child.process.poll()), None)) is not None:
+        raise ChildError(str(failed.obituary()))
 
 
 class Server(VllmServer):

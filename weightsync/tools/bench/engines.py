@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import torch
@@ -23,26 +23,74 @@ _GRAPHS: dict[str, dict[str, Any]] = {
     "compiled": {"enforce_eager": False},
 }
 
-Places = Sequence[Mapping[str, str]]
-"""What is added to the environment of each engine: the GPUs that it sees."""
 
+class BenchServer(Server):
+    """A server of weightsync's, in a process of its own."""
 
-class Engines(Protocol):
-    """All engines of a case. `targets` is what `WeightSync` is given."""
-
-    targets: list[Any]
-
-    def answers(self) -> list[list[Answer]]:
-        """Return what each engine answers to `PROMPTS`, greedily, one prompt after the other."""
+    @property
+    def target(self) -> str:
+        """What `WeightSync` is given."""
+        return self.url
 
     def reload(self, folder: Path) -> None:
         """Have vLLM read the weights of a checkpoint."""
+        engine = HttpEngine(self.url, name=self.url, timeout_s=600.0)
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        engine.call("POST", "/collective_rpc", body)
+        engine.reset_caches()
+
+    def extra_bytes(self, start: bool) -> list[int]:
+        """Return nothing: a server does not say what memory it takes."""
+        return []
+
+
+class BenchLlm:
+    """An `LLM` in this process, with the methods of `BenchServer`."""
+
+    def __init__(self, case: Case, model: Path, place: Mapping[str, str], options: Mapping[str, Any]) -> None:
+        os.environ.update(engine_environment())
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions go to workers, for their memory
+        from vllm import LLM
+
+        way: dict[str, Any] = {"worker_extension_cls": "weightsync.vllm.extension.WeightSyncWorkerExtension"}
+        if case.client != EXTENSION:
+            way = {"weight_transfer_config": {"backend": NATIVE.get(case.way, ("weightsync",))[0]}}
+        with patch.dict(os.environ, place):  # of the engine alone: this process has begun to use its own GPU
+            self.target = LLM(str(model), disable_log_stats=True, **{**engine_options(), **options, **way})
+        self._held: list[int] = []
+
+    def generate(self, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+        """Return greedy answers, one request after the other."""
+        from vllm import SamplingParams
+
+        asked = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True, detokenize=False, logprobs=1)
+        answers = []
+        for prompt in prompts:
+            output = self.target.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)[0].outputs[0]
+            chosen = zip(output.token_ids, output.logprobs, strict=True)
+            answers.append(Answer(tuple(output.token_ids), tuple(entry[token].logprob for token, entry in chosen)))
+        return answers
+
+    def reload(self, folder: Path) -> None:
+        self.target.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        self.target.reset_prefix_cache()
 
     def extra_bytes(self, start: bool) -> list[int]:
         """Return how far each worker's GPU memory has peaked above what it held at the call with `start`."""
+        if not torch.cuda.is_available():
+            return []
+        peaks: list[int] = self.target.collective_rpc(_reset_peak if start else _peak)
+        if start:
+            self._held = peaks
+        return [peak - held for peak, held in zip(peaks, self._held, strict=True)]
 
     def stop(self) -> None:
-        """End all of them."""
+        self.target.llm_engine.engine_core.shutdown()
+
+
+Engines: TypeAlias = Sequence[BenchServer | BenchLlm]
+"""The engines of a case, as rank 0 has them. Other ranks have none."""
 
 
 def start_engines(case: Case, model: Path, gpus: Sequence[Sequence[int]], graphs: str, folder: Path) -> Engines:
@@ -56,85 +104,16 @@ def start_engines(case: Case, model: Path, gpus: Sequence[Sequence[int]], graphs
     }
     if case.quantization != "none":
         options["quantization"] = case.quantization
-    places = [visible_gpus(gpus[number]) if gpus else {} for number in range(case.engines)]
-    if case.client == HTTP:
-        return _Servers(model, places, options, folder)
-    return _Llms(case, model, places, options)
-
-
-class _Servers:
-    def __init__(self, model: Path, places: Places, options: dict[str, Any], folder: Path) -> None:
-        self._servers: list[Server] = []
-        for number, place in enumerate(places):
-            self._servers.append(Server(model, "auto", folder / f"engine{number}.log", place, options))
-            self._servers[-1].wait(self._servers[-1].start_timeout_s)
-        self.targets = [server.url for server in self._servers]
-
-    def answers(self) -> list[list[Answer]]:
-        return [server.generate(PROMPTS) for server in self._servers]
-
-    def reload(self, folder: Path) -> None:
-        for url in self.targets:
-            engine = HttpEngine(url, name=url, timeout_s=600.0)
-            body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            engine.call("POST", "/collective_rpc", body)
-            engine.reset_caches()
-
-    def extra_bytes(self, start: bool) -> list[int]:
-        return []  # a server does not say
-
-    def stop(self) -> None:
-        for server in self._servers:
-            server.stop()
-
-
-class _Llms:
-    def __init__(self, case: Case, model: Path, places: Places, options: dict[str, Any]) -> None:
-        os.environ.update(engine_environment())
-        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions go to workers, for their memory
-        from vllm import LLM
-
-        if case.client == EXTENSION:
-            options["worker_extension_cls"] = "weightsync.vllm.extension.WeightSyncWorkerExtension"
+    engines: list[BenchServer | BenchLlm] = []
+    for number in range(case.engines):
+        place = visible_gpus(gpus[number]) if gpus else {}
+        if case.client == HTTP:
+            server = BenchServer(model, "auto", folder / f"engine{number}.log", place, options)
+            server.wait(server.start_timeout_s)
+            engines.append(server)
         else:
-            options["weight_transfer_config"] = {"backend": NATIVE.get(case.way, ("weightsync",))[0]}
-        self.targets = []
-        for place in places:
-            with patch.dict(os.environ, place):  # of the engine alone: this process has begun to use its own GPU
-                self.targets.append(LLM(str(model), disable_log_stats=True, **{**engine_options(), **options}))
-        self._held: list[int] = []
-
-    def answers(self) -> list[list[Answer]]:
-        from vllm import SamplingParams
-
-        asked = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True, detokenize=False, logprobs=1)
-        found = []
-        for llm in self.targets:
-            rows = []
-            for prompt in PROMPTS:
-                output = llm.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)[0].outputs[0]
-                chosen = zip(output.token_ids, output.logprobs, strict=True)
-                rows.append(Answer(tuple(output.token_ids), tuple(entry[token].logprob for token, entry in chosen)))
-            found.append(rows)
-        return found
-
-    def reload(self, folder: Path) -> None:
-        for llm in self.targets:
-            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-            llm.reset_prefix_cache()
-
-    def extra_bytes(self, start: bool) -> list[int]:
-        if not torch.cuda.is_available():
-            return []
-        peaks: list[int] = [n for llm in self.targets for n in llm.collective_rpc(_reset_peak if start else _peak)]
-        if start:
-            self._held = peaks
-        return [peak - held for peak, held in zip(peaks, self._held, strict=True)]
-
-    def stop(self) -> None:
-        for llm in self.targets:
-            llm.llm_engine.engine_core.shutdown()
+            engines.append(BenchLlm(case, model, place, options))
+    return engines
 
 
 def _reset_peak(worker: Any) -> int:

@@ -25,6 +25,16 @@ def source_of(backend: str) -> str:
     return "fsdp" if backend == "plain" else backend
 
 
+def join(device: torch.device, *, alone: bool = False) -> None:
+    """Use `device` from now on, as a rank of the default process group unless this process is alone. Collective."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    if not alone:
+        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+
 def make_trainer(backend: str, model_dir: str, dtype: torch.dtype, device: torch.device) -> Model:
     """Return what `WeightSync.push` is given; the weights are not set yet. `model_dir` has a config.json. Collective.
 

@@ -26,8 +26,8 @@ Push = Callable[[], dict[str, float]]
 _PACKED_BYTES = 2 << 30
 
 
-def make_peer_push(case: Case, model: Any, engines: Engines | None, folder: Path) -> Push:
-    """Return a push of `case.way`, which returns its seconds. Collective. `engines` is rank 0's, None elsewhere.
+def make_peer_push(case: Case, model: Any, engines: Engines, folder: Path) -> Push:
+    """Return a push of `case.way`, which returns its seconds. Collective. `engines` are rank 0's, none elsewhere.
 
     Raise `UnsupportedError` for a vLLM that has no such way.
     """
@@ -36,22 +36,22 @@ def make_peer_push(case: Case, model: Any, engines: Engines | None, folder: Path
     return _native_push(model, *NATIVE[case.way], engines, case.tp)
 
 
-def _push_files(model: Any, engines: Engines | None, folder: Path) -> dict[str, float]:
+def _push_files(model: Any, engines: Engines, folder: Path) -> dict[str, float]:
     """Gather the state dict on rank 0, save it as transformers does, and have vLLM reload the files."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     started = time.perf_counter()
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if engines is not None:
+    if engines:
         shutil.rmtree(folder, ignore_errors=True)
         model.save_pretrained(folder, state_dict=state)
     saved = time.perf_counter()
-    if engines is not None:
-        engines.reload(folder)
+    for engine in engines:
+        engine.reload(folder)
     return {"save_s": saved - started, "load_s": time.perf_counter() - saved}
 
 
-def _native_push(model: nn.Module, backend: str, packed: bool, engines: Engines | None, tp: int) -> Push:
+def _native_push(model: nn.Module, backend: str, packed: bool, engines: Engines, tp: int) -> Push:
     """Push by vLLM's own engine of 0.26. Later releases have other classes for it, and are refused."""
     module = importlib.import_module(f"vllm.distributed.weight_transfer.{backend}_engine")
     prefix = backend.upper()
@@ -59,7 +59,7 @@ def _native_push(model: nn.Module, backend: str, packed: bool, engines: Engines 
         raise UnsupportedError(f"this vLLM has no {prefix}TrainerSendWeightsArgs: vLLM 0.26 is what is measured here")
     source = getattr(module, f"{prefix}WeightTransferEngine")
     arguments = getattr(module, f"{prefix}TrainerSendWeightsArgs")
-    llm = engines.targets[0] if engines is not None else None
+    llm: Any = engines[0].target if engines else None
     params = list(model.named_parameters())
 
     def update(fields: Any) -> None:

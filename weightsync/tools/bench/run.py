@@ -7,13 +7,11 @@ import os
 import platform
 import re
 import statistics
-import sys
 import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,8 +21,7 @@ import torch
 from rich.console import Console
 
 from weightsync import __version__
-from weightsync.engines.child import free_port
-from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.errors import ConfigError
 from weightsync.planning.layout import TensorMeta
 from weightsync.report import format_bytes
 from weightsync.tools.bench import trainer
@@ -32,7 +29,7 @@ from weightsync.tools.bench.cases import ASSUMED, ASSUMED_GLOO, BROADCAST, WEIGH
 from weightsync.tools.bench.limits import measure
 from weightsync.tools.bench.shapes import add_shapes, write_config
 from weightsync.tools.plan import checkpoint_tensors
-from weightsync.tools.processes import Responder, installed, receive, vllm_version
+from weightsync.tools.processes import ChildError, installed, run_trainers, vllm_version
 from weightsync.tools.tables import print_line, print_table
 
 SCHEMA = 2
@@ -134,31 +131,27 @@ def _measure(
     row: dict[str, Any] = {"case": asdict(case), "nbytes": nbytes, "floor_s": least_s, "floor_limit": limit}
     graphs = options.cuda_graphs or ("decode" if gpus else "off")
     chosen = {name: getattr(options, name) for name in ("trainer_on_cpu", "max_bytes", "num_iters_warmup", "num_iters")}
-    order = {**chosen, "case": asdict(case), "folder": str(folder), "gpus": gpus, "graphs": graphs}
-    command = [sys.executable, "-m", trainer.__name__, json.dumps({**order, "timeout_s": timeout_s})]
-    place = {"WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with ExitStack() as cleanup:
-        ranks = []
-        for rank in range(case.ranks):
-            environment = {**place, "RANK": str(rank), "HF_HUB_OFFLINE": "1"}
-            log = folder / f"trainer{rank}-{place['MASTER_PORT']}.log"
-            ranks.append(Responder(f"trainer rank {rank}", command, environment, log))
-            cleanup.callback(ranks[-1].stop)
-        try:
-            measured = receive(ranks, 4 * timeout_s)[0]
-        except WeightSyncError as error:
-            failed = next((rank for rank in ranks if rank.name in str(error)), ranks[0])
-            return {**row, "error": f"{error}\n{failed.log_end()}", "causes": _causes(failed.log)}
+    result = folder / "result.json"
+    places = {"folder": str(folder), "result": str(result)}
+    order = {**chosen, **places, "case": asdict(case), "gpus": gpus, "graphs": graphs, "timeout_s": timeout_s}
+    try:
+        run_trainers(trainer.__name__, order, case.ranks, folder, 4 * timeout_s)
+    except ChildError as error:
+        return {**row, "error": str(error), "causes": _causes(folder)}
+    measured = json.loads(result.read_text())
     measured["seconds"] = {loop: medians(measured[loop]) for loop in LOOPS}
     if measured["answers"] == float("inf"):
         measured["answers"] = "other tokens"
     return {**row, "graphs": graphs, "max_bytes": options.max_bytes, **measured}
 
 
-def _causes(log: Path) -> list[str]:
-    """Return the first messages of exceptions in a log. An engine's own comes long before the end."""
-    lines = re.findall(r"^.*?(\w+(?:Error|Exception): .+)$", log.read_text(errors="replace"), re.MULTILINE)
-    return list(dict.fromkeys(lines))[:_CAUSES]
+def _causes(folder: Path) -> list[str]:
+    """Return the first messages of exceptions in each log. They come long before the end."""
+    found: dict[str, None] = {}
+    for log in sorted(folder.glob("*.log")):
+        lines = re.findall(r"^.*?(\w+(?:Error|Exception): .+)$", log.read_text(errors="replace"), re.MULTILINE)
+        found |= dict.fromkeys(list(dict.fromkeys(lines))[:_CAUSES])
+    return list(found)
 
 
 def medians(pushes: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:

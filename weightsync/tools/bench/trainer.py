@@ -6,12 +6,11 @@
     generate, step, wait, push; several times         "in_training": as users push
     fill A, push                                      the answers must be the first ones again, to the last bit
 
-Rank 0 answers with the measured fields of a result, as a line of JSON.
+Rank 0 writes the measured fields of a result, as JSON, to the file that its order names.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -23,15 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from weightsync.strategies.restart import CheckpointTransport
 from weightsync.sync import WeightSync
 from weightsync.tools.bench.cases import PEERS, Case, lay_out
-from weightsync.tools.bench.engines import Engines, start_engines
-from weightsync.tools.bench.models import fill, make_trainer, save_checkpoint, share_memory, source_of, stepper
+from weightsync.tools.bench.engines import PROMPTS, Engines, start_engines
+from weightsync.tools.bench.models import fill, join, make_trainer, save_checkpoint, share_memory, source_of, stepper
 from weightsync.tools.bench.peers import make_peer_push
-from weightsync.tools.processes import Answer, ChildError, difference, listen_for_orders
+from weightsync.tools.processes import Answer, ChildError, difference
 
 _WAIT_S = 0.3
 """Between a step and its push: the time in which the processor's caches forget the push before."""
@@ -41,19 +39,15 @@ Seconds = dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="a trainer rank of `weightsync bench`, which starts it")
-    parser.add_argument("order", type=json.loads)
-    order = parser.parse_args().order
-    _, answers = listen_for_orders()
     logging.basicConfig(level=logging.WARNING)
+    order, rank = Namespace(**json.loads(sys.argv[1])), os.environ["RANK"]
     try:
-        found = run(Namespace(**order))
-    except Exception as error:
+        found = run(order)
+    except Exception:
         logging.getLogger(__name__).exception("this trainer rank has failed")
-        found = {"error": f"{type(error).__name__}: {error}"}
-    answers.write(json.dumps(found) + "\n")
-    answers.flush()
-    sys.stdin.readline()  # rank 0 has the store of the others: all ranks live until their parent ends them
+        os._exit(1)  # at once: what other ranks and engines are in the middle of may never end
+    if rank == "0":
+        Path(order.result).write_text(json.dumps(found))
     os._exit(0)
 
 
@@ -64,12 +58,7 @@ def run(order: Namespace) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     layout = lay_out(case, gpus)
     device = torch.device("cuda", layout.trainers[rank]) if gpus and not order.trainer_on_cpu else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    if case.backend != "plain":
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    join(device, alone=case.backend == "plain")
     # A CPU draws other numbers than a GPU, and engines start from what rank 0 draws.
     draw = torch.device("cuda", layout.trainers[rank]) if gpus else torch.device("cpu")
     model = make_trainer(case.backend, config, getattr(torch, case.dtype), device)
@@ -79,24 +68,23 @@ def run(order: Namespace) -> dict[str, Any]:
     engines = _start(case, layout.engines, config, folder, order.graphs, draw, order.timeout_s)
     try:
         push = _make_push(case, model, engines, folder, order.max_bytes, order.timeout_s)
-        cold = engines.answers() if engines is not None else []
+        cold = _answers(engines)
         found: dict[str, Any] = {"first": push()}
         if _gap(engines, cold) != 0:
             raise ChildError("the weights that the engine was started from were pushed, and its answers have changed")
         fill(model, case.backend, "B", draw)
         for _ in range(order.num_iters_warmup):
             push()
-        if engines is not None:
-            engines.extra_bytes(start=True)
+        for engine in engines:
+            engine.extra_bytes(start=True)
         found["back_to_back"] = [push() for _ in range(order.num_iters)]
-        found["extra_bytes"] = engines.extra_bytes(start=False) if engines is not None else []
-        if engines is not None and _gap(engines, cold) == 0:
+        found["extra_bytes"] = [nbytes for engine in engines for nbytes in engine.extra_bytes(start=False)]
+        if engines and _gap(engines, cold) == 0:
             raise ChildError("other weights were pushed, and the engine answers as before")
         step = stepper(model, case.backend)
         found["in_training"] = []
         for _ in range(order.num_iters):
-            if engines is not None:
-                engines.answers()
+            _answers(engines)
             step()
             time.sleep(_WAIT_S)
             found["in_training"].append(push())
@@ -105,26 +93,28 @@ def run(order: Namespace) -> dict[str, Any]:
         found["answers"] = _gap(engines, cold)
         return found
     finally:
-        if engines is not None:
-            engines.stop()
+        for engine in engines:
+            engine.stop()
 
 
-def _gap(engines: Engines | None, cold: list[list[Answer]]) -> float:
+def _answers(engines: Engines) -> list[list[Answer]]:
+    return [engine.generate(PROMPTS) for engine in engines]
+
+
+def _gap(engines: Engines, cold: list[list[Answer]]) -> float:
     """Return the largest difference of an engine's log-probabilities to its cold start's. 0 without engines."""
-    found = engines.answers() if engines is not None else []
-    return max((difference(a, b) for a, b in zip(found, cold, strict=True)), default=0.0)
+    return max((difference(a, b) for a, b in zip(_answers(engines), cold, strict=True)), default=0.0)
 
 
 def _start(
     case: Case, gpus: Any, config: str, folder: Path, graphs: str, draw: torch.device, timeout_s: float
-) -> Engines | None:
+) -> Engines:
     """Start the engines on rank 0, from a checkpoint of weights A. Other ranks wait until they answer."""
     place = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    ready = folder / f"ready-{place['MASTER_PORT']}"
+    ready = folder / "ready"
     if place["RANK"] == "0":
         model = folder / case.shape
-        if not model.exists():
-            save_checkpoint(config, "A", model, draw)
+        save_checkpoint(config, "A", model, draw)
         own = {name: os.environ.pop(name) for name in ("LOCAL_RANK",) if name in os.environ}  # DeepSpeed's
         engines = start_engines(case, model, gpus, graphs, folder)
         os.environ.update(own)
@@ -135,34 +125,33 @@ def _start(
         if time.monotonic() > ends:
             raise ChildError(f"rank 0 has started no engines within {timeout_s:g} s")
         time.sleep(_POLL_S)
-    return None
+    return []
 
 
 def _make_push(
-    case: Case, model: Any, engines: Engines | None, folder: Path, max_bytes: int | None, timeout_s: float
+    case: Case, model: Any, engines: Engines, folder: Path, max_bytes: int | None, timeout_s: float
 ) -> Callable[[], Seconds]:
-    """Return what brings the weights of the moment into the engines, and returns its seconds. Collective."""
-    pushed = folder / "pushed"
+    """Return what brings the weights of the moment into the engines, and returns the seconds of its phases. Collective.
+
+    "total_s" is the whole of it, on this process's clock.
+    """
+    phases: Callable[[], Seconds]
     if case.way in PEERS:
-        peer = make_peer_push(case, model, engines, pushed)
-        return lambda: _timed(peer)
-    transport: Any = CheckpointTransport(pushed) if case.transport == "checkpoint" else case.transport
-    targets = engines.targets if engines is not None else None
-    options: Any = {"bucketer": case.bucketer, "max_bytes": max_bytes, "timeout_s": timeout_s, "progress": False}
-    sync = WeightSync(source_of(case.backend), transport, targets, **options)
+        phases = make_peer_push(case, model, engines, folder / "pushed")
+    else:
+        transport: Any = CheckpointTransport(folder / "pushed") if case.transport == "checkpoint" else case.transport
+        targets = [engine.target for engine in engines] or None
+        options: Any = {"bucketer": case.bucketer, "max_bytes": max_bytes, "timeout_s": timeout_s, "progress": False}
+        sync = WeightSync(source_of(case.backend), transport, targets, **options)
+
+        def phases() -> Seconds:
+            return {name: value for name, value in vars(sync.push(model)).items() if name.endswith("_s")}
 
     def push() -> Seconds:
-        report = sync.push(model)
-        return {name: value for name, value in vars(report).items() if name.endswith("_s")}
+        started = time.perf_counter()
+        return {**phases(), "total_s": time.perf_counter() - started}
 
-    return lambda: _timed(push)
-
-
-def _timed(push: Callable[[], Seconds]) -> Seconds:
-    """Return the phases of one push, and the whole of it as "total_s" on this process's clock."""
-    started = time.perf_counter()
-    phases = push()
-    return {**phases, "total_s": time.perf_counter() - started}
+    return push
 
 
 if __name__ == "__main__":

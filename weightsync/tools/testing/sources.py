@@ -86,8 +86,7 @@ def _check_own_shards(
         require(shard.tensor.device.type in ("cpu", "cuda"), f"{what} is on {shard.tensor.device}")
         require(not shard.tensor.requires_grad, f"{what} is not detached")
         want = expected[shard.meta.name][region(shard.box)].to(shard.tensor.device)
-        values = shard.tensor if shard.compute is None else shard.compute()
-        require(same_bytes(values, want), f"{what} has other values than expected")
+        require(same_bytes(shard.values(), want), f"{what} has other values than expected")
 
     again = source.shards(model)
     require(source.manifest(model) == manifest, "a second manifest of the same model differs")

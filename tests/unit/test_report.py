@@ -1,0 +1,41 @@
+"""The bar that follows a push, and when it shows itself."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from weightsync import report
+from weightsync.report import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, show: bool | None, here: bool = True) -> str:
+    """Iterate over three chunks, and return what the bar has printed."""
+    monkeypatch.setattr("sys.stderr", stream)
+    with Progress(show, "push 7", range(4, 7), here) as numbers:
+        assert list(numbers) == [4, 5, 6]
+        assert (len(numbers), numbers[1]) == (3, 5)
+    return stream.getvalue()
+
+
+def test_a_bar_shows_itself_on_a_terminal_or_where_it_is_wanted(monkeypatch):
+    monkeypatch.setattr(report, "_BAR_AFTER_S", 0.0)
+    assert "push 7" in printed(monkeypatch, Terminal(), None)
+    assert "push 7" in printed(monkeypatch, io.StringIO(), True)
+
+
+def test_a_bar_stays_hidden_elsewhere(monkeypatch):
+    monkeypatch.setattr(report, "_BAR_AFTER_S", 0.0)
+    assert printed(monkeypatch, io.StringIO(), None) == ""
+    assert printed(monkeypatch, Terminal(), False) == ""
+    assert printed(monkeypatch, Terminal(), True, here=False) == ""
+
+
+def test_a_short_push_shows_no_bar(monkeypatch):
+    assert "push 7" not in printed(monkeypatch, Terminal(), True)
