@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, TypeVar
 
-from weightsync.control.connection import BackgroundCall, Connection, Listener
+from weightsync.control.connection import Connection
+from weightsync.control.listener import BackgroundCall, Listener
 from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import Deadline
 from weightsync.control.wire import (
@@ -373,7 +374,8 @@ class Fleet:
                         raise EngineError(
                             f"{call.name} returned, but no worker connected: either the engine's weight transfer "
                             'backend is not weightsync (start it with weight_transfer_config={"backend": '
-                            '"weightsync"}), or its workers cannot reach this process: see the engine\'s log',
+                            '"weightsync"}), or its workers cannot reach this process, or have not its key: see the '
+                            "engine's log",
                             phase="init",
                         )
 

@@ -28,10 +28,12 @@ from weightsync.control.wire import (
     Failure,
     Go,
     Hello,
+    InitInfo,
     Message,
     ParametersExported,
     PlanRequest,
     Release,
+    typed,
 )
 from weightsync.errors import EngineBusyError, ProtocolError, WeightSyncError, foreign
 from weightsync.planning.layout import Manifest
@@ -63,10 +65,12 @@ class WorkerSession:
         self._name = f"worker {model.identity.name}"
 
     def init(self, info: dict[str, Any]) -> None:
-        """Meet the trainer that `info` describes: {"session", "engine", "host", "port", "token", "timeout_s"}. Then
-        answer it until it releases us. While another trainer is connected it is told so, and turned away."""
+        """Meet the trainer that `info` describes, an `InitInfo` as plain values. Then answer it until it releases us.
+
+        While another trainer is connected it is told so, and turned away.
+        """
         try:
-            self._meet(info)
+            self._meet(typed(info, InitInfo))
         except Exception as error:
             # There is no connection to say it on. The trainer finds that no worker came.
             logger.error("%s cannot meet the trainer: %s", self._name, foreign(error, who=self._name, phase="init"))
@@ -74,21 +78,16 @@ class WorkerSession:
         if self._session == info["session"]:
             self._serve("init")
 
-    def _meet(self, info: dict[str, Any]) -> None:
-        expected = {"session", "engine", "host", "port", "token", "timeout_s"}
-        if info.keys() != expected:
-            raise ProtocolError(f"init needs exactly {sorted(expected)}, got {sorted(info)}")
-        if self._connection is not None and self._session == info["session"] and self._connection.is_open():
+    def _meet(self, info: InitInfo) -> None:
+        if self._connection is not None and self._session == info.session and self._connection.is_open():
             return
-        timeout_s = float(info["timeout_s"])
-        deadline = Deadline(timeout_s)
+        deadline = Deadline(info.timeout_s)
         identity = self._model.identity
         device, gpu_uuid = describe_device(self._model.device)
         hello = Hello(
             protocol=PROTOCOL,
-            token=str(info["token"]),
             role="worker",
-            group=int(info["engine"]),
+            group=info.engine,
             rank=identity.rank,
             world=identity.world,
             boot_id=boot_id(),
@@ -99,7 +98,7 @@ class WorkerSession:
             state=self.receiver.state,
             update_open=self._update_open,
         )
-        connection = dial(info["host"], int(info["port"]), hello, "trainer rank 0", deadline)
+        connection = dial(info.host, info.port, info.token, hello, "trainer rank 0", deadline)
         if self._connection is not None and (self._serving or self._connection.is_open()):
             busy = EngineBusyError(
                 "another trainer is connected to this engine; close its WeightSync first, or stop it", who=self._name
@@ -108,8 +107,8 @@ class WorkerSession:
             connection.close()
             return
         self.close()
-        self._connection, self._session, self._timeout_s = connection, info["session"], timeout_s
-        self._name = f"engine {info['engine']} worker {identity.name}"
+        self._connection, self._session, self._timeout_s = connection, info.session, info.timeout_s
+        self._name = f"engine {info.engine} worker {identity.name}"
 
     def start(self) -> None:
         """Note that the trainer will push. Does nothing else, because nothing may fail halfway between workers here."""

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from weightsync.control.connection import BackgroundCall, Connection, Listener
+from weightsync.control.connection import Connection
+from weightsync.control.listener import BackgroundCall, Listener
 from weightsync.control.runtime import Deadline
 from weightsync.control.wire import Committed, Release
 from weightsync.engines import Engine

@@ -130,7 +130,7 @@ def _first_problem(views: Sequence[Any], expected: Mapping[str, torch.Tensor]) -
         return f"the manifest lacks {absent}"
     boxes: dict[str, set[Box]] = defaultdict(set)
     for rank, (_, view) in enumerate(views):
-        times = Counter((name, Box(tuple(start), tuple(size))) for name, start, size in view[1])
+        times = Counter(typed(view[1], list[tuple[str, Box]]))
         for (name, box), count in times.items():
             if count > 1:
                 return f"rank {rank} reports {name}{box} {count} times"
