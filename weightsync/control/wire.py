@@ -216,7 +216,7 @@ def typed(value: Any, kind: type[T]) -> T:
         return msgspec.convert(value, kind)
     except ValueError as error:
         name = getattr(kind, "__name__", str(kind))
-        raise ProtocolError(f"a Value is no {name}: {str(error)[:_REASON_CHARS]}") from None
+        raise ProtocolError(f"what came is no {name}: {str(error)[:_REASON_CHARS]}") from None
 
 
 def frame_length(prefix: bytes, most_bytes: int = MAX_FRAME_BYTES) -> int:
