@@ -808,7 +808,7 @@ def mislead_worker(engines: Engines, number: int) -> None:
     def mislead(endpoints: list[Endpoint]) -> None:
         # Workers share the rows of files.
         rows = copy.deepcopy(endpoints[number].storages)
-        rows[0][3]["path"] = rows[0][3]["path"][:-4] + "0000"
+        rows[0][3]["name"] = rows[0][3]["name"][:-4] + "0000"
         endpoints[number] = replace(endpoints[number], storages=rows)
 
     transport_of(engines).change_endpoints = mislead

@@ -83,7 +83,7 @@ def test_the_file_has_the_fields_that_are_documented_and_is_the_users_own(writte
     }  # fmt: skip
     assert (content["tp_degree"], content["num_params"], content["format"]) == (1, 3, handle_file.FORMAT)
     assert set(content["workers"][0]["ipc_handles"]["norm"]) == {
-        "path", "inode", "storage_size", "shape", "stride", "offset", "dtype",
+        "pid", "fd", "inode", "storage_size", "shape", "stride", "offset", "dtype",
     }  # fmt: skip
     assert stat.S_IMODE(written.stat().st_mode) == 0o600
     assert [path.name for path in written.parent.iterdir()] == [handle_file.FILE]

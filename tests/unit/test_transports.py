@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,13 @@ import torch
 from tcp_transport import TcpReceiver, TcpTransport
 
 from weightsync import transports
+from weightsync.control.runtime import Deadline
 from weightsync.errors import ConfigError, PlacementError, ProtocolError
 from weightsync.transports import GROUP, open_receiver, open_transport
 from weightsync.transports.files import FilesReceiver
 from weightsync.transports.ipc import IpcReceiver, IpcTransport, filled
 from weightsync.transports.nccl import NcclReceiver, NcclTransport
-from weightsync.transports.shared_handles import SharedFile, open_exported
+from weightsync.transports.shared_handles import SharedFile, export, open_exported
 
 CPU = torch.device("cpu")
 ENDS = (lambda name: TcpTransport()), TcpReceiver
@@ -69,37 +72,147 @@ def test_open_transport_of_an_entry_point_gives_both_of_its_ends(monkeypatch: py
     assert isinstance(open_receiver("tcp", CPU), TcpReceiver)
 
 
+@pytest.fixture
+def file() -> Iterator[SharedFile]:
+    made = SharedFile(4096)
+    yield made
+    made.unlink()
+
+
 @pytest.mark.parametrize(
-    "path",
+    ("kind", "changes"),
     [
-        "/etc/passwd",
-        "/dev/shm/other",
-        "/dev/shm/weightsync-1-0123456789abcdef/x",
-        "/dev/shm/../etc/weightsync-1-0123456789abcdef",
-        "/tmp/weightsync-1-0123456789abcdef",
-        "/dev/shm/weightsync-1-0123456789abcdef\n",
+        *(("shm", {"name": name}) for name in ["", "/etc/passwd", "../x", "1-0123456789abcdef/x", "other"]),
+        *(("shm", {"name": name}) for name in ["1-0123456789abcdef\n", "1-0123456789ABCDEF", "weightsync-1-0", "\0"]),
+        *(("fd", {"pid": pid}) for pid in ["self", "1/../2", -1, True, 1.0]),
+        ("fd", {"path": "/proc/self/fd/0"}),
+        ("shm", {"nbytes": -1}),
+        ("shm", {"inode": None}),
+        ("cuda", {}),
+        ("file", {}),
     ],
 )
-def test_open_exported_of_a_path_that_weightsync_does_not_make_raises_protocol_error(path: str):
-    with pytest.raises(ProtocolError, match="is no shared memory of weightsync"):
-        open_exported("shm", {"path": path, "nbytes": 8}, CPU, "trainer rank 0")
+def test_fields_that_weightsync_does_not_make_are_refused(file: SharedFile, kind: str, changes: dict[str, Any]):
+    fields = export(torch.zeros(4).share_memory_().untyped_storage())[1] if kind == "fd" else file.handle()[1]
+    with pytest.raises(ProtocolError, match=r"is no \w+Handle|unknown kind"):
+        open_exported(kind, {**fields, **changes}, CPU, "trainer rank 0")
 
 
-def test_open_exported_of_a_shared_file_sees_what_its_owner_writes_also_when_the_name_is_gone():
-    file = SharedFile(4096)
+def test_a_shared_file_is_seen_as_its_owner_writes_it_also_when_the_name_is_gone(file: SharedFile):
     kind, fields = file.handle()
-    try:
-        mapped = open_exported(kind, fields, CPU, "trainer rank 0")
-        with pytest.raises(PlacementError, match="is shorter here than 8192 bytes"):
-            open_exported(kind, {**fields, "nbytes": 8192}, CPU, "trainer rank 0")
-    finally:
-        file.unlink()
+    path = Path("/dev/shm", f"weightsync-{fields['name']}")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    mapped = open_exported(kind, fields, CPU, "trainer rank 0")
+    for wrong in ({"nbytes": 8192}, {"inode": fields["inode"] + 1}):
+        with pytest.raises(PlacementError, match="is not the memory that trainer rank 0 has exported"):
+            open_exported(kind, {**fields, **wrong}, CPU, "trainer rank 0")
+    file.unlink()
     file.unlink()  # more than once
-    assert not os.path.exists(fields["path"])
+    assert not path.exists()
     file.data.fill_(7)
     assert mapped.eq(7).all()
     with pytest.raises(PlacementError, match="cannot map shared memory"):
         open_exported(kind, fields, CPU, "trainer rank 0")
+
+
+@pytest.mark.parametrize("trick", ["link", "hard link", "pipe", "folder", "another user's"])
+def test_what_lies_under_a_shared_files_name_is_looked_at(
+    file: SharedFile, trick: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    kind, fields = file.handle()
+    path = Path("/dev/shm", f"weightsync-{fields['name']}")
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"s" * 4096)
+    if trick == "another user's":
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    elif trick == "hard link":
+        os.link(path, f"{path}-2")
+    else:
+        path.unlink()
+        {"link": lambda: path.symlink_to(secret), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[trick]()
+        fields["inode"] = path.lstat().st_ino
+        fields["nbytes"] = 0
+    try:
+        with pytest.raises(PlacementError, match="is not the memory that trainer rank 0 has exported"):
+            open_exported(kind, fields, CPU, "trainer rank 0")
+    finally:
+        Path(f"{path}-2").unlink(missing_ok=True)
+        if trick == "folder":
+            path.rmdir()
+
+
+def test_an_open_file_that_has_a_name_is_never_mapped(tmp_path: Path):
+    """Such as a private key that this process, or another of this user's, has open."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"s" * 4096)
+    kind, fields = export(torch.zeros(4).share_memory_().untyped_storage())
+    assert kind == "fd"
+    with secret.open("rb") as opened:
+        found = os.fstat(opened.fileno())
+        told = {**fields, "fd": opened.fileno(), "inode": found.st_ino, "nbytes": 4096}
+        with pytest.raises(PlacementError, match="is not the memory") as raised:
+            open_exported(kind, told, CPU, "trainer rank 0")
+    assert "sss" not in str(raised.value)
+    for number in (0, 1, 2):
+        with pytest.raises(PlacementError):
+            open_exported(kind, {**fields, "fd": number}, CPU, "trainer rank 0")
+
+
+def told(folder: Path, **changes: Any) -> dict[str, Any]:
+    """What a worker is told of a checkpoint in `folder`, of one tensor of 8 bytes."""
+    piece = ["model.safetensors", 0, [8], [[0], [8]], 1, 0]
+    fields = {"incoming": str(folder), "pieces": [[[piece]]], "slot_bytes": 512, "runs": [[[0, 0, 264]]]}
+    return {**fields, **changes}
+
+
+@pytest.fixture
+def incoming(tmp_path: Path) -> Path:
+    """A folder of checkpoints with one push under way."""
+    folder = tmp_path / ".incoming-0123abcd"
+    (folder / "1").mkdir(parents=True)
+    (tmp_path / ".lock").touch()
+    (folder / "rank-0").write_bytes(bytes(8))
+    (folder / "1" / "model.safetensors").write_bytes(b"12345678")
+    return folder
+
+
+def read_from(fields: dict[str, Any]) -> bytes:
+    receiver = FilesReceiver(CPU)
+    receiver.connect([], fields, lambda seconds: None, Deadline(5))
+    assert list(receiver.chunks([0], lambda seconds: None, lambda: Deadline(5))) == [0]
+    return bytes(receiver.storage(0, 0)[:8].tolist())
+
+
+def test_a_worker_reads_a_folder_of_checkpoints(incoming: Path):
+    assert read_from(told(incoming)) == b"12345678"
+
+
+def test_a_worker_reads_in_no_other_folder(incoming: Path, tmp_path: Path):
+    for other in (tmp_path, tmp_path / ".incoming-0123abcd" / "1", Path("/etc"), Path(f"{incoming}/../.incoming-x")):
+        with pytest.raises(ProtocolError, match=r"is no FilesEndpoint"):
+            read_from(told(other))
+    (tmp_path / ".lock").unlink()
+    with pytest.raises(PlacementError, match=r"cannot read .*\.lock"):
+        read_from(told(incoming))
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../rank-0", "..", ".", "", "a/b", "a\0", "model.safetensors\n"])
+def test_a_worker_reads_no_file_that_is_elsewhere(incoming: Path, name: str):
+    with pytest.raises(ProtocolError, match="is no FilesEndpoint"):
+        read_from(told(incoming, pieces=[[[[name, 0, [8], [[0], [8]], 1, 0]]]]))
+
+
+@pytest.mark.parametrize("which", ["1/model.safetensors", "rank-0"])
+@pytest.mark.parametrize("trick", ["link", "pipe", "folder"])
+def test_a_worker_follows_no_link_and_waits_for_no_pipe(incoming: Path, tmp_path: Path, which: str, trick: str):
+    (tmp_path / "secret").write_bytes(b"s" * 64)
+    path = incoming / which
+    path.unlink()
+    {"link": lambda: path.symlink_to(tmp_path / "secret"), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[
+        trick
+    ]()
+    with pytest.raises(PlacementError, match=r"cannot read|is no file"):
+        read_from(told(incoming))
 
 
 def test_shared_file_without_room_raises_placement_error_and_leaves_nothing():

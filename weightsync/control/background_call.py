@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from weightsync.control.connection import Listener
+from weightsync.control.listener import Listener
 from weightsync.control.runtime import in_thread
 from weightsync.errors import WeightSyncError
 

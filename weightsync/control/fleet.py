@@ -32,7 +32,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from weightsync.control.background_call import BackgroundCall
-from weightsync.control.connection import Listener
+from weightsync.control.listener import Listener
 from weightsync.control.member import Member, Worker
 from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import Deadline, in_thread, this_process
@@ -371,7 +371,8 @@ class Fleet:
                         raise EngineError(
                             f"{call.name} returned, but no worker connected: either the engine's weight transfer "
                             'backend is not weightsync (start it with weight_transfer_config={"backend": '
-                            '"weightsync"}), or its workers cannot reach this process: see the engine\'s log',
+                            '"weightsync"}), or its workers cannot reach this process, or have not its key: see the '
+                            "engine's log",
                             phase="init",
                         )
 

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightsync.control.connection import Connection, Listener, dial
+from weightsync.control.connection import Connection, dial
+from weightsync.control.listener import Listener
 from weightsync.control.runtime import Deadline
 from weightsync.control.update import Update
 from weightsync.control.wire import PROTOCOL, Failure, Hello, Value
-from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError, foreign
+from weightsync.errors import ConfigError, PeerError, SyncTimeoutError, WeightSyncError, foreign
 
 _LOOPBACK = "127.0.0.1"
 _VERDICT_S = 5.0
@@ -132,7 +133,7 @@ class Ranks:
             name = os.environ.get("MASTER_ADDR", _LOOPBACK)
             try:
                 self.host, port = self.listener.listen(name)
-            except OSError as error:
+            except (OSError, ConfigError) as error:
                 _broadcast_text(f"! {error}", deadline)
                 raise PeerError(f"trainer rank 0 cannot listen at MASTER_ADDR={name}: {error}") from error
             _broadcast_text(f"{self.host} {port} {self.listener.token}", deadline)
@@ -145,7 +146,6 @@ class Ranks:
         self.host, port_text, token = text.split()
         hello = Hello(
             protocol=PROTOCOL,
-            token=token,
             role="rank",
             group=0,
             rank=self.rank,
@@ -158,7 +158,7 @@ class Ranks:
             state="",
             update_open=False,
         )
-        connection = dial(self.host, int(port_text), hello, "trainer rank 0", deadline)
+        connection = dial(self.host, int(port_text), token, hello, "trainer rank 0", deadline)
         self.connections = [connection]
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import struct
 from functools import reduce
 from operator import or_
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from weightsync.errors import ErrorFields, ProtocolError
 from weightsync.planning.layout import Box, Count, ShardLocation, TensorMeta
@@ -36,6 +36,22 @@ T = TypeVar("T")
 M = TypeVar("M", bound="Message")
 
 
+Process = Annotated[str, Meta(pattern=r"^[0-9a-f-]+:[0-9]+:[0-9]+$")]
+"""A process, as `runtime.this_process` names it."""
+
+
+class InitInfo(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the engine's `init` call tells its workers: where trainer rank 0 listens, and for which session."""
+
+    session: str
+    engine: Count
+    host: str
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    token: str
+    timeout_s: Annotated[float, Meta(gt=0, le=86400)]  # no trainer waits for longer than a day
+    process: Process
+
+
 class Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag=True):
     """One message. Its fields are of the types that docs/wire.md gives them."""
 
@@ -53,7 +69,6 @@ class Hello(Message, frozen=True):
     """First message of a peer that connects to trainer rank 0: an engine worker or another trainer rank."""
 
     protocol: int
-    token: str
     role: str  # "worker" or "rank"
     group: Count  # worker: the engine's number; rank: 0
     rank: Count  # worker: its number in the engine; rank: its number among the trainer's ranks
@@ -113,7 +128,7 @@ class Connected(Message, frozen=True):
 class ExportParameters(Message, frozen=True):
     """To a worker, in place of `Connect`: let the trainer write into the parameters. Answer: `ParametersExported`."""
 
-    processes: list[str]  # of the trainer's ranks, as `runtime.this_process` names them
+    processes: list[Process]  # of the trainer's ranks
 
 
 class ParametersExported(Message, frozen=True):
@@ -217,17 +232,14 @@ def typed(value: Any, kind: type[T]) -> T:
         return msgspec.convert(value, kind)
     except ValueError as error:
         name = getattr(kind, "__name__", str(kind))
-        raise ProtocolError(f"a Value is no {name}: {str(error)[:_REASON_CHARS]}") from None
+        raise ProtocolError(f"what came is no {name}: {str(error)[:_REASON_CHARS]}") from None
 
 
-def frame_length(prefix: bytes) -> int:
-    """Return the body's length from a frame's first 4 bytes.
-
-    Raises `ProtocolError` when it passes `MAX_FRAME_BYTES`.
-    """
+def frame_length(prefix: bytes, most_bytes: int = MAX_FRAME_BYTES) -> int:
+    """Return the body's length from a frame's first 4 bytes. Raises `ProtocolError` when it passes `most_bytes`."""
     (length,) = _LENGTH.unpack(prefix)
-    if length > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a frame announces {length} bytes, over the {MAX_FRAME_BYTES} byte limit")
+    if length > most_bytes:
+        raise ProtocolError(f"a frame announces {length} bytes, over the {most_bytes} byte limit")
     return int(length)
 
 

@@ -33,10 +33,12 @@ from weightsync.control.wire import (
     Failure,
     Go,
     Hello,
+    InitInfo,
     Message,
     ParametersExported,
     PlanRequest,
     Release,
+    typed,
 )
 from weightsync.errors import (
     EngineBusyError,
@@ -82,13 +84,12 @@ class WorkerSession:
         model.guard(self._check_whole)
 
     def init(self, info: dict[str, Any]) -> None:
-        """Meet the trainer that `info` describes, and answer it until it releases us.
+        """Meet the trainer that `info` describes, an `InitInfo` as plain values. Then answer it until it releases us.
 
-        `info` is {"session", "engine", "host", "port", "token", "timeout_s", "process"}. While another trainer holds
-        the engine, this one is told so, and turned away.
+        While another trainer holds the engine, this one is told so, and turned away.
         """
         try:
-            self._meet(info)
+            self._meet(typed(info, InitInfo))
         except Exception as error:
             # There is no connection to say it on. The trainer finds that no worker came.
             logger.error("%s cannot meet the trainer: %s", self._name, foreign(error, who=self._name, phase="init"))
@@ -96,21 +97,16 @@ class WorkerSession:
         if self._session == info["session"]:
             self._serve("init")
 
-    def _meet(self, info: dict[str, Any]) -> None:
-        expected = {"session", "engine", "host", "port", "token", "timeout_s", "process"}
-        if info.keys() != expected:
-            raise ProtocolError(f"init needs exactly {sorted(expected)}, got {sorted(info)}")
-        if self._connection is not None and self._session == info["session"] and self._connection.is_open():
+    def _meet(self, info: InitInfo) -> None:
+        if self._connection is not None and self._session == info.session and self._connection.is_open():
             return
-        timeout_s = float(info["timeout_s"])
-        deadline = Deadline(timeout_s)
+        deadline = Deadline(info.timeout_s)
         identity = self._model.identity
         device, gpu_uuid = describe_device(self._model.device)
         hello = Hello(
             protocol=PROTOCOL,
-            token=str(info["token"]),
             role="worker",
-            group=int(info["engine"]),
+            group=info.engine,
             rank=identity.rank,
             world=identity.world,
             boot_id=boot_id(),
@@ -121,16 +117,16 @@ class WorkerSession:
             state=self.receiver.state,
             update_open=self._update_open,
         )
-        connection = dial(info["host"], int(info["port"]), hello, "trainer rank 0", deadline)
-        if (held := self._held_by_another(info["process"], min(_PONG_S, timeout_s / 2))) is not None:
+        connection = dial(info.host, info.port, info.token, hello, "trainer rank 0", deadline)
+        if (held := self._held_by_another(info.process, min(_PONG_S, info.timeout_s / 2))) is not None:
             connection.send(Failure(held.to_fields()), deadline, "init")
             connection.close()
             return
         self._fence_off()
-        if info["process"] != self._trainer:
+        if info.process != self._trainer:
             self._mapped_by.clear()
-        self._connection, self._session, self._timeout_s = connection, info["session"], timeout_s
-        self._trainer, self._name = info["process"], f"engine {info['engine']} worker {identity.name}"
+        self._connection, self._session, self._timeout_s = connection, info.session, info.timeout_s
+        self._trainer, self._name = info.process, f"engine {info.engine} worker {identity.name}"
 
     def _held_by_another(self, process: str, pong_s: float) -> EngineBusyError | None:
         """Return why `process`, a trainer's rank 0, cannot have the engine now. None: it can.

@@ -28,8 +28,10 @@ from weightsync.sources.module_tree import unwrapped
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The region `into` of a tensor of the checkpoint, which is the region `box` of one of the model's: dimension i of
-    the former runs along dimension `dims[i]` of the latter, and where that is None it has length 1."""
+    """The region `into` of a tensor of the checkpoint, which is the region `box` of one of the model's.
+
+    dims: dimension i of the checkpoint's tensor runs along dimension `dims[i]` of the model's. None: its length is 1.
+    """
 
     meta: TensorMeta
     box: Box

@@ -30,7 +30,7 @@ from rich.markup import escape
 from torch import nn
 
 from weightsync import __version__
-from weightsync.control.connection import Listener
+from weightsync.control.listener import Listener
 from weightsync.control.wire import POISONED, PROTOCOL
 from weightsync.engines import connect
 from weightsync.errors import ConfigError, EngineUnreachableError, WeightSyncError

@@ -16,13 +16,15 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta, Struct
 
 from weightsync.checkpoint.files import (
     append,
@@ -42,9 +44,9 @@ from weightsync.checkpoint.safetensors import lay_out, runs
 from weightsync.checkpoint.sidecars import files_beside
 from weightsync.control.runtime import Deadline
 from weightsync.control.update import Update
-from weightsync.control.wire import MachineInfo
+from weightsync.control.wire import MachineInfo, typed
 from weightsync.errors import ConfigError, PlacementError, SyncTimeoutError, WeightSyncError
-from weightsync.planning.layout import Box, Manifest, ShardLocation, itemsize
+from weightsync.planning.layout import Box, Count, Manifest, ShardLocation, itemsize
 from weightsync.planning.rows import Reads, Storage
 from weightsync.planning.transfer_plan import Route, TransferPlan
 from weightsync.transports import staging
@@ -65,6 +67,26 @@ _LOCK = ".lock"
 _INCOMING = ".incoming-"
 _READ_BYTES = 64 * 2**20
 """Read at once, between looks for bad news."""
+
+
+class _Piece(Struct, frozen=True, array_like=True):
+    """A box of a tensor that begins at byte `first_byte` of a file, and where it goes in the slot."""
+
+    file: Annotated[str, Meta(pattern=r"^\w[\w.-]*\Z")]  # a name without a folder
+    first_byte: Count
+    shape: tuple[Count, ...]
+    box: Box
+    itembytes: Count
+    first: Count
+
+
+class FilesEndpoint(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker is told of a folder of checkpoints. `pieces` and `runs` are of each chunk, of each of its runs."""
+
+    incoming: Annotated[str, Meta(pattern=r"(^|/)\.incoming-[0-9a-f]{8}\Z")]
+    pieces: list[list[list[_Piece]]]
+    slot_bytes: Count
+    runs: list[list[tuple[Count, Count, Count]]]
 
 
 class FilesTransport(Transport):
@@ -141,13 +163,13 @@ class FilesTransport(Transport):
         except OSError as error:
             raise PlacementError(f"cannot write checkpoints to {self._folder}: {error}") from error
 
-    def _describe(self, manifest: Manifest, bundle: Bundle) -> list[Any]:
+    def _describe(self, manifest: Manifest, bundle: Bundle) -> list[_Piece]:
         """Return what a worker needs to find each piece of a bundle."""
         rows = []
         for place in bundle.places:
             size, shape = itemsize(place.dtype), manifest[place.name].shape
             file, first = self._shards.file_of[place.name], self._shards.in_file[place.name]
-            rows.append([file, first, shape, place.box.start, place.box.size, size, place.offset * size])
+            rows.append(_Piece(file, first, shape, place.box, size, place.offset * size))
         return rows
 
     def look(self, sample: int | None) -> int:
@@ -204,15 +226,16 @@ class FilesReceiver(TransportReceiver):
         self._memory = memoryview(b"")
 
     def connect(self, storages: list[Storage], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
-        self._incoming = Path(fields["incoming"])
+        told = typed(fields, FilesEndpoint)
+        self._incoming, self._runs, self._pieces = Path(told.incoming), told.runs, told.pieces
         check_seen(self._incoming, "this engine worker")
-        self._runs: list[list[list[int]]] = fields["runs"]
-        self._pieces: list[list[list[Any]]] = fields["pieces"]  # of each chunk, of each of its runs
+        with _reading(self._incoming.parent / _LOCK):
+            pass  # a folder of checkpoints has one, and a worker reads in no other
         self._pushes = self._seen = 0
-        if self._slot.numel() != fields["slot_bytes"]:
+        if self._slot.numel() != told.slot_bytes:
             self._forget()  # before there are others
             on_gpu = self.device.type == "cuda"
-            self._read_into = torch.empty(fields["slot_bytes"], dtype=torch.uint8, pin_memory=on_gpu)
+            self._read_into = torch.empty(told.slot_bytes, dtype=torch.uint8, pin_memory=on_gpu)
             self._slot = torch.empty_like(self._read_into, device=self.device) if on_gpu else self._read_into
             self._memory = memory_of(self._read_into)
 
@@ -244,17 +267,18 @@ class FilesReceiver(TransportReceiver):
                     late.append(f"trainer rank {rank}")
         return late
 
-    def _read(self, pieces: Sequence[list[Any]], wait: Wait, deadline: Deadline) -> None:
+    def _read(self, pieces: Sequence[_Piece], wait: Wait, deadline: Deadline) -> None:
         """Read one rank's pieces, and clear what lies between them, as the rank has before it made the digest."""
-        for name, first_byte, shape, start, size, itembytes, first in pieces:
-            with _reading(self._incoming / str(self._pushes) / name) as fd:
-                length, starts = runs(shape, Box(tuple(start), tuple(size)))
-                nbytes = length * itembytes
+        for piece in pieces:
+            first = piece.first
+            with _reading(self._incoming / str(self._pushes) / piece.file) as fd:
+                length, starts = runs(piece.shape, piece.box)
+                nbytes = length * piece.itembytes
                 for count, begin in enumerate(starts):
                     at, done = first + count * nbytes, 0
                     while done < nbytes:
                         part = self._memory[at + done : at + min(nbytes, done + _READ_BYTES)]
-                        done += _read_at(fd, part, first_byte + begin * itembytes + done)
+                        done += _read_at(fd, part, piece.first_byte + begin * piece.itembytes + done)
                         if deadline.passed():
                             raise SyncTimeoutError(
                                 f"a chunk was not read within {deadline.timeout_s:g} s",
@@ -276,8 +300,11 @@ def _progress(incoming: Path, rank: int) -> Path:
 @contextmanager
 def _reading(path: Path) -> Iterator[int]:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Without waiting for the other end, where it is a pipe; and no link, which may lead to any file.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise PlacementError(f"{path} is no file")
             yield fd
         finally:
             os.close(fd)

@@ -42,7 +42,8 @@ _NAMES = {
     "event_handle_b64": "event_handle",
     "event_sync_required": "event_sync",
     "gpu_uuid": "gpu_uuid",
-    "path": "path",
+    "pid": "pid",
+    "fd": "fd",
     "inode": "inode",
 }
 
@@ -143,9 +144,10 @@ def read(path: Path) -> Bridge:
     format.
     """
     try:
-        if path.stat().st_uid not in (os.getuid(), 0):
-            raise PlacementError(f"{path} belongs to another user, so what it says is not trusted")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_uid not in (os.getuid(), 0):
+                raise PlacementError(f"{path} belongs to another user, so what it says is not trusted")
+            content = json.load(file)
     except (OSError, UnicodeDecodeError) as error:
         raise PlacementError(f"cannot read {path}: {error}") from error
     except ValueError as error:
@@ -203,7 +205,7 @@ def open_parameters(bridge: Bridge, rank: int, device: torch.device) -> dict[str
     found = {}
     for name, row in worker.ipc_handles.items():
         kind = "cuda" if "ipc_handle_b64" in row else "fd"
-        key = json.dumps([row.get("ipc_handle_b64"), row.get("storage_offset"), row.get("path")])
+        key = json.dumps([row.get("ipc_handle_b64"), row.get("storage_offset"), row.get("pid"), row.get("fd")])
         if key not in opened:
             opened[key] = open_exported(kind, _fields(row), device, f"engine worker {rank}")
         dtype = row["dtype"].removeprefix("torch.")

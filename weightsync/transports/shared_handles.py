@@ -7,21 +7,57 @@ behind. What weightsync allocates itself has a name until every reader has opene
 from __future__ import annotations
 
 import os
-import re
 import secrets
+import stat
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import torch
+from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 from weightsync.control.runtime import describe_device
+from weightsync.control.wire import typed
 from weightsync.errors import PlacementError, ProtocolError
+from weightsync.planning.layout import Count
 
 SHARED_MEMORY = "/dev/shm"
-_FILE = re.compile(r"/dev/shm/weightsync-\d+-[0-9a-f]{16}")
-_CUDA_FIELDS = (
-    "device", "handle", "nbytes", "offset_bytes", "counter_handle", "counter_offset", "event_handle", "event_sync",
-)  # fmt: skip
+_PREFIX = "weightsync-"
+
+
+class SharedFileHandle(Struct, frozen=True, forbid_unknown_fields=True):
+    """A `SharedFile`. It is opened by what stands in its name after the prefix, never by a path that came."""
+
+    name: Annotated[str, Meta(pattern=r"^[0-9]+-[0-9a-f]{16}\Z")]
+    nbytes: Count
+    inode: Count
+
+
+class OpenFileHandle(Struct, frozen=True, forbid_unknown_fields=True):
+    """An open file of a process which has no name any more, as torch shares memory."""
+
+    pid: Count
+    fd: Count
+    nbytes: Count
+    inode: Count
+
+
+_Hex = Annotated[str, Meta(pattern=r"^([0-9a-f]{2})*\Z")]
+
+
+class CudaHandle(Struct, frozen=True, forbid_unknown_fields=True):
+    """A CUDA IPC handle: what torch sends between processes, without pickling, and the GPU that has the memory."""
+
+    device: Count
+    handle: _Hex
+    nbytes: Count
+    offset_bytes: Count
+    counter_handle: _Hex
+    counter_offset: Count
+    event_handle: _Hex
+    event_sync: bool
+    gpu_uuid: str
+
 
 Handle: TypeAlias = tuple[str, dict[str, Any]]
 """What kind of memory it is, and the fields that open it."""
@@ -34,8 +70,10 @@ class SharedFile:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._path = Path(SHARED_MEMORY) / f"weightsync-{os.getpid()}-{secrets.token_hex(8)}"
+        self._name = f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._path = Path(SHARED_MEMORY) / (_PREFIX + self._name)
         fd = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        self._inode = os.fstat(fd).st_ino
         try:
             os.posix_fallocate(fd, 0, nbytes)  # a full /dev/shm is an error here, not a crash at the first write
             self.data = torch.from_file(str(self._path), shared=True, size=nbytes, dtype=torch.uint8)
@@ -50,7 +88,7 @@ class SharedFile:
 
     def handle(self) -> Handle:
         """Return [kind, fields], for any number of readers."""
-        return "shm", {"path": str(self._path), "nbytes": self.data.numel()}
+        return "shm", asdict(SharedFileHandle(self._name, self.data.numel(), self._inode))
 
     def unlink(self) -> None:
         """Remove the name. The memory stays for those who have opened it. More than once."""
@@ -64,7 +102,7 @@ def export(storage: torch.UntypedStorage) -> Handle:
     the first time, to another address, and all tensors in it move too. Raises `PlacementError`.
     """
     if storage.device.type == "cuda":
-        return "cuda", _export_cuda(storage)
+        return "cuda", asdict(_export_cuda(storage))
     if not storage.is_shared():
         info = os.statvfs(SHARED_MEMORY)
         if (free := info.f_bavail * info.f_frsize) < storage.nbytes():
@@ -75,49 +113,47 @@ def export(storage: torch.UntypedStorage) -> Handle:
     fd, nbytes = storage._share_fd_cpu_()
     if fd < 0:
         raise PlacementError(f"{nbytes} bytes of a file cannot be exported: torch has closed it; copy them to memory")
-    # A reader in another namespace of processes may find another file under this path.
-    return "fd", {"path": f"/proc/{os.getpid()}/fd/{fd}", "nbytes": nbytes, "inode": os.fstat(fd).st_ino}
+    # A reader in another namespace of processes may find another file under these numbers.
+    return "fd", asdict(OpenFileHandle(os.getpid(), fd, nbytes, os.fstat(fd).st_ino))
 
 
 def open_exported(kind: str, fields: dict[str, Any], device: torch.device, owner: str) -> torch.Tensor:
     """Return the bytes of a storage that `owner` has exported, as a 1-D uint8 tensor.
 
-    A GPU's are mapped for `device`, which may be another GPU. Raises `PlacementError` when they cannot be mapped, and
-    `ProtocolError` for a path that `export` does not make.
+    A GPU's are mapped for `device`, which may be another GPU. Raises `PlacementError` when they cannot be mapped, or
+    are not what this user has exported, and `ProtocolError` for other fields.
     """
     if kind == "cuda":
-        return _open_cuda(fields, device, owner)
+        return _open_cuda(typed(fields, CudaHandle), device, owner)
     if kind == "fd":
-        return _open_file(fields, owner)
+        unnamed = typed(fields, OpenFileHandle)
+        return _map(f"/proc/{unnamed.pid}/fd/{unnamed.fd}", 0, unnamed, owner)
     if kind == "shm":
-        return _open_named(fields, owner)
+        named = typed(fields, SharedFileHandle)
+        return _map(f"{SHARED_MEMORY}/{_PREFIX}{named.name}", 1, named, owner)
     raise ProtocolError(f"{owner} has exported memory of unknown kind {kind!r}")
 
 
-def _export_cuda(storage: torch.UntypedStorage) -> dict[str, Any]:
-    """Return a CUDA IPC handle as plain bytes and integers: what torch sends between processes, without pickling."""
+def _export_cuda(storage: torch.UntypedStorage) -> CudaHandle:
     try:
-        fields = dict(zip(_CUDA_FIELDS, map(_as_plain, storage._share_cuda_()), strict=True))
+        given = storage._share_cuda_()
     except RuntimeError as error:
         raise PlacementError(
             f"{storage.nbytes()} bytes on {storage.device} cannot be exported by CUDA IPC: {error}. If "
             "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, turn it off for this process"
         ) from error
-    return {**fields, "gpu_uuid": describe_device(storage.device)[1]}
+    plain = [each.hex() if isinstance(each, bytes) else each for each in (*given, describe_device(storage.device)[1])]
+    return typed(dict(zip(CudaHandle.__struct_fields__, plain, strict=True)), CudaHandle)
 
 
-def _as_plain(value: Any) -> Any:
-    return value.hex() if isinstance(value, bytes) else value
-
-
-def _open_cuda(fields: dict[str, Any], device: torch.device, owner: str) -> torch.Tensor:
+def _open_cuda(fields: CudaHandle, device: torch.device, owner: str) -> torch.Tensor:
     # Opened under the reader's own index, also for another GPU's memory: so it maps over NVLink and this GPU's
     # kernels read it; under the owner's index the copies would run on the owner's GPU.
-    given = [bytes.fromhex(fields[name]) if name.endswith("handle") else fields[name] for name in _CUDA_FIELDS]
-    given[0] = device.index
+    handle, counter, event = map(bytes.fromhex, (fields.handle, fields.counter_handle, fields.event_handle))
+    given = handle, fields.nbytes, fields.offset_bytes, counter, fields.counter_offset, event, fields.event_sync
     torch.cuda.init()  # or a process that has not used its GPU yet crashes in the next call
     try:
-        storage = torch.UntypedStorage._new_shared_cuda(*given)
+        storage = torch.UntypedStorage._new_shared_cuda(device.index, *given)
     except RuntimeError as error:
         raise PlacementError(
             f"cannot map GPU memory of {owner} on {device}: {error}. Both sides must run on GPUs of one host with peer "
@@ -126,33 +162,22 @@ def _open_cuda(fields: dict[str, Any], device: torch.device, owner: str) -> torc
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
-def _open_named(fields: dict[str, Any], owner: str) -> torch.Tensor:
-    path, nbytes = fields["path"], fields["nbytes"]
-    if not _FILE.fullmatch(path):
-        raise ProtocolError(f"{path!r} is no shared memory of weightsync")
-    if (found := _map(path, nbytes, owner, None)) is None:
-        raise PlacementError(f"shared memory {path} of {owner} is shorter here than {nbytes} bytes")
-    return found
-
-
-def _open_file(fields: dict[str, Any], owner: str) -> torch.Tensor:
-    path = fields["path"]
-    if not re.fullmatch(r"/proc/\d+/fd/\d+", path):
-        raise ProtocolError(f"{path!r} is no open file of a process")
-    if (found := _map(path, fields["nbytes"], owner, fields["inode"])) is None:
-        raise PlacementError(
-            f"{path} is another file here than for {owner}. Both sides must be in containers that share --pid=host"
-        )
-    return found
-
-
-def _map(path: str, nbytes: int, owner: str, inode: int | None) -> torch.Tensor | None:
-    """Return a file's bytes, or None where it has another inode or fewer bytes."""
+def _map(path: str, names: int, fields: SharedFileHandle | OpenFileHandle, owner: str) -> torch.Tensor:
+    """Return a file's bytes, once it is known to be the one that was exported, which has so many names."""
     try:
-        found = os.stat(path)
-        if found.st_size < nbytes or (inode is not None and found.st_ino != inode):
-            return None
-        return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+        # With O_PATH nothing is opened that opening alone would change, such as a device.
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC | (os.O_NOFOLLOW if names else 0))
+        try:
+            found = os.fstat(fd)
+            same = stat.S_ISREG(found.st_mode) and (found.st_ino, found.st_nlink) == (fields.inode, names)
+            if not same or found.st_uid != os.geteuid() or found.st_size < fields.nbytes:
+                raise PlacementError(
+                    f"{path} is not the memory that {owner} has exported, or is another user's. Both sides must run as "
+                    "the same user, in containers that share --ipc=host and --pid=host"
+                )
+            return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=fields.nbytes, dtype=torch.uint8)
+        finally:
+            os.close(fd)
     except (OSError, RuntimeError) as error:
         raise PlacementError(
             f"cannot map shared memory {path} of {owner}: {error}. Both sides must run on one host, as the same user, "

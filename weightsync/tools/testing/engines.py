@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weightsync.control.background_call import BackgroundCall
-from weightsync.control.connection import Connection, Listener
+from weightsync.control.connection import Connection
+from weightsync.control.listener import Listener
 from weightsync.control.runtime import Deadline, this_process
 from weightsync.control.wire import Committed, Release
 from weightsync.engines import Engine

@@ -1,0 +1,473 @@
+"""Who may talk to whom: keys, users, strangers, and frames that were not sent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightsync.control import handshake
+from weightsync.control.connection import Connection, dial
+from weightsync.control.handshake import ANSWER_BYTES, SEAL_BYTES, agree, greeting, read_key, refuse_other_users
+from weightsync.control.listener import Listener
+from weightsync.control.runtime import Deadline
+from weightsync.control.wire import PROTOCOL, Commit, Hello, Value, encode
+from weightsync.errors import ConfigError, PeerError, ProtocolError, SyncTimeoutError, WeightSyncError
+
+LOCAL = "127.0.0.1"
+KEY, OTHER_KEY = "k" * 32, "o" * 32
+HELLO = Hello(
+    protocol=PROTOCOL,
+    role="worker",
+    group=0,
+    rank=0,
+    world=1,
+    boot_id="boot",
+    device="cpu",
+    gpu_uuid="",
+    name="tp=0",
+    version=0,
+    state="CLEAN",
+    update_open=False,
+)
+
+
+@pytest.fixture(autouse=True)
+def without_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(handshake.KEY, raising=False)
+    monkeypatch.delenv(handshake.KEY_FILE, raising=False)
+
+
+@pytest.fixture
+def keep() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(params=["", KEY], ids=["without a key", "with a key"])
+def listener(request: Any, keep: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch) -> Listener:
+    if request.param:
+        monkeypatch.setenv(handshake.KEY, request.param)
+    return opened(keep)
+
+
+def opened(keep: contextlib.ExitStack) -> Listener:
+    listener = Listener()
+    keep.callback(listener.close)
+    listener.listen(LOCAL)
+    return listener
+
+
+class Admission:
+    """A hub that waits for one worker, in a thread."""
+
+    def __init__(self, listener: Listener, timeout_s: float = 20.0) -> None:
+        self.listener, self.timeout_s = listener, timeout_s
+        self.connection: Connection | None = None
+        self.error: WeightSyncError | None = None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            ((_, self.connection),) = self.listener.admit("worker", 0, Deadline(self.timeout_s), "init", lambda: None)
+        except WeightSyncError as error:
+            self.error = error
+
+    def outcome(self) -> Connection:
+        self.thread.join(30)
+        if self.error is not None:
+            raise self.error
+        assert self.connection is not None
+        return self.connection
+
+
+def address(listener: Listener) -> tuple[str, int]:
+    return listener.listen(LOCAL)
+
+
+def arrive(listener: Listener, keep: contextlib.ExitStack) -> Connection:
+    connection = dial(*address(listener), listener.token, HELLO, "trainer rank 0", Deadline(20))
+    keep.callback(connection.close)
+    return connection
+
+
+def met(listener: Listener, keep: contextlib.ExitStack) -> tuple[Connection, Connection]:
+    """Both ends of an admitted worker's connection: the hub's, the worker's."""
+    admission = Admission(listener)
+    theirs = arrive(listener, keep)
+    ours = admission.outcome()
+    keep.callback(ours.close)
+    return ours, theirs
+
+
+def knock(listener: Listener, keep: contextlib.ExitStack) -> socket.socket:
+    sock = socket.create_connection(address(listener))
+    sock.settimeout(20)
+    keep.callback(sock.close)
+    return sock
+
+
+def read_all(sock: socket.socket) -> bytes:
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while data := sock.recv(1 << 16):
+            found += data
+    return found
+
+
+def expect(connection: Connection) -> Any:
+    return connection.receive(Deadline(20), "test")
+
+
+def test_both_ends_talk_after_the_handshake(listener, keep):
+    ours, theirs = met(listener, keep)
+    for number in range(3):
+        theirs.send(Commit(number), Deadline(20), "test")
+        ours.send(Value([number]), Deadline(20), "test")
+    assert [expect(ours) for _ in range(3)] == [Commit(number) for number in range(3)]
+    assert [expect(theirs) for _ in range(3)] == [Value([number]) for number in range(3)]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Keys
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        (KEY, OTHER_KEY, "it has another key"),
+        (KEY, "", "it has a key, and this process has none"),
+        ("", KEY, "it has no key, and this process has one"),
+    ],
+)
+def test_who_has_another_key_or_none_is_told_so_and_sends_nothing(keep, monkeypatch, ours, theirs, words):
+    monkeypatch.setenv(handshake.KEY, ours)
+    listener = opened(keep)
+    admission = Admission(listener, 1.0)
+    monkeypatch.setenv(handshake.KEY, theirs)
+    with pytest.raises(ProtocolError, match=f"trainer rank 0 at 127.*cannot prove itself: {words}"):
+        arrive(listener, keep)
+    with pytest.raises(SyncTimeoutError, match="was turned away: it has"):
+        admission.outcome()
+
+
+def test_a_worker_tells_nothing_to_a_listener_without_the_key(keep, monkeypatch):
+    """Whoever reaches an engine's routes gives an address and a token of his own."""
+    monkeypatch.setenv(handshake.KEY, KEY)
+    received: list[bytes] = []
+
+    def impostor(server: socket.socket) -> None:
+        sock, _ = server.accept()
+        with sock:
+            sock.settimeout(20)
+            theirs = sock.recv(1 << 16)
+            mine = greeting(KEY.encode())
+            sock.sendall(mine + agree(b"a guess", "token", theirs, mine)[0])
+            received.extend([theirs, read_all(sock)])
+
+    with socket.create_server((LOCAL, 0)) as server:
+        thread = threading.Thread(target=impostor, args=(server,))
+        thread.start()
+        with pytest.raises(ProtocolError, match="cannot prove itself"):
+            dial(*server.getsockname(), "token", HELLO, "trainer rank 0", Deadline(20))
+        thread.join(20)
+    assert len(received[0]) == handshake.GREETING_BYTES
+    assert received[1] == b""
+
+
+def test_a_listener_that_says_nothing_holds_a_worker_for_seconds_at_most(keep, monkeypatch):
+    monkeypatch.setattr(handshake, "_MOST_S", 0.3)
+    with socket.create_server((LOCAL, 0)) as server:
+        started = time.monotonic()
+        with pytest.raises(PeerError, match="did not answer a greeting"):
+            dial(*server.getsockname(), "token", HELLO, "trainer rank 0", Deadline(86400))
+        assert time.monotonic() - started < 10
+
+
+def test_a_key_file_is_its_owners_alone(tmp_path: Path, monkeypatch):
+    path = tmp_path / "key"
+    path.write_text(KEY + "\n")
+    monkeypatch.setenv(handshake.KEY_FILE, str(path))
+    for mode in (0o640, 0o604, 0o620):
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match="no other may read"):
+            read_key()
+    path.chmod(0o600)
+    assert read_key() == KEY.encode()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match="a file of this user's"):
+        read_key()
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("content", ["", " \n", "short"])
+def test_a_key_that_is_no_secret_is_refused(tmp_path: Path, monkeypatch, content: str):
+    path = tmp_path / "key"
+    path.write_text(content)
+    path.chmod(0o600)
+    monkeypatch.setenv(handshake.KEY_FILE, str(path))
+    with pytest.raises(ConfigError, match=r"is empty|too short"):
+        Listener()
+    monkeypatch.setenv(handshake.KEY_FILE, str(tmp_path))
+    with pytest.raises(ConfigError, match=r"cannot read|no other may read"):
+        Listener()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Without a key: one user, one host
+
+
+def test_without_a_key_another_user_is_refused_on_both_sides(keep, monkeypatch):
+    listener = opened(keep)
+    admission = Admission(listener, 1.0)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(WeightSyncError, match=r"is of user|turned this process away|did not answer"):
+        arrive(listener, keep)
+    with pytest.raises(SyncTimeoutError, match=r"is of user \d+, and without a key only.*Set WEIGHTSYNC_KEY"):
+        admission.outcome()
+
+
+def test_the_user_at_the_other_end_is_looked_up(keep, monkeypatch):
+    with socket.create_server((LOCAL, 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    with one, other:
+        refuse_other_users(one, "a peer")
+        refuse_other_users(other, "a peer")
+        monkeypatch.setattr(os, "geteuid", lambda: 1 << 20)
+        for end in (one, other):
+            with pytest.raises(ProtocolError, match=f"a peer is of user {os.getuid()}.*Set WEIGHTSYNC_KEY"):
+                refuse_other_users(end, "a peer")
+
+
+def test_an_end_that_is_not_listed_here_is_of_another_host():
+    class Elsewhere:
+        def getpeername(self) -> tuple[str, int]:
+            return "192.0.2.1", 40000
+
+        def getsockname(self) -> tuple[str, int]:
+            return "192.0.2.2", 50000
+
+    with pytest.raises(ProtocolError, match=r"a peer is of another host or container.*Set WEIGHTSYNC_KEY"):
+        refuse_other_users(Elsewhere(), "a peer")  # type: ignore[arg-type]
+
+
+def test_without_a_key_an_engine_on_another_host_is_refused_before_anything_listens(keep, monkeypatch):
+    listener = opened(keep)
+    monkeypatch.setattr("weightsync.control.listener.address_facing", lambda host: "192.0.2.2")
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1 is another host.*Set WEIGHTSYNC_KEY"):
+        listener.listen("192.0.2.1")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Frames that were not sent
+
+
+def read_until_it_raises(connection: Connection) -> None:
+    while True:
+        connection.read("test")
+
+
+def frames_between(listener: Listener, keep: contextlib.ExitStack, *, change: Any) -> Connection:
+    """A worker's connection through someone in the middle, who hands `change(frames)` of three frames to the hub."""
+    admission = Admission(listener)
+    with socket.create_server((LOCAL, 0)) as server:
+        sides: list[socket.socket] = []
+
+        def between() -> None:
+            worker, _ = server.accept()
+            hub = socket.create_connection(address(listener))
+            sides.extend([worker, hub])
+            hub.sendall(worker.recv(1 << 16))
+            answer = b""
+            while len(answer) < ANSWER_BYTES:
+                answer += hub.recv(1 << 16)
+            worker.sendall(answer)
+            hub.sendall(cut(worker)[0])  # Hello
+            frames = [cut(worker)[0] for _ in range(3)]
+            admission.outcome()
+            hub.sendall(b"".join(change(frames)))
+
+        def cut(sock: socket.socket) -> tuple[bytes, int]:
+            head = sock.recv(4, socket.MSG_WAITALL)
+            size = struct.unpack("<I", head)[0] + SEAL_BYTES
+            return head + sock.recv(size, socket.MSG_WAITALL), size
+
+        thread = threading.Thread(target=between)
+        thread.start()
+        token = listener.token
+        # The hub cannot know the user at the other end, which is this process all the same.
+        theirs = dial(*server.getsockname(), token, HELLO, "trainer rank 0", Deadline(20))
+        keep.callback(theirs.close)
+        for number in range(3):
+            theirs.send(Commit(number), Deadline(20), "test")
+        thread.join(20)
+        for side in sides:
+            keep.callback(side.close)
+    ours = admission.outcome()
+    keep.callback(ours.close)
+    return ours
+
+
+@pytest.mark.parametrize(
+    ("change", "arrive"),
+    [
+        (lambda f: [f[0], f[0]], 1),  # replayed
+        (lambda f: [f[1]], 0),  # one left out
+        (lambda f: [f[1], f[0]], 0),  # in another order
+        (lambda f: [f[0], f[1][:-1] + bytes([f[1][-1] ^ 1])], 1),  # another seal
+        (lambda f: [f[0][:-SEAL_BYTES]] * 8, 0),  # no seal
+        (lambda f: [f[0][:6] + bytes([f[0][6] ^ 1]) + f[0][7:]], 0),  # another body
+        (lambda f: [struct.pack("<I", 5) + f[0][4:]], 0),  # another length
+    ],
+    ids=["replay", "gap", "order", "seal", "no seal", "body", "length"],
+)
+def test_a_frame_that_was_not_sent_so_is_refused(listener, keep, change, arrive):
+    ours = frames_between(listener, keep, change=change)
+    with pytest.raises(ProtocolError, match="a frame has come that this peer has not sent, or not as the next one"):
+        read_until_it_raises(ours)
+    assert [ours.pop() for _ in range(arrive)] == [Commit(number) for number in range(arrive)]
+    assert not ours.has_mail()
+
+
+def test_what_a_peer_has_sent_cannot_be_given_back_to_it(listener, keep):
+    ours, theirs = met(listener, keep)
+    frame = encode(Commit(1))
+    theirs._sock.sendall(frame + ours._sent.of(frame))  # the hub's own first frame
+    with pytest.raises(ProtocolError, match="has not sent"):
+        expect(ours)
+
+
+def test_frames_of_one_connection_are_nothing_on_another(listener, keep):
+    ours, theirs = met(listener, keep)
+    frame = encode(Commit(1))
+    sealed = frame + theirs._sent.of(frame)
+    ours.close()
+    listener._admitted.clear()
+    again, other = met(listener, keep)
+    other._sock.sendall(sealed)
+    with pytest.raises(ProtocolError, match="has not sent"):
+        expect(again)
+
+
+def test_a_recorded_handshake_is_of_no_use(listener, keep):
+    admission = Admission(listener, 1.0)
+    mine = greeting(listener._key)
+    first = knock(listener, keep)
+    first.sendall(mine)
+    answer = first.recv(ANSWER_BYTES, socket.MSG_WAITALL)
+    seal = agree(listener._key, listener.token, mine, answer[: handshake.GREETING_BYTES])[1]
+    hello = encode(HELLO)
+    recorded = hello + seal.of(hello)
+    second = knock(listener, keep)
+    second.sendall(mine)
+    second.recv(ANSWER_BYTES, socket.MSG_WAITALL)
+    second.sendall(recorded)
+    assert read_all(second) == b""
+    with pytest.raises(SyncTimeoutError, match="has not sent"):
+        admission.outcome()
+
+
+def test_an_answer_cannot_be_reflected(listener, keep):
+    """Someone without the token lets the hub answer a greeting, and sends the proof back as his own."""
+    admission = Admission(listener, 1.0)
+    sock = knock(listener, keep)
+    sock.sendall(greeting(listener._key))
+    proof = sock.recv(ANSWER_BYTES, socket.MSG_WAITALL)[handshake.GREETING_BYTES :]
+    hello = encode(HELLO)
+    sock.sendall(hello + proof[:SEAL_BYTES])
+    assert read_all(sock) == b""
+    with pytest.raises(SyncTimeoutError):
+        admission.outcome()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Strangers
+
+
+@pytest.mark.parametrize("greets", [False, True])
+def test_a_flood_of_strangers_keeps_nobody_out(listener, keep, greets):
+    """A thousand connect, and say nothing more, before and while a worker comes in and answers."""
+    strangers: list[socket.socket] = []
+    over = threading.Event()
+
+    def flood() -> None:
+        while not over.is_set() and len(strangers) < 1000:
+            with contextlib.suppress(OSError):
+                sock = socket.create_connection(address(listener), timeout=1)
+                strangers.append(sock)
+                if greets:
+                    sock.sendall(greeting(listener._key))
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    keep.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        ours, theirs = met(listener, keep)
+        threading.Timer(0.5, theirs.send, (Commit(1), Deadline(20), "test")).start()
+        assert listener.collect([ours], Commit, Deadline(20), "test") == [Commit(1)]
+    finally:
+        over.set()
+        thread.join(20)
+        for sock in strangers:
+            sock.close()
+    assert len(listener._newcomers) <= 128
+    assert len(strangers) > 100
+
+
+def test_a_process_without_descriptors_goes_on(listener, keep):
+    ours, theirs = met(listener, keep)
+    strangers = [socket.socket() for _ in range(40)]
+    for sock in strangers:
+        keep.callback(sock.close)
+        sock.setblocking(False)
+    used = len(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 5, hard))
+    keep.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+    for sock in strangers:
+        with contextlib.suppress(BlockingIOError):
+            sock.connect(address(listener))
+    threading.Timer(1.0, theirs.send, (Commit(1), Deadline(20), "test")).start()
+    before = time.process_time()
+    assert listener.collect([ours], Commit, Deadline(20), "test") == [Commit(1)]
+    assert time.process_time() - before < 0.8
+    assert "Too many open files" in listener.refused or listener._newcomers
+
+
+def test_who_is_slow_to_introduce_itself_is_turned_away(listener, keep, monkeypatch):
+    monkeypatch.setattr("weightsync.control.listener._NEWCOMER_S", 0.2)
+    admission = Admission(listener, 1.5)
+    strangers = [knock(listener, keep) for _ in range(3)]
+    strangers[1].sendall(greeting(listener._key))
+    strangers[2].sendall(greeting(listener._key)[:20])
+    started = time.monotonic()
+    assert [len(read_all(sock)) for sock in strangers] == [0, ANSWER_BYTES, 0]
+    assert time.monotonic() - started < 10
+    with pytest.raises(SyncTimeoutError, match="it did not introduce itself"):
+        admission.outcome()
+
+
+def test_what_comes_before_the_proof_takes_next_to_no_memory(listener, keep):
+    """A frame of empty maps, which would take a hundred times as much, is refused by its length."""
+    admission = Admission(listener, 2.0)
+    sock = knock(listener, keep)
+    sock.sendall(greeting(listener._key))
+    sock.recv(ANSWER_BYTES, socket.MSG_WAITALL)
+    with contextlib.suppress(ConnectionError):
+        sock.sendall(struct.pack("<I", 1 << 20) + b"\x80" * (1 << 20))
+    assert read_all(sock) == b""
+    with pytest.raises(SyncTimeoutError, match="announces 1048576 bytes, over the 65536 byte limit"):
+        admission.outcome()
