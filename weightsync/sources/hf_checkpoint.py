@@ -30,7 +30,7 @@ from weightsync.sources.module_tree import unwrapped
 class Saved:
     """The region `into` of a tensor of the checkpoint, which is the region `box` of one of the model's.
 
-    dims: dimension i of the checkpoint's tensor runs along dimension `dims[i]` of the model's. None: its length is 1.
+    Dimension i of the first runs along dimension `dims[i]` of the second. Where that is None it has length 1.
     """
 
     meta: TensorMeta
@@ -141,8 +141,10 @@ def _follow(model: nn.Module, tensors: Sequence[TensorMeta]) -> Iterable[list[Sa
 
 
 class _Aliases(TorchDispatchMode):
-    """Meanwhile a clone is the tensor itself, so that its storage tells what it was made from. Of a tensor that is put
-    together it notes the parts."""
+    """A mode in which a clone is the tensor itself, so that its storage tells what it was made from.
+
+    It notes the parts of a tensor that is put together.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,16 +161,11 @@ class _Aliases(TorchDispatchMode):
             dim = (args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)) % result.dim()
             parts = [part.unsqueeze(dim) if func is aten.stack.default else part for part in args[0]]
             starts = accumulate((part.shape[dim] for part in parts), initial=0)
-            own = [
-                (
-                    part,
-                    Box(
-                        (*(0 for _ in part.shape[:dim]), start, *(0 for _ in part.shape[dim + 1 :])), tuple(part.shape)
-                    ),
-                )
+            boxes = [
+                Box(tuple(start if d == dim else 0 for d in range(part.dim())), tuple(part.shape))
                 for part, start in zip(parts, starts, strict=False)
             ]
-            self._joined[_storage(result)] = result, own  # which it keeps alive, or another could have its identity
+            self._joined[_storage(result)] = result, list(zip(parts, boxes, strict=True))  # kept, as is its identity
         return result
 
     def parts(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Box]]:
