@@ -28,6 +28,10 @@ from weightsync.errors import EngineError, EngineUnreachableError, ManifestError
 pytestmark = pytest.mark.engine
 
 
+TRIES = 10
+"""A request of 240 tokens may be over before a busy machine has told the engine what is to happen in its middle."""
+
+
 class Recorder:
     """A worker extension with the methods of weightsync's, that only records what reaches the worker."""
 
@@ -182,20 +186,25 @@ def test_a_real_async_llm_with_a_request_in_flight(model_dir):
             assert isinstance(engine, AsyncEngine)
 
             # Frozen in the middle, pushed to, and then finished to its last token.
-            request = in_flight("kept")
-            engine.pause("keep")
-            frozen = settled("kept")  # what had been computed is still on its way
+            for number in range(TRIES):
+                kept = f"kept {number}"
+                request = in_flight(kept)
+                engine.pause("keep")
+                frozen = settled(kept)  # what had been computed is still on its way
+                if frozen < 240:
+                    break
+                engine.resume()
             assert frozen < 240
             engine.init({"a": 1, "bytes": b"\x00\xff", "list": [1.5, None, True]})
             engine.start()
             engine.update({"b": 2})
             engine.finish("5")
             engine.reset_caches()
-            assert settled("kept") == frozen
+            assert settled(kept) == frozen
             assert engine.version() == "5"
             engine.resume()
             request.result(60)
-            assert (len(seen["kept"]), ended["kept"]) == (240, "length")
+            assert (len(seen[kept]), ended[kept]) == (240, "length")
             (report,) = asyncio.run_coroutine_threadsafe(llm.collective_rpc("weightsync_report"), loop).result(60)
             assert report == [
                 ["init", {"a": 1, "bytes": b"\x00\xff", "list": [1.5, None, True]}],
@@ -203,11 +212,15 @@ def test_a_real_async_llm_with_a_request_in_flight(model_dir):
             ]
 
             # Aborted, and finished first.
-            request = in_flight("aborted")
-            engine.pause("abort")
-            request.result(60)
-            assert ended["aborted"] == "abort"
-            engine.resume()
+            for number in range(TRIES):
+                aborted = f"aborted {number}"
+                request = in_flight(aborted)
+                engine.pause("abort")
+                request.result(60)
+                engine.resume()
+                if ended[aborted] == "abort":
+                    break
+            assert ended[aborted] == "abort"
             request = in_flight("waited")
             engine.pause("wait")
             request.result(60)
@@ -217,12 +230,16 @@ def test_a_real_async_llm_with_a_request_in_flight(model_dir):
             # An adapter that is in use stays in use when another takes its place: there is room for one.
             one, other = (save_adapter(Path(model_dir), name, n) for n, name in enumerate(("one", "other"), start=1))
             engine.load_adapter(one)
-            request = in_flight("with an adapter", LoRARequest(*one))
-            assert engine.adapters_in_use() == {"one"}
+            for number in range(TRIES):
+                adapted = f"with an adapter {number}"
+                request = in_flight(adapted, LoRARequest(*one))
+                if in_use := engine.adapters_in_use():
+                    break
+            assert in_use == {"one"}
             engine.load_adapter(other)
             engine.unload_adapter(one)
             request.result(60)
-            assert len(seen["with an adapter"]) == 240
+            assert len(seen[adapted]) == 240
             assert engine.adapters_in_use() == set()
             engine.unload_adapter(one)
             assert not engine.has_adapter(one)

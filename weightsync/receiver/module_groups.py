@@ -11,7 +11,7 @@ from torch import nn
 
 from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import connected
-from weightsync.receiver.audit import addresses
+from weightsync.receiver.audit import addresses, same_layout
 from weightsync.receiver.engine_model import EngineModel
 from weightsync.receiver.fused_quantize import Recipe
 
@@ -80,17 +80,20 @@ def moved_views(live: nn.Module, pristine: nn.Module) -> dict[str, str]:
     """Return the buffers that were made as views of a parameter and, in `live`, have another memory than that has now.
 
     Each is returned with the name of its parameter, which a kernel may have packed. The model may work with both.
+    Raises `UnsupportedError` for one that has another layout than it was made with.
     """
     params = {param.untyped_storage()._cdata: name for name, param in pristine.named_parameters()}
     here = dict(live.named_parameters()) | dict(live.named_buffers())
-    views = ((name, params.get(buffer.untyped_storage()._cdata)) for name, buffer in pristine.named_buffers())
-    return {
-        name: param
-        for name, param in views
-        if param in here
-        and name in here
-        and here[name].untyped_storage().data_ptr() != here[param].untyped_storage().data_ptr()
-    }
+    found: dict[str, str] = {}
+    for name, buffer in pristine.named_buffers():
+        param = params.get(buffer.untyped_storage()._cdata)
+        if param not in here or name not in here:
+            continue
+        if here[name].untyped_storage().data_ptr() != here[param].untyped_storage().data_ptr():
+            if not same_layout(here[name], buffer):
+                raise UnsupportedError(f"{name} was made as a view of {param}, and the engine has laid it out anew")
+            found[name] = param
+    return found
 
 
 class Place(NamedTuple):
