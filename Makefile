@@ -34,7 +34,7 @@ PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorde
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-unit test-fake demo lint clean
+.PHONY: help fuzz test test-unit test-fake demo lint clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ test: $(CHECKS) $(INSTALLED) ## Lint, then run the tests: `make test ARGS="-k na
 
 test-unit: $(INSTALLED) ## The tests that need no process beside them, in a minute or two.
 	$(PYTEST) tests/unit $(ARGS)
+
+fuzz: $(INSTALLED) ## Spoil messages and bytes at both ends for longer: `make fuzz EXAMPLES=100000`.
+	FUZZ_EXAMPLES=$(or $(EXAMPLES),10000) $(PY) -m pytest -q tests/unit/test_fuzz.py $(ARGS)
 
 test-fake: $(INSTALLED) ## Those with rank processes and engines without vLLM, in a few minutes.
 	$(PYTEST) tests/fake $(ARGS)

@@ -11,7 +11,7 @@
     |   +-- FencedError                            another trainer has taken the engine over
     +-- PeerError              (ConnectionError)   a trainer rank or an engine worker went away
     +-- SyncTimeoutError       (TimeoutError)      a wait passed its deadline
-    +-- ProtocolError          (RuntimeError)      a message that does not follow docs/wire.md
+    +-- ProtocolError          (RuntimeError)      a message that does not follow docs/wire.md, or a stranger
     +-- DigestError            (RuntimeError)      bytes arrived, and they are not the bytes that were sent
 
 Each error is also the builtin that fits, so `except TimeoutError` works. Each keeps its facts as attributes. Errors
@@ -146,7 +146,7 @@ class SyncTimeoutError(WeightSyncError, TimeoutError):
 
 
 class ProtocolError(WeightSyncError, RuntimeError):
-    """A message that does not follow docs/wire.md: wrong protocol number, wrong token, unknown type, bad field."""
+    """A message that does not follow docs/wire.md, such as one with an unknown field; or a peer that is a stranger."""
 
 
 class DigestError(WeightSyncError, RuntimeError):

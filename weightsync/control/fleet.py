@@ -372,7 +372,7 @@ class Fleet:
                             f"{call.name} returned, but no worker connected: either the engine's weight transfer "
                             'backend is not weightsync (start it with weight_transfer_config={"backend": '
                             '"weightsync"}), or its workers cannot reach this process, or have not its key: see the '
-                            "engine's log",
+                            f"engine's log. {self._listener.refused}",
                             phase="init",
                         )
 
