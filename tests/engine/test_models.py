@@ -325,12 +325,22 @@ and for a Llama with tied embeddings, in two stages.
 
 ## On a GPU
 
-On an H200 with vLLM 0.26.0, transformers 5.17.0, CUDA graphs and a trainer in the engine's process, pushed equals cold
-for A, B and A, with requests before, between and after, for:
+With vLLM 0.26.0, transformers 5.17.0, CUDA graphs and a trainer in the engine's process, pushed equals cold for A, B and
+A, with requests before, between and after.
 
-DeepSeek-V2, DeepSeek-V3, dots.llm1, ERNIE 4.5 MoE, GLM-4.5, GPT-OSS, GraniteMoE, Llama 4, Mixtral, OLMoE and Qwen3-MoE;
-Apertus, Cohere 2, EXAONE 4, Gemma 3, GLM-4, GPT-NeoX, OLMo 3, Seed-OSS, SmolLM3 and StarCoder2; Falcon-H1, Jamba and
-Mamba; Qwen2.5-VL and Qwen3-VL without their towers.
+On an H100 ([results](../benchmarks/results/2026-11-24-h100-families.json)):
+Cohere, Cohere 2, DeepSeek-V2, DeepSeek-V3, dots.llm1, ERNIE 4.5, EXAONE 4, Falcon, GLM-4.5, GPT-2, GPT-NeoX, GPT-OSS,
+Mixtral, Nemotron, OLMo 3, OLMoE, OPT, Qwen3, Qwen3-MoE, Seed-OSS and StableLM; Apertus, Jamba, Mamba and Mamba 2.
+
+    weightsync bench --families benchmarks/families.json --no-peers --num-iters 2 --jobs 11 --client extension
+
+Also on an H100, with pictures in the prompts (`tests/gpu/test_vision_language.py`): Gemma 3, Qwen2-VL, Qwen2.5-VL and
+Qwen3-VL, with their towers and without.
+
+On an H200: ERNIE 4.5 MoE, Falcon-H1, Gemma 3 without its tower, GLM-4, GraniteMoE, Llama 4, SmolLM3 and StarCoder2.
+
+vLLM 0.26 did not start there for the configurations of Bamba, BLOOM, Hunyuan, LFM2, MiniMax-M2, MPT, PhiMoE and
+Qwen3-Next.
 """
 
 
