@@ -325,8 +325,8 @@ and for a Llama with tied embeddings, in two stages.
 
 ## On a GPU
 
-With vLLM 0.26.0, transformers 5.17.0, CUDA graphs and a trainer in the engine's process, pushed equals cold for A, B and
-A, with requests before, between and after.
+With vLLM 0.26.0, transformers 5.17.0, CUDA graphs and a trainer in the engine's process, pushed equals cold for A, B
+and A, with requests before, between and after.
 
 On an H100 ([results](../benchmarks/results/2026-11-24-h100-families.json)):
 Cohere, Cohere 2, DeepSeek-V2, DeepSeek-V3, dots.llm1, ERNIE 4.5, EXAONE 4, Falcon, GLM-4.5, GPT-2, GPT-NeoX, GPT-OSS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from ranks import run_ranks
 from recorders import RecordedEngine
 
 from weightsync import ConfigError, EngineUnreachableError, PeerError, WeightSync
+from weightsync.control import fleet
 
 TIMEOUT_S = 20.0
 CALLS = ("init", "start", "update", "finish", "pause", "resume", "set_version", "reset_caches", "version")
@@ -99,6 +101,26 @@ def test_last_engine_is_not_left_out(engines: list[MortalEngine]) -> None:
         engines[0].die()
         with pytest.raises(PeerError):
             sync.push(trainer_model(checkpoint(3)))
+
+
+def test_engine_that_dies_and_leaves_its_call_unanswered_is_noticed(
+    engines: list[MortalEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does vLLM's server when the process of its engine core is killed, and the workers' are not."""
+    monkeypatch.setattr(fleet, "_HEALTH_LOOK_S", 0.05)
+    over = threading.Event()
+
+    def update(info: dict[str, Any]) -> None:
+        RecordedEngine.update(engines[0], info)
+        engines[0].is_dead = True
+        over.wait()
+
+    with WeightSync("fsdp", "ipc", engines[0], timeout_s=600.0) as sync:
+        sync.push(trainer_model(checkpoint(2)))
+        monkeypatch.setattr(MortalEngine, "update", lambda engine, info: update(info))
+        with pytest.raises(EngineUnreachableError, match="the engine has died in a push"):
+            sync.push(trainer_model(checkpoint(3)))
+        over.set()
 
 
 def push_from_ranks(rank: int) -> None:

@@ -71,6 +71,8 @@ _LOOK_S = 0.1
 """How often a wait for an engine looks at the trainer's other ranks."""
 _PING_LOOK_S = 0.5
 """How often a trainer that does something else looks whether a worker asks if it is alive."""
+_HEALTH_LOOK_S = 1.0
+"""How often an engine is asked during a push whether it is alive. vLLM leaves the calls of a dead one unanswered."""
 _ARRIVAL_S = 3.0
 """How long a worker may take to connect once its engine says that it has been told to."""
 
@@ -156,6 +158,7 @@ class Fleet:
                 one.workers = [Worker(hello, connection) for hello, connection in admitted]
                 self.workers += one.workers
             in_thread("lease", partial(_answer_pings, weakref.ref(self), self._ended))
+            in_thread("health", partial(_ask_whether_alive, weakref.ref(self), self._ended))
             # The trainer that pushed last may have died between start and finish, or with the weights half loaded.
             left_open = {worker.hello.group for worker in self.workers if worker.hello.update_open}
             self._left_open = [self._members[number] for number in left_open]
@@ -350,9 +353,14 @@ class Fleet:
     def _check_ranks(self) -> None:
         self._ranks.wait(0.0)
 
+    def _check_health(self) -> None:
+        for one in self._members:
+            one.check_health()
+
     def _check_everyone(self) -> None:
         self._check_ranks()
         self._check_calls()
+        self._check_health()
 
     def _check_calls(self) -> None:
         for call in (*([self._opening] if self._opening else []), *self._calls):
@@ -408,6 +416,7 @@ class Fleet:
         for call in calls:
             while call.is_alive() and not deadline.passed():
                 call.join(min(_LOOK_S, deadline.left_s()))
+                self._check_health()
                 if not in_opening:  # whose thread must not read the ranks' connections
                     self._check_ranks()
             if call.is_alive():
@@ -424,4 +433,13 @@ def _answer_pings(fleet: weakref.ref[Fleet], ended: threading.Event) -> None:
     while not ended.wait(_PING_LOOK_S) and (there := fleet()) is not None:
         for worker in there.workers:
             worker.connection.answer_pings()
+        del there  # this thread must not keep a fleet that the trainer has dropped
+
+
+def _ask_whether_alive(fleet: weakref.ref[Fleet], ended: threading.Event) -> None:
+    """Ask engines that a push is under way to whether they are alive."""
+    while not ended.wait(_HEALTH_LOOK_S) and (there := fleet()) is not None:
+        if there.state is not UpdateState.CLOSED:
+            for one in there._members:
+                one.ask_whether_alive()
         del there  # this thread must not keep a fleet that the trainer has dropped

@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from weightsync.control.connection import Connection
 from weightsync.control.wire import POISONED, Hello, MachineInfo
 from weightsync.engines import Engine
-from weightsync.errors import FencedError
+from weightsync.errors import EngineUnreachableError, FencedError
+
+_SILENT = 2
+"""A busy server may not answer once."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,21 @@ class Member:
     is_marked: bool = False
     is_over: bool = False
     is_whole: bool = True
+    silent: int = 0
+    """How often in a row the engine has not answered that it is alive."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_held(self) -> bool:
         """Return whether this trainer still has the engine: no worker has hung up."""
         return all(worker.connection.is_open() for worker in self.workers)
+
+    def ask_whether_alive(self) -> None:
+        self.silent = 0 if self.engine.is_alive() else self.silent + 1
+
+    def check_health(self) -> None:
+        """Raise when the engine has died, though its workers may still answer."""
+        if self.silent >= _SILENT:
+            raise EngineUnreachableError("the engine has died in a push; its log says why", who=self.engine.name)
 
     def is_lost(self, named: Collection[str | None]) -> bool:
         """Return whether the engine has died, or is one of those `named` in an error and does not answer.
