@@ -283,4 +283,14 @@ Nothing was asked of the others. vLLM registers {registered} architectures in al
 and speculative decoding. Of some transformers has no class.
 
 """
-EQUAL = ""
+EQUAL = """## Equal answers
+
+`benchmarks/families.json` has small models of 81 families, which real engines run:
+
+    weightsync bench --families benchmarks/families.json --gpus 0 --client extension --no-peers --num-iters 1
+
+An engine is started cold from A and gets A, B, what a training step made of B, and A again. On a CPU it then answered
+as it did when it was cold, to the bit, for Cohere2Moe, ExaoneMoe, Gemma, Gemma2, Gemma3n, Gemma4, Glm and Glm4MoeLite.
+With those of [Models](models.md) these are 28 of the architectures for text. vLLM's engine for CPUs fails with
+FalconMamba when it is asked before a push.
+"""
