@@ -10,10 +10,8 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-import torch
-from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint
+from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, module_of
 from ranks import run_ranks
-from torch import nn
 
 from weightsync import EngineError, WeightSync
 from weightsync.control.handshake import GREETING_BYTES, KEY, KEY_FILE
@@ -25,19 +23,6 @@ from weightsync.receiver.worker import WorkerSession
 def without_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEY, raising=False)
     monkeypatch.delenv(KEY_FILE, raising=False)
-
-
-def module_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
-    root = nn.Module()
-    for name, tensor in tensors.items():
-        *path, last = name.split(".")
-        owner = root
-        for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
-        owner.register_parameter(last, nn.Parameter(tensor.clone()))
-    return root
 
 
 def push(rank: int) -> None:

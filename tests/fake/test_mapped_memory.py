@@ -8,26 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint
-from torch import nn
+from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, module_of
 
 from weightsync import WeightSync
 from weightsync.errors import DigestError
 
 _MAP_FIXED = 0x10
-
-
-def module_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
-    root = nn.Module()
-    for name, tensor in tensors.items():
-        *path, last = name.split(".")
-        owner = root
-        for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
-        owner.register_parameter(last, nn.Parameter(tensor.clone()))
-    return root
 
 
 def put_other_memory_in_place_of(tensor: torch.Tensor) -> None:

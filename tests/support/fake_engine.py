@@ -77,6 +77,20 @@ class ModuleHost:
         return torch.no_grad()
 
 
+def module_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
+    """A trainer's module with these parameters."""
+    root = nn.Module()
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        owner = root
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        owner.register_parameter(last, nn.Parameter(tensor.clone()))
+    return root
+
+
 class FakeEngine:
     """An `Engine` of `weightsync.engines` with a worker for each of `hosts`."""
 

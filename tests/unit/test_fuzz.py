@@ -11,11 +11,9 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
-from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint
+from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, module_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from weightsync import WeightSync
 from weightsync.control.connection import Connection
@@ -257,19 +255,6 @@ def push() -> Iterator[list[Message]]:
 
 def host() -> ModuleHost:
     return ModuleHost(TinyEngineModel, checkpoint(1))
-
-
-def module_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
-    root = nn.Module()
-    for name, tensor in tensors.items():
-        *path, last = name.split(".")
-        owner = root
-        for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
-        owner.register_parameter(last, nn.Parameter(tensor.clone()))
-    return root
 
 
 def serve(session: WorkerSession, frames: list[bytes]) -> list[Message]:

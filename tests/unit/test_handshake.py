@@ -250,6 +250,11 @@ def test_the_user_at_the_other_end_is_looked_up(keep, monkeypatch):
                 refuse_other_users(end, "a peer")
 
 
+def test_an_end_that_has_gone_is_nobodys():
+    with socket.socket() as sock, pytest.raises(ProtocolError, match=r"whose process a peer is.*Set WEIGHTSYNC_KEY"):
+        refuse_other_users(sock, "a peer")
+
+
 def test_an_end_that_is_not_listed_here_is_of_another_host():
     class Elsewhere:
         def getpeername(self) -> tuple[str, int]:

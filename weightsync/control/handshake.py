@@ -123,8 +123,11 @@ def greet(sock: socket.socket, token: str, peer: str, deadline: Deadline) -> tup
 
 def refuse_other_users(sock: socket.socket, peer: str) -> None:
     """Raise `ProtocolError` unless the other end of a connected socket is a process of this user on this host."""
-    ends = [_as_listed(*end) for end in (sock.getpeername(), sock.getsockname())]
-    lines = Path("/proc/net/tcp").read_text().splitlines()
+    try:
+        ends = [_as_listed(*end) for end in (sock.getpeername(), sock.getsockname())]
+        lines = Path("/proc/net/tcp").read_text().splitlines()
+    except OSError as error:
+        raise ProtocolError(f"it cannot be known whose process {peer} is: {error}. {SET_A_KEY}", who=peer) from error
     user = next((int(row[7]) for row in map(str.split, lines) if row[1:3] == ends), None)
     if user != os.geteuid():
         whose = "of another host or container" if user is None else f"of user {user}"

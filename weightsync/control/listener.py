@@ -192,7 +192,7 @@ class Listener:
         if not self._key:
             try:
                 refuse_other_users(sock, newcomer.peer)
-            except (ProtocolError, OSError) as error:
+            except ProtocolError as error:
                 self._turn_away(newcomer, str(error))
 
     def _turn_away(self, newcomer: _Newcomer, why: str) -> None:
