@@ -315,8 +315,8 @@ A trainer may lack the layers of `mtp`, as transformers' own models do. Such a d
 so once. A trainer that has a part of these layers is refused. A drafter that stays changes how many of its tokens are
 accepted, and not which are answered.
 
-Tested with real engines, with equal answers and equal drafts: MiMo and DeepSeek-V3 with `mtp`. GLM-4.5 with `mtp` was
-shown by its load plan.
+Tested with real engines, with equal answers and equal drafts: MiMo and DeepSeek-V3 with `mtp`, the latter from Megatron
+too; `draft_model`; `ngram`, of which the answers were compared. GLM-4.5 with `mtp` was shown by its load plan.
 
 ## Pipeline stages
 
