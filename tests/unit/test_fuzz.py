@@ -7,6 +7,7 @@ import os
 import socket
 import tracemalloc
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 import msgspec
@@ -86,13 +87,13 @@ def spoilt_content(draw: st.DrawFn, message: Message) -> bytes:
         holder, key = draw(st.sampled_from(places))
         action = draw(st.sampled_from(["replace", "drop", "repeat"]))
         if action == "replace":
-            holder[key] = draw(ODD)
+            holder[key] = deepcopy(draw(ODD))
         elif action == "drop":
             del holder[key]
         elif isinstance(holder, list):
-            holder.append(holder[key])
+            holder.append(deepcopy(holder[key]))
         else:
-            holder[draw(st.text(max_size=4))] = holder[key]
+            holder[draw(st.text(max_size=4))] = deepcopy(holder[key])
     body = msgspec.msgpack.encode(content)
     return len(body).to_bytes(4, "little") + body
 
