@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
 
 # For the engines that tests start, which read it when vllm is imported, and for the processes these start in turn.
@@ -23,6 +24,10 @@ ENVIRONMENT = {
 }
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
+
+# How long an example takes is the machine's, which may be busy.
+hypothesis.settings.register_profile("weightsync", deadline=None)
+hypothesis.settings.load_profile("weightsync")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
