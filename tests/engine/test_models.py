@@ -323,6 +323,12 @@ too; `draft_model`; `ngram`, of which the answers were compared. GLM-4.5 with `m
 Each worker of an engine with `pipeline_parallel_size` takes the tensors of its own stage. Pushed equals cold for Qwen3
 and for a Llama with tied embeddings, in two stages.
 
+## State-space models and hybrids
+
+`weightsync bench --families benchmarks/families.json` pushed to engines on a CPU with AVX-512, and answers were equal,
+for: Falcon-H1, Granite 4, LFM2, Mamba 2, Nemotron-H and Qwen3-Next. There vLLM itself fails to answer with Jamba and
+Mamba, whose convolution it has packed. vLLM has no Bamba since 0.23.
+
 ## On a GPU
 
 With vLLM 0.26.0, transformers 5.17.0, CUDA graphs and a trainer in the engine's process, pushed equals cold for A, B
