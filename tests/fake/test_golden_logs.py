@@ -245,7 +245,7 @@ class Rows(nn.Module):
 
 def count_messages(rank: int, transport: str) -> None:
     counts = []
-    for size in (10, 300):
+    for size in (10, 1000):
         tensors = {f"rows.{number}": torch.full((4,), float(number)) for number in range(size)}
         engine = None
         if rank == 0:
@@ -261,7 +261,7 @@ def count_messages(rank: int, transport: str) -> None:
         if engine is not None:
             engine.close()
     if rank == 0:
-        assert counts[0] == counts[1], f"10 chunks: {dict(counts[0])}; 300 chunks: {dict(counts[1])}"
+        assert counts[0] == counts[1], f"10 chunks: {dict(counts[0])}; 1,000 chunks: {dict(counts[1])}"
         assert 0 < counts[0].total() <= 20 + 10 * torch.distributed.get_world_size()
 
 
