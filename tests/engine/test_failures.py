@@ -834,9 +834,12 @@ def start_another_engine(engines: Engines, config: Any, tp: int = 1) -> None:
 
 
 def test_an_engine_that_is_woken_though_it_is_poisoned_does_not_answer(engines: Remote):
-    """A server ends, as vLLM does where a forward raises; an `LLM` raises to its caller."""
+    """A server ends, as vLLM does where a forward raises; an `LLM` in the trainer's process raises to its caller."""
     engines.call(start_another_engine, {"backend": "weightsync"}, 1, timeout_s=180)
+    before = engines.call(Engines.ask)
     assert "this engine does not answer: it is POISONED" in engines.call(ask_poisoned)
+    assert engines.call(push, "A")[0] is None
+    assert_same(engines.call(Engines.ask), before, "healed")
 
 
 def ask_poisoned(engines: Engines) -> str:

@@ -340,7 +340,7 @@ Mixtral, Nemotron, OLMo 3, OLMoE, OPT, Qwen3, Qwen3-MoE, Seed-OSS and StableLM; 
 
     weightsync bench --families benchmarks/families.json --no-peers --num-iters 2 --jobs 11 --client extension
 
-Also on an H100, with pictures in the prompts (`tests/gpu/test_vision_language.py`): Gemma 3, Qwen2-VL, Qwen2.5-VL and
+Also on an H100, with pictures in the prompts (`tests/gpu/test_pictures.py`): Gemma 3, Qwen2-VL, Qwen2.5-VL and
 Qwen3-VL, with their towers and without.
 
 On an H200: ERNIE 4.5 MoE, Falcon-H1, Gemma 3 without its tower, GLM-4, GraniteMoE, Llama 4, SmolLM3 and StarCoder2.

@@ -15,6 +15,7 @@ from ranks import run_ranks
 
 from weightsync import EngineError, WeightSync
 from weightsync.control.handshake import GREETING_BYTES, KEY, KEY_FILE
+from weightsync.control.runtime import this_process
 from weightsync.control.wire import CLEAN
 from weightsync.receiver.worker import WorkerSession
 
@@ -89,7 +90,8 @@ def test_a_false_init_holds_an_engine_for_seconds_and_leads_nowhere(monkeypatch:
 
         listening = threading.Thread(target=listen)
         listening.start()
-        info = {"session": "s", "engine": 0, "host": "127.0.0.1", "port": server.getsockname()[1], "token": "0" * 64}
+        place = {"host": "127.0.0.1", "port": server.getsockname()[1]}
+        info = {"session": "s", "engine": 0, **place, "token": "0" * 64, "process": this_process()}
         started = time.monotonic()
         session.init({**info, "timeout_s": 86400})
         assert time.monotonic() - started < 10

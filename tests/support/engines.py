@@ -30,7 +30,7 @@ import tiny_models
 import torch
 from ranks import FORKSERVER
 
-from weightsync.errors import EngineUnreachableError, SyncTimeoutError
+from weightsync.errors import EngineUnreachableError, SyncTimeoutError, WeightSyncError
 
 TIMEOUT_S = 60.0
 NOT_COMPILED = {} if torch.cuda.is_available() else {"TORCHDYNAMO_DISABLE": "1"}
@@ -189,6 +189,15 @@ class Engines:
 
     def ask(self) -> Answer:
         return [answer_of(self.generate(prompt)) for prompt in PROMPTS]
+
+    def refusal(self) -> str:
+        """Return why the `LLM` of this process does not answer, "" where it does. No forward raises for it."""
+        session = self.llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine.session
+        try:
+            session._check_whole()
+        except WeightSyncError as error:
+            return str(error)
+        return ""
 
     def generate(self, prompt: list[int]) -> Any:
         """VLLM's own output. One prompt at a time: what else is in a batch may change the last bits."""

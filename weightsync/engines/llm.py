@@ -24,7 +24,13 @@ class LlmEngine(VllmEngine):
         self._turns = Turns(name, timeout_s, lambda: died(engine))
 
     def pause(self, mode: str) -> None:
-        """Do nothing. An `LLM` cannot be paused, and the thread that drives it is not generating now."""
+        """Drop requests that were refused: an engine core in this process would wait for them for ever.
+
+        An `LLM` cannot be paused, and the thread that drives it is not generating now.
+        """
+        if core_process(self._engine) is None and any(self._call("collective_rpc", _take_refusal)):
+            left = list(self._engine.llm_engine.output_processor.request_states)
+            self._run("abort", lambda: self._engine.llm_engine.abort_request(left, True))
 
     def resume(self) -> None:
         """Do nothing; see `pause`."""
@@ -57,3 +63,13 @@ class LlmEngine(VllmEngine):
             self._turns.give()
             raise
         return wait(answer, doing, self.timeout_s, self.name, lambda: died(self._engine))
+
+
+def _take_refusal(worker: Any) -> bool:
+    """Return whether a worker of this process has refused to answer since the last call."""
+    plug_in = getattr(worker, "weight_transfer_engine", None)
+    session: Any = getattr(plug_in, "session", None) or getattr(worker, "weightsync_session", None)
+    if session is None or not session.has_refused:
+        return False
+    session.has_refused = False
+    return True

@@ -81,6 +81,8 @@ class WorkerSession:
         self._trainer = ""
         self._mapped_by: set[str] = set()
         """The processes that may write into the parameters."""
+        self.has_refused = False
+        """The model has refused to answer since this was set to False."""
         model.guard(self._check_whole)
 
     def init(self, info: dict[str, Any]) -> None:
@@ -163,6 +165,7 @@ class WorkerSession:
     def _check_whole(self) -> None:
         """Raise where the weights are a mixture, so that the engine does not answer from them."""
         if self.receiver.state == POISONED:
+            self.has_refused = True
             raise EngineError(f"this engine does not answer: it is {self.status()}", who=self._name)
 
     def start(self) -> None:
