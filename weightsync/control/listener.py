@@ -42,6 +42,8 @@ _NEWCOMERS = 128
 """Who has not come in yet, at most. The oldest goes for the next one, and so strangers do not keep a worker out."""
 _NEWCOMER_S = 5.0
 """How long a newcomer may take until its `Hello` has come."""
+_LEAST_S = 0.5
+"""How long a newcomer has at least. A worker on a busy machine must not lose its place to a flood of strangers."""
 _NO_ROOM_S = 0.05
 
 
@@ -165,7 +167,8 @@ class Listener:
         """Wait until something can be read or `wake` is called; introduce newcomers; give the readable channels."""
         for newcomer in [newcomer for newcomer in self._newcomers if newcomer.deadline.passed()]:
             self._turn_away(newcomer, "it did not introduce itself")
-        everyone: list[Source] = [*connections, *self._listeners, *self._newcomers, self._wake_out]
+        listeners = self._listeners if self._has_room() else []
+        everyone: list[Source] = [*connections, *listeners, *self._newcomers, self._wake_out]
         readable = ready(everyone, select.POLLIN, min(deadline.left_s(), _TURN_S))
         if self._wake_out in readable:
             self._wake_out.recv(4096)
@@ -174,6 +177,10 @@ class Listener:
         for listener in [listener for listener in self._listeners if listener in readable]:
             self._accept(listener)
         return [connection for connection in connections if connection in readable]
+
+    def _has_room(self) -> bool:
+        """Return whether another newcomer may come, for which the oldest may have to go."""
+        return len(self._newcomers) < _NEWCOMERS or self._newcomers[0].deadline.left_s() < _NEWCOMER_S - _LEAST_S
 
     def _accept(self, listener: socket.socket) -> None:
         try:
