@@ -157,8 +157,11 @@ class Fleet:
                 admitted = self._listener.admit("worker", number, deadline, "init", check)
                 one.workers = [Worker(hello, connection) for hello, connection in admitted]
                 self.workers += one.workers
-            in_thread("lease", partial(_answer_pings, weakref.ref(self), self._ended))
-            in_thread("health", partial(_ask_whether_alive, weakref.ref(self), self._ended))
+            for name, method, every_s in (
+                ("lease", self._answer_pings, _PING_LOOK_S),
+                ("health", self._ask_whether_alive, _HEALTH_LOOK_S),
+            ):
+                in_thread(name, partial(_repeat, weakref.WeakMethod(method), every_s, self._ended))
             # The trainer that pushed last may have died between start and finish, or with the weights half loaded.
             left_open = {worker.hello.group for worker in self.workers if worker.hello.update_open}
             self._left_open = [self._members[number] for number in left_open]
@@ -309,11 +312,21 @@ class Fleet:
                 worker.connection.send(Release(), Deadline(_FAREWELL_S), "close")
             worker.connection.close()
 
+    def _answer_pings(self) -> None:
+        """Show workers that ask that this process is alive, whatever its other threads do."""
+        for worker in self.workers:
+            worker.connection.answer_pings()
+
+    def _ask_whether_alive(self) -> None:
+        """Ask engines that a push is under way to whether they are alive."""
+        for one in self._members if self.state is not UpdateState.CLOSED else ():
+            one.ask_whether_alive()
+
     def _open(self) -> None:
         try:
             self._all("pause", self._left_open, lambda one: one.engine.finish(None), in_opening=True)
             self._left_open = []
-            self._all("pause", self._members, Member.ask, in_opening=True)
+            self._all("pause", [one for one in self._members if not one.was_asked], Member.ask, in_opening=True)
             # Both at once: requests that are running have to end a step first, or all of their tokens.
             pause = partial(Member.pause, mode=self._pause)
             self._all("pause", self._members, pause, Member.start, in_opening=True)
@@ -428,18 +441,8 @@ class Fleet:
                 raise call.error
 
 
-def _answer_pings(fleet: weakref.ref[Fleet], ended: threading.Event) -> None:
-    """Show workers that ask that this process is alive, whatever its other threads do."""
-    while not ended.wait(_PING_LOOK_S) and (there := fleet()) is not None:
-        for worker in there.workers:
-            worker.connection.answer_pings()
-        del there  # this thread must not keep a fleet that the trainer has dropped
-
-
-def _ask_whether_alive(fleet: weakref.ref[Fleet], ended: threading.Event) -> None:
-    """Ask engines that a push is under way to whether they are alive."""
-    while not ended.wait(_HEALTH_LOOK_S) and (there := fleet()) is not None:
-        if there.state is not UpdateState.CLOSED:
-            for one in there._members:
-                one.ask_whether_alive()
-        del there  # this thread must not keep a fleet that the trainer has dropped
+def _repeat(method: weakref.WeakMethod[Callable[[], None]], every_s: float, ended: threading.Event) -> None:
+    """Call a method of a fleet every so often, until the fleet has ended or the trainer has dropped it."""
+    while not ended.wait(every_s) and (call := method()) is not None:
+        call()
+        del call  # this thread must not keep the fleet

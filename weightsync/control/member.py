@@ -79,8 +79,7 @@ class Member:
 
     def ask(self) -> None:
         """Ask for the version, before the first push changes what it is."""
-        if not self.was_asked:
-            self.version, self.was_asked = self.engine.version(), True
+        self.version, self.was_asked = self.engine.version(), True
 
     def pause(self, mode: str) -> None:
         if self.is_over:
