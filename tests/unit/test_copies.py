@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -98,10 +99,11 @@ SIZES = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("programs", [None, 2])
 @pytest.mark.parametrize("dtype", SAME, ids=str)
-def test_any_views_of_any_type(dtype: torch.dtype, device: str):
+def test_any_views_of_any_type(dtype: torch.dtype, programs: int | None, device: str):
     pairs, wholes = some_pairs(dtype, dtype, device, SIZES * 3)
-    check(pairs, wholes, links=3)
+    check(pairs, wholes, links=3, batched=partial(BatchedCopy, programs=programs))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -21,9 +21,10 @@ class BatchedCopy:
     """Many copies, prepared once for all runs over the same memory.
 
     No two targets may overlap. All are on one device. Memory of other GPUs that is mapped for it counts as its own.
+    With `programs`, at most so many run on a GPU at once, and leave the rest of it to others.
     """
 
-    def __init__(self, copies: Sequence[Copy]) -> None:
+    def __init__(self, copies: Sequence[Copy], programs: int | None = None) -> None:
         if wrong := [copy for copy in copies if copy[0].shape != copy[1].shape]:
             target, source, _ = wrong[0]
             raise ValueError(f"a copy of shape {tuple(source.shape)} into {tuple(target.shape)}")
@@ -33,7 +34,7 @@ class BatchedCopy:
             from weightsync.kernels.copies_triton import Launches, can_launch
 
             if launched := [copy for copy in left if can_launch(*copy[:2])]:
-                self._launches = Launches(launched)
+                self._launches = Launches(launched, programs)
             left = [copy for copy in left if not can_launch(*copy[:2])]
         if tiled := [copy[:2] for copy in left if can_tile(*copy[:2])]:
             self._tiles = Tiles(tiled)

@@ -1,7 +1,7 @@
 """The launches of `copies.BatchedCopy` on a GPU.
 
-A copy is cut into tiles of rows and columns. A program copies one tile, in pieces as wide as the addresses and strides
-of both sides allow, up to 16 bytes.
+A copy is cut into tiles of rows and columns. A program copies tiles one after another, in pieces as wide as the
+addresses and strides of both sides allow, up to 16 bytes.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ class _Kind(NamedTuple):
     columns: int
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tiles"])  # type: ignore[untyped-decorator]
 def _copy(  # type: ignore[no-untyped-def]
     table,
     piece_of_tile,
     number_of_tile,
+    tiles,
     fields: tl.constexpr,
     reads: tl.constexpr,
     writes: tl.constexpr,
@@ -69,43 +70,46 @@ def _copy(  # type: ignore[no-untyped-def]
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    piece = table + tl.load(piece_of_tile + program).to(tl.int64) * fields
-    number = tl.load(number_of_tile + program)
-    target = tl.load(piece).to(tl.pointer_type(writes))
-    source = tl.load(piece + 1).to(tl.pointer_type(reads))
-    rows = tl.load(piece + 2).to(tl.int32)
-    columns = tl.load(piece + 3)
-    outer_to, outer_of = tl.load(piece + 4), tl.load(piece + 5)
-    row_to, row_of = tl.load(piece + 6), tl.load(piece + 7)
-    if step > 1:
-        source = tl.multiple_of(source, step * (reads.primitive_bitwidth // 8))
-        target = tl.multiple_of(target, step * (writes.primitive_bitwidth // 8))
-        outer_to, outer_of = tl.multiple_of(outer_to, step), tl.multiple_of(outer_of, step)
-        row_to, row_of = tl.multiple_of(row_to, step), tl.multiple_of(row_of, step)
-        columns = tl.multiple_of(columns, step)  # or the mask would be looked at for each element
-    across = tl.cdiv(columns, tile_columns).to(tl.int32)
-    down = tl.cdiv(rows, tile_rows)
-    outer = number // (across * down)
-    number = number % (across * down)
-    row = ((number // across) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64)
-    column = (number % across).to(tl.int64) * tile_columns + tl.arange(0, tile_columns)
-    inside = (row[:, None] < rows) & (column[None, :] < columns)
-    to = outer * outer_to + row[:, None] * row_to
-    of = outer * outer_of + row[:, None] * row_of
-    if dense:
-        to += column[None, :]
-        of += column[None, :]
-    else:
-        to += column[None, :] * tl.load(piece + 8)
-        of += column[None, :] * tl.load(piece + 9)
-    tl.store(target + to, tl.load(source + of, mask=inside).to(writes), mask=inside)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        piece = table + tl.load(piece_of_tile + tile).to(tl.int64) * fields
+        number = tl.load(number_of_tile + tile)
+        target = tl.load(piece).to(tl.pointer_type(writes))
+        source = tl.load(piece + 1).to(tl.pointer_type(reads))
+        rows = tl.load(piece + 2).to(tl.int32)
+        columns = tl.load(piece + 3)
+        outer_to, outer_of = tl.load(piece + 4), tl.load(piece + 5)
+        row_to, row_of = tl.load(piece + 6), tl.load(piece + 7)
+        if step > 1:
+            source = tl.multiple_of(source, step * (reads.primitive_bitwidth // 8))
+            target = tl.multiple_of(target, step * (writes.primitive_bitwidth // 8))
+            outer_to, outer_of = tl.multiple_of(outer_to, step), tl.multiple_of(outer_of, step)
+            row_to, row_of = tl.multiple_of(row_to, step), tl.multiple_of(row_of, step)
+            columns = tl.multiple_of(columns, step)  # or the mask would be looked at for each element
+        across = tl.cdiv(columns, tile_columns).to(tl.int32)
+        down = tl.cdiv(rows, tile_rows)
+        outer = number // (across * down)
+        number = number % (across * down)
+        row = ((number // across) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64)
+        column = (number % across).to(tl.int64) * tile_columns + tl.arange(0, tile_columns)
+        inside = (row[:, None] < rows) & (column[None, :] < columns)
+        to = outer * outer_to + row[:, None] * row_to
+        of = outer * outer_of + row[:, None] * row_of
+        if dense:
+            to += column[None, :]
+            of += column[None, :]
+        else:
+            to += column[None, :] * tl.load(piece + 8)
+            of += column[None, :] * tl.load(piece + 9)
+        tl.store(target + to, tl.load(source + of, mask=inside).to(writes), mask=inside)
 
 
 class Launches:
-    """A table of all copies on the GPU, in grids of rows and columns, and one launch for those of a kind."""
+    """A table of all copies on the GPU, in grids of rows and columns, and one launch for those of a kind.
 
-    def __init__(self, copies: Sequence[Copy]) -> None:
+    programs: how many of a launch run at once at most.
+    """
+
+    def __init__(self, copies: Sequence[Copy], programs: int | None = None) -> None:
         self._device = copies[0][0].device
         self._keep_alive = copies
         shards: dict[_Kind, list[tuple[int, list[int], int]]] = defaultdict(list)
@@ -131,15 +135,16 @@ class Launches:
                 "tile_columns": kind.columns,
                 "num_warps": _WARPS,
             }
-            self._launches.append((len(of_tile), tuple(on_gpu), constants))
+            grid = (min(len(of_tile), programs or len(of_tile)),)
+            self._launches.append((grid, (*on_gpu, len(of_tile)), constants))
         with torch.cuda.device(self._device):
-            for tiles, tables, constants in self._launches:
-                _copy.warmup(*tables, **constants, grid=(tiles,))  # compiled now, and not in the first push
+            for grid, arguments, constants in self._launches:
+                _copy.warmup(*arguments, **constants, grid=grid)  # compiled now, and not in the first push
 
     def run(self) -> None:
         with torch.cuda.device(self._device):
-            for tiles, tables, constants in self._launches:
-                _copy[(tiles,)](*tables, **constants)
+            for grid, arguments, constants in self._launches:
+                _copy[grid](*arguments, **constants)
 
 
 def _shards(target: torch.Tensor, source: torch.Tensor) -> list[tuple[_Kind, list[int], int]]:

@@ -35,6 +35,7 @@ class Arrivals:
 
     ops: the copies into each parameter that the engine's loader does not load itself.
     whole_ops: the copies that put each tensor together that the engine's loader does load.
+    copy_programs: how many programs of a GPU copy out of them at most.
     last_chunk: the chunk after which each group has all it needs, -1 for a group that needs nothing.
         `agree_on_last_chunks` sets it.
     """
@@ -54,6 +55,7 @@ class Arrivals:
         exactly once, and `ProtocolError` when frozen chunks have only a part of what a module is loaded from.
         """
         self.model, self.traced, self._source = model, traced, source
+        self.copy_programs = source.copy_programs
         self.ops = _by_param(copy_ops(self._direct_copies(), locations, nearest))
         self.whole_ops = _by_param(copy_ops(self._whole_copies(), locations, nearest))
         self._needed = {group: self._needs(group, path) for group, path in traced.load_path.items()}
@@ -181,7 +183,8 @@ class InPlace(LoadPath):
                     target = torch.as_strided(live[param].data, op.size, op.dst_stride, op.dst_offset)
                     copies[op.chunk].append((target, seen, op.rank))
                     self._nbytes[op.chunk] += seen.numel() * seen.element_size()
-        self._copies = {chunk: BatchedCopy(those) for chunk, those in copies.items()}
+        programs = self._arrivals.copy_programs
+        self._copies = {chunk: BatchedCopy(those, programs) for chunk, those in copies.items()}
         constants = paddings(self._model.pristine(), traced.trace)
         self._constants = [(fill, live[fill.param].data) for fill in constants if self._takes(fill.param)]
         buffers = [param for param in self._arrivals.ops if param not in traced.group_of]

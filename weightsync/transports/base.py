@@ -156,6 +156,9 @@ class Transport(ABC):
 class TransportReceiver(ABC):
     """The worker's end, made for one worker's device."""
 
+    copy_programs: int | None = None
+    """How many programs of a GPU copy out of a chunk at most, so that the transport's own kernels are not held up."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 

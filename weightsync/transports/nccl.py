@@ -41,6 +41,9 @@ _AHEAD = 8
 """Operations that the host begins on a GPU before it looks whether the first has ended. The stream orders them. Without
 a bound, the death of a member would be noticed late."""
 
+_COPY_PROGRAMS = 64
+"""Copies of a whole GPU would hold up NCCL, whose kernels need places on it. These are as fast as the fastest link."""
+
 _Part = tuple[torch.Tensor, Bundle, int]
 """A slot, a bundle in it, and the member of a communicator that sends or receives it."""
 
@@ -100,7 +103,7 @@ class NcclTransport(Transport):
             self._mine, endpoints = self._prepare_all(plan, update)
         nbytes = slot_bytes([*self._mine, *self._gathered])
         self._slots = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(SLOTS)]
-        self._packer = Packer(plan, tensors, self._mine, dict(enumerate(self._slots)))
+        self._packer = Packer(plan, tensors, self._mine, dict(enumerate(self._slots)), _COPY_PROGRAMS)
         return endpoints
 
     def _agree_on_device(self, tensors: LocalTensors, ranks: Group) -> torch.device:
@@ -242,6 +245,8 @@ class NcclTransport(Transport):
 
 class NcclReceiver(TransportReceiver):
     """The worker's end."""
+
+    copy_programs = _COPY_PROGRAMS
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

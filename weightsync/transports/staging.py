@@ -166,8 +166,12 @@ class Packer:
         tensors: LocalTensors,
         layout: Layout,
         slots: Mapping[int, torch.Tensor],
+        copy_programs: int | None = None,
     ) -> None:
-        """Prepare the copies. `layout` has this rank's bundles alone, `slots` the memory by storage number."""
+        """Prepare the copies. `layout` has this rank's bundles alone, `slots` the memory by storage number.
+
+        At most `copy_programs` programs copy on a GPU.
+        """
         self._gather = tensors.gather
         held: dict[str, list[tuple[ShardLocation, LocalTensor]]] = defaultdict(list)
         for location, tensor in tensors.at.items():
@@ -179,7 +183,7 @@ class Packer:
         for number, (chunk, own) in enumerate(zip(plan.chunks, layout, strict=True)):
             names = [] if chunk.in_place else [name for name in chunk.names if name not in gathered]
             slot = slots[next(iter(own.values())).storage] if own else None
-            step = _Step(names, own.values(), slot, held)
+            step = _Step(names, own.values(), slot, held, copy_programs)
             self._steps.append(step)
             gathered.update(dict.fromkeys(names, step))
             for location, (tensor, _) in step.computed.items():
@@ -221,6 +225,7 @@ class _Step:
         bundles: Collection[Bundle],
         slot: torch.Tensor | None,
         held: Mapping[str, Sequence[tuple[ShardLocation, LocalTensor]]],
+        copy_programs: int | None,
     ) -> None:
         self.names, self.slot = names, slot
         self.computed: dict[ShardLocation, tuple[LocalTensor, list[tuple[torch.Tensor, Box]]]] = {}
@@ -233,7 +238,7 @@ class _Step:
                 ready.append((target, _part(tensor.tensor, own.box, place.box), 0))
             else:
                 self.computed.setdefault(own, (tensor, []))[1].append((target, place.box))
-        self.copy = BatchedCopy(ready)
+        self.copy = BatchedCopy(ready, copy_programs)
         if slot is not None:
             self.digests = Digests([slot[b.first : b.first + b.nbytes] for b in bundles])
             ends = [(b.end - DIGEST_BYTES) // DIGEST_BYTES for b in bundles]
