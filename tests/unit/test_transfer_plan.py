@@ -114,6 +114,18 @@ def test_a_large_tensor_has_a_share_of_every_rank_in_each_chunk():
         assert Counter(piece.rank for piece in chunk.pieces) == dict.fromkeys(range(4), 1)
 
 
+def test_what_is_cut_fills_chunks_and_is_whole_again_within_one():
+    manifest = manifest_of(*((f"t{n}", (40, 4)) for n in range(6)))
+    locations = [shard(meta.name, (0, 0), (40, 4), 0) for meta in manifest]
+    chunks = chunks_of(manifest, locations, 1024, buckets=[["t0", "t1"], ["t2", "t3"], ["t4", "t5"]])
+    assert [[(piece.name, piece.box.size[0]) for piece in chunk.pieces] for chunk in chunks] == [
+        [("t0", 40), ("t1", 20)],
+        [("t1", 20), ("t2", 40)],
+        [("t3", 40), ("t4", 20)],
+        [("t4", 20), ("t5", 40)],
+    ]
+
+
 def test_small_buckets_share_a_chunk_and_order_is_kept():
     manifest = manifest_of(*((f"t{n}", (4, 4)) for n in range(10)))
     locations = [shard(meta.name, (0, 0), (4, 4), 0) for meta in manifest]
@@ -173,7 +185,9 @@ def test_scales_travel_with_the_first_chunk_of_their_weight():
     manifest = manifest_of(("w", (64, 4)), ("w_scale", (64, 1)))
     locations = [shard("w", (0, 0), (64, 4), 0), shard("w_scale", (0, 0), (64, 1), 0)]
     chunks = chunks_of(manifest, locations, 512, buckets=[["w", "w_scale"]], together={"w": "w_scale"})
-    assert [set(chunk.names) for chunk in chunks] == [{"w", "w_scale"}, {"w"}]
+    assert [set(chunk.names) for chunk in chunks] == [{"w", "w_scale"}, {"w"}, {"w"}]
+    load = load_all(manifest)
+    assert max(peak(chunk, load) for chunk in chunks) <= 512
 
 
 def test_tensors_without_elements_do_not_travel():

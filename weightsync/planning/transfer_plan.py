@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from weightsync.planning.layout import Box, Manifest, ShardLocation, choose_owners, itemsize, part_of
 from weightsync.planning.rows import Reads
@@ -21,6 +22,9 @@ from weightsync.planning.rows import Reads
 DEFAULT_MAX_BYTES = 256 * 2**20
 _ABOUT = 1.02
 """Sending each worker its own repeats what every worker reads (norms), and aligns each region."""
+
+_FINENESS = 4
+"""Into how many more slices a tensor is cut that must be cut. Larger ones would leave much of each chunk empty."""
 
 
 class Route(Enum):
@@ -165,7 +169,7 @@ def make_chunks(
         if lying:
             chunks.append(Chunk(lying, in_place=True, frozen=is_frozen))
         atoms = [atom for bucket in alike for atom in _atoms(bucket, owned, load, max_bytes, together)]
-        chunks += [Chunk(tuple(pieces), frozen=is_frozen) for pieces in _fill(atoms, load, max_bytes)]
+        chunks += [Chunk(_joined(pieces), frozen=is_frozen) for pieces in _fill(atoms, load, max_bytes)]
     return tuple(chunks)
 
 
@@ -198,6 +202,7 @@ def _atoms(
     atoms: list[list[ShardLocation]] = []
     for name in (name for name in bucket if name in owned and name not in scales):
         count = -(-_peak(owned[name], load) // max_bytes)
+        count = max(count, min(_FINENESS * count, *(piece.box.size[0] for piece in owned[name] if piece.box.size)))
         cut = _sliced(owned[name], count)
         while max(_peak(part, load) for part in cut) > max_bytes and any(p.box.numel > 1 for part in cut for p in part):
             count += max(1, count // 8)  # rows do not divide evenly
@@ -232,6 +237,24 @@ def _fill(atoms: Iterable[list[ShardLocation]], load: Load, max_bytes: int | Non
             chunks.append(list(atom))
             held = more
     return chunks
+
+
+def _joined(pieces: Iterable[ShardLocation]) -> tuple[ShardLocation, ...]:
+    """Join what was cut and is in one chunk all the same: rows of a shard that follow one another."""
+    found: dict[ShardLocation, ShardLocation] = {}  # by the row that would follow
+    for piece in pieces:
+        joined, rows = piece, sum(piece.box.size[:1])
+        if rows and (before := found.pop(_row(piece, 0), None)) is not None:
+            rows += before.box.size[0]
+            joined = replace(before, box=Box(before.box.start, (rows, *piece.box.size[1:])))
+        found[_row(joined, rows) if rows else joined] = joined
+    return tuple(found.values())
+
+
+def _row(piece: ShardLocation, number: int) -> ShardLocation:
+    """Return a row of a piece by its number, also behind the last."""
+    box = Box((piece.box.start[0] + number, *piece.box.start[1:]), (1, *piece.box.size[1:]))
+    return replace(piece, box=box, offset=piece.offset + number * piece.stride[0])
 
 
 def _peak(pieces: Sequence[ShardLocation], load: Load) -> int:
