@@ -25,11 +25,11 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from weightsync.control.background_call import BackgroundCall
 from weightsync.control.listener import Listener
@@ -52,7 +52,7 @@ from weightsync.control.wire import (
     PlanRequest,
     Release,
 )
-from weightsync.engines import connect
+from weightsync.engines import Engine
 from weightsync.errors import (
     EngineError,
     EngineUnreachableError,
@@ -91,24 +91,20 @@ class Fleet:
 
     def __init__(
         self,
-        engine: Any,
+        engines: Sequence[Engine],
         ranks: Ranks,
         pause: str,
         timeout_s: float,
-        without: Collection[str] = (),
         after: Fleet | None = None,
     ) -> None:
-        """Find the engines, all but those with the names in `without`.
-
-        `after` is the fleet that failed before, whose last calls are waited for.
-        """
+        """Take these engines. `after` is the fleet that failed before, whose last calls are waited for."""
         assert ranks.listener is not None, "a fleet is rank 0's"
         if after is not None:
             after._drain()
         self.workers: list[Worker] = []
         self.newest_version = 0
         self.state = UpdateState.CLOSED
-        self._members = [Member(one) for one in connect(engine, timeout_s) if one.name not in without]
+        self._members = [Member(one) for one in engines]
         self._ranks = ranks
         self._listener: Listener = ranks.listener
         self._listener.expect("worker")
@@ -134,12 +130,11 @@ class Fleet:
         """Call the workers of every engine in. They wait for messages until `release`."""
         deadline = Deadline(self._timeout_s)
         for number, one in enumerate(self._members):
+            where = one.engine.host  # which may ask the engine, and raise a `TimeoutError`
             try:
-                host, port = self._listener.listen(one.engine.host)
+                host, port = self._listener.listen(where)
             except OSError as error:
-                raise EngineUnreachableError(
-                    f"there is no way to {one.engine.host}: {error}", who=one.engine.name
-                ) from error
+                raise EngineUnreachableError(f"there is no way to {where}: {error}", who=one.engine.name) from error
             info = {
                 "session": self._id,
                 "engine": number,
