@@ -35,8 +35,8 @@ class TensorSelection:
         others of these are quantised. It must be what the engine's checkpoint has left as it is.
     frozen: tensors that the first push sends and later pushes do not, until the `WeightSync` is closed or a push fails.
         A frozen tensor that changes after all is not noticed. One that shares an engine parameter with something that
-        trains, or a module that must be loaded whole, still travels. Engines must not lose or change weights on their
-        own in between, as vLLM's sleep at level 2 does. Close the `WeightSync` then.
+        trains, or a module that must be loaded whole, still travels. Where an engine has lost weights in between, as in
+        vLLM's sleep at level 2, a push sends everything. With verify="none" that is not noticed.
     only_trained: whether parameters that need no gradient, and have no adapter, are frozen as well.
     """
 
