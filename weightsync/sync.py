@@ -111,7 +111,12 @@ class WeightSync:
             raise ConfigError(f"on_engine_failure={on_engine_failure!r}; choose one of {', '.join(ENGINE_FAILURES)}")
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}; it must be positive seconds")
-        selection = selection or TensorSelection()
+        if selection is None:
+            selection = TensorSelection()
+        elif not isinstance(selection, TensorSelection):
+            raise ConfigError(
+                f"selection={selection!r}; expected a TensorSelection, such as TensorSelection(**options)"
+            )
         options = Options(
             backend=backend,
             source=open_source(backend, selection, bridge=megatron_bridge, vocab_size=vocab_size),
