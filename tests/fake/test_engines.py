@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 import time
+from collections import UserList
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +69,14 @@ def test_a_list_may_mix_kinds_and_keeps_its_order():
     assert engines[1].name == "engine 1 (LLM in this process)"
     assert engines[3].name == "engine 3 (AsyncLLM in this process)"
     assert engines[1].host == engines[3].host == "127.0.0.1"
+
+
+def test_a_list_of_a_configuration_is_a_list():
+    """OmegaConf's is no list of Python's."""
+    assert [engine.name for engine in connect(UserList(["http://a:1", "http://b:2"]), 1.0)] == [
+        "engine 0 (http://a:1)",
+        "engine 1 (http://b:2)",
+    ]
 
 
 def test_an_engine_of_ones_own_may_know_its_address():

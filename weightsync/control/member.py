@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from weightsync.control.connection import Connection
 from weightsync.control.wire import POISONED, Hello, MachineInfo
 from weightsync.engines import Engine
-from weightsync.errors import EngineUnreachableError, FencedError
+from weightsync.errors import EngineAsleepError, EngineUnreachableError, FencedError
 
 _SILENT = 2
 """A busy server may not answer once."""
@@ -121,6 +121,10 @@ class Member:
     def resume(self) -> None:
         self.is_paused = False
         self.engine.resume()
+
+    def has_refused(self) -> bool:
+        """Return whether the engine has refused the push since its weights are asleep, as those of all its workers."""
+        return any(isinstance(worker.connection.reported(), EngineAsleepError) for worker in self.workers)
 
     def give_up(self, whole: bool) -> None:
         """Note that the push has failed, and whether the weights are still those of one version."""

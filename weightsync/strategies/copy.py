@@ -16,10 +16,10 @@ from msgspec import Struct
 from torch import distributed
 
 from weightsync.control.fleet import Fleet
+from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import boot_id, describe_device
 from weightsync.control.update import Update
 from weightsync.control.wire import Connect, Done, MachineInfo, typed
-from weightsync.engines import connect
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.kernels.digest import SAMPLES, WHOLE
 from weightsync.planning.bucketing import open_bucketer
@@ -172,14 +172,14 @@ class CopyWeights(FleetStrategy):
 
     def _take_in(self) -> None:
         """Connect anew, on rank 0, where engines that were left out answer again."""
-        if self._left_out and self._fleet is not None:
-            there = connect(self._find_engine(), self._options.timeout_s)
-            if back := {one.name for one in there if one.name in self._left_out and one.is_alive()}:
-                logger.warning("engines that were left out answer again: %s", ", ".join(sorted(back)))
-                self._left_out -= back
-                self._fleet.close()
-                self._transport.abort()  # the other ranks follow when they prepare anew
-                self._fleet = self._link = None
+        if not self._left_out or self._fleet is None:
+            return
+        if back := {one.name for one in self._find_engines() if one.name in self._left_out and one.is_alive()}:
+            logger.warning("engines that were left out answer again: %s", ", ".join(sorted(back)))
+            self._left_out -= back
+            self._fleet.close()
+            self._transport.abort()  # the other ranks follow when they prepare anew
+            self._fleet = self._link = None
 
     def _disconnect(self) -> None:
         self._transport.abort()
@@ -246,6 +246,8 @@ class CopyWeights(FleetStrategy):
     def _negotiate(self, update: Update, model: Model, shards: list[TensorShard]) -> _Link:
         """Agree with every engine worker on what travels, in which dtype, in which chunks, from where. Collective."""
         ranks, options = update.ranks, self._options
+        assert isinstance(ranks, Ranks)
+        self._others.meet(ranks)
         manifest = self._source.manifest(model)
         held = locate(shards, ranks.rank)
         kind, gpu_uuid = describe_device(_device(held))
