@@ -21,6 +21,8 @@ from weightsync import WeightSync, WeightSyncError
 from weightsync.control.addresses import HOST, PORTS
 from weightsync.control.handshake import KEY
 from weightsync.control.runtime import boot_id
+from weightsync.control.wire import PROTOCOL
+from weightsync.tools.connections import connections
 
 all_hosts = pytest.mark.skipif("TEST_HOSTS" not in os.environ, reason="`make test-hosts` runs it")
 
@@ -236,6 +238,40 @@ def test_an_engine_that_cannot_be_reached_is_an_error_at_once(tmp_path: Path, re
         hosts.unblock("C", ENGINE_PORT, refuse)
         assert trainer.call(push, 2)[0] == ""
         assert engine.call(wrong, 2) == []
+
+
+def diagnose(host: Host, variables: dict[str, str]) -> list[tuple[str, str, str]]:
+    """Return what the doctor finds of the connections to the engine on C."""
+    os.environ.update(variables)
+    return [(each.status, each.check, each.text) for each in connections(f"http://C:{ENGINE_PORT}")]
+
+
+def test_the_doctor_tries_every_connection_from_both_sides(tmp_path: Path) -> None:
+    with Hosts("A", "C", shared=tmp_path) as hosts:
+        engine = engine_on(hosts, "C", tp=2)
+        trainer = hosts.python("A")
+        place = {KEY: "k" * 32, PORTS: f"{PORT}-{PORT + 1}"}
+        assert trainer.call(diagnose, place) == [
+            ("pass", "engine", "http://C:8000 answers A, and serves version default"),
+            ("pass", "key", "set; needed, since the engine is on another host"),
+            ("pass", "plug-in", f"2 workers speak wire protocol {PROTOCOL}: tp=0, tp=1"),
+            ("pass", "workers", f"on another host, reach this process at 10.77.0.1:{PORT}, and have its key"),
+        ]
+        (_, (status, check, text)) = trainer.call(diagnose, {KEY: ""})
+        assert (status, check) == ("FAIL", "key")
+        assert text.startswith("not set, and needed, since the engine is on another host. Set WEIGHTSYNC_KEY")
+        *_, (status, check, text) = trainer.call(diagnose, {KEY: "o" * 32})
+        assert (status, check) == ("FAIL", "workers")
+        assert "cannot prove itself: it has another key" in text
+        hosts.block("A", PORT, refuse=True)
+        *_, (status, check, text) = trainer.call(diagnose, place)
+        assert (status, check) == ("FAIL", "workers")
+        assert f"on C could not reach trainer rank 0 at 10.77.0.1:{PORT}: Connection refused" in text
+        hosts.block("C", ENGINE_PORT, refuse=True)
+        ((status, check, text),) = trainer.call(diagnose, place)
+        assert (status, check) == ("FAIL", "engine")
+        assert "Connection refused" in text
+        assert engine.call(wrong, 1) == []
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ class Hosts:
         self._shared = shared
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
         self._remotes: list[Remote] = []
+        self._started: list[subprocess.Popen[Any]] = []
 
     def __enter__(self) -> Hosts:
         if (reason := _why_impossible()) is not None:
@@ -58,6 +59,8 @@ class Hosts:
             remote.close()
         for name in reversed([*self._holders]):  # the switch is the first
             self.down(name)
+        for process in self._started:
+            process.wait(10)
 
     def _add(self, name: str) -> None:
         number = self._numbers[name]
@@ -76,6 +79,7 @@ class Hosts:
         steps += [f"mkdir -p {self._shared}", f"mount --bind /mnt/shared {self._shared}"]
         self._hold(name, _OF_A_HOST, " && ".join(steps))
         self._plug_in(name, number)
+        self.sh(name, "ip route add default dev eth0")
         for prefix in _PREFIXES.values():
             self.sh(name, f"ip neigh add {prefix}{_NOBODY} lladdr {_NO_MAC} dev eth0 nud permanent")
 
@@ -95,8 +99,9 @@ class Hosts:
         return ["nsenter", "-t", str(self._pid(name)), *_OF_A_HOST, "--pid", f"--wd={os.getcwd()}", *argv]
 
     def start(self, name: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a program. It ends with its host. The process here is only its shell."""
-        return subprocess.Popen(self.command(name, argv), **options)
+        """Start a program. It ends with its host, and not with the process here, which waits for it."""
+        self._started.append(subprocess.Popen(self.command(name, argv), **options))
+        return self._started[-1]
 
     def sh(self, name: str, *commands: str) -> str:
         """Run shell commands one after the other, and return what they print."""
@@ -199,6 +204,7 @@ class Host:
     def __init__(self, name: str, pid: int) -> None:
         self.name = name
         self.connections: list[Any] = []
+        self.model: Any = None
         self.kept: list[Any] = []
         """What functions leave for those after them; closed at the end."""
         libc = ctypes.CDLL(None, use_errno=True)

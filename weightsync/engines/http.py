@@ -204,8 +204,8 @@ class HttpEngine:
             except OSError as error:
                 what = "it does not speak https" if isinstance(error, ssl.SSLError) else "nothing answers there"
                 raise EngineUnreachableError(
-                    f"{what} ({error}), called from {socket.gethostname()}; is the server running, is this its "
-                    "address, and does a firewall let its port through?",
+                    f"{what} ({error}), called from {socket.gethostname()}; is the server running, and is this "
+                    "its address? Does a firewall close its port?",
                     who=self.name,
                 ) from error
             try:
