@@ -52,7 +52,7 @@ test-fake: $(INSTALLED) ## Those with rank processes and engines without vLLM, i
 	$(PYTEST) tests/fake $(ARGS)
 
 test-hosts: $(INSTALLED) ## Pushes between hosts, made of namespaces: all cases of blocked ports and addresses. Needs root.
-	TEST_HOSTS=1 $(PY) -m pytest -q tests/fake/test_hosts.py tests/engine/test_hosts.py $(ARGS)
+	TEST_HOSTS=1 $(PY) -m pytest -q tests/fake/test_hosts.py tests/engine/test_push_between_hosts.py $(ARGS)
 
 demo: $(INSTALLED) ## Push to a live vLLM, prove it equal to a cold start, then learn from reward: `make demo TRANSPORT=ipc|broadcast`.
 	$(PY) -m weightsync demo --transport $(TRANSPORT) $(ARGS)
