@@ -68,7 +68,7 @@ def meet(rank: int, device: torch.device, place: Path, what: str) -> Communicato
     while not place.exists():
         time.sleep(0.01)
     port = int(place.read_text())
-    return Communicator(lambda: visit(HOST, port, 20.0), rank, 2, device, HOST, time.sleep, deadline, *ends)
+    return Communicator(lambda: visit(HOST, port, deadline), rank, 2, device, HOST, time.sleep, deadline, *ends)
 
 
 def lose(rank: int, kind: str, what: str, gone: int, folder: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, module_of
 from ranks import run_ranks
 
-from weightsync import EngineError, WeightSync
+from weightsync import ProtocolError, WeightSync, WeightSyncError
 from weightsync.control.handshake import GREETING_BYTES, KEY, KEY_FILE
 from weightsync.control.runtime import this_process
 from weightsync.control.wire import CLEAN
@@ -65,7 +65,7 @@ def test_push_to_an_engine_with_another_key_or_none_says_so(monkeypatch: pytest.
     with (
         closing(engine),
         WeightSync("fsdp", "ipc", engine, timeout_s=10) as sync,
-        pytest.raises(EngineError, match=r"have not its key.*was turned away: it has (another|no|a) key"),
+        pytest.raises(ProtocolError, match=r"trainer rank 0 at .* cannot prove itself: it has (another|no|a) key"),
     ):
         sync.push(module_of(checkpoint(2)))
     assert engine.sessions[0].receiver.state == CLEAN
@@ -93,10 +93,12 @@ def test_a_false_init_holds_an_engine_for_seconds_and_leads_nowhere(monkeypatch:
         place = {"host": "127.0.0.1", "port": server.getsockname()[1]}
         info = {"session": "s", "engine": 0, **place, "token": "0" * 64, "process": this_process()}
         started = time.monotonic()
-        session.init({**info, "timeout_s": 86400})
+        with pytest.raises(WeightSyncError):
+            session.init({**info, "timeout_s": 86400})
         assert time.monotonic() - started < 10
         listening.join(10)
     assert len(received) == GREETING_BYTES
     assert session._connection is None
-    session.init({**info, "timeout_s": 1e9})  # refused at once
+    with pytest.raises(ProtocolError):
+        session.init({**info, "timeout_s": 1e9})  # refused at once
     assert session.receiver.state == CLEAN

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
-from weightsync.control.ranks import Ranks, _broadcast_text
+from weightsync.control.ranks import Ranks, _Texts
 from weightsync.control.runtime import Deadline
 from weightsync.errors import (
     ConfigError,
@@ -191,8 +191,9 @@ def test_a_rank_that_does_not_come_is_missed(tmp_path: Path):
 
 def _absence(rank: int, folder: Path) -> None:
     if rank == 2:
-        # It takes part in the default group's step, so that this stays in order, and then never connects.
-        _broadcast_text("", Deadline(60))
+        # It takes part in the default group's steps, so that these stay in order, and never connects.
+        for _ in range(3):
+            _Texts("", Deadline(60)).wait()
     else:
         with (
             pytest.raises(SyncTimeoutError, match=r"trainer ranks \(1 of 2 have connected"),
@@ -249,9 +250,9 @@ def test_an_address_at_which_rank_0_cannot_listen_is_an_error_on_every_rank():
 
 
 def _no_address(rank: int) -> None:
-    os.environ["MASTER_ADDR"] = "::1"  # IPv4 is what we listen on; no name server is asked
-    with pytest.raises(PeerError, match="cannot listen"), group_of(rank):
+    os.environ["WEIGHTSYNC_HOST"] = "192.0.2.1"
+    with pytest.raises(PeerError, match=r"cannot listen at 192\.0\.2\.1, WEIGHTSYNC_HOST=192"), group_of(rank):
         pass
-    os.environ["MASTER_ADDR"] = "localhost"
+    del os.environ["WEIGHTSYNC_HOST"]
     with group_of(rank) as group:
         assert group.broadcast(1, "plan") == 1

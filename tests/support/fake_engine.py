@@ -146,11 +146,21 @@ class FakeEngine:
             session.close()
 
     def _on_all(self, call: Callable[[WorkerSession], None]) -> None:
-        threads = [threading.Thread(target=call, args=(one,), daemon=True) for one in self.sessions]
+        errors: list[Exception] = []
+
+        def run(session: WorkerSession) -> None:
+            try:
+                call(session)
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in self.sessions]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        if errors:
+            raise errors[0]
 
 
 def fail_once_after(receiver: Any, chunk: int) -> None:

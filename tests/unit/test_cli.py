@@ -61,7 +61,7 @@ def test_help(arguments, words, capsys):
         (["demo", "--steps", "0"], "--steps 0"),
         (["bench", "--num-iters", "0"], "--num-iters 0"),
         (["bench", "--ranks", "2", "0"], "--ranks 0"),
-        (["doctor", "--engine", "http://127.0.0.1:1"], "--engine and --model go together"),
+        (["doctor", "--model", "/nonexistent"], "--model needs --engine"),
         (["doctor", "--engine", "http://127.0.0.1:1", "--model", "/nonexistent", "--no-engine"], "exclude each other"),
         (["doctor", "--no-engine", "--quantization", "fp8"], "engines of the doctor's own"),
         (["doctor", "--engine", "localhost:8000", "--model", "/nonexistent"], "is not the URL of a server"),

@@ -304,11 +304,12 @@ INFO = {"session": "s", "engine": 0, "host": LOCAL, "port": 1, "token": "t", "ti
 
 @fuzz
 @given(st.sampled_from(sorted(INFO)), ODD, st.booleans())
-def test_whatever_an_init_says_it_returns_and_nothing_is_written(name: str, value: Any, more: bool):
+def test_whatever_an_init_says_nothing_is_written(name: str, value: Any, more: bool):
     session = WorkerSession(host())
     info = {**INFO, name: value, **({"surplus": value} if more else {})}
     if name == "host" and isinstance(value, str) and value not in ("", "\x00"):
         info["host"] = LOCAL  # which no resolver is asked for
-    session.init(info)
+    with contextlib.suppress(WeightSyncError):  # it says why it met nobody
+        session.init(info)
     assert session.receiver.state == CLEAN
     assert session._connection is None

@@ -18,6 +18,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
+from weightsync.control.addresses import at, reach
 from weightsync.control.handshake import SEAL_BYTES, Seal, greet
 from weightsync.control.runtime import Deadline
 from weightsync.control.wire import (
@@ -228,19 +229,20 @@ class Connection:
 
 
 def dial(host: str, port: int, token: str, hello: Hello, peer: str, deadline: Deadline) -> Connection:
-    """Connect to the `Listener` that has this token, and introduce yourself. Raises as `greet` does."""
-    phase = "connect"
+    """Connect to the `Listener` that has this token, and introduce yourself. Raises as `reach` and `greet` do."""
+    sock = reach(host, port, name_of(hello), peer, deadline)
     try:
-        sock = socket.create_connection((host, port), timeout=max(deadline.left_s(), 0.001))
-    except OSError as error:
-        raise PeerError(f"cannot reach {peer} at {host}:{port}: {error}", phase=phase) from error
-    try:
-        connection = Connection(sock, peer, *greet(sock, token, f"{peer} at {host}:{port}", deadline))
-        connection.send(hello, deadline, phase)
+        connection = Connection(sock, peer, *greet(sock, token, f"{peer} at {at(host, port)}", deadline))
+        connection.send(hello, deadline, "connect")
     except BaseException:
         hang_up(sock)
         raise
     return connection
+
+
+def name_of(hello: Hello) -> str:
+    """Return who has introduced itself so, for people."""
+    return f"engine {hello.group} worker {hello.name}" if hello.role == "worker" else f"trainer rank {hello.rank}"
 
 
 def hang_up(sock: socket.socket) -> None:

@@ -32,6 +32,7 @@ from enum import Enum, auto
 from functools import partial
 from typing import TypeVar
 
+from weightsync.control.addresses import is_loopback
 from weightsync.control.background_call import BackgroundCall
 from weightsync.control.listener import Listener
 from weightsync.control.member import Member, Worker
@@ -131,7 +132,7 @@ class Fleet:
     def host(self) -> str:
         """This process's address that every engine reaches."""
         addresses = [self._listener.listen(one.engine.host)[0] for one in self._members]
-        return next((address for address in addresses if not address.startswith("127.")), addresses[0])
+        return next((address for address in addresses if not is_loopback(address)), addresses[0])
 
     def connect(self) -> list[Worker]:
         """Call the workers of every engine in. They wait for messages until `release`."""
@@ -395,10 +396,9 @@ class Fleet:
                     since = returned.setdefault(call, time.monotonic())
                     if time.monotonic() - since > _ARRIVAL_S or deadline.passed():
                         raise EngineError(
-                            f"{call.name} returned, but no worker connected: either the engine's weight transfer "
-                            'backend is not weightsync (start it with weight_transfer_config={"backend": '
-                            '"weightsync"}), or its workers cannot reach this process, or have not its key: see the '
-                            f"engine's log. {self._listener.refused}",
+                            f"{call.name} returned, but no worker connected: the engine's weight transfer backend is "
+                            'not weightsync. Start it with weight_transfer_config={"backend": "weightsync"}, and see '
+                            f"its log. {self._listener.refused}",
                             phase="init",
                         )
 

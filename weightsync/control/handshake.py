@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import os
 import secrets
 import socket
 import stat
+import sys
 from pathlib import Path
 
 from weightsync.control.runtime import Deadline
@@ -124,8 +126,8 @@ def greet(sock: socket.socket, token: str, peer: str, deadline: Deadline) -> tup
 def refuse_other_users(sock: socket.socket, peer: str) -> None:
     """Raise `ProtocolError` unless the other end of a connected socket is a process of this user on this host."""
     try:
-        ends = [_as_listed(*end) for end in (sock.getpeername(), sock.getsockname())]
-        lines = Path("/proc/net/tcp").read_text().splitlines()
+        ends = [_as_listed(*end[:2]) for end in (sock.getpeername(), sock.getsockname())]
+        lines = Path("/proc/net/tcp6" if ":" in sock.getsockname()[0] else "/proc/net/tcp").read_text().splitlines()
     except OSError as error:
         raise ProtocolError(f"it cannot be known whose process {peer} is: {error}. {SET_A_KEY}", who=peer) from error
     user = next((int(row[7]) for row in map(str.split, lines) if row[1:3] == ends), None)
@@ -139,5 +141,7 @@ def refuse_other_users(sock: socket.socket, peer: str) -> None:
 
 
 def _as_listed(host: str, port: int) -> str:
-    """Return an address as /proc/net/tcp has it."""
-    return f"{int.from_bytes(socket.inet_aton(host), 'little'):08X}:{port:04X}"
+    """Return an address as /proc/net/tcp or tcp6 has it: in words of the machine's byte order."""
+    data = ipaddress.ip_address(host).packed
+    words = [data[start : start + 4] for start in range(0, len(data), 4)]
+    return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words) + f":{port:04X}"

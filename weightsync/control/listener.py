@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import TypeVar
 
-from weightsync.control.connection import Connection, Source, hang_up, ready, timed_out
+from weightsync.control.addresses import address_facing, at, is_here, listen
+from weightsync.control.connection import Connection, Source, hang_up, name_of, ready, timed_out
 from weightsync.control.handshake import (
     GREETING_BYTES,
     SET_A_KEY,
@@ -24,7 +25,7 @@ from weightsync.control.handshake import (
     refuse_other_users,
     why_other,
 )
-from weightsync.control.runtime import Deadline, address_facing
+from weightsync.control.runtime import Deadline
 from weightsync.control.wire import MAX_FRAME_BYTES, PROTOCOL, Failure, Hello, Message
 from weightsync.errors import ConfigError, PeerError, ProtocolError, WeightSyncError
 
@@ -66,15 +67,16 @@ class Listener:
         self._wake_out.setblocking(False)
 
     def listen(self, host: str) -> tuple[str, int]:
-        """Listen on the interface from which `host` is reached, once per interface; gives (address, port).
+        """Listen at the address that `host` can reach, once per address; gives (address, port).
 
-        Raises `ConfigError` for another host when there is no key.
+        Raises `ConfigError` for another host when there is no key, and as `addresses.listen` does; `OSError` when there
+        is no way to `host`.
         """
         address = address_facing(host)
-        if not self._key and not address.startswith("127.") and socket.gethostbyname(host) != address:
+        if not self._key and not is_here(host):
             raise ConfigError(f"{host} is another host, and without a key only this one is trusted. {SET_A_KEY}")
         if address not in self.listening:
-            listener = socket.create_server((address, 0))
+            listener = listen(address)
             listener.setblocking(False)
             self._listeners.append(listener)
             self.listening[address] = (address, listener.getsockname()[1])
@@ -122,7 +124,7 @@ class Listener:
             self._turn([], deadline)
             if deadline.passed():
                 known = f"{len(present)} of {worlds.pop() if worlds else 'unknown'}"
-                where = ", ".join(f"{host}:{port}" for host, port in self.listening.values())
+                where = ", ".join(at(*place) for place in self.listening.values())
                 refused = f"; {self.refused}" if self.refused else ""
                 raise timed_out([f"{kind} ({known} have connected to {where}{refused})"], phase, deadline)
 
@@ -194,7 +196,7 @@ class Listener:
             return
         if len(self._newcomers) == _NEWCOMERS:
             self._turn_away(self._newcomers[0], f"{_NEWCOMERS} others came after it")
-        newcomer = _Newcomer(sock, f"{address[0]}:{address[1]}")
+        newcomer = _Newcomer(sock, at(*address[:2]))
         self._newcomers.append(newcomer)
         if not self._key:
             try:
@@ -246,9 +248,7 @@ class Listener:
                 connection.send(Failure(problem.to_fields()), Deadline(1.0), "connect")
             connection.close()
             raise problem
-        connection.peer = (
-            f"engine {hello.group} worker {hello.name}" if hello.role == "worker" else f"trainer rank {hello.rank}"
-        )
+        connection.peer = name_of(hello)
         self._arrived[hello.role, hello.group, hello.rank] = (hello, connection)
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weightsync.control.addresses import LOOPBACK, ends, is_loopback
 from weightsync.control.connection import Connection, dial
 from weightsync.control.listener import Listener
 from weightsync.control.runtime import Deadline
@@ -22,7 +23,6 @@ from weightsync.control.update import Update
 from weightsync.control.wire import PROTOCOL, Failure, Hello, Value
 from weightsync.errors import ConfigError, PeerError, SyncTimeoutError, WeightSyncError, foreign
 
-_LOOPBACK = "127.0.0.1"
 _VERDICT_S = 5.0
 """How long rank 0's verdict on a failure may take to reach the others."""
 _PATIENCE = 8
@@ -41,7 +41,7 @@ class Ranks:
 
     def __init__(self, timeout_s: float) -> None:
         self.rank, self.size = 0, 1
-        self.host = _LOOPBACK
+        self.host = LOOPBACK
         self.timeout_s = timeout_s
         self.listener: Listener | None = None
         self.connections: list[Connection] = []  # rank 0: to ranks 1, 2, ...; elsewhere: to rank 0
@@ -121,7 +121,10 @@ class Ranks:
         self.listener, self._connected = None, False
 
     def _connect(self) -> None:
-        """Connect the ranks: rank 0 says where it listens, over the default group, and the others connect."""
+        """Connect the ranks: rank 0 says where it listens, over the default group, and the others connect.
+
+        A rank that cannot connect tells all ranks why, and all of them raise.
+        """
         alone = not dist.is_available() or not dist.is_initialized()
         self.rank = 0 if alone else dist.get_rank()
         self.size = 1 if alone else dist.get_world_size()
@@ -130,23 +133,33 @@ class Ranks:
         if self.size == 1:
             return
         deadline = Deadline(self.timeout_s)
+        # Rank 0's own name may be that of the loopback on its host. Its interface that faces another rank is not.
+        faced = [each for each in _Texts(_own_address(), deadline).wait()[1:] if each and not is_loopback(each)]
         if self.listener is not None:
-            name = os.environ.get("MASTER_ADDR", _LOOPBACK)
             try:
-                self.host, port = self.listener.listen(name)
+                self.host, port = self.listener.listen(faced[0] if faced else LOOPBACK)
             except (OSError, ConfigError) as error:
-                _broadcast_text(f"! {error}", deadline)
-                raise PeerError(f"trainer rank 0 cannot listen at MASTER_ADDR={name}: {error}") from error
-            _broadcast_text(f"{self.host} {port} {self.listener.token}", deadline)
-            admitted = self.listener.admit("rank", 0, deadline, "connect", lambda: None)
+                _Texts(f"! {error}", deadline).wait()
+                raise PeerError(f"trainer rank 0 cannot listen for the other ranks: {error}") from error
+            _Texts(f"{self.host} {port} {self.listener.token}", deadline).wait()
+            outcome = _Texts("", deadline)
+            admitted = self.listener.admit("rank", 0, deadline, "connect", outcome.check)
+            outcome.wait()
             self.connections = [connection for _, connection in admitted]
             return
-        text = _broadcast_text("", deadline)
+        text = _Texts("", deadline).wait()[0]
         if text.startswith("!"):
-            raise PeerError(f"trainer rank 0 cannot listen: {text[2:]}")
+            raise PeerError(f"trainer rank 0 cannot listen for the other ranks: {text[2:]}")
         self.host, port_text, token = text.split()
         self._address = self.host, int(port_text), token
-        self.connections = [self.dial("rank", deadline)]
+        try:
+            self.connections = [self.dial("rank", deadline)]
+        except WeightSyncError as error:
+            _Texts(str(error), deadline).wait()
+            raise
+        outcome = _Texts("", deadline)
+        outcome.wait()
+        outcome.check()
 
     def dial(self, role: str, deadline: Deadline) -> Connection:
         """Connect to rank 0, on another rank: as one of the ranks, or as a group of its own in any other role."""
@@ -211,29 +224,57 @@ def _hint(hint: str) -> Iterator[None]:
         ) from error
 
 
-_TEXT_BYTES = 256
-
-
-def _broadcast_text(text: str, deadline: Deadline) -> str:
-    """Rank 0's short text, over the default process group, as a tensor: nothing is pickled."""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    content = text.encode()[:_TEXT_BYTES]
-    data = torch.tensor(list(content.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8, device=device)
+def _own_address() -> str:
+    """Return the address of this rank's host that faces rank 0's, as far as MASTER_ADDR tells."""
     try:
-        work = dist.broadcast(data, 0, async_op=True)
-        while not work.is_completed():
-            if deadline.passed():
-                who = "trainer rank 0" if dist.get_rank() else "the other trainer ranks"
-                raise SyncTimeoutError(
-                    f"no answer from {who} within {deadline.timeout_s:g} s: {_ALL_PUSH}",
-                    phase="connect",
-                    waiting_for=[who],
-                )
-            time.sleep(_POLL_S)
-        work.wait()
+        return ends(os.environ.get("MASTER_ADDR", LOOPBACK))[0]
+    except OSError:
+        return ""
+
+
+_TEXT_BYTES = 512
+
+
+class _Texts:
+    """A short text of each rank, over the default process group, as tensors: nothing is pickled. Collective."""
+
+    def __init__(self, text: str, deadline: Deadline) -> None:
+        nccl = dist.get_backend() == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        content = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        own = torch.tensor(list(content), dtype=torch.uint8, device=device)
+        self._all = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        self._deadline = deadline
+        with _broken():
+            self._work = dist.all_gather(self._all, own, async_op=True)
+
+    def wait(self) -> list[str]:
+        """Return the texts, in rank order. Raises `SyncTimeoutError`, or `PeerError` when a rank has gone."""
+        with _broken():
+            while not self._work.is_completed():
+                if self._deadline.passed():
+                    who = "trainer rank 0" if dist.get_rank() else "the other trainer ranks"
+                    raise SyncTimeoutError(
+                        f"no answer from {who} within {self._deadline.timeout_s:g} s: {_ALL_PUSH}",
+                        phase="connect",
+                        waiting_for=[who],
+                    )
+                time.sleep(_POLL_S)
+            self._work.wait()
+        return [bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in self._all]
+
+    def check(self) -> None:
+        """Raise what the first rank has said, if all have said something by now."""
+        if self._work.is_completed() and (said := next(filter(None, self.wait()), None)):
+            raise PeerError(said, phase="connect")
+
+
+@contextmanager
+def _broken() -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:
         raise PeerError(
             f"another trainer rank has ended, or has not called push: the default process group is broken ({error})",
             phase="connect",
         ) from error
-    return bytes(data.tolist()).rstrip(b"\0").decode(errors="replace")

@@ -1,10 +1,9 @@
-"""What a process needs to know of itself and its machine: deadlines, threads, addresses, devices."""
+"""What a process needs to know of itself and its machine: deadlines, threads, devices, other processes."""
 
 from __future__ import annotations
 
 import os
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -34,13 +33,6 @@ class Deadline:
 def boot_id() -> str:
     """Return the id of this boot of this host. Two processes with equal ids can share memory."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def address_facing(host: str) -> str:
-    """Return this host's address on the interface that reaches `host`. Raises `OSError` when no route exists."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing: it only asks the routing table
-        return str(probe.getsockname()[0])
 
 
 def describe_device(device: torch.device) -> tuple[str, str]:

@@ -6,11 +6,13 @@ import http.client
 import json
 import logging
 import re
+import socket
 import ssl
 from contextlib import closing, suppress
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from weightsync.control.addresses import REACH_S
 from weightsync.control.runtime import Deadline
 from weightsync.engines.base import LoraAdapter
 from weightsync.engines.calls import (
@@ -196,13 +198,15 @@ class HttpEngine:
         route = path.partition("?")[0]
         content = b"" if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"Content-Type": "application/json"}
-        with closing(self._connection_class(*self._address, timeout=timeout_s)) as connection:
+        with closing(self._connection_class(*self._address, timeout=min(timeout_s, REACH_S))) as connection:
             try:
                 connection.connect()
             except OSError as error:
                 what = "it does not speak https" if isinstance(error, ssl.SSLError) else "nothing answers there"
                 raise EngineUnreachableError(
-                    f"{what} ({error}); is the server running, and is this its address?", who=self.name
+                    f"{what} ({error}), called from {socket.gethostname()}; is the server running, and is this "
+                    "its address? Does a firewall close its port?",
+                    who=self.name,
                 ) from error
             try:
                 connection.request(method, self._prefix + path, content, headers)

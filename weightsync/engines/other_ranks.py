@@ -20,9 +20,10 @@ from typing import Any
 
 from msgspec import Struct
 
+from weightsync.control.addresses import address_facing, is_loopback
 from weightsync.control.connection import Connection
 from weightsync.control.ranks import Ranks
-from weightsync.control.runtime import Deadline, address_facing, in_thread
+from weightsync.control.runtime import Deadline, in_thread
 from weightsync.control.wire import Value, typed
 from weightsync.engines import connect, listed, public_name
 from weightsync.engines.base import Engine
@@ -116,7 +117,7 @@ class OtherRanks:
         if self._own is None:
             private = [one for one, name in zip(given, named, strict=True) if name is None]
             self._own = connect(private, self._timeout_s, f" of trainer rank {ranks.rank}") if private else []
-        here = LOCAL if ranks.host.startswith("127.") else address_facing(ranks.host)
+        here = LOCAL if is_loopback(ranks.host) else address_facing(ranks.host)
         own = [(one.name, here if one.host == LOCAL else one.host) for one in self._own]
         return Offer([name for name in named if name], own)
 

@@ -9,8 +9,8 @@ or when the trainer does not answer a `Ping`. Then the worker tells it that it i
 refuses to answer while its weights are a mixture, also in an engine that a user has woken.
 
 Every failure is told to the trainer on that connection, and the engine's call returns as if nothing had happened. When
-one worker of several raises, vLLM's multi-process executor takes the first failed answer and leaves the others' in
-their queues, and from then on every call gets an older call's answers.
+one worker of several raises, vLLM's multi-process executor takes the first failed answer and leaves those of later
+workers in their queues, and from then on every call gets an older call's answers. So the last worker alone may raise.
 """
 
 from __future__ import annotations
@@ -89,13 +89,18 @@ class WorkerSession:
     def init(self, info: dict[str, Any]) -> None:
         """Meet the trainer that `info` describes, an `InitInfo` as plain values. Then answer it until it releases us.
 
-        While another trainer holds the engine, this one is told so, and turned away.
+        While another trainer holds the engine, this one is told so, and turned away. A trainer that cannot be met is
+        told by the last worker, which raises.
         """
         try:
             self._meet(typed(info, InitInfo))
         except Exception as error:
-            # There is no connection to say it on. The trainer finds that no worker came.
-            logger.error("%s cannot meet the trainer: %s", self._name, foreign(error, who=self._name, phase="init"))
+            problem = foreign(error, who=self._name, phase="init")
+            logger.error("%s cannot meet the trainer: %s", self._name, problem)
+            # There is no connection to say it on. No answer is left in a queue behind that of the last worker.
+            identity = self._model.identity
+            if identity.rank == identity.world - 1:
+                raise problem from error
             return
         if self._session == info["session"]:
             self._serve("init")

@@ -18,7 +18,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import threading
 import time
 import zlib
@@ -34,8 +33,9 @@ from weightsync.checkpoint.files import check_seen, create, lock, publish, unloc
 from weightsync.checkpoint.safetensors import lay_out
 from weightsync.checkpoint.save import share_out
 from weightsync.checkpoint.sidecars import files_beside
+from weightsync.control.addresses import is_here
 from weightsync.control.ranks import Ranks
-from weightsync.control.runtime import Deadline, address_facing
+from weightsync.control.runtime import Deadline
 from weightsync.control.update import Update
 from weightsync.engines import AdapterEngine, LoraAdapter, connect
 from weightsync.engines.other_ranks import OtherRanks
@@ -187,7 +187,7 @@ class LoraAdapters(UpdateStrategy):
         if self._folder is None:
             for engine in self._engines:
                 engine.adapters_in_use()  # without it, no adapter could ever be unloaded
-                if self._transport.folder is None and not _is_here(engine.host):
+                if self._transport.folder is None and not is_here(engine.host):
                     raise PlacementError(
                         f"adapters in memory of this host cannot be read on {engine.host}; give a folder that both "
                         "see: LoraTransport(folder=...)",
@@ -322,11 +322,6 @@ def _with_adapters(engine: object) -> AdapterEngine:
             f"{engine!r} takes no adapters; see weightsync.engines.AdapterEngine for the methods that it lacks"
         )
     return engine
-
-
-def _is_here(host: str) -> bool:
-    address = socket.gethostbyname(host)
-    return address == address_facing(address)
 
 
 def _adapter(path: Path) -> LoraAdapter:

@@ -16,7 +16,8 @@ and the engine answers as one that was started cold from these weights. The comm
         Measure how long a push takes, by phase, beside vLLM's own ways and the limits of this machine.
 
     weightsync doctor
-        Check this machine, then push to a live engine and back. With --engine URL --model DIR: yours.
+        Check this machine, then push to a live engine and back. With --engine URL: the connections to yours. With
+        --model DIR too: pushes to yours.
 
     weightsync handles
         Show where the engine that `python -m weightsync.vllm.serve` runs has its parameters.
@@ -170,13 +171,14 @@ def _add_doctor(commands: Commands) -> None:
         help="check this machine, then push to a live engine and back",
         description="Checks versions, GPUs, shared memory and settings; then pushes to a vLLM: its own weights "
         "(nothing may change), other weights (the answers must change), and its own again (they must come back "
-        "exactly). Starts a tiny engine for that, or takes yours. Example: weightsync doctor --engine "
-        "http://localhost:8000 --model ~/models/Qwen3-8B",
+        "exactly). Starts a tiny engine for that, or takes yours. With --engine alone every connection of a push is "
+        "tried, and nothing is pushed. Example: weightsync doctor --engine http://localhost:8000 --model "
+        "~/models/Qwen3-8B",
     )
     option = doctor.add_argument
-    text = "a running vLLM server; while the checks run it serves wrong weights, at the end those of --model"
-    option("--engine", metavar="URL", help=text)
-    option("--model", metavar="DIR", type=Path, help="the checkpoint that --engine serves")
+    option("--engine", metavar="URL", help="a running vLLM server; its connections are tried from both sides")
+    text = "the checkpoint that --engine serves; while it is pushed there, the engine serves wrong weights for a time"
+    option("--model", metavar="DIR", type=Path, help=text)
     option("--transport", choices=("ipc", "broadcast"), default="ipc", help="default: ipc")
     option("--no-engine", action="store_true", help="check the machine only")
     text = "start the engine so, compare it with a cold start too, and tell its distance from an unquantised engine"

@@ -1,7 +1,8 @@
 """`weightsync doctor`: check what a push needs of a machine, one by one, then push to a live engine.
 
-Each check prints one line: pass, "FAIL" with what to do, or "skip" with the reason. With an engine the last three are
-pushes: its own weights (A), others (B), and A again, which must give its first answers exactly. A line "afterwards"
+Each check prints one line: pass, "FAIL" with what to do, or "skip" with the reason. A given engine is connected to as a
+push does, from both sides, and let go. With weights the last three are pushes: the engine's own (A), others (B), and A
+again, which must give its first answers exactly. A line "afterwards"
 says which weights a given engine was left with, when a check failed. A quantised engine that was pushed B is also
 compared with one that was started from B, and with an unquantised one, for users who need importance ratios.
 """
@@ -17,9 +18,8 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES
 from weightsync.report import format_bytes
 from weightsync.sync import WeightSync
 from weightsync.tools import processes
+from weightsync.tools.connections import connections
+from weightsync.tools.findings import Finding, Findings, found
 from weightsync.tools.processes import Answer, Server, generate
 from weightsync.transports.base import SLOTS
 from weightsync.transports.shared_handles import SHARED_MEMORY, export, open_exported
@@ -53,22 +55,6 @@ _CHILD_TIMEOUT_S = 60.0
 _PROBE_ELEMENTS = 1 << 20
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line. `text` is what was found, what to do, or why the check was left out."""
-
-    status: str
-    check: str
-    text: str
-
-
-Findings = Iterator[Finding]
-
-
-def _found(check: str, good: bool, text: str, otherwise: str) -> Finding:
-    return Finding("pass", check, text) if good else Finding("FAIL", check, otherwise)
-
-
 def run(options: Namespace, console: Console) -> bool:
     """Print every check's outcome, and return whether none failed. A given engine serves `--model` at the end.
 
@@ -76,17 +62,18 @@ def run(options: Namespace, console: Console) -> bool:
     """
     url, model_dir, transport = options.engine, options.model, options.transport
     no_engine, quantization = options.no_engine, options.quantization
-    if (url is None) != (model_dir is None):
-        raise ConfigError("--engine and --model go together: the doctor pushes the weights of --model to --engine")
+    if url is None and model_dir is not None:
+        raise ConfigError("--model needs --engine: the doctor pushes the weights of --model to it")
     if url is not None and no_engine:
         raise ConfigError("--engine and --no-engine exclude each other")
     if quantization is not None and (url is not None or no_engine):
         raise ConfigError("--quantization starts engines of the doctor's own: leave it out here")
     checks: list[Callable[[], Findings]] = [_versions, _gpus, _shared_memory, _handles, _settings, _port, _plug_in]
-    if url is not None and model_dir is not None:
+    if url is not None:
         connect(url, _CHILD_TIMEOUT_S)  # refuses a wrong URL, and contacts no server
-        _check_checkpoint(model_dir)
-        checks.append(lambda: _given_engine(url, model_dir, transport))
+        if model_dir is not None:
+            _check_checkpoint(model_dir)
+        checks.append(lambda: _your_engine(url, model_dir, transport))
     elif no_engine:
         checks.append(lambda: iter([Finding("skip", "engine", "--no-engine was given")]))
     else:
@@ -116,7 +103,7 @@ def _versions() -> Findings:
         return
     (low, high), release = _VLLM_VERSIONS, tuple(int(part) for part in vllm.split(".")[:2])
     known = f"{vllm}; weightsync works with {'.'.join(map(str, low))} to {'.'.join(map(str, high))}"
-    yield _found("vllm", low <= release <= high, vllm, known)
+    yield found("vllm", low <= release <= high, vllm, known)
 
 
 def _gpus() -> Findings:
@@ -144,7 +131,7 @@ def _shared_memory() -> Findings:
     text = f"{format_bytes(free)} free of {format_bytes(stat.f_blocks * stat.f_frsize)}"
     what_to_do = "start the container with a larger --shm-size, or push with a smaller max_bytes"
     too_little = f"{text}; each rank stages CPU tensors in up to {format_bytes(wanted)}: {what_to_do}"
-    yield _found(SHARED_MEMORY, free >= wanted, text, too_little)
+    yield found(SHARED_MEMORY, free >= wanted, text, too_little)
 
 
 def _handles() -> Findings:
@@ -169,7 +156,7 @@ def _kernels(device: torch.device) -> Finding:
     except Exception as error:
         text = f"{type(error).__name__}: {error}; Triton, and a C compiler for it, must be installed"
         return Finding("FAIL", "GPU kernels", text)
-    return _found("GPU kernels", right, "compiled, and right", "a copy by weightsync's kernel has other bytes")
+    return found("GPU kernels", right, "compiled, and right", "a copy by weightsync's kernel has other bytes")
 
 
 def _read_elsewhere(device: torch.device, check: str) -> Finding:
@@ -184,7 +171,7 @@ def _read_elsewhere(device: torch.device, check: str) -> Finding:
         why = (child.stderr.strip().splitlines() or ["it says nothing"])[-1]
         return Finding("FAIL", check, f"the reading process ended with exit code {child.returncode}: {why}")
     wrong = "another process maps this one's memory and finds other bytes in it"
-    return _found(
+    return found(
         check, child.stdout.split()[-1:] == [str(int(tensor.sum()))], "mapped and read by another process", wrong
     )
 
@@ -201,7 +188,7 @@ def _settings() -> Findings:
     wrong = [name for name in names if "expandable_segments:true" in os.environ.get(name, "").lower()]
     what_to_do = "CUDA IPC cannot export such memory; turn it off for the trainer, or use broadcast"
     on = f"on, by {', '.join(wrong)}: {what_to_do}"
-    yield _found("expandable_segments", not wrong, "not set in the environment", on)
+    yield found("expandable_segments", not wrong, "not set in the environment", on)
     nccl = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
     yield Finding("pass", "NCCL variables", ", ".join(nccl) or "none set")
 
@@ -220,12 +207,14 @@ def _port() -> Findings:
 
 
 def _plug_in() -> Findings:
-    found = [e.value for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "weightsync"]
+    plug_ins = [
+        e.value for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "weightsync"
+    ]
     allowed = os.environ.get("VLLM_PLUGINS")
     missing = "this Python has no entry point weightsync in vllm.general_plugins: install weightsync with pip"
-    if found and allowed is not None and "weightsync" not in [name.strip() for name in allowed.split(",")]:
-        found, missing = [], f"VLLM_PLUGINS={allowed} keeps it out: add weightsync to the list"
-    yield _found("vLLM plug-in", bool(found), "".join(found[:1]), missing)
+    if plug_ins and allowed is not None and "weightsync" not in [name.strip() for name in allowed.split(",")]:
+        plug_ins, missing = [], f"VLLM_PLUGINS={allowed} keeps it out: add weightsync to the list"
+    yield found("vLLM plug-in", bool(plug_ins), "".join(plug_ins[:1]), missing)
 
 
 def _own_engine(transport: str, quantization: str | None) -> Findings:
@@ -298,6 +287,19 @@ def _check_checkpoint(model_dir: Path) -> None:
         raise ConfigError(f"{model_dir} has no weights (no {' and no '.join(_WEIGHTS)}); {expected}")
 
 
+def _your_engine(url: str, model_dir: Path | None, transport: str) -> Findings:
+    failed = False
+    for finding in connections(url):
+        failed |= finding.status == "FAIL"
+        yield finding
+    if model_dir is None or failed:
+        untried = "what a broadcast opens between its members is tried by a push: name the checkpoint with --model DIR"
+        why = "the engine is not connected" if failed else untried
+        yield Finding("skip", "push", why)
+    else:
+        yield from _given_engine(url, model_dir, transport)
+
+
 def _given_engine(url: str, model_dir: Path, transport: str) -> Findings:
     try:
         own = generate(url, _PROMPTS)
@@ -345,7 +347,7 @@ def _pushes(url: str, model: nn.Module, transport: str, own: list[Answer]) -> Fi
             sync.push(model)
             served = "B"
             same = "other weights were pushed, the answers are the same: please report it"
-            yield _found(
+            yield found(
                 "A to B",
                 processes.difference(start, generate(url, _PROMPTS)) != 0,
                 "other weights, other answers",

@@ -9,8 +9,8 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
-import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightsync.control.runtime import Deadline, address_facing, in_thread
+from weightsync.control.addresses import ends, listen, reach
+from weightsync.control.runtime import Deadline, in_thread
 from weightsync.errors import PeerError, SyncTimeoutError
 from weightsync.transports.base import Wait
 
@@ -27,6 +28,8 @@ _POLL_S = 0.0002
 _GPU_POLL_S = 0.00002
 """A chunk takes NCCL less than a millisecond."""
 _MEET_POLL_S = 0.002
+_ARRIVED, _ARRIVAL_POLL_S = "arrived", 0.01
+"""The store's count of members that have come, and how often each asks for it."""
 _LEAVE_S = 1.0
 _PATIENCE = 8
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -40,7 +43,7 @@ class Rendezvous:
 
     def __init__(self, host: str) -> None:
         self.name = secrets.token_hex(8)
-        self._socket = socket.create_server((host, 0))
+        self._socket = listen(host)
         self.host, self.port = self._socket.getsockname()[:2]
 
     def store(self, timeout_s: float) -> dist.Store:
@@ -58,9 +61,12 @@ class Rendezvous:
         self._socket.close()
 
 
-def visit(host: str, port: int, timeout_s: float) -> dist.Store:
-    """Open the store of a `Rendezvous` from another process."""
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+def visit(host: str, port: int, deadline: Deadline) -> dist.Store:
+    """Open the store of a `Rendezvous` from another process. Raises `PeerError` within seconds when that cannot be."""
+    # A store would try until its timeout, and not say why it failed.
+    reach(host, port, "a member of a communicator", "trainer rank 0", deadline).close()
+    patience = timedelta(seconds=deadline.left_s())
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
 
 
 class Communicator:
@@ -115,6 +121,12 @@ class Communicator:
     def _meet(self, open_store: Callable[[], dist.Store], host: str, deadline: Deadline) -> None:
         try:
             store = open_store()
+            # The group's constructor cannot be told to stop, and keeps the store's port as long as it waits.
+            store.add(_ARRIVED, 1)
+            while store.add(_ARRIVED, 0) < self.size:
+                if self._left:
+                    return
+                time.sleep(_ARRIVAL_POLL_S)
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
                 group: Any = _nccl(store, self.rank, self.size)
@@ -127,7 +139,7 @@ class Communicator:
                 self._connect()
             else:
                 options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_facing(host))]
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=ends(host)[0])]
                 # Deadlines are kept here, and an operation may be posted long before its peer is told of it.
                 options._timeout = timedelta(seconds=_PATIENCE * deadline.timeout_s)
                 self._group = group = dist.ProcessGroupGloo(store, self.rank, self.size, options)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weightsync.control.addresses import is_loopback
 from weightsync.control.runtime import Deadline
 from weightsync.control.update import Group, Update
 from weightsync.control.wire import MachineInfo
@@ -36,7 +37,6 @@ from weightsync.transports.staging import (
     slot_bytes,
 )
 
-_LOOPBACK = "127."
 _AHEAD = 8
 """Operations that the host begins on a GPU before it looks whether the first has ended. The stream orders them. Without
 a bound, the death of a member would be noticed late."""
@@ -125,7 +125,7 @@ class NcclTransport(Transport):
         if ranks.rank == 0 and (rendezvous is None or not pairs <= self._pairs):
             self.abort()
             # Workers that are reached by the loopback are on this host, where any of its addresses will do.
-            near = ranks.size > 1 and plan.host.startswith(_LOOPBACK)
+            near = ranks.size > 1 and is_loopback(plan.host)
             rendezvous, self._pairs = Rendezvous(ranks.host if near else plan.host), pairs
         place = ranks.broadcast([rendezvous.host, rendezvous.port, rendezvous.name] if rendezvous else None, "connect")
         if self._to_workers is None or self._to_workers.name != place[2]:
@@ -350,7 +350,7 @@ class _Meeting:
         def open_store() -> dist.Store:
             if self.rendezvous is not None:
                 return self.rendezvous.store(deadline.left_s())
-            return visit(host, port, deadline.left_s())
+            return visit(host, port, deadline)
 
         ends = self.sends_to, self._receives_from
         self.communicator = Communicator(open_store, *self._arguments, host, wait, deadline, *ends)

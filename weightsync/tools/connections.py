@@ -1,0 +1,52 @@
+"""The connections that a push makes with an engine before it transfers, tried one after the other from both sides."""
+
+from __future__ import annotations
+
+import socket
+
+from weightsync.control.addresses import at, is_here
+from weightsync.control.fleet import Fleet
+from weightsync.control.handshake import SET_A_KEY, read_key
+from weightsync.control.ranks import Ranks
+from weightsync.control.runtime import boot_id
+from weightsync.control.wire import PROTOCOL
+from weightsync.engines import connect
+from weightsync.errors import WeightSyncError
+from weightsync.tools.findings import Finding, Findings, found
+
+_TIMEOUT_S = 60.0
+
+
+def connections(url: str) -> Findings:
+    """Connect to an engine from both sides, as a push does, and let it go again."""
+    (engine,) = connect(url, _TIMEOUT_S)
+    try:
+        version = engine.version() or "that it does not tell"
+        yield Finding("pass", "engine", f"{url} answers {socket.gethostname()}, and serves version {version}")
+        near, key = is_here(engine.host), read_key()
+    except (OSError, WeightSyncError) as error:
+        yield Finding("FAIL", "engine", str(error))
+        return
+    needed = "not needed, since the engine is on this host" if near else "needed, since the engine is on another host"
+    without = f"not set, and {needed}. {SET_A_KEY}"
+    yield found("key", near or bool(key), f"{'set' if key else 'not set'}; {needed}", without)
+    if not near and not key:
+        return
+    ranks = Ranks(_TIMEOUT_S)
+    ranks.begin("connect")
+    fleet = Fleet([engine], ranks, "keep", _TIMEOUT_S)
+    try:
+        workers = fleet.connect()
+        fleet.release("init")
+    except WeightSyncError as error:
+        fleet.fail(error)
+        yield Finding("FAIL", "workers", str(error))
+    else:
+        assert ranks.listener is not None
+        place, names = at(fleet.host, ranks.listener.listening[fleet.host][1]), [each.hello.name for each in workers]
+        where = "this host" if workers[0].machine.boot_id == boot_id() else "another host"
+        yield Finding("pass", "plug-in", f"{len(workers)} workers speak wire protocol {PROTOCOL}: {', '.join(names)}")
+        yield Finding("pass", "workers", f"on {where}, reach this process at {place}, and have its key")
+        fleet.close()
+    finally:
+        ranks.disconnect()
