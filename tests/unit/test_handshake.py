@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from weightsync.control import handshake
+from weightsync.control import connection, handshake
 from weightsync.control.connection import Connection, dial
 from weightsync.control.handshake import ANSWER_BYTES, SEAL_BYTES, agree, greeting, read_key, refuse_other_users
 from weightsync.control.listener import Listener
@@ -186,7 +186,7 @@ def test_a_worker_tells_nothing_to_a_listener_without_the_key(keep, monkeypatch)
 
 
 def test_a_listener_that_says_nothing_holds_a_worker_for_seconds_at_most(keep, monkeypatch):
-    monkeypatch.setattr(handshake, "_MOST_S", 0.3)
+    monkeypatch.setattr(connection, "_GREETING_S", 0.3)
     with socket.create_server((LOCAL, 0)) as server:
         started = time.monotonic()
         with pytest.raises(PeerError, match="did not answer a greeting"):

@@ -37,6 +37,9 @@ from weightsync.errors import FencedError, PeerError, ProtocolError, SyncTimeout
 
 M = TypeVar("M", bound=Message)
 
+_GREETING_S = 10.0
+"""How long the other end may take until it has greeted. An engine does nothing else meanwhile."""
+_TRIES, _AGAIN_S = 3, 0.3
 _PONG_S = 1.0
 _KEEPALIVE_S = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 """A host that loses power closes no connection; the kernel asks after it, and gives it up after half a minute."""
@@ -230,14 +233,20 @@ class Connection:
 
 def dial(host: str, port: int, token: str, hello: Hello, peer: str, deadline: Deadline) -> Connection:
     """Connect to the `Listener` that has this token, and introduce yourself. Raises as `reach` and `greet` do."""
-    sock = reach(host, port, name_of(hello), peer, deadline)
-    try:
-        connection = Connection(sock, peer, *greet(sock, token, f"{peer} at {at(host, port)}", deadline))
-        connection.send(hello, deadline, "connect")
-    except BaseException:
-        hang_up(sock)
-        raise
-    return connection
+    limit = Deadline(min(deadline.left_s(), _GREETING_S))
+    tries = 0
+    while True:
+        sock = reach(host, port, name_of(hello), peer, limit)
+        try:
+            connection = Connection(sock, peer, *greet(sock, token, f"{peer} at {at(host, port)}", limit))
+            connection.send(hello, limit, "connect")
+            return connection
+        except BaseException as error:
+            hang_up(sock)
+            tries += 1
+            if not isinstance(error, PeerError) or tries == _TRIES or limit.passed():
+                raise
+        time.sleep(_AGAIN_S)  # a flood of strangers may have taken its place
 
 
 def name_of(hello: Hello) -> str:

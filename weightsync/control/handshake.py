@@ -33,8 +33,6 @@ ANSWER_BYTES = GREETING_BYTES + 32
 SEAL_BYTES = 16
 TAGS = _WITH_KEY, _WITHOUT_KEY = b"weightsync:key\0\0", b"weightsync:user\0"
 _LEAST_KEY_BYTES = 32
-_MOST_S = 10.0
-"""How long the other end may take for its answer. An engine does nothing else meanwhile."""
 
 
 def read_key() -> bytes:
@@ -102,7 +100,7 @@ def greet(sock: socket.socket, token: str, peer: str, deadline: Deadline) -> tup
 
     Raises `ProtocolError` unless the listener proves itself, `PeerError` when it goes away or says nothing.
     """
-    key, deadline = read_key(), Deadline(min(deadline.left_s(), _MOST_S))
+    key = read_key()
     mine, answer = greeting(key), b""
     try:
         sock.settimeout(deadline.left_s() or 0.001)
