@@ -186,6 +186,7 @@ def test_http_sends_what_vllm_expects(server, monkeypatch):
     assert server.requests == [
         ("POST", "/sleep?level=0&mode=keep", None),
         ("POST", "/reset_prefix_cache?reset_running_requests=true&reset_external=false", None),
+        ("GET", "/version", None),
         ("POST", "/init_weight_transfer_engine", {"init_info": {"protocol": 1}}),
         ("POST", "/start_weight_update", None),
         ("POST", "/update_weights", {"update_info": {"bucket": [1, 2]}}),
@@ -197,6 +198,38 @@ def test_http_sends_what_vllm_expects(server, monkeypatch):
         ("GET", "/weight_info", None),
         ("GET", "/health", None),
     ]
+
+
+@pytest.mark.parametrize("version", ["0.24.0", "0.20.1rc1.dev3+g12ab"])
+def test_http_calls_the_worker_extension_of_a_vllm_without_plug_ins(server, version):
+    server.replies["/version"] = (200, json.dumps({"version": version}))
+    server.replies["/collective_rpc"] = (200, '{"results": [null, null]}')
+    server.replies["/update_weight_version"] = (404, '{"detail": "Not Found"}')
+    engine = http_engine(server.url)
+    engine.init({"a": 1})
+    engine.start()
+    engine.update({"b": 2})
+    engine.finish(None)
+    engine.finish("5")
+    assert server.requests == [
+        ("GET", "/version", None),
+        ("POST", "/collective_rpc", {"method": "weightsync_init", "args": [{"a": 1}]}),
+        ("POST", "/collective_rpc", {"method": "weightsync_update", "args": [{"b": 2}]}),
+        ("POST", "/update_weight_version", {"new_version": "5"}),
+    ]
+    server.replies["/collective_rpc"] = (
+        500,
+        '{"error": {"message": "Method \'weightsync_init\' is not implemented."}}',
+    )
+    with pytest.raises(EngineError, match="no weightsync plug-in.*--worker-extension-cls"):
+        engine.init({})
+
+
+@pytest.mark.parametrize("answer", ['{"version": "0.25.0"}', '{"version": "1.0.0"}', '{"version": "dev"}', "{}"])
+def test_http_calls_the_plug_in_of_every_other_vllm(server, answer):
+    server.replies["/version"] = (200, answer)
+    http_engine(server.url).init({})
+    assert [path for _, path, _ in server.requests] == ["/version", "/init_weight_transfer_engine"]
 
 
 def test_who_wakes_an_engine_whose_memory_sleeps_is_told(server, caplog):
