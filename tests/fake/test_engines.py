@@ -221,7 +221,7 @@ def test_http_calls_the_worker_extension_of_a_vllm_without_plug_ins(server, vers
         500,
         '{"error": {"message": "Method \'weightsync_init\' is not implemented."}}',
     )
-    with pytest.raises(EngineError, match="no weightsync plug-in.*--worker-extension-cls"):
+    with pytest.raises(EngineError, match=r"no weightsync plug-in.*--worker-extension-cls"):
         engine.init({})
 
 
