@@ -22,7 +22,8 @@ import tiny_models
 from engines import NOT_COMPILED
 from test_engines import http_engine, loop_in_a_thread, push_once
 
-from weightsync.engines import AsyncEngine, HttpEngine, LlmEngine, LoraAdapter, connect
+from weightsync import WeightSync
+from weightsync.engines import AsyncEngine, HttpEngine, LlmEngine, LoraAdapter, connect, http
 from weightsync.errors import EngineError, EngineUnreachableError, ManifestError
 
 pytestmark = pytest.mark.engine
@@ -301,6 +302,20 @@ def change_adapters_of_a_server(engine: HttpEngine, url: str, folder: Path) -> N
     assert engine.has_adapter(other)
 
 
+def push_by_the_extension(url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As into a server whose vLLM has no plug-ins: other weights, and then those that it was started cold from."""
+    monkeypatch.setattr(http, "_PLUG_INS_SINCE", (99, 0))
+    cold = complete(url, model, 8)
+    trained = tiny_models.build("qwen3", "A")
+    with WeightSync("fsdp", "ipc", url, timeout_s=60.0) as sync:
+        tiny_models.fill(trained, "B")
+        sync.push(trained)
+        assert complete(url, model, 8) != cold
+        tiny_models.fill(trained, "A")
+        assert sync.push(trained).version == 2
+        assert complete(url, model, 8) == cold
+
+
 def test_a_real_server_without_the_plug_in(model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True")
@@ -311,6 +326,7 @@ def test_a_real_server_without_the_plug_in(model_dir, tmp_path, monkeypatch):
     checkpoint = tiny_models.save(tiny_models.build("qwen3", "A"), tmp_path / "A")  # dummy weights answer nothing
     command += [f"--model={checkpoint}", "--skip-tokenizer-init", "--enforce-eager"]
     command += ["--max-model-len=256", "--enable-lora", "--max-lora-rank=8"]
+    command += ["--worker-extension-cls=weightsync.vllm.extension.WeightSyncWorkerExtension"]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
@@ -332,6 +348,7 @@ def test_a_real_server_without_the_plug_in(model_dir, tmp_path, monkeypatch):
         assert engine.version() == "6"
         with pytest.raises(EngineError, match=r"no weightsync plug-in.*Weight transfer not configured"):
             engine.init({"a": 1})
+        push_by_the_extension(f"http://localhost:{port}", str(checkpoint), monkeypatch)
         change_adapters_of_a_server(engine, f"http://localhost:{port}", tmp_path)
         assert engine.is_alive()
     finally:

@@ -129,6 +129,11 @@ class Fleet:
         self._ended = threading.Event()
 
     @property
+    def paused_at(self) -> float:
+        """When generation was paused for this push, on the first of the engines."""
+        return min(one.paused_at for one in self._members)
+
+    @property
     def host(self) -> str:
         """This process's address that every engine reaches."""
         addresses = [self._listener.listen(one.engine.host)[0] for one in self._members]

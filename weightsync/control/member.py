@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -42,6 +43,8 @@ class Member:
     was_asked: bool = False
     is_started: bool = False
     is_paused: bool = False
+    paused_at: float = 0.0
+    """When the engine said that it is paused: before that it may have been busy, and have generated on."""
     is_marked: bool = False
     is_over: bool = False
     is_whole: bool = True
@@ -87,6 +90,7 @@ class Member:
         self.is_paused = True
         try:
             self.engine.pause(mode)
+            self.paused_at = time.perf_counter()
         finally:
             if self.is_over:  # the fleet did not wait for this call; what it resumed was not paused yet
                 self.is_paused = True

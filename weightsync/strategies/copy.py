@@ -99,7 +99,6 @@ class CopyWeights(FleetStrategy):
         self._last = LastShards()
         self._link: _Link | None = None
         self._update: Update | None = None
-        self._paused_at = 0.0
 
     def run(self, update: Update, model: Model) -> PushReport:
         started = time.perf_counter()
@@ -147,7 +146,7 @@ class CopyWeights(FleetStrategy):
                 transfer_s=max(worker.transfer_s for worker in workers),
                 verify_s=max(worker.verify_s for worker in workers),
                 load_s=max(worker.load_s for worker in workers),
-                pause_s=now - self._paused_at,
+                pause_s=now - fleet.paused_at,
                 total_s=now - started,
                 load_paths=link.plan.load_paths,
                 workers=workers,
@@ -222,7 +221,6 @@ class CopyWeights(FleetStrategy):
         """
         if self._fleet is not None:
             update.choose_version(self._newest_version())
-            self._paused_at = time.perf_counter()
             with update.timeline.during("pause"):
                 self._fleet.open()
 

@@ -155,7 +155,7 @@ class SharedMemory(FleetStrategy):
                     plan_s=planned - started,
                     control_s=total_s,
                     load_s=max(worker.load_s for worker in workers),
-                    pause_s=now - planned,
+                    pause_s=now - fleet.paused_at,
                     total_s=total_s,
                     workers=workers,
                 )
