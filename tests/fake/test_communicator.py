@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 from weightsync.control.runtime import Deadline
 from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
-from weightsync.transports.communicator import Communicator, Rendezvous, visit
+from weightsync.transports.communicator import _ARRIVED, Communicator, Rendezvous, visit
 
 HOST = "127.0.0.1"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))]
@@ -34,7 +34,7 @@ def still_works(device: torch.device) -> None:
 
 
 def alone(rank: int, kind: str, ending: str) -> None:
-    """The other member never comes."""
+    """The other member never comes, or is seen at the store and never reached."""
     device, rendezvous, started = device_of(kind, rank), Rendezvous(HOST), time.monotonic()
 
     def wait(seconds: float) -> None:
@@ -42,16 +42,23 @@ def alone(rank: int, kind: str, ending: str) -> None:
         if ending == "news" and time.monotonic() - started > 0.5:
             raise WeightSyncError("bad news")
 
-    deadline = Deadline(1.5 if ending == "deadline" else 20.0)
-    with pytest.raises(SyncTimeoutError if ending == "deadline" else WeightSyncError) as caught:
-        Communicator(lambda: rendezvous.store(20.0), 0, 2, device, HOST, wait, deadline)
-    assert ("bad news" if ending == "news" else "2 members of a communicator") in str(caught.value)
+    def open_store() -> Any:
+        store = rendezvous.store(20.0)
+        if ending == "unreached":
+            store.add(_ARRIVED, 1)
+        return store
+
+    deadline = Deadline(20.0 if ending == "news" else 1.5)
+    with pytest.raises(WeightSyncError if ending == "news" else SyncTimeoutError) as caught:
+        Communicator(open_store, 0, 2, device, HOST, wait, deadline)
+    said = {"news": "bad news", "deadline": f"not all have met at {HOST}", "unreached": "cannot all reach each other"}
+    assert said[ending] in str(caught.value)
     assert time.monotonic() - started < 15.0
     still_works(device)
 
 
 @pytest.mark.parametrize("kind", DEVICES)
-@pytest.mark.parametrize("ending", ["deadline", "news"])
+@pytest.mark.parametrize("ending", ["deadline", "news", "unreached"])
 def test_a_member_that_never_comes(kind: str, ending: str):
     run_ranks(alone, 1, kind, ending, timeout_s=60)
 

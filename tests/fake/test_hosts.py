@@ -211,14 +211,15 @@ def test_a_rank_that_cannot_reach_rank_0_says_so_on_all_ranks(tmp_path: Path, re
 def test_a_store_that_cannot_be_reached_is_an_error_at_once(tmp_path: Path, refuse: bool) -> None:
     with Hosts("A", "C", shared=tmp_path) as hosts:
         engine = engine_on(hosts, "C")
-        (trainer,) = trainer_of(hosts, "A", ["C"], **{PORTS: f"{PORT}-{PORT + 1}"})
-        hosts.block("A", PORT + 1, refuse)
+        (trainer,) = trainer_of(hosts, "A", ["C"], **{PORTS: f"{PORT}-{PORT + 3}"})
+        all_but_the_hubs = f"{PORT + 1}-{PORT + 3}"
+        hosts.block("A", all_but_the_hubs, refuse)
         text, took_s = trainer.call(push, 2)
         why = "Connection refused" if refuse else "no answer within 5 s"
         assert f"on C could not reach trainer rank 0 at 10.77.0.1:{PORT + 1}: {why}" in text
         assert "engine 0 worker tp=0" in text
         assert took_s < SOON_S
-        hosts.unblock("A", PORT + 1, refuse)
+        hosts.unblock("A", all_but_the_hubs, refuse)
         assert trainer.call(push, 2)[0] == ""
         assert engine.call(wrong, 2) == []
 

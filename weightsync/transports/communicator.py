@@ -30,6 +30,10 @@ _GPU_POLL_S = 0.00002
 _MEET_POLL_S = 0.002
 _ARRIVED, _ARRIVAL_POLL_S = "arrived", 0.01
 """The store's count of members that have come, and how often each asks for it."""
+_ABSENT = "not all have met at {host}, which every one of them must reach"
+_UNCONNECTED = (
+    "they have met at {host}, and cannot all reach each other. Does a firewall close ports that gloo or NCCL choose?"
+)
 _LEAVE_S = 1.0
 _PATIENCE = 8
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -94,6 +98,7 @@ class Communicator:
         self._partners = list(sends_to or ()), list(receives_from or ())
         self._group: Any = None
         self._left = False
+        self._missing = _ABSENT
         self._error: Exception | None = None
         # In a thread of its own, because none of it can be told to stop when a member does not come.
         meeting = threading.Thread(
@@ -104,8 +109,8 @@ class Communicator:
             while meeting.is_alive():
                 if deadline.passed():
                     raise SyncTimeoutError(
-                        f"the {size} members of a communicator did not come together at {host} within "
-                        f"{deadline.timeout_s:g} s; every one of them must reach that address",
+                        f"the {size} members of a communicator did not come together within {deadline.timeout_s:g} s: "
+                        + self._missing.format(host=host),
                         phase="connect",
                         waiting_for=["the communicator's other members"],
                     )
@@ -127,6 +132,7 @@ class Communicator:
                 if self._left:
                     return
                 time.sleep(_ARRIVAL_POLL_S)
+            self._missing = _UNCONNECTED
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
                 group: Any = _nccl(store, self.rank, self.size)
