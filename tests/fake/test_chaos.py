@@ -24,8 +24,9 @@ SEED = int(os.environ.get("CHAOS_SEED", "1"))
 CHUNKS = 4
 STALL_S = 1.5 * TIMEOUT_S
 ANSWER_S = 120.0
-TRIES, RETRY_S = 4, 1.0
-"""What an earlier failure left to be finished keeps an engine busy for a moment."""
+PATIENCE_S, RETRY_S = 90.0, 1.0
+"""How long a trainer that nothing is in the way of may try. What an earlier failure left to be finished keeps an engine
+busy for a moment, and on a busy machine a wait may run out."""
 FAULTS = (
     *["none"] * 5,
     *["raise", "flip", "drop"],
@@ -37,7 +38,7 @@ class Chaos:
     """The processes. Each push has a number, which is the seed of the checkpoint that it pushes.
 
     serves: the number that each engine serves, or served before it became mute.
-    holder: the trainer that certainly holds both engines.
+    holder: the trainer that may hold engines; with `holds_all` it certainly holds both.
     """
 
     def __init__(self, draw: random.Random, folder: Path) -> None:
@@ -46,6 +47,7 @@ class Chaos:
         self.serves = [0, 0]
         self.number = 0
         self.holder: str | None = None
+        self.holds_all = False
         self.trainers = {name: self.new_trainer() for name in "AB"}
         self.seen: Counter[str] = Counter()
 
@@ -61,28 +63,33 @@ class Chaos:
             self.holder = None if self.holder == other else self.holder
         elif meanwhile == "stops":
             self.trainers[other].process.send_signal(signal.SIGSTOP)
-        free = meanwhile != "stays" or self.holder != other
-        first = self.number + 1
-        outcome = self.push(name, fault)
-        for _ in range(TRIES if fault == "none" and free else 0):
-            if "version" in outcome:
-                break
-            time.sleep(RETRY_S)
-            outcome = self.push(name, fault)
+        first, is_free = self.number + 1, self.holder != other or meanwhile == "stops"
+        outcome = self.push_until_done(name) if fault == "none" and is_free else self.push(name, fault)
         if fault == "overtake":
-            outcome = self.overtake(name, other)
-            name = other
+            outcome = self.push_until_done(other)
+            self.trainers[name].process.send_signal(signal.SIGCONT)
+            self.trainers[name].answer(ANSWER_S)
+            name, other = other, name
         self.trainers[other].process.send_signal(signal.SIGCONT)
         done = f"{first}: {name}, {fault}, {other} {meanwhile}, {self.holder} held: {outcome}"
-        if fault in ("none", "overtake"):
-            assert ("version" in outcome) == free or fault == "overtake", done
+        if fault == "none" and not is_free:
+            assert "version" not in outcome or not self.holds_all, done
         self.check(first, outcome, done)
         if "version" in outcome:
-            self.holder = name
-        elif self.holder == name or fault.startswith("kill"):
+            self.holder, self.holds_all = name, fault != "kill engine"
+        elif self.holder == name:
             self.holder = None
-        self.seen[f"{fault}: {'pushed' if 'version' in outcome else outcome.get('error', '')}"] += 1
+        self.holds_all &= fault != "kill engine"
+        self.seen[f"{fault}: {'pushed' if 'version' in outcome else outcome['error']}"] += 1
         return done
+
+    def push_until_done(self, name: str) -> dict[str, Any]:
+        """Let a trainer push that nothing is in the way of."""
+        ends = time.monotonic() + PATIENCE_S
+        while "version" not in (outcome := self.push(name, "none")):
+            assert time.monotonic() < ends, outcome
+            time.sleep(RETRY_S)
+        return outcome
 
     def ask(self, name: str, **order: Any) -> dict[str, Any]:
         self.trainers[name].order(**order)
@@ -115,30 +122,18 @@ class Chaos:
         if fault == "kill engine":
             self.engines[engine].launch()
             self.serves[engine] = 0
-            outcome.pop("version", None)  # the engine that served it is no more
-        return outcome
-
-    def overtake(self, stopped: str, other: str) -> dict[str, Any]:
-        """Let the other trainer push while one is stopped in its push, which then goes on."""
-        for _ in range(TRIES):
-            outcome = self.push(other, "none")
-            if "version" in outcome:
-                break
-            time.sleep(RETRY_S)
-        self.trainers[stopped].process.send_signal(signal.SIGCONT)
-        self.trainers[stopped].answer(ANSWER_S)
-        assert "version" in outcome, outcome
         return outcome
 
     def check(self, first: int, outcome: dict[str, Any], done: str) -> None:
         """Raise unless each engine serves one whole version, which is this one where the push succeeded, or is mute."""
         for at, engine in enumerate(self.engines):
             found = engine.ask()
+            is_pushed = "version" in outcome and found["version"] != "default"  # as a killed one says that was started
             if "mute" in found:
-                assert "version" not in outcome, f"{done}: {found}"
+                assert not is_pushed, f"{done}: {found}"
                 assert found["version"].startswith("POISONED"), f"{done}: {found}"
                 continue
-            numbers = [self.number] if "version" in outcome else [self.serves[at], *range(first, self.number + 1)]
+            numbers = [self.number] if is_pushed else [self.serves[at], *range(first, self.number + 1)]
             whole = {fingerprint(cold(checkpoint(number))): number for number in numbers}
             assert found["weights"] in whole, f"{done}: engine {at} serves none of {numbers}, {found}"
             self.serves[at] = whole[found["weights"]]
