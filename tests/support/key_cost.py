@@ -1,6 +1,7 @@
 """What a key costs: pushes of 1 GiB over `ipc` to a stand-in engine, by turns with one and without.
 
-`PYTHONPATH=. python tests/support/key_cost.py` prints the medians. Both sides are one process, so its processor time is that of the whole push.
+`PYTHONPATH=. python tests/support/key_cost.py` prints the medians. Both sides are one process, so its processor time is
+that of the whole push.
 """
 
 from __future__ import annotations
