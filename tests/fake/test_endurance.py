@@ -9,7 +9,7 @@ from pathlib import Path
 
 import endurance
 
-PUSHES, RECONNECTS = 72, 12
+PUSHES, RECONNECTS = 48, 12
 
 
 def test_pushes_and_reconnects_leave_no_descriptor_thread_or_file_behind(tmp_path: Path) -> None:
