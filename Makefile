@@ -34,7 +34,7 @@ PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorde
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help fuzz test test-unit test-fake test-hosts demo lint clean
+.PHONY: help chaos endurance fuzz test test-unit test-fake test-hosts demo lint clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,13 @@ test-unit: $(INSTALLED) ## The tests that need no process beside them, in a minu
 
 fuzz: $(INSTALLED) ## Spoil messages and bytes at both ends for longer: `make fuzz EXAMPLES=100000`.
 	FUZZ_EXAMPLES=$(or $(EXAMPLES),10000) $(PY) -m pytest -q tests/unit/test_fuzz.py $(ARGS)
+
+chaos: $(INSTALLED) ## Kill, stop and delay trainers and engines for longer: `make chaos STEPS=300 SEED=7`.
+	CHAOS_STEPS=$(or $(STEPS),300) CHAOS_S=1e9 CHAOS_SEED=$(or $(SEED),1) $(PY) -m pytest -q -s --timeout 0 \
+	    -o faulthandler_timeout=0 tests/fake/test_chaos.py $(ARGS)
+
+endurance: $(INSTALLED) ## What 10,000 pushes and 100 reconnects leave behind: `make endurance PUSHES=500 RECONNECTS=5`.
+	PYTHONPATH=. $(PY) tests/support/endurance.py $(or $(PUSHES),10000) $(or $(RECONNECTS),100) --svg docs/endurance.svg $(ARGS)
 
 test-fake: $(INSTALLED) ## Those with rank processes and engines without vLLM, in a few minutes.
 	$(PYTEST) tests/fake $(ARGS)
