@@ -92,6 +92,14 @@ class Planner:
     def has_trainer(self, architecture: str) -> bool:
         return registry_models.trainer_class(architecture) is not None
 
+    def tested(self) -> set[str]:
+        """Return the architectures that `test_models.py` pushes to."""
+        import tiny_models
+        from test_models import FAMILIES
+        from transformers import AutoModelForCausalLM
+
+        return {AutoModelForCausalLM._model_mapping[type(tiny_models.CONFIGS[name]())].__name__ for name in FAMILIES}
+
     def versions(self) -> str:
         import torch
         import transformers
@@ -206,12 +214,16 @@ class Asked:
 
 @dataclass(frozen=True)
 class Found:
-    """The outcome of each architecture that transformers has, by section, and the size of each section."""
+    """The outcome of each architecture that transformers has, by section, and the size of each section.
+
+    tested: the architectures that other tests find equal.
+    """
 
     outcomes: dict[str, dict[str, Outcome]]
     sizes: dict[str, int]
     registered: int
     packages: str
+    tested: set[str]
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +236,7 @@ def found() -> Iterator[Found]:
         for section, names in sections.items()
     }
     sizes = {section: len(names) for section, names in sections.items()}
-    yield Found(outcomes, sizes, registered, asked(Planner.versions))
+    yield Found(outcomes, sizes, registered, asked(Planner.versions), asked(Planner.tested))
     asked.close()
 
 
@@ -279,7 +291,9 @@ def document(found: Found) -> str:
         lists.append(f"## {section.capitalize()}\n\nThe names end in `{suffix}`, unless they end otherwise.")
         for kind, names in by_kind.items():
             if kind == PLANS:
-                lists += answered(names) if section == TEXT else [listed(PLANS.capitalize(), names, suffix)]
+                lists += (
+                    answered(names, found.tested) if section == TEXT else [listed(PLANS.capitalize(), names, suffix)]
+                )
             elif names:
                 lists.append(with_reasons(kind, {name: outcomes[name].why for name in names}, suffix))
     return HEAD.format(packages=found.packages, counts="\n".join(counts), registered=found.registered) + "\n\n".join(
@@ -287,11 +301,12 @@ def document(found: Found) -> str:
     )
 
 
-def answered(planned: list[str]) -> list[str]:
+def answered(planned: list[str], tested: set[str]) -> list[str]:
     """What is known of the answers of architectures with a complete plan."""
     saved = {name: registry_models.SPELLED_OTHERWISE.get(name, name) for name in planned}
     asked = [name for name in planned if saved[name] == name or saved[name] not in planned]
-    on_cpu, on_gpu = ([name for name in asked if saved[name] in equal_in(results)] for results in (ON_CPU, ON_GPU))
+    equal = equal_in(ON_CPU) | tested, equal_in(ON_GPU)
+    on_cpu, on_gpu = ([name for name in asked if saved[name] in those] for those in equal)
     fails = {
         name: why + (" Equal on an H100." if name in on_gpu else "")
         for name, why in NO_ANSWERS.items()
@@ -361,7 +376,8 @@ and speculative decoding. Of some transformers has no class.
 """
 EQUAL = f"""## Equal answers
 
-`benchmarks/families.json` has a small model of each architecture for text with a complete plan. Real engines run them:
+[Models](models.md) has what the tests push to. `benchmarks/families.json` has a small model of each architecture for
+text with a complete plan, and real engines run it:
 
     weightsync bench --families benchmarks/families.json --gpus 0 --client extension --no-peers --num-iters 1
 
