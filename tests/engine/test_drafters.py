@@ -116,8 +116,11 @@ def eagle(engines: Engines, method: str, weights: str) -> tuple[Path, Path, nn.M
             rows = len(head[f"midlayer.self_attn.{name}.weight"])
             head[f"midlayer.self_attn.{name}.weight"] = torch.empty(rows, 2 * width)
         head |= {"midlayer.hidden_norm.weight": torch.empty(width), "norm.weight": torch.empty(width)}
-        head |= {"fc.weight": torch.empty(width, 3 * width), "lm_head.weight": torch.empty(DRAFT_VOCABULARY, width)}
-        own |= {"draft_vocab_size": DRAFT_VOCABULARY}
+        head |= {"fc.weight": torch.empty(width, 2 * width), "lm_head.weight": torch.empty(DRAFT_VOCABULARY, width)}
+        own |= {
+            "draft_vocab_size": DRAFT_VOCABULARY,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]},  # the model has no more layers
+        }
     else:
         del head["layers.0.input_layernorm.weight"]
         head |= {"fc.weight": torch.empty(width, 2 * width)}

@@ -43,12 +43,13 @@ SUFFIXES = {TEXT: "ForCausalLM", MULTIMODAL: "ForConditionalGeneration"}
 LONGEST_REASON = 140
 PATIENCE_S = 120.0
 
-NO_CONVOLUTION = "Its convolution fails in the first forward: `IndexError: Dimension out of range`."
+NO_CONVOLUTION = "Its mixer reads a dimension of the convolution that the packed weight lacks (`IndexError`)."
 NO_ANSWERS = {
     "FalconMambaForCausalLM": NO_CONVOLUTION,
     "JambaForCausalLM": NO_CONVOLUTION,
     "MambaForCausalLM": NO_CONVOLUTION,
-    "MiMoV2FlashForCausalLM": "Its attention with sinks needs Triton.",
+    "MiMoV2FlashForCausalLM": "Its attention calls Triton.",
+    "MiniMaxM2ForCausalLM": "The router for CPUs has no sigmoid without groups of experts (`AssertionError`).",
 }
 """Why vLLM's engine for CPUs does not answer. It does so without weightsync too."""
 

@@ -101,10 +101,9 @@ class VllmModel:
 
     def load_weights(self, model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         loader: Any = model.load_weights
-        if model is not self._pristine and self._drafts_apart:
-            weights = (
-                (name.removeprefix(f"{DRAFTER}."), tensor) for name, tensor in weights if name.startswith(f"{DRAFTER}.")
-            )
+        if self._drafter is not None and self._drafts_apart:
+            prefix, drafters = f"{DRAFTER}.", model is not self._pristine
+            weights = ((name.removeprefix(prefix), w) for name, w in weights if name.startswith(prefix) == drafters)
         return loader(weights)
 
     def parts(self, module: nn.Module) -> list[Any]:
