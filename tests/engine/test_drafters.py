@@ -94,6 +94,51 @@ def checkpoint(engines: Engines, layout: str, weights: str) -> Path:
     return folder
 
 
+DRAFT_VOCABULARY = 64
+
+
+def eagle(engines: Engines, method: str, weights: str) -> tuple[Path, Path, nn.Module]:
+    """A Llama and an EAGLE head for it, each as a checkpoint of its own, and a trainer that has both."""
+    from safetensors.torch import load_file, save_file
+
+    source = engines.checkpoint("llama", weights)
+    tensors = load_file(source / "model.safetensors")
+    width = len(tensors["model.norm.weight"])
+    layer = "midlayer" if method == "eagle3" else "layers.0"
+    head = {
+        name.replace("model.layers.0", layer): tensor
+        for name, tensor in tensors.items()
+        if name.startswith("model.layers.0.")
+    }
+    own = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    if method == "eagle3":
+        for name in ("q_proj", "k_proj", "v_proj"):  # its layer is given embeddings and states, side by side
+            rows = len(head[f"midlayer.self_attn.{name}.weight"])
+            head[f"midlayer.self_attn.{name}.weight"] = torch.empty(rows, 2 * width)
+        head |= {"midlayer.hidden_norm.weight": torch.empty(width), "norm.weight": torch.empty(width)}
+        head |= {"fc.weight": torch.empty(width, 2 * width), "lm_head.weight": torch.empty(DRAFT_VOCABULARY, width)}
+        own |= {
+            "draft_vocab_size": DRAFT_VOCABULARY,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]},  # the model has no more layers
+        }
+    else:
+        del head["layers.0.input_layernorm.weight"]
+        head |= {"fc.weight": torch.empty(width, 2 * width)}
+    folder = source.with_name(f"llama-{method}-{weights}")
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | own))
+    save_file({name: tensor.bfloat16().clone() for name, tensor in head.items()}, folder / "model.safetensors")
+    trainer, drafter = tiny_models.as_saved(source), tiny_models.as_saved(folder)
+    trainer.add_module("drafter", drafter)
+    tiny_models.fill(trainer, weights)
+    if method == "eagle3":
+        # Which token each of its own stands for: the difference, counted from its own number.
+        step = {"A": 1, "B": 2}[weights]
+        drafter.d2t = nn.Parameter(torch.arange(DRAFT_VOCABULARY) * step, requires_grad=False)
+    save_file(drafter.state_dict(), folder / "model.safetensors")
+    return source, folder, trainer
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # What runs in the engines' process
 
@@ -206,6 +251,33 @@ def test_a_drafter_that_no_tensor_is_for_stays_and_the_log_says_so(engines: Remo
     after = engines.call(drafters_tensors)
     shared = () if is_apart else ("embed_tokens.weight", "lm_head.weight")
     assert [name for name in before if not torch.equal(before[name], after[name]) and not name.endswith(shared)] == []
+
+
+def cold_eagle(engines: Engines, method: str) -> dict[str, Any]:
+    engines.release()
+    answers, engines.trainers = {}, {}
+    for weights in "BA":
+        source, head, engines.trainers[weights] = eagle(engines, method, weights)
+        start(engines, source, {"method": method, "model": str(head), "num_speculative_tokens": 2})
+        answers[weights] = ask(engines)
+    engines.sync = WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S, max_bytes=1 << 14)
+    return answers
+
+
+def push_eagle(engines: Engines, weights: str) -> tuple[Answer, Drafts]:
+    engines.sync.push(engines.trainers[weights])
+    return ask(engines)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_head_that_the_trainer_has_is_pushed_with_the_model(engines: Remote, method: str):
+    answers = engines.call(cold_eagle, method, timeout_s=300)
+    assert answers["A"][0] != answers["B"][0]
+    assert answers["A"][1] != answers["B"][1]
+    for weights in "BA":
+        answer, drafts = engines.call(push_eagle, weights)
+        assert_same(answer, answers[weights][0], f"push of {weights}")
+        assert drafts == answers[weights][1]
 
 
 def serve_two_workers(engines: Engines, speculative: dict[str, Any]) -> dict[str, Answer]:

@@ -263,8 +263,9 @@ def document(packages: str) -> str:
     table = "\n".join(rows)
     return f"""# Models
 
-The families of models for which a push has been shown to be right. `tests/engine/test_models.py` writes this file and
-fails when it finds something else. [The registry](registry.md) has what becomes of every other model of vLLM's.
+The families of models for which the tests show that a push is right. `tests/engine/test_models.py` writes this file and
+fails when it finds something else. [The registry](registry.md) has what becomes of every other model of vLLM's, and
+for which of them pushed equals cold.
 
 Found with {packages}, on a CPU with {cpu()}.
 
@@ -325,8 +326,8 @@ and for a Llama with tied embeddings, in two stages.
 
 ## State-space models and hybrids
 
-`weightsync bench --families benchmarks/families.json` pushed to engines on a CPU with AVX-512, and answers were equal,
-for: Falcon-H1, Granite 4, LFM2, Mamba 2, Nemotron-H and Qwen3-Next. There vLLM itself fails to answer with Jamba and
+Pushed equals cold on a CPU for Falcon-H1, Granite 4, LFM2, Mamba 2, Nemotron-H, Qwen3-Next, Qwen3.5 and Zamba 2, as for
+[the rest of the registry](registry.md#equal-answers). There vLLM itself fails to answer with Falcon Mamba, Jamba and
 Mamba, whose convolution it has packed. vLLM has no Bamba since 0.23.
 
 ## On a GPU

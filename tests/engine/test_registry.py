@@ -10,6 +10,7 @@ that a crash or a hang is a finding too.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tempfile
@@ -30,12 +31,27 @@ from weightsync.planning.layout import Box, Manifest, coverage
 if TYPE_CHECKING:
     from weightsync.vllm.plan_offline import WorkerPlan
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "registry.md"
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "registry.md"
+ON_CPU, ON_GPU = (
+    ROOT / "benchmarks" / "results" / name for name in ("2026-11-25-cpu-families.json", "2026-11-24-h100-families.json")
+)
 WRITES = os.environ.get("WEIGHTSYNC_WRITE_DOCS") == "1"
 WORKERS = (1, 2) if WRITES else (2,)  # two read all that one reads, in parts; one is asked where time does not matter
-SUFFIXES = {"text generation": "ForCausalLM", "multimodal": "ForConditionalGeneration"}
+TEXT, MULTIMODAL = "text generation", "multimodal"
+SUFFIXES = {TEXT: "ForCausalLM", MULTIMODAL: "ForConditionalGeneration"}
 LONGEST_REASON = 140
 PATIENCE_S = 120.0
+
+NO_CONVOLUTION = "Its mixer reads a dimension of the convolution that the packed weight lacks (`IndexError`)."
+NO_ANSWERS = {
+    "FalconMambaForCausalLM": NO_CONVOLUTION,
+    "JambaForCausalLM": NO_CONVOLUTION,
+    "MambaForCausalLM": NO_CONVOLUTION,
+    "MiMoV2FlashForCausalLM": "Its attention calls Triton.",
+    "MiniMaxM2ForCausalLM": "The router for CPUs has no sigmoid without groups of experts (`AssertionError`).",
+}
+"""Why vLLM's engine for CPUs does not answer. It does so without weightsync too."""
 
 PLANS, PASSED_OVER, MISFIT, REFUSED, NO_ENGINE, NO_TRAINER, FAULT = KINDS = (
     "a complete plan",
@@ -76,6 +92,14 @@ class Planner:
 
     def has_trainer(self, architecture: str) -> bool:
         return registry_models.trainer_class(architecture) is not None
+
+    def tested(self) -> set[str]:
+        """Return the architectures that `test_models.py` pushes to."""
+        import tiny_models
+        from test_models import FAMILIES
+        from transformers import AutoModelForCausalLM
+
+        return {AutoModelForCausalLM._model_mapping[type(tiny_models.CONFIGS[name]())].__name__ for name in FAMILIES}
 
     def versions(self) -> str:
         import torch
@@ -191,12 +215,16 @@ class Asked:
 
 @dataclass(frozen=True)
 class Found:
-    """The outcome of each architecture that transformers has, by section, and the size of each section."""
+    """The outcome of each architecture that transformers has, by section, and the size of each section.
+
+    tested: the architectures that other tests find equal.
+    """
 
     outcomes: dict[str, dict[str, Outcome]]
     sizes: dict[str, int]
     registered: int
     packages: str
+    tested: set[str]
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +237,7 @@ def found() -> Iterator[Found]:
         for section, names in sections.items()
     }
     sizes = {section: len(names) for section, names in sections.items()}
-    yield Found(outcomes, sizes, registered, asked(Planner.versions))
+    yield Found(outcomes, sizes, registered, asked(Planner.versions), asked(Planner.tested))
     asked.close()
 
 
@@ -264,15 +292,59 @@ def document(found: Found) -> str:
         lists.append(f"## {section.capitalize()}\n\nThe names end in `{suffix}`, unless they end otherwise.")
         for kind, names in by_kind.items():
             if kind == PLANS:
-                lists.append(
-                    wrapped(f"{PLANS.capitalize()}: {', '.join(name.removesuffix(suffix) for name in names)}.")
+                lists += (
+                    answered(names, found.tested) if section == TEXT else [listed(PLANS.capitalize(), names, suffix)]
                 )
             elif names:
-                rows = [f"| {name.removesuffix(suffix)} | {outcomes[name].why} |" for name in names]
-                lists.append("\n".join([f"| {kind} | why |", "| --- | --- |", *rows]))
+                lists.append(with_reasons(kind, {name: outcomes[name].why for name in names}, suffix))
     return HEAD.format(packages=found.packages, counts="\n".join(counts), registered=found.registered) + "\n\n".join(
         [*lists, EQUAL]
     )
+
+
+def answered(planned: list[str], tested: set[str]) -> list[str]:
+    """What is known of the answers of architectures with a complete plan."""
+    saved = {name: registry_models.SPELLED_OTHERWISE.get(name, name) for name in planned}
+    asked = [name for name in planned if saved[name] == name or saved[name] not in planned]
+    equal = equal_in(ON_CPU) | tested, equal_in(ON_GPU)
+    on_cpu, on_gpu = ([name for name in asked if saved[name] in those] for those in equal)
+    fails = {
+        name: why + (" Equal on an H100." if name in on_gpu else "")
+        for name, why in NO_ANSWERS.items()
+        if name in asked and name not in on_cpu
+    }
+    parts = {
+        "Equal on a CPU and on an H100": [name for name in on_cpu if name in on_gpu],
+        "Equal on a CPU": [name for name in on_cpu if name not in on_gpu],
+        "A plan alone": [name for name in asked if name not in on_cpu and name not in fails],
+        "Other names of these": [name for name in planned if name not in asked],
+    }
+    runs = len(asked) - len(fails)
+    suffix = SUFFIXES[TEXT]
+    return [
+        wrapped(
+            f"{PLANS.capitalize()}: {len(asked)} architectures, of which vLLM runs {runs} on a CPU. Pushed equals cold "
+            f"for {len(on_cpu)} of these {runs}, see [below](#equal-answers)."
+        ),
+        *(listed(title, names, suffix) for title, names in parts.items() if names),
+        with_reasons("a complete plan, and vLLM does not run it on a CPU", fails, suffix),
+    ]
+
+
+def equal_in(results: Path) -> set[str]:
+    """The architectures of the families in `results` that answered as a cold start."""
+    families = json.loads((ROOT / "benchmarks" / "families.json").read_text())
+    rows = [row for row in json.loads(results.read_text()) if row.get("answers") == 0]
+    return {families[name]["architectures"][0] for row in rows if (name := row["case"]["shape"]) in families}
+
+
+def listed(title: str, names: list[str], suffix: str) -> str:
+    return wrapped(f"{title}: {', '.join(name.removesuffix(suffix) for name in names)}.")
+
+
+def with_reasons(kind: str, reasons: dict[str, str], suffix: str) -> str:
+    rows = [f"| {name.removesuffix(suffix)} | {why} |" for name, why in reasons.items()]
+    return "\n".join([f"| {kind} | why |", "| --- | --- |", *rows])
 
 
 def wrapped(text: str) -> str:
@@ -303,14 +375,17 @@ Nothing was asked of the others. vLLM registers {registered} architectures in al
 and speculative decoding. Of some transformers has no class.
 
 """
-EQUAL = """## Equal answers
+EQUAL = f"""## Equal answers
 
-`benchmarks/families.json` has small models of 81 families, which real engines run:
+[Models](models.md) has what the tests push to. `benchmarks/families.json` has a small model of each architecture for
+text with a complete plan, and real engines run it:
 
     weightsync bench --families benchmarks/families.json --gpus 0 --client extension --no-peers --num-iters 1
 
-An engine is started cold from A and gets A, B, what a training step made of B, and A again. On a CPU it then answered
-as it did when it was cold, to the bit, for Cohere2Moe, ExaoneMoe, Gemma, Gemma2, Gemma3n, Gemma4, Glm and Glm4MoeLite.
-With those of [Models](models.md) these are 28 of the architectures for text. vLLM's engine for CPUs fails with
-FalconMamba when it is asked before a push.
+An engine is started cold from A and gets A, B, what a training step made of B, and A again. It is *equal* where it then
+gave the same tokens and log-probabilities as when it was cold, to the bit. vLLM *does not run* what fails in the same
+way without weightsync. [More of GPUs](models.md#on-a-gpu). Raw results, without times:
+
+- [on a CPU](../benchmarks/results/{ON_CPU.name})
+- [on an H100](../benchmarks/results/{ON_GPU.name}), with vLLM 0.26
 """

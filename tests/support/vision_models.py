@@ -32,13 +32,14 @@ _QWEN_TOKENS = dict(
 )
 _GEMMA_TOKENS = {"image_token_index": 240, "boi_token_index": 242, "eoi_token_index": 243, "mm_tokens_per_image": 4}
 PROMPTS = {
+    "llava": "<|image_pad|> t5 t6 t7",
     "gemma3": "<|vision_start|> t5 t6 t7",
     "llava-onevision": "<|image_pad|> t5 t6 t7",
     "mistral3": "<|image_pad|> t5 t6 t7",
 }
 """What asks about one picture, where it is not Qwen's form."""
 QWEN_PROMPT = "<|vision_start|> <|image_pad|> <|vision_end|> t5 t6 t7"
-KINDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "gemma3", "llava-onevision", "mistral3")
+KINDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "gemma3", "llava", "llava-onevision", "mistral3")
 
 
 def make_vision_model(kind: str, folder: Path, device: torch.device) -> nn.Module:
@@ -51,7 +52,7 @@ def make_vision_model(kind: str, folder: Path, device: torch.device) -> nn.Modul
     _tokenizer(kind).save_pretrained(folder)
     for file, content in processor.items():
         (folder / file).write_text(json.dumps(content))
-    if config.vision_config.model_type == "siglip_vision_model":
+    if config.vision_config.model_type in ("siglip_vision_model", "clip_vision_model"):
         # One that was never loaded is saved without the `vision_model` of published checkpoints, which vLLM wants.
         (weights,) = folder.glob("*.safetensors")
         names = re.compile(r"\bvision_tower\.(?!vision_model)")
@@ -158,6 +159,33 @@ def _gemma3() -> Any:
 
 
 def _llava() -> Any:
+    """The output of the tower's last layer but one is used, so vLLM runs no last one."""
+    from transformers import LlavaConfig
+
+    config = LlavaConfig(
+        text_config={**_TEXT, "model_type": "llama"},
+        vision_config={**_TOWER, "model_type": "clip_vision_model", "num_hidden_layers": 3, "projection_dim": 64},
+        image_token_index=240,
+        tie_word_embeddings=False,
+    )
+    image = {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": 56},
+        "crop_size": {"height": 56, "width": 56},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    own = {
+        "processor_class": "LlavaProcessor",
+        "patch_size": 14,
+        "num_additional_image_tokens": 1,
+        "vision_feature_select_strategy": "default",
+        "image_token": "<|image_pad|>",
+    }
+    return config, {"preprocessor_config.json": image, "processor_config.json": own}
+
+
+def _llava_onevision() -> Any:
     from transformers import LlavaOnevisionConfig
 
     config = LlavaOnevisionConfig(
@@ -228,6 +256,7 @@ _DESCRIPTIONS = {
     "qwen2.5-vl": _qwen2_5,
     "qwen3-vl": _qwen3,
     "gemma3": _gemma3,
-    "llava-onevision": _llava,
+    "llava": _llava,
+    "llava-onevision": _llava_onevision,
     "mistral3": _mistral3,
 }

@@ -37,7 +37,7 @@ class EngineModel(Protocol):
     all_reduce_max: AllReduceMax | None
     """Among the workers that have parts of the same modules. None where this worker is the only one."""
     kept: Sequence[str]
-    """Parameters that no push reaches: those of a drafter that has a checkpoint of its own."""
+    """Parameters that no push reaches: those of a drafter that is not in `pristine()`."""
 
     @property
     def live(self) -> nn.Module:
@@ -46,12 +46,15 @@ class EngineModel(Protocol):
     def pristine(self) -> nn.Module:
         """Return a copy of the model as it is before any weight is loaded, on the `meta` device. Made once.
 
-        A child `DRAFTER` is the model that drafts tokens, out of the same checkpoint and with a loader of its own.
+        A child `DRAFTER` is the model that drafts tokens, with a loader of its own.
         Modules that the engine shares between the two are shared here too.
         """
 
     def load_weights(self, model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        """Apply the engine's own loader to `model`, which is `pristine()` or its drafter."""
+        """Apply the engine's own loader to `model`, which is `pristine()` or its drafter.
+
+        The tensors of a drafter that has a checkpoint of its own are named `drafter.` and their names there.
+        """
 
     def parts(self, module: nn.Module) -> list[Any]:
         """Return the objects that hold the post-processed state of `module`."""

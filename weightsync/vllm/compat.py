@@ -96,6 +96,16 @@ def shares_checkpoint(vllm_config: VllmConfig) -> bool:
     return draft is not None and draft.model == vllm_config.model_config.model
 
 
+def has_plain_head(vllm_config: VllmConfig) -> bool:
+    """Return whether the drafter is an EAGLE head of which vLLM makes nothing but its parameters at the start."""
+    speculative = vllm_config.speculative_config
+    return (
+        getattr(speculative, "method", None) in ("eagle", "eagle3")
+        and speculative.draft_model_config.quantization is None
+        and not getattr(speculative, "parallel_drafting", False)
+    )
+
+
 def lora_request(name: str, number: int, path: str) -> LoRARequest:
     """Return what vLLM is asked for an adapter with."""
     return LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)

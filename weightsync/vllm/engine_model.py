@@ -37,7 +37,8 @@ class VllmModel:
         self.all_reduce_max: AllReduceMax | None = _largest_of_all if get_tp_group().world_size > 1 else None
         self._config = vllm_config
         self._model = model
-        self._drafter = drafter if compat.shares_checkpoint(vllm_config) else None
+        self._drafts_apart = not compat.shares_checkpoint(vllm_config)
+        self._drafter = drafter if not self._drafts_apart or compat.has_plain_head(vllm_config) else None
         own = {id(param) for param in model.parameters()}
         stays = drafter.named_parameters() if drafter is not None and self._drafter is None else ()
         self.kept: Sequence[str] = [f"{DRAFTER}.{name}" for name, param in stays if id(param) not in own]
@@ -100,6 +101,9 @@ class VllmModel:
 
     def load_weights(self, model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         loader: Any = model.load_weights
+        if self._drafter is not None and self._drafts_apart:
+            prefix, drafters = f"{DRAFTER}.", model is not self._pristine
+            weights = ((name.removeprefix(prefix), w) for name, w in weights if name.startswith(prefix) == drafters)
         return loader(weights)
 
     def parts(self, module: nn.Module) -> list[Any]:
