@@ -21,7 +21,13 @@ PURE = {
     "weightsync.errors": [],
     "weightsync.planning.layout": ["weightsync.errors"],
     "weightsync.planning.bucketing": ["weightsync.errors", "weightsync.planning.layout"],
-    "weightsync.control.wire": ["weightsync.errors", "weightsync.planning.layout", "weightsync.planning.rows"],
+    "weightsync.control.wire": [
+        "weightsync.control.wire_memory",
+        "weightsync.errors",
+        "weightsync.planning.layout",
+        "weightsync.planning.rows",
+    ],
+    "weightsync.control.wire_memory": [],
     "weightsync.checkpoint.safetensors": ["weightsync.errors", "weightsync.planning.layout"],
     "weightsync.planning.rows": ["weightsync.errors", "weightsync.planning.layout"],
     "weightsync.planning.transfer_plan": [
@@ -39,7 +45,7 @@ PURE = {
 ORDER = [
     ["weightsync.errors"],
     ["weightsync.control.runtime", "weightsync.report", "weightsync.vllm.compat"],
-    ["weightsync.control.wire", "weightsync.planning", "weightsync.selection"],
+    ["weightsync.control.wire", "weightsync.control.wire_memory", "weightsync.planning", "weightsync.selection"],
     ["weightsync.control"],
     ["weightsync.engines"],
     ["weightsync.control.fleet", "weightsync.control.member"],

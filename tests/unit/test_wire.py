@@ -6,6 +6,7 @@ import re
 import struct
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from msgspec.structs import fields
 
 from weightsync.control import wire
 from weightsync.control.wire import (
+    FREE_BYTES,
     MAX_FRAME_BYTES,
+    MEMORY_FACTOR,
     PREFIX_BYTES,
     PROTOCOL,
     Commit,
@@ -44,6 +47,7 @@ from weightsync.control.wire import (
     frame_length,
     typed,
 )
+from weightsync.control.wire_memory import memory_bytes
 from weightsync.errors import ErrorFields, ManifestError, ProtocolError
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta
 from weightsync.planning.rows import Arrival, Run
@@ -379,26 +383,50 @@ def test_strings_that_are_not_utf_8_are_refused():
 
 def test_nesting_has_a_limit():
     for depth in (11, 100, 10_000, 1_000_000):
-        refuse(b"\x82\xa1t\xa5Value\xa5value" + b"\x91" * depth + b"\xc0", "got `array`|too many arrays")
+        refuse(b"\x82\xa1t\xa5Value\xa5value" + b"\x91" * depth + b"\xc0", "got `array`|too many small parts")
     assert kind(decode(b"\x82\xa1t\xa5Value\xa5value" + b"\x91" * 10 + b"\xc0")) == "Value"
 
 
-@pytest.mark.parametrize("each", [b"\x80", b"\x90"], ids=["maps", "arrays"])
-def test_a_crowd_of_arrays_or_maps_is_refused_before_it_takes_memory(each: bytes):
-    count = 4_000_000
-    data = b"\x82\xa1t\xa5Value\xa5value\xdd" + struct.pack(">I", count) + each * count
+SMALL = [{}, [], {"": 0}, {"k": 0}, [0], -32, -100, "ab", "\u20ac", "\U0001f600"]
+LARGE = [0, 60_000, 1 << 63, 0.5, "a", "abcdefghijklmnopqrstuvw"]
+
+
+def peak_bytes(data: bytes) -> int:
+    """The most memory that reading this takes, which may be refused."""
     tracemalloc.start()
     try:
-        refuse(data, "too many arrays and maps for its size")
-        assert tracemalloc.get_traced_memory()[1] < 2 * len(data)
+        with suppress(ProtocolError):
+            decode(data)
+        return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("each", SMALL, ids=str)
+def test_a_crowd_of_small_parts_is_refused_before_it_takes_memory(each: Any):
+    data = body(Value([each] * 80_000))
+    assert peak_bytes(data) < 1 << 16
+    refuse(data, "too many small parts for its size")
+
+
+@pytest.mark.parametrize("each", [*SMALL, *LARGE], ids=str)
+def test_no_message_takes_more_memory_than_it_may(each: Any):
+    """A crowd of small parts beside so much text that it is just let through."""
+    content = [each] * 40_000
+    data = body(Value([content]))
+    over = memory_bytes(data, 1 << 40) - FREE_BYTES - MEMORY_FACTOR * len(data)
+    data = body(Value([content, "x" * max(1, over // (MEMORY_FACTOR - 1) + 100)]))
+    decode(data)
+    assert peak_bytes(data) < (MEMORY_FACTOR + 2) * len(data) + FREE_BYTES
+
+
 def test_a_large_honest_plan_is_read():
-    row = ShardLocation("model.layers.1.w", Box((0, 0), (4096, 4096)), 1, 2, 0, (4096, 1), "bfloat16")
-    message = Connect("ipc", [], [Arrival((row,) * 50_000)], 0, [], [], {})
-    assert decode(body(message)) == message
+    row = ShardLocation("h.1.w", Box((0, 0), (4096, 4096)), 1, 2, 1 << 31, (4096, 1), "bfloat16")
+    for message in (
+        Connect("ipc", [], [Arrival((row,) * 20_000)], 0, [Run(1, 2, 1 << 31, 1 << 25)] * 20_000, [], {"runs": [[0]]}),
+        PlanRequest(tuple(TensorMeta(f"h.{n}.w", (4096, 4096), "bfloat16") for n in range(20_000))),
+    ):
+        assert decode(body(message)) == message
 
 
 def test_a_frame_that_announces_too_much_is_refused():

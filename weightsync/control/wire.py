@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from weightsync.control.wire_memory import memory_bytes
 from weightsync.errors import ErrorFields, ProtocolError
 from weightsync.planning.layout import Box, Count, ShardLocation, TensorMeta
 from weightsync.planning.rows import Arrival, Plain, Run, Storage
@@ -24,12 +25,12 @@ CLEAN, POISONED = "CLEAN", "POISONED"
 """States of a worker's model. The version of an engine begins with the second one when a push into it has failed after
 its first bucket was announced."""
 MAX_FRAME_BYTES = 1 << 28
+MEMORY_FACTOR = 16
+"""How many times its bytes a message may take in memory. Rows of short names and small integers take twelve."""
+FREE_BYTES = 1 << 20
+_SMALL_BYTES = 1 << 14
+"""No body of so many bytes takes more than `FREE_BYTES`."""
 _LENGTH = struct.Struct("<I")
-_FREE = 1 << 16
-_SHARE = 6
-"""Of a body at most so many bytes, and one in so many, may be ones that begin an array or a map: each of these takes
-far more memory than a byte."""
-_NO_CONTAINERS = bytes({*range(256)} - {*range(0x80, 0xA0), *range(0xDC, 0xE0)})
 _REASON_CHARS = 300
 
 T = TypeVar("T")
@@ -214,8 +215,9 @@ def decode(body: bytes) -> Message:
     Raises `ProtocolError` for anything but the bytes that `encode` gives a message.
     """
     try:
-        if len(body.translate(None, _NO_CONTAINERS)) > _FREE + len(body) // _SHARE:
-            raise ValueError("it has too many arrays and maps for its size")
+        most_bytes = FREE_BYTES + MEMORY_FACTOR * len(body)
+        if len(body) > _SMALL_BYTES and memory_bytes(body, most_bytes) > most_bytes:
+            raise ValueError(f"it has too many small parts for its size: it would take over {most_bytes} bytes")
         message: Message = _decode(body)
         if _encode(message) != body:
             raise ValueError(f"a {type(message).__name__} is written in another form than the one that it has")

@@ -1,0 +1,66 @@
+"""How much memory a message takes, found before any of it is made."""
+
+from __future__ import annotations
+
+_SLOT = 8
+"""Every value takes a place in what holds it."""
+_SHORT, _INTEGER, _LONG, _FLOAT, _ARRAY, _EMPTY_MAP, _MAP, _ENTRY = 28, 32, 36, 24, 56, 64, 184, 64
+_ASCII, _WIDE = 49, 76
+_SPECIAL = 0
+_STEP = [1] * 256
+"""The bytes of a value by its first byte. Arrays and maps are their heads alone. `_SPECIAL`: it has to be looked at."""
+_COST = [_SLOT] * 256
+"""The bytes that CPython needs for a value, by its first byte. One-byte integers from -5 on are there already."""
+_STRINGS, _MAPS = {0xD9: 1, 0xDA: 2, 0xDB: 4}, {0xDE: 2, 0xDF: 4}
+"""How many bytes of length follow the first byte."""
+
+for _first in range(0x80, 0xA0):
+    _COST[_first] += _ARRAY if _first >= 0x90 else _MAP + _ENTRY * (_first & 15) if _first > 0x80 else _EMPTY_MAP
+for _first in (*range(0xA0, 0xC0), *_STRINGS, *_MAPS):
+    _STEP[_first] = _SPECIAL
+for _first, (_step, _cost) in {
+    0xCA: (5, _FLOAT),
+    0xCB: (9, _FLOAT),
+    0xCC: (2, 0),
+    0xCD: (3, _SHORT),
+    0xCE: (5, _INTEGER),
+    0xCF: (9, _LONG),
+    0xD0: (2, _INTEGER),
+    0xD1: (3, _INTEGER),
+    0xD2: (5, _INTEGER),
+    0xD3: (9, _LONG),
+    0xDC: (3, _ARRAY),
+    0xDD: (5, _ARRAY),
+    **dict.fromkeys(range(0xE0, 0xFB), (1, _INTEGER)),
+}.items():
+    _STEP[_first] = _step
+    _COST[_first] += _cost
+
+
+def memory_bytes(body: bytes, most_bytes: int) -> int:
+    """Return at least as many bytes as the values in this msgpack take in CPython. Stops when it is over `most_bytes`.
+
+    What a message may not have, such as byte strings, counts as if each of its bytes were a value: it is not read.
+    """
+    at, total, end = 0, 0, len(body)
+    while at < end and total <= most_bytes:
+        first = body[at]
+        total += _COST[first]
+        if step := _STEP[first]:
+            at += step
+            continue
+        at += 1
+        if first in _MAPS:
+            size = int.from_bytes(body[at : at + _MAPS[first]], "big")
+            at += _MAPS[first]
+            total += _MAP + _ENTRY * size
+            continue
+        size = first & 31
+        if first in _STRINGS:
+            size = int.from_bytes(body[at : at + _STRINGS[first]], "big")
+            at += _STRINGS[first]
+        text = body[at : at + size]
+        if size > 1:  # every single character is there already
+            total += _ASCII + size if text.isascii() else _WIDE + 4 * size
+        at += size
+    return total
