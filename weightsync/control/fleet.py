@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 from weightsync.control.background_call import BackgroundCall
 from weightsync.control.listener import Listener
-from weightsync.control.member import Member, Worker
+from weightsync.control.member import Member, Worker, find_lost
 from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import Deadline, in_thread, this_process
 from weightsync.control.wire import (
@@ -231,7 +231,12 @@ class Fleet:
         self.state = UpdateState.CLOSED
 
     def go(self, version: int, sample: int | None, place_sample: int | None, digests: Sequence[int]) -> None:
-        """Tell every worker to run its part of the plan. From here on the engines' weights are a mixture."""
+        """Tell every worker to run its part of the plan. From here on the engines' weights are a mixture.
+
+        A rank or a worker that is known to have gone is raised before.
+        """
+        self._check_ranks()
+        self.check()
         self._version, self.state = version, UpdateState.DIRTY
         self._send(Go(version, sample, place_sample, list(digests)), Deadline(self._timeout_s), "transfer")
 
@@ -273,21 +278,24 @@ class Fleet:
             return fenced
         except WeightSyncError:
             pass
-        named = {error.who, *getattr(error, "waiting_for", ())}
-        lost = [one.engine.name for one in self._members if one.is_lost(named)]
-        if lost and isinstance(error, (PeerError, EngineError, SyncTimeoutError)):
+        may_be_engines = isinstance(error, (PeerError, EngineError, SyncTimeoutError))
+        if may_be_engines and (lost := find_lost(self._members, error, self._listener)):
             error.add_facts(lost=lost, survivors=[o.engine.name for o in self._members if o.engine.name not in lost])
         return error
 
     def fail(self, error: WeightSyncError) -> None:
-        """End the push as the table says, after any failure. Never raises, takes seconds; the fleet is over."""
+        """End the push as the table says, after any failure. Never raises, takes seconds; the fleet is over.
+
+        Engines that do not answer are not waited for. They do what is asked of them when they go on.
+        """
         state, self._over = self.state, True
-        deadline = Deadline(_FAREWELL_S)
+        lost = getattr(error, "lost", [])
+        deadline = Deadline(0.0 if len(lost) == len(self._members) else _FAREWELL_S)
         held = [one for one in self._members if one.is_held()]
         whole = state in (UpdateState.CLOSED, UpdateState.OPEN) and not self._was_poisoned
         for one in self._members:
             one.give_up(whole)
-        for worker in (worker for one in held for worker in one.workers):
+        for worker in self.workers:
             with suppress(WeightSyncError):  # it is gone
                 worker.connection.send(Failure(error.to_fields()), deadline, "fail")
         # A worker that is only just connecting would wait to be admitted, and its engine with it.
@@ -295,11 +303,11 @@ class Fleet:
         for call in (*([self._opening] if self._opening else []), *self._calls, *self._changing):
             call.join(deadline.left_s())
         if state in (UpdateState.OPEN, UpdateState.DIRTY):
-            self._try_all("give up", held, Member.take_back)
+            self._try_all("give up", held, Member.take_back, lost)
         if state is UpdateState.DIRTY:
             # The version that vLLM reports with every answer is where people look. Generation stays paused.
             mark = f"{POISONED}: the push of version {self._version} failed"
-            self._try_all("mark", held, lambda one: one.engine.set_version(mark))
+            self._try_all("mark", held, lambda one: one.engine.set_version(mark), lost)
         self._ended.set()
         for worker in self.workers:
             worker.connection.close()
@@ -415,10 +423,14 @@ class Fleet:
             one.call(method)
         self._wait(calls, Deadline(self._timeout_s), phase, in_opening)
 
-    def _try_all(self, phase: str, members: Sequence[Member], method: Callable[[Member], None]) -> None:
+    def _try_all(
+        self, phase: str, members: Sequence[Member], method: Callable[[Member], None], lost: Collection[str]
+    ) -> None:
         deadline = Deadline(_FAREWELL_S)
-        for call in [self._call(phase, one, method) for one in members]:
-            call.join(deadline.left_s())
+        calls = [(self._call(phase, one, method), one) for one in members]
+        for call, one in calls:
+            if one.engine.name not in lost:
+                call.join(deadline.left_s())
 
     def _call(self, phase: str, one: Member, method: Callable[[Member], None]) -> BackgroundCall:
         call = BackgroundCall(self._listener, f"{phase} of {one.engine.name}", one.call, method)
