@@ -15,9 +15,11 @@ nothing is written; they were told to go; rank 0 is in the middle of its chunks;
 version is stamped and generation is still paused."""
 UNTOUCHED, MUTE, NEW, PAUSED, DEAD = "as it was", "mute", "new", "new, paused", "dead"
 
+ON_HOSTS = "stand-in on another host"
 RANKS = ("rank 0", "rank 1")
 LINKS = ("rank 0 - rank 1", "rank 0 - worker")
-COPYING = ("ipc", "broadcast", "checkpoint")
+CUT_OFF = ("dropped", "refused")
+"""What becomes of the packets of a connection, and of new connections, until the others have raised."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,14 @@ class Expected:
     kinds: the classes of error that the ranks that are left may raise. Empty: the push must return.
     words: any of these is in the error's text.
     may_return: the push may also be complete, which the order of two processes decides.
+    taken: what another trainer's push raises that comes while rank 0 is stopped, "" where it succeeds.
     """
 
     states: tuple[str, ...]
     kinds: tuple[str, ...]
     words: tuple[str, ...]
     may_return: bool = False
+    taken: str = ""
 
 
 def expected(cell: Cell) -> Expected:
@@ -60,7 +64,7 @@ def expected(cell: Cell) -> Expected:
         case "open":
             # It was marked before anything is written, and with the way to its workers goes the right to touch it.
             # Who has stopped is not missed before the workers were told to go.
-            unseen = conductor_is_gone or cell.how == "stopped" or cell.who == "rank 0 - worker"
+            unseen = conductor_is_gone or cell.how in ("stopped", *CUT_OFF) or cell.who == "rank 0 - worker"
             states = (MUTE,) if unseen else (UNTOUCHED,)
         case "close":
             states = (PAUSED,) if conductor_is_gone else (NEW,)
@@ -69,6 +73,12 @@ def expected(cell: Cell) -> Expected:
     if engine_dies:
         states = (DEAD,)
     if cell.how == "stopped":
+        if cell.who == "rank 0" and cell.transport == "single_copy" and cell.phase not in ("connect", "plan"):
+            # It could write into the engine when it goes on, so that nobody else gets the engine.
+            if cell.phase == "close":
+                return Expected((NEW,), (), (), taken="EngineBusyError")
+            states = (UNTOUCHED,) if cell.phase == "open" else (MUTE,)
+            return Expected(states, ("SyncTimeoutError",), ("trainer rank 0",), taken="EngineBusyError")
         if cell.who == "rank 0":  # another trainer takes the engine over meanwhile
             return Expected((NEW,), ("FencedError",), ("another trainer has taken over this engine",))
         if cell.who == "rank 1" and cell.phase in ("commit", "close"):  # nothing is wanted of it any more
@@ -78,12 +88,17 @@ def expected(cell: Cell) -> Expected:
         kinds = ("PeerError", "EngineUnreachableError")
     else:
         kinds = ("PeerError",)
+    if cell.how in CUT_OFF:
+        kinds = ("SyncTimeoutError", "PeerError", "EngineUnreachableError")
     words = ("trainer rank 0", "trainer rank 1") if cell.who == LINKS[0] else (_named(cell.who),)
     # What all have loaded is not taken back, and a connection that breaks after its last message is not missed.
-    may_return = (cell.phase, cell.how) == ("done", "stopped")
+    may_return = cell.phase == "done" and cell.how in ("stopped", *CUT_OFF)
+    may_return |= cell.how in CUT_OFF and (cell.phase == "close" or (cell.who, cell.phase) == (LINKS[0], "commit"))
     may_return |= cell.phase == "close" and (cell.who, cell.how) in (
         ("rank 0 - worker", "closed"),
         ("rank 1", "killed"),
+        ("worker", "stopped"),
+        ("worker", "killed"),
     )
     return Expected(states, kinds, words, may_return)
 
@@ -94,11 +109,16 @@ def _named(who: str) -> str:
 
 def cells_of(client: str, transport: str) -> Iterator[Cell]:
     """Yield the cells of one client and transport, those that spare processes first."""
-    whos: dict[str, tuple[str, ...]] = {"stand-in": ("core", "worker")}
-    hows = [(who, "closed") for who in LINKS]
-    hows += [(who, "killed") for who in RANKS]
-    hows += [(who, how) for how in ("stopped", "killed") for who in whos[client]]
-    hows += [(who, "stopped") for who in RANKS]
+    whos: dict[str, tuple[str, ...]] = {ON_HOSTS: (), "stand-in": ("core", "worker"), "HTTP": ("core", "server")}
+    hows = [(who, how) for how in CUT_OFF for who in LINKS] if client == ON_HOSTS else hows_of(whos[client])
     for who, how in hows:
         for phase in PHASES:
             yield Cell(client, transport, who, how, phase)
+
+
+def hows_of(victims: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return what happens to whom on one host, where `victims` are the engine's processes."""
+    hows = [(who, "closed") for who in LINKS]
+    hows += [(who, "killed") for who in RANKS]
+    hows += [(who, how) for how in ("stopped", "killed") for who in victims]
+    return hows + [(who, "stopped") for who in RANKS]

@@ -9,13 +9,16 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cells import DEAD, LINKS, MUTE, NEW, PAUSED, RANKS, UNTOUCHED, Cell, expected
+from cells import CUT_OFF, DEAD, LINKS, NEW, ON_HOSTS, RANKS, Cell, expected
 from engines import Remote
+from hosts import Host, Hosts
+from looks import Look, state_of
+from servers import ServerSide
 from stand_in import TP, StandInWorker
 from trainer import Outcome, Rank
 
@@ -49,33 +52,25 @@ class Result:
         return not self.faults
 
 
-@dataclass(frozen=True)
-class Look:
-    """What an engine is: the weights that it has whole, "" for a mixture; whether it would answer if it were asked."""
-
-    weights: str
-    is_guarded: bool
-    is_paused: bool
-    version: str
-    is_serving_a_trainer: bool
-
-
 class StandIn:
     """The stand-in engine, and what the driver knows of it."""
 
     victims = ("core", "worker")
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._count = folder, itertools.count()
+    def __init__(self, folder: Path, transport: str, hosts: Hosts | None) -> None:
+        self._paths = [str(folder / f"engine-{rank}") for rank in range(TP)]
+        self.address = self._paths, "127.0.0.1" if hosts is None else hosts.address("B")
+        self._hosts = hosts
         self._workers: list[Remote] = []
         self.weights, self.version = "", 0
         self.start()
 
     def start(self) -> None:
         self.close()
-        self.address = [str(self._folder / f"engine-{next(self._count)}") for _ in range(TP)]
-        self._workers = [Remote(StandInWorker, rank, "A", address) for rank, address in enumerate(self.address)]
-        wait_for(lambda: all(map(os.path.exists, self.address)), 60)
+        for path in self._paths:
+            Path(path).unlink(missing_ok=True)
+        self._workers = [process(self._hosts, "B", StandInWorker, rank, "A", p) for rank, p in enumerate(self._paths)]
+        wait_for(lambda: all(map(os.path.exists, self._paths)), 60)
         self.weights, self.version = "A", 0
 
     def pids(self) -> dict[str, int]:
@@ -97,12 +92,21 @@ class StandIn:
             any(state == POISONED for state, *_ in looks),
             is_paused,
             version,
-            any(serving for *_, serving in looks),
         )
+
+    def wait_until_given_up(self, timeout_s: float) -> None:
+        """Wait until no worker serves a trainer."""
+        wait_for(lambda: not any(w.call(StandInWorker.look, "")[-1] for w in self._workers), timeout_s)
+
+    def learn(self, weights: str) -> None:
+        """Do nothing: what is to be found after a push is known."""
 
     def close(self) -> None:
         for worker in self._workers:
             end(worker)
+
+
+ENGINES: dict[str, Callable[..., Any]] = {"stand-in": StandIn, ON_HOSTS: StandIn, "HTTP": ServerSide}
 
 
 class Bench:
@@ -111,11 +115,12 @@ class Bench:
     def __init__(self, client: str, transport: str, folder: Path, timeout_s: float) -> None:
         self.client, self.transport, self.folder, self.timeout_s = client, transport, folder, timeout_s
         self.short_s = timeout_s
-        self.engine = StandIn(folder)
+        self.hosts = Hosts("A", "B", "C", shared=folder).__enter__() if client == ON_HOSTS else None
+        self.engine: Any = ENGINES[client](folder, transport, self.hosts)
         self._count = itertools.count()
         self.ranks: list[Remote] = []
         self.pids: set[int] = set()  # of all that there were
-        self.healer = Remote(Rank, 0, 1, folder / "none")
+        self.healer = process(self.hosts, "A", Rank, 0, 1, folder / "none")
         self.held: dict[int, Counter[str]] = {}
         # gloo keeps the sockets of what it has not done until its own deadline, which is 8 times ours.
         self.gloo_s = 9 * PATIENT_S if transport == "broadcast" else 0.0
@@ -138,30 +143,35 @@ class Bench:
     def start_anew(self) -> None:
         self.end_ranks()
         end(self.healer)
-        self.healer = Remote(Rank, 0, 1, self.folder / "none")
+        self.healer = process(self.hosts, "A", Rank, 0, 1, self.folder / "none")
         self.engine.start()
 
-    def settle_descriptors(self) -> None:
-        """Wait until gloo has given back what it kept, and note where it has not."""
+    def settle_descriptors(self) -> list[Result]:
+        """Wait until gloo has given back what it kept. Return the results of the cells where it has not."""
+        wrong = []
         deadline = time.monotonic() + self.gloo_s
         for result, pid, before in self.owed:
             while pid in self.now() and (more := descriptors(pid) - before):
                 if time.monotonic() > deadline:
                     result.faults.append(f"process {pid} has more open for good: {dict(more)}")
+                    wrong.append(result)
                     break
                 time.sleep(0.2)
         self.owed.clear()
+        return wrong
 
     def close(self) -> None:
         self.end_ranks()
         end(self.healer)
         self.engine.close()
+        if self.hosts is not None:
+            self.hosts.__exit__()
 
     def _run(self, cell: Cell, result: Result) -> None:
         want = expected(cell)
         self.timeout_s = PATIENT_S
         self.make_ready()
-        if cell.how not in ("killed", "closed"):  # the others do not wait for anything
+        if cell.how in ("stopped", *CUT_OFF):  # the others do not wait for anything
             self.timeout_s = self.short_s
         before = self.engine.weights
         failing, healing = [weights for weights in KNOWN if weights != before]
@@ -171,17 +181,15 @@ class Bench:
         version = self.engine.version
         outcomes = self.fail(cell, result, failing, healing)
         told = {outcome[:2] for outcome in outcomes}
-        result.seconds = max((seconds for *_, seconds in outcomes), default=0.0)
         result.outcome = " / ".join(sorted(kind or "returned" for kind, _ in told))
         returned = told == {("", "")}
         if not (returned and (want.may_return or not want.kinds)):
             result.faults += wrong_errors(told, want.kinds, want.words, cell.who == LINKS[0])
-        if cell.how != "stopped" or cell.who not in RANKS:
-            limit_s = self.timeout_s + GRACE_S
-            if result.seconds > limit_s + BUSY_S:
-                result.faults.append(f"the error came after {result.seconds:.1f} s, not within {limit_s:g} s")
-        states = (NEW,) if returned else want.states
-        if cell.who == "rank 0" and cell.how == "stopped":
+        limit_s = self.timeout_s + GRACE_S
+        if result.seconds > limit_s + BUSY_S:
+            result.faults.append(f"the error came after {result.seconds:.1f} s, not within {limit_s:g} s")
+        states = (NEW,) if returned and DEAD not in want.states else want.states
+        if (cell.who, cell.how) == ("rank 0", "stopped") and not want.taken:
             failing, version = healing, self.engine.version - 1
         result.state = self.settle(states, before, failing, version)
         if result.state not in states:
@@ -197,41 +205,64 @@ class Bench:
     def fail(self, cell: Cell, result: Result, weights: str, healing: str) -> list[Outcome]:
         """Let the cell's failure happen in a push, and return what the ranks that are left raise."""
         there = self.folder / f"there-{next(self._count)}"
-        conductor = self.ranks[0]
-        conductor.call(Rank.arm, cell.phase, there, cell.who if cell.who in LINKS else "")
+        conductor, second = self.ranks
+        conductor.call(Rank.arm, cell.phase, there, cell.who if cell.how == "closed" else "")
         for rank in self.ranks:
             rank.begin(Rank.push, weights)
         wait_for(there.exists, 30)
-        left = list(self.ranks)
+
+        def go_on(*those: Remote) -> list[Outcome]:
+            there.unlink()
+            since = time.monotonic()
+            outcomes = [self.outcome(rank) for rank in those]
+            result.seconds = time.monotonic() - since
+            return outcomes
+
         match cell.who, cell.how:
+            case _, "closed":
+                return go_on(conductor, second)
             case who, "killed" if who in RANKS:
-                left.remove(victim := self.ranks[RANKS.index(who)])
-                end(victim)
-                there.unlink()
+                end(victim := self.ranks[RANKS.index(who)])
+                return go_on(*(rank for rank in self.ranks if rank is not victim))
             case who, "killed":
                 self.engine.kill(who)
-                there.unlink()
+                return go_on(conductor, second)
             case "rank 0", "stopped":
                 with Stopped(pid_of(conductor)):
-                    there.unlink()
-                    wait_for(lambda: not self.look().is_serving_a_trainer, self.timeout_s + GRACE_S + BUSY_S)
+                    go_on()
+                    self.engine.wait_until_given_up(1.5 * self.timeout_s + GRACE_S + BUSY_S)
                     self.connect([self.healer])
-                    taken = self.push([self.healer], healing)
-                    if taken != [("", "")]:
-                        result.faults.append(f"another trainer cannot take the engine over: {taken}")
+                    (taken,) = self.push([self.healer], healing)
+                    if taken[0] != expected(cell).taken:
+                        result.faults.append(f"another trainer got {taken}")
+                return [self.outcome(rank) for rank in self.ranks]
+            case "rank 1", "stopped":
+                with Stopped(pid_of(second)):
+                    outcomes = go_on(conductor)
+                return [*outcomes, self.outcome(second)]
             case who, "stopped":
-                victim = self.ranks[1] if who == "rank 1" else None
-                others = [rank for rank in self.ranks if rank is not victim]
-                with Stopped(pid_of(victim) if victim else self.engine.pids()[who]):
-                    there.unlink()
-                    outcomes = [self.outcome(rank) for rank in others]
-                    result.seconds = max(seconds for *_, seconds in outcomes)
-                    if (late := result.seconds - self.timeout_s - GRACE_S) > BUSY_S:
-                        result.faults.append(f"the error came {late:.1f} s late")
-                return [*outcomes, self.outcome(victim)] if victim else outcomes
-            case _:
-                there.unlink()
-        return [self.outcome(rank) for rank in left]
+                with Stopped(self.engine.pids()[who]):
+                    return go_on(conductor, second)
+        away = cell.who == LINKS[0]
+        with self.cut_off("C" if away else "B", cell.how):
+            outcomes = go_on(*(self.ranks[:1] if away else self.ranks))
+        return [*outcomes, self.outcome(second)] if away else outcomes
+
+    @contextmanager
+    def cut_off(self, host: str, how: str) -> Iterator[None]:
+        """Meanwhile nothing that is sent to a host arrives. It is dropped, or refused."""
+        assert self.hosts is not None
+        if how == "dropped":
+            self.hosts.cut(host)
+        else:
+            self.hosts.block(host, "1024-65535", refuse=True)
+        try:
+            yield
+        finally:
+            if how == "dropped":
+                self.hosts.heal(host)
+            else:
+                self.hosts.unblock(host, "1024-65535", refuse=True)
 
     def outcome(self, rank: Remote) -> Outcome:
         found: Outcome = rank.result(10 * self.timeout_s + 20)
@@ -260,6 +291,8 @@ class Bench:
             self.healer.call(Rank.release)  # while it holds the engine, the ranks are turned away
         elif cell.how == "killed" and cell.who in RANKS:
             self.release()  # the rank that is left
+            if self.transport == "single_copy":  # which has the engine's memory mapped
+                self.end_ranks()
             healers = [self.healer]
             self.connect(healers)
         told = self.push(healers, weights)
@@ -279,7 +312,7 @@ class Bench:
     def make_ready(self) -> None:
         if not self.ranks:
             store = self.folder / f"store-{next(self._count)}"
-            self.ranks = [Remote(Rank, rank, 2, store) for rank in range(2)]
+            self.ranks = [process(self.hosts, host, Rank, rank, 2, store) for rank, host in enumerate("AC")]
         pids = self.now()
         if pids != set(self.held):  # one is new, and has not opened all that it keeps open
             for trainers in ([self.healer], self.ranks):
@@ -298,8 +331,10 @@ class Bench:
         return [*self.ranks, self.healer]
 
     def connect(self, trainers: list[Remote]) -> None:
+        # Alone it cannot share the memory of two workers.
+        transport = "ipc" if trainers == [self.healer] and self.transport == "single_copy" else self.transport
         for each in trainers:
-            each.begin(Rank.connect, self.client, self.transport, self.engine.address, self.timeout_s, self.folder)
+            each.begin(Rank.connect, self.client, transport, self.engine.address, self.timeout_s, self.folder)
         for each in trainers:
             each.result(60)
 
@@ -309,6 +344,7 @@ class Bench:
         told = [self.outcome(each)[:2] for each in trainers]
         if not any(kind for kind, _ in told):
             look = self.look()
+            self.engine.learn(weights)
             self.engine.weights, self.engine.version = weights, int(look.version)
         return told
 
@@ -359,22 +395,17 @@ def wrong_errors(
             yield f"the error does not name {' or '.join(words)}: {text}"
 
 
-def state_of(look: Look | None, before: str, failing: str, version: int) -> str:
-    """Return the state of an engine that served the weights `before` as `version` and was pushed `failing`."""
-    if look is None:
-        return DEAD
-    if look.version.startswith(POISONED):
-        if look.is_paused:
-            return MUTE if look.is_guarded or look.weights else f"a mixture that would answer when it is woken: {look}"
-        return f"marked and not paused: {look}"
-    if look.is_guarded:
-        return f"POISONED without a mark: {look}"
-    number = int(look.version) if look.version.isdigit() else 0
-    if (look.weights, number) == (before, version):
-        return UNTOUCHED if not look.is_paused else f"as it was, and paused: {look}"
-    if (look.weights, number) == (failing, version + 1):
-        return PAUSED if look.is_paused else NEW
-    return f"a LIE: {look}, after {before!r} as version {version} and a push of {failing!r}"
+def process(hosts: Hosts | None, host: str, kind: Callable[..., Any], *args: Any) -> Remote:
+    """Start a process that makes a `kind(*args)`, on this machine or on one of the hosts."""
+    if hosts is None:
+        return Remote(kind, *args)
+    return Remote(on_host, host, hosts._pid(host), kind, *args)
+
+
+def on_host(name: str, pid: int, kind: Callable[..., Any], *args: Any) -> Any:
+    Host(name, pid)
+    os.environ |= {"MASTER_ADDR": "A", "WEIGHTSYNC_KEY": "a key that only the failure matrix has"}
+    return kind(*args)
 
 
 def pid_of(remote: Remote) -> int:

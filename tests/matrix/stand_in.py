@@ -141,10 +141,9 @@ class StandInEngine:
     """An `AdapterEngine` of `weightsync.engines`: how rank 0 calls the processes at `addresses`."""
 
     name = NAME
-    host = "127.0.0.1"
 
-    def __init__(self, addresses: list[str], timeout_s: float) -> None:
-        self.addresses, self.timeout_s = addresses, timeout_s
+    def __init__(self, addresses: list[str], host: str, timeout_s: float) -> None:
+        self.addresses, self.host, self.timeout_s = addresses, host, timeout_s
 
     def init(self, init_info: dict[str, Any]) -> None:
         self._everywhere("init", init_info)

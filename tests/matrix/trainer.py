@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +17,6 @@ import tiny_models
 import torch
 from torch import nn
 
-import weightsync.strategies.copy
 from weightsync import CheckpointTransport, ModuleBucketer, WeightSync, WeightSyncError
 from weightsync.control.fleet import Fleet
 from weightsync.report import Progress
@@ -36,24 +37,24 @@ class Rank:
         self.connections: list[Connection] = []
         self.sync: WeightSync | None = None
         self.model: Any = None
-        self.is_attached = True
+        self.is_attached = self.copies = True
         if size > 1:
             torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
 
     def connect(self, client: str, transport: str, engine: Any, timeout_s: float, folder: Path) -> None:
         """Make a new model and a new `WeightSync`."""
         self.release()
-        copies = transport in ("ipc", "broadcast", "checkpoint")
+        copies = self.copies = transport in ("ipc", "broadcast", "checkpoint")
         self.model = model_of(client, transport, self.size)
         self.is_attached = transport != "single_copy"
-        if client == "stand-in":
-            engine = stand_in.StandInEngine(engine, timeout_s)
+        if client.startswith("stand-in"):
+            engine = stand_in.StandInEngine(*engine, timeout_s)
         self.sync = WeightSync(
             "fsdp",
             CheckpointTransport(folder / "checkpoints", keep_last=2) if transport == "checkpoint" else transport,
             engine if self.rank == 0 else None,
             timeout_s=timeout_s,
-            bucketer=ModuleBucketer(MAX_BYTES if client == "stand-in" else None) if copies else None,
+            bucketer=bucketer_of(client) if copies else None,
         )
 
     def push(self, weights: str) -> Outcome:
@@ -69,7 +70,7 @@ class Rank:
         if not self.is_attached:
             self.sync.attach(self.model)
             self.is_attached = True
-        if isinstance(self.sync._strategy, weightsync.strategies.copy.CopyWeights):
+        if self.copies:
             tiny_models.fill(self.model, weights)
             self.sync.push(self.model)
             return
@@ -89,6 +90,8 @@ class Rank:
                 time.sleep(0.005)
 
         owner, name, before = POINTS[phase]
+        if owner is Progress and not self.copies:
+            owner, name, before = sys.modules[__name__], "in_the_middle", always
         original = getattr(owner, name)
 
         def stopping(*args: Any, **kwargs: Any) -> Any:
@@ -132,6 +135,7 @@ class Rank:
         if self.sync is not None:
             self.sync.close()
         self.sync = self.model = None
+        gc.collect()  # an attached model keeps the engine's memory
 
     close = release
 
@@ -157,8 +161,15 @@ POINTS: dict[str, tuple[Any, str, Callable[[tuple[Any, ...]], bool] | None]] = {
 """The method of rank 0 that stands for each phase: it stops when this has returned, or before a call that fits."""
 
 
+def bucketer_of(client: str) -> ModuleBucketer:
+    return ModuleBucketer(MAX_BYTES) if client.startswith("stand-in") else ModuleBucketer()
+
+
 def model_of(client: str, transport: str, size: int) -> nn.Module:
-    model: nn.Module = stand_in.TrainerModel()
+    if not client.startswith("stand-in"):
+        model = tiny_models.build("qwen3", "A")
+        return tiny_models.shard(model) if size > 1 else model
+    model = stand_in.TrainerModel()
     if transport == "single_copy":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -170,7 +181,7 @@ def model_of(client: str, transport: str, size: int) -> nn.Module:
     if size > 1:
         from torch.distributed.fsdp import fully_shard
 
-        for layer in model.layers:  # type: ignore[union-attr]
+        for layer in model.layers:
             fully_shard(layer)
         fully_shard(model)
     return model
