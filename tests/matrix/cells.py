@@ -80,7 +80,9 @@ def expected(cell: Cell) -> Expected:
             states = (UNTOUCHED,) if cell.phase == "open" else (MUTE,)
             return Expected(states, ("SyncTimeoutError",), ("trainer rank 0",), taken="EngineBusyError")
         if cell.who == "rank 0":  # another trainer takes the engine over meanwhile
-            return Expected((NEW,), ("FencedError",), ("another trainer has taken over this engine",))
+            # The other rank has no verdict until then, and may have raised that rank 0 does not answer.
+            words = ("another trainer has taken over this engine", "trainer rank 0")
+            return Expected((NEW,), ("FencedError", "SyncTimeoutError"), words)
         if cell.who == "rank 1" and cell.phase in ("commit", "close"):  # nothing is wanted of it any more
             return Expected((NEW,), (), ())
         kinds: tuple[str, ...] = ("SyncTimeoutError", "EngineUnreachableError")
@@ -90,7 +92,7 @@ def expected(cell: Cell) -> Expected:
         kinds = ("PeerError",)
     if cell.how in CUT_OFF:
         kinds = ("SyncTimeoutError", "PeerError", "EngineUnreachableError")
-    words = ("trainer rank 0", "trainer rank 1") if cell.who == LINKS[0] else (_named(cell.who),)
+    words = ("trainer rank 0", "trainer rank 1") if cell.who == LINKS[0] else _named(cell.who)
     # What all have loaded is not taken back, and a connection that breaks after its last message is not missed.
     may_return = cell.phase == "done" and cell.how in ("stopped", *CUT_OFF)
     may_return |= cell.how in CUT_OFF and (cell.phase == "close" or (cell.who, cell.phase) == (LINKS[0], "commit"))
@@ -103,8 +105,8 @@ def expected(cell: Cell) -> Expected:
     return Expected(states, kinds, words, may_return)
 
 
-def _named(who: str) -> str:
-    return f"trainer {who}" if who in RANKS else "engine 0"
+def _named(who: str) -> tuple[str, ...]:
+    return (f"trainer {who}",) if who in RANKS else ("engine 0", "engine worker")
 
 
 def cells_of(client: str, transport: str) -> Iterator[Cell]:

@@ -8,6 +8,8 @@ from cells import DEAD, MUTE, NEW, PAUSED, UNTOUCHED
 
 from weightsync.control.wire import POISONED
 
+KNOWN = "ABC"
+"""The weights that are pushed, each by a letter."""
 UNSEEN = "?"
 """The weights of an engine that is paused and cannot be asked."""
 

@@ -22,7 +22,8 @@ the moment that the column names. [failures.md](failures.md) says what users see
 - It is of the right class, names what failed, and is the same on every rank that is left.
 - The engine then is as it was, or mute. A push that was complete before the failure may also have left the new version.
 - The next push makes the engine serve its weights. A stand-in then has the bits of a cold start, and vLLM its answers.
-- Processes that are left have no thread and no open file more than before. Nothing is left in `/dev/shm`.
+- Processes that are left have no thread and no open file more than before. Nothing is left in `/dev/shm`. What gloo has
+  not done it keeps, with a thread, until a deadline of its own, which is 8 times `timeout_s`; that was waited for.
 
 A new trainer makes the next push where a rank was killed, and else the same one. Where rank 0 is stopped, another
 trainer takes the engine over meanwhile, and rank 0 finds that out when it goes on. What is stopped goes on after the
@@ -65,7 +66,7 @@ def read(folder: Path) -> dict[Cell, Result]:
 
 def page_of(results: dict[Cell, Result]) -> str:
     held = sum(result.holds for result in results.values())
-    real = sum(cell.client != "stand-in" for cell in results)
+    real = sum(not cell.client.startswith("stand-in") for cell in results)
     parts = [_ABOUT.format(ran=len(results), real=real, held=held)]
     notes: list[str] = []
     for client in dict.fromkeys(cell.client for cell in sorted(results, key=lambda cell: cell.client != "stand-in")):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tiny_models
-from looks import UNSEEN, Look
+from looks import KNOWN, UNSEEN, Look
 
 from weightsync.control.wire import POISONED
 from weightsync.engines import HttpEngine
@@ -67,6 +67,10 @@ class ServerSide:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and self._log.read_text().count("gave up") == self._given_up:
             time.sleep(0.1)
+
+    def unknown(self) -> list[str]:
+        """Return the weights whose answers are to be learned."""
+        return [weights for weights in KNOWN if weights not in self.answers]
 
     def learn(self, weights: str) -> None:
         """Note what is answered from weights that were just pushed, the first time."""

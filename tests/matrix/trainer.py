@@ -51,7 +51,7 @@ class Rank:
             engine = stand_in.StandInEngine(*engine, timeout_s)
         self.sync = WeightSync(
             "fsdp",
-            CheckpointTransport(folder / "checkpoints", keep_last=2) if transport == "checkpoint" else transport,
+            CheckpointTransport(folder, keep_last=2) if transport == "checkpoint" else transport,
             engine if self.rank == 0 else None,
             timeout_s=timeout_s,
             bucketer=bucketer_of(client) if copies else None,

@@ -65,8 +65,10 @@ from weightsync.planning.layout import Manifest
 
 M = TypeVar("M", bound=Message)
 
-_FAREWELL_S = 5.0
+_FAREWELL_S = 3.0
 """How long an engine may take to end its calls after a failure."""
+_LEAST_S = 1.0
+"""How long each further call may take at least, when those that were under way have taken all of that time."""
 _LOOK_S = 0.1
 """How often a wait for an engine looks at the trainer's other ranks."""
 _PING_LOOK_S = 0.5
@@ -303,11 +305,11 @@ class Fleet:
         for call in (*([self._opening] if self._opening else []), *self._calls, *self._changing):
             call.join(deadline.left_s())
         if state in (UpdateState.OPEN, UpdateState.DIRTY):
-            self._try_all("give up", held, Member.take_back, lost)
+            self._try_all("give up", held, Member.take_back, lost, deadline)
         if state is UpdateState.DIRTY:
             # The version that vLLM reports with every answer is where people look. Generation stays paused.
             mark = f"{POISONED}: the push of version {self._version} failed"
-            self._try_all("mark", held, lambda one: one.engine.set_version(mark), lost)
+            self._try_all("mark", held, lambda one: one.engine.set_version(mark), lost, deadline)
         self._ended.set()
         for worker in self.workers:
             worker.connection.close()
@@ -424,13 +426,17 @@ class Fleet:
         self._wait(calls, Deadline(self._timeout_s), phase, in_opening)
 
     def _try_all(
-        self, phase: str, members: Sequence[Member], method: Callable[[Member], None], lost: Collection[str]
+        self,
+        phase: str,
+        members: Sequence[Member],
+        method: Callable[[Member], None],
+        lost: Collection[str],
+        deadline: Deadline,
     ) -> None:
-        deadline = Deadline(_FAREWELL_S)
         calls = [(self._call(phase, one, method), one) for one in members]
         for call, one in calls:
             if one.engine.name not in lost:
-                call.join(deadline.left_s())
+                call.join(max(deadline.left_s(), _LEAST_S))
 
     def _call(self, phase: str, one: Member, method: Callable[[Member], None]) -> BackgroundCall:
         call = BackgroundCall(self._listener, f"{phase} of {one.engine.name}", one.call, method)

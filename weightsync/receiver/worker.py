@@ -261,7 +261,8 @@ class WorkerSession:
                 self._mapped_by = set(message.processes)
                 return ParametersExported(self.engine_instance, *exported)
             case Go():
-                return self.receiver.run(message, wait, self._deadline)
+                # A worker knows for which rank it waits, and the ranks only that a worker does not go on.
+                return self.receiver.run(message, wait, lambda: Deadline(self._timeout_s))
             case Commit():
                 return Committed(message.version, self.receiver.commit(message.version))
         raise ProtocolError(f"the trainer sent {type(message).__name__}, which a worker does not expect")
