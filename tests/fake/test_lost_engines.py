@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from faults import FaultyTransport
 from ranks import run_ranks
 from recorders import RecordedEngine
 
-from weightsync import ConfigError, EngineUnreachableError, PeerError, WeightSync
-from weightsync.control import fleet
+from weightsync import ConfigError, EngineUnreachableError, PeerError, SyncTimeoutError, WeightSync
+from weightsync.control import fleet, member
+from weightsync.control.listener import Listener
 
 TIMEOUT_S = 20.0
 CALLS = ("init", "start", "update", "finish", "pause", "resume", "set_version", "reset_caches", "version")
@@ -121,6 +123,33 @@ def test_engine_that_dies_and_leaves_its_call_unanswered_is_noticed(
         with pytest.raises(EngineUnreachableError, match="the engine has died in a push"):
             sync.push(trainer_model(checkpoint(3)))
         over.set()
+
+
+@pytest.mark.parametrize(
+    ("answers", "waiting_for", "lost"),
+    [
+        (lambda: False, ["engine worker 0"], ["engine 0"]),
+        (lambda: time.sleep(1.0) or True, ["engine worker 0"], ["engine 0"]),
+        (lambda: True, ["engine worker 0"], []),
+        (lambda: False, ["trainer rank 1"], []),
+    ],
+    ids=["dead", "stopped", "alive", "not asked"],
+)
+def test_engine_that_a_rank_has_waited_for_is_named_where_it_does_not_answer(
+    engines: list[MortalEngine],
+    answers: Callable[[], bool],
+    waiting_for: list[str],
+    lost: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks know workers by their numbers alone."""
+    monkeypatch.setattr(member, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(engines[0], "is_alive", answers)
+    error = SyncTimeoutError(f"{waiting_for[0]} did not take a chunk", who="trainer rank 1", waiting_for=waiting_for)
+    listener = Listener()
+    assert member.find_lost([member.Member(engines[0])], error, listener) == lost
+    assert ("engine 0 does not answer" in str(error)) is bool(lost)
+    listener.close()
 
 
 def push_from_ranks(rank: int) -> None:

@@ -102,6 +102,7 @@ def expected(cell: Cell) -> Expected:
         ("worker", "stopped"),
         ("worker", "killed"),
     )
+    may_return |= (cell.client, cell.phase) == ("LLM", "close")  # whose generation is not resumed
     return Expected(states, kinds, words, may_return)
 
 
@@ -112,7 +113,10 @@ def _named(who: str) -> tuple[str, ...]:
 def cells_of(client: str, transport: str) -> Iterator[Cell]:
     """Yield the cells of one client and transport, those that spare processes first."""
     whos: dict[str, tuple[str, ...]] = {ON_HOSTS: (), "stand-in": ("core", "worker"), "HTTP": ("core", "server")}
-    hows = [(who, how) for how in CUT_OFF for who in LINKS] if client == ON_HOSTS else hows_of(whos[client])
+    if client in ("LLM", "AsyncLLM"):  # in the trainer's process
+        hows = [("rank 0 - worker", "closed"), ("core", "stopped"), ("core", "killed")]
+    else:
+        hows = [(who, how) for how in CUT_OFF for who in LINKS] if client == ON_HOSTS else hows_of(whos[client])
     for who, how in hows:
         for phase in PHASES:
             yield Cell(client, transport, who, how, phase)

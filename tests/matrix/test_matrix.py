@@ -23,12 +23,13 @@ SAMPLE = [
     ("rank 1", "killed", "go"),
     ("worker", "killed", "run"),
     ("core", "killed", "commit"),
+    ("rank 1", "stopped", "run"),
 ]
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    bench = Bench("stand-in", "ipc", tmp_path_factory.mktemp("matrix"), 6.0)
+    bench = Bench("stand-in", "ipc", tmp_path_factory.mktemp("matrix"), 4.0)
     yield bench
     bench.close()
 
