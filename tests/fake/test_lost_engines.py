@@ -105,21 +105,23 @@ def test_last_engine_is_not_left_out(engines: list[MortalEngine]) -> None:
             sync.push(trainer_model(checkpoint(3)))
 
 
+@pytest.mark.parametrize("method", ["init", "update"])
 def test_engine_that_dies_and_leaves_its_call_unanswered_is_noticed(
-    engines: list[MortalEngine], monkeypatch: pytest.MonkeyPatch
+    engines: list[MortalEngine], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So does vLLM's server when the process of its engine core is killed, and the workers' are not."""
     monkeypatch.setattr(fleet, "_HEALTH_LOOK_S", 0.05)
     over = threading.Event()
 
-    def update(info: dict[str, Any]) -> None:
-        RecordedEngine.update(engines[0], info)
-        engines[0].is_dead = True
+    def call(engine: MortalEngine, info: dict[str, Any]) -> None:
+        getattr(RecordedEngine, method)(engine, info)
+        engine.is_dead = True
         over.wait()
 
     with WeightSync("fsdp", "ipc", engines[0], timeout_s=600.0) as sync:
-        sync.push(trainer_model(checkpoint(2)))
-        monkeypatch.setattr(MortalEngine, "update", lambda engine, info: update(info))
+        if method == "update":
+            sync.push(trainer_model(checkpoint(2)))
+        monkeypatch.setattr(MortalEngine, method, call, raising=False)
         with pytest.raises(EngineUnreachableError, match="the engine has died in a push"):
             sync.push(trainer_model(checkpoint(3)))
         over.set()

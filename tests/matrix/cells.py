@@ -112,7 +112,11 @@ def _named(who: str) -> tuple[str, ...]:
 
 def cells_of(client: str, transport: str) -> Iterator[Cell]:
     """Yield the cells of one client and transport, those that spare processes first."""
-    whos: dict[str, tuple[str, ...]] = {ON_HOSTS: (), "stand-in": ("core", "worker"), "HTTP": ("core", "server")}
+    whos: dict[str, tuple[str, ...]] = {
+        ON_HOSTS: (),
+        "stand-in": ("core", "worker"),
+        "HTTP": ("core", "worker", "server"),
+    }
     if client in ("LLM", "AsyncLLM"):  # in the trainer's process
         hows = [("rank 0 - worker", "closed"), ("core", "stopped"), ("core", "killed")]
     else:

@@ -11,6 +11,7 @@ from typing import Any
 import tiny_models
 from engines import PROMPTS, Remote, answer_of
 from looks import KNOWN, UNSEEN, Look
+from servers import children
 from trainer import Rank
 
 from weightsync.control.wire import POISONED
@@ -99,13 +100,8 @@ class OwnEngineSide:
 
     def pids(self) -> dict[str, int]:
         assert self.trainer is not None
-        pid = self.trainer._process.pid
-        children = {
-            int(child)
-            for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text().split()
-        }
-        cores = [each for each in children if b"EngineCore" in Path(f"/proc/{each}/cmdline").read_bytes()]
+        found = children(self.trainer._process.pid)
+        cores = [each for each in found if b"EngineCore" in Path(f"/proc/{each}/cmdline").read_bytes()]
         return dict(zip(self.victims, cores, strict=False))
 
     def unknown(self) -> list[str]:

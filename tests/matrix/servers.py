@@ -23,10 +23,16 @@ _START_S = 240.0
 _ASK_S = 20.0
 
 
+def children(pid: int) -> list[int]:
+    """Return the processes that a process has started."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
 class ServerSide:
     """A server whose core is a process of its own. What it answers at first is what a cold one answers."""
 
-    victims = ("core", "server")
+    victims = ("core", "worker", "server")
 
     def __init__(self, folder: Path, transport: str, hosts: None) -> None:
         self._log = folder / "server.log"
@@ -54,10 +60,14 @@ class ServerSide:
     def pids(self) -> dict[str, int]:
         assert self._server is not None
         assert self._server._child is not None
-        pid = self._server._child.process.pid
-        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-        cores = [each for each in children if b"EngineCore" in Path(f"/proc/{each}/cmdline").read_bytes()]
-        return dict(zip(("server", "core"), [pid, *cores], strict=False))
+        found = {"server": self._server._child.process.pid}
+        above = found["server"]
+        for who, title in (("core", b"EngineCore"), ("worker", b"Worker")):
+            named = [pid for pid in children(above) if title in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            if not named:
+                break
+            found[who] = above = named[0]
+        return found
 
     def kill(self, who: str) -> None:
         os.kill(self.pids()[who], signal.SIGKILL)

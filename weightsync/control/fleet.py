@@ -328,8 +328,8 @@ class Fleet:
             worker.connection.answer_pings()
 
     def _ask_whether_alive(self) -> None:
-        """Ask engines that a push is under way to whether they are alive."""
-        for one in self._members if self.state is not UpdateState.CLOSED else ():
+        """Ask engines whether they are alive, while a push or a call is under way."""
+        for one in self._members if self._calls or self.state is not UpdateState.CLOSED else ():
             one.ask_whether_alive()
 
     def _open(self) -> None:

@@ -261,8 +261,9 @@ class WorkerSession:
                 self._mapped_by = set(message.processes)
                 return ParametersExported(self.engine_instance, *exported)
             case Go():
-                # A worker knows for which rank it waits, and the ranks only that a worker does not go on.
-                return self.receiver.run(message, wait, lambda: Deadline(self._timeout_s))
+                # Ranks wait for each other less long, and for a worker longer. It knows for which rank it waits.
+                chunk_s = self._timeout_s + min(_GRACE_S / 2, self._timeout_s / 4)
+                return self.receiver.run(message, wait, lambda: Deadline(chunk_s))
             case Commit():
                 return Committed(message.version, self.receiver.commit(message.version))
         raise ProtocolError(f"the trainer sent {type(message).__name__}, which a worker does not expect")
