@@ -137,6 +137,37 @@ def test_trainer_that_stalls_in_a_push_touches_nothing_when_it_goes_on(
     assert [type(error) for error in outcome] == [FencedError]
 
 
+def test_trainer_that_stalls_before_the_commit_holds_the_engine_no_longer_than_another(
+    engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that is done waits long for other workers, but for no trainer that does not answer."""
+    session, going_on, commit = engine.sessions[0], threading.Event(), fleet.Fleet.commit
+    outcome: list[WeightSyncError] = []
+
+    def push_first() -> None:
+        with WeightSync("fsdp", "ipc", engine, timeout_s=2.0) as first, pytest.raises(FencedError) as raised:
+            first.push(trainer_model(checkpoint(2)))
+        outcome.append(raised.value)
+
+    def stall(those: fleet.Fleet) -> Any:
+        going_on.wait()
+        return commit(those)
+
+    with stalled(monkeypatch):
+        monkeypatch.setattr(fleet.Fleet, "commit", stall)
+        stalling = threading.Thread(target=push_first)
+        stalling.start()
+        until(lambda: session.receiver.state == POISONED)
+        until(lambda: not session._serving, timeout_s=2.0 * worker._PATIENCE - 4.0)
+        monkeypatch.setattr(fleet.Fleet, "commit", commit)
+    with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as second:
+        second.push(trainer_model(checkpoint(3)))
+        going_on.set()
+        stalling.join()
+        assert_serves(engine, 3, 1)
+    assert len(outcome) == 1
+
+
 def test_mixture_refuses_to_answer_until_a_push_has_healed_it(engine: RecordedEngine) -> None:
     def fail(chunk: int) -> None:
         transport.before_chunk = None
@@ -201,8 +232,8 @@ def test_trainer_that_closes_gives_the_memory_back() -> None:
     engine.close()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from ranks import run_ranks
 from recorders import RecordedEngine
 
 from weightsync import ConfigError, EngineUnreachableError, PeerError, SyncTimeoutError, WeightSync
-from weightsync.control import fleet
+from weightsync.control import fleet, member
+from weightsync.control.listener import Listener
 
 TIMEOUT_S = 20.0
 CALLS = ("init", "start", "update", "finish", "pause", "resume", "set_version", "reset_caches", "version")
@@ -103,21 +105,23 @@ def test_last_engine_is_not_left_out(engines: list[MortalEngine]) -> None:
             sync.push(trainer_model(checkpoint(3)))
 
 
+@pytest.mark.parametrize("method", ["init", "update"])
 def test_engine_that_dies_and_leaves_its_call_unanswered_is_noticed(
-    engines: list[MortalEngine], monkeypatch: pytest.MonkeyPatch
+    engines: list[MortalEngine], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So does vLLM's server when the process of its engine core is killed, and the workers' are not."""
     monkeypatch.setattr(fleet, "_HEALTH_LOOK_S", 0.05)
     over = threading.Event()
 
-    def update(info: dict[str, Any]) -> None:
-        RecordedEngine.update(engines[0], info)
-        engines[0].is_dead = True
+    def call(engine: MortalEngine, info: dict[str, Any]) -> None:
+        getattr(RecordedEngine, method)(engine, info)
+        engine.is_dead = True
         over.wait()
 
     with WeightSync("fsdp", "ipc", engines[0], timeout_s=600.0) as sync:
-        sync.push(trainer_model(checkpoint(2)))
-        monkeypatch.setattr(MortalEngine, "update", lambda engine, info: update(info))
+        if method == "update":
+            sync.push(trainer_model(checkpoint(2)))
+        monkeypatch.setattr(MortalEngine, method, call, raising=False)
         with pytest.raises(EngineUnreachableError, match="the engine has died in a push"):
             sync.push(trainer_model(checkpoint(3)))
         over.set()
@@ -141,6 +145,33 @@ def test_engine_that_does_not_say_where_it_is_is_asked_once() -> None:
         sync.push(trainer_model(checkpoint(2)))
     assert asked == [1]
     mute.close()
+
+
+@pytest.mark.parametrize(
+    ("answers", "waiting_for", "lost"),
+    [
+        (lambda: False, ["engine worker 0"], ["engine 0"]),
+        (lambda: time.sleep(1.0) or True, ["engine worker 0"], ["engine 0"]),
+        (lambda: True, ["engine worker 0"], []),
+        (lambda: False, ["trainer rank 1"], []),
+    ],
+    ids=["dead", "stopped", "alive", "not asked"],
+)
+def test_engine_that_a_rank_has_waited_for_is_named_where_it_does_not_answer(
+    engines: list[MortalEngine],
+    answers: Callable[[], bool],
+    waiting_for: list[str],
+    lost: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks know workers by their numbers alone."""
+    monkeypatch.setattr(member, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(engines[0], "is_alive", answers)
+    error = SyncTimeoutError(f"{waiting_for[0]} did not take a chunk", who="trainer rank 1", waiting_for=waiting_for)
+    listener = Listener()
+    assert member.find_lost([member.Member(engines[0])], error, listener) == lost
+    assert ("engine 0 does not answer" in str(error)) is bool(lost)
+    listener.close()
 
 
 def push_from_ranks(rank: int) -> None:

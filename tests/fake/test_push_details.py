@@ -575,7 +575,7 @@ def test_a_worker_has_its_whole_time_for_each_chunk(monkeypatch: pytest.MonkeyPa
     ):
         report = sync.push(trainer_model(checkpoint(2)))
     assert len(left_s) == report.chunks > 3
-    assert min(left_s) > 6.0, "2 seconds, and 5 more than the trainer waits"
+    assert min(left_s) > 2.2, "2 seconds, and some more than ranks wait for each other"
 
 
 @pytest.mark.parametrize(

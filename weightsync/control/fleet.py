@@ -26,7 +26,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
@@ -35,7 +35,7 @@ from typing import TypeVar
 from weightsync.control.addresses import is_loopback
 from weightsync.control.background_call import BackgroundCall
 from weightsync.control.listener import Listener
-from weightsync.control.member import Member, Worker
+from weightsync.control.member import Member, Worker, find_lost
 from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import Deadline, in_thread, this_process
 from weightsync.control.wire import (
@@ -69,8 +69,10 @@ from weightsync.planning.layout import Manifest
 
 M = TypeVar("M", bound=Message)
 
-_FAREWELL_S = 5.0
+_FAREWELL_S = 3.0
 """How long an engine may take to end its calls after a failure."""
+_LEAST_S = 1.0
+"""How long each further call may take at least, when those that were under way have taken all of that time."""
 _LOOK_S = 0.1
 """How often a wait for an engine looks at the trainer's other ranks."""
 _PING_LOOK_S = 0.5
@@ -239,7 +241,12 @@ class Fleet:
         self.state = UpdateState.CLOSED
 
     def go(self, version: int, sample: int | None, place_sample: int | None, digests: Sequence[int]) -> None:
-        """Tell every worker to run its part of the plan. From here on the engines' weights are a mixture."""
+        """Tell every worker to run its part of the plan. From here on the engines' weights are a mixture.
+
+        A rank or a worker that is known to have gone is raised before.
+        """
+        self._check_ranks()
+        self.check()
         self._version, self.state = version, UpdateState.DIRTY
         self._send(Go(version, sample, place_sample, list(digests)), Deadline(self._timeout_s), "transfer")
 
@@ -283,21 +290,24 @@ class Fleet:
         for kind in _REFUSALS:
             if (refusal := next((each for each in said if isinstance(each, kind)), None)) is not None:
                 return refusal
-        named = {error.who, *getattr(error, "waiting_for", ())}
-        lost = [one.engine.name for one in self._members if one.is_lost(named)]
-        if lost and isinstance(error, (PeerError, EngineError, SyncTimeoutError)):
+        may_be_engines = isinstance(error, (PeerError, EngineError, SyncTimeoutError))
+        if may_be_engines and (lost := find_lost(self._members, error, self._listener)):
             error.add_facts(lost=lost, survivors=[o.engine.name for o in self._members if o.engine.name not in lost])
         return error
 
     def fail(self, error: WeightSyncError) -> None:
-        """End the push as the table says, after any failure. Never raises, takes seconds; the fleet is over."""
+        """End the push as the table says, after any failure. Never raises, takes seconds; the fleet is over.
+
+        Engines that do not answer are not waited for. They do what is asked of them when they go on.
+        """
         state, self._over = self.state, True
-        deadline = Deadline(_FAREWELL_S)
+        lost = getattr(error, "lost", [])
+        deadline = Deadline(0.0 if len(lost) == len(self._members) else _FAREWELL_S)
         held = [one for one in self._members if one.is_held()]
         unwritten = state in (UpdateState.CLOSED, UpdateState.OPEN)
         for one in self._members:
             one.give_up(not self._was_poisoned and (unwritten or one.has_refused()))
-        for worker in (worker for one in held for worker in one.workers):
+        for worker in self.workers:
             with suppress(WeightSyncError):  # it is gone
                 worker.connection.send(Failure(error.to_fields()), deadline, "fail")
         # A worker that is only just connecting would wait to be admitted, and its engine with it.
@@ -305,12 +315,12 @@ class Fleet:
         for call in (*([self._opening] if self._opening else []), *self._calls, *self._changing):
             call.join(deadline.left_s())
         if state in (UpdateState.OPEN, UpdateState.DIRTY):
-            self._try_all("give up", held, Member.take_back)
+            self._try_all("give up", held, Member.take_back, lost, deadline)
         if state is UpdateState.DIRTY:
             # The version that vLLM reports with every answer is where people look. Generation stays paused.
             mark = f"{POISONED}: the push of version {self._version} failed"
             mixed = [one for one in held if not one.is_whole]
-            self._try_all("mark", mixed, lambda one: one.engine.set_version(mark))
+            self._try_all("mark", mixed, lambda one: one.engine.set_version(mark), lost, deadline)
         self._ended.set()
         for worker in self.workers:
             worker.connection.close()
@@ -329,8 +339,8 @@ class Fleet:
             worker.connection.answer_pings()
 
     def _ask_whether_alive(self) -> None:
-        """Ask engines that a push is under way to whether they are alive."""
-        for one in self._members if self.state is not UpdateState.CLOSED else ():
+        """Ask engines whether they are alive, while a push or a call is under way."""
+        for one in self._members if self._calls or self.state is not UpdateState.CLOSED else ():
             one.ask_whether_alive()
 
     def _open(self) -> None:
@@ -425,10 +435,18 @@ class Fleet:
             one.call(method)
         self._wait(calls, Deadline(self._timeout_s), phase, in_opening)
 
-    def _try_all(self, phase: str, members: Sequence[Member], method: Callable[[Member], None]) -> None:
-        deadline = Deadline(_FAREWELL_S)
-        for call in [self._call(phase, one, method) for one in members]:
-            call.join(deadline.left_s())
+    def _try_all(
+        self,
+        phase: str,
+        members: Sequence[Member],
+        method: Callable[[Member], None],
+        lost: Collection[str],
+        deadline: Deadline,
+    ) -> None:
+        calls = [(self._call(phase, one, method), one) for one in members]
+        for call, one in calls:
+            if one.engine.name not in lost:
+                call.join(max(deadline.left_s(), _LEAST_S))
 
     def _call(self, phase: str, one: Member, method: Callable[[Member], None]) -> BackgroundCall:
         call = BackgroundCall(self._listener, f"{phase} of {one.engine.name}", one.call, method)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from weightsync.control.background_call import BackgroundCall
 from weightsync.control.connection import Connection
+from weightsync.control.listener import Listener
+from weightsync.control.runtime import Deadline
 from weightsync.control.wire import POISONED, Hello, MachineInfo
 from weightsync.engines import Engine
-from weightsync.errors import EngineAsleepError, EngineUnreachableError, FencedError
+from weightsync.errors import EngineAsleepError, EngineUnreachableError, FencedError, WeightSyncError
 
 _SILENT = 2
 """A busy server may not answer once."""
+_ANSWER_S = 2.0
+"""How long an engine may take to show that it is alive, after an error that it may have caused."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,11 @@ class Member:
         """Return whether this trainer still has the engine: no worker has hung up."""
         return all(worker.connection.is_open() for worker in self.workers)
 
+    @property
+    def names(self) -> set[str]:
+        """Return what errors call it: by its name, or a worker's."""
+        return {self.engine.name, *(worker.connection.peer for worker in self.workers)}
+
     def ask_whether_alive(self) -> None:
         self.silent = 0 if self.engine.is_alive() else self.silent + 1
 
@@ -63,14 +73,6 @@ class Member:
         """Raise when the engine has died, though its workers may still answer."""
         if self.silent >= _SILENT:
             raise EngineUnreachableError("the engine has died in a push; its log says why", who=self.engine.name)
-
-    def is_lost(self, named: Collection[str | None]) -> bool:
-        """Return whether the engine has died, or is one of those `named` in an error and does not answer.
-
-        An error names an engine, or one of its workers.
-        """
-        suspects = {self.engine.name, *(worker.connection.peer for worker in self.workers)}
-        return (not self.is_held() or not suspects.isdisjoint(named)) and not self.engine.is_alive()
 
     def call(self, method: Callable[[Member], None]) -> None:
         """Call a method, unless another trainer has taken the engine over. Raise `FencedError` then."""
@@ -149,3 +151,27 @@ class Member:
     def _finish(self, version: str | None) -> None:
         self.is_started = False  # before the call: vLLM must not be asked twice, whatever comes of it
         self.engine.finish(version)
+
+
+def find_lost(members: Sequence[Member], error: WeightSyncError, listener: Listener) -> list[str]:
+    """Return the names of the engines that have died, or do not answer, of those that `error` may be about.
+
+    The error's text then names them.
+    """
+    waiting_for = getattr(error, "waiting_for", [])
+    named = {error.who, *waiting_for}
+    suspects = [one for one in members if not one.is_held() or not named.isdisjoint(one.names)]
+    if not suspects and waiting_for and not any(name.startswith("trainer rank") for name in waiting_for):
+        suspects = list(members)  # ranks know workers by their numbers alone
+    calls = []
+    for one in suspects:
+        if one.silent < _SILENT:
+            one.silent += 1  # until it answers
+            calls.append(BackgroundCall(listener, f"health of {one.engine.name}", one.ask_whether_alive))
+    deadline = Deadline(_ANSWER_S)
+    for call in calls:
+        call.join(deadline.left_s())
+    lost = [one.engine.name for one in suspects if one.silent]
+    if lost and not any(name in str(error) for name in lost):
+        error.message += f"; {', '.join(lost)} does not answer"
+    return lost

@@ -109,6 +109,8 @@ class Ranks:
                 self.connections[0].receive(deadline, "fail")
         except WeightSyncError:
             verdict = self.connections[0].reported()
+        if verdict is None and self.connections[0].is_open() and "trainer rank 0" not in str(error):
+            error.message += "; trainer rank 0 does not answer"
         return error if verdict is None or verdict.to_fields() == error.to_fields() else verdict
 
     def disconnect(self) -> None:

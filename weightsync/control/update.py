@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from weightsync.control.runtime import Deadline
 from weightsync.errors import ConfigError, PeerError
 
+_GRACE_S = 5.0
 _NEWS_S = 0.2
 """How long the death of a rank may take to be seen on its connection."""
 
@@ -72,6 +73,10 @@ class Update:
     def deadline(self) -> Deadline:
         """Return the deadline of a wait that begins now."""
         return Deadline(self.timeout_s)
+
+    def deadline_after_workers(self) -> Deadline:
+        """Return the deadline of a wait for workers that wait for other ranks themselves, and then say for which."""
+        return Deadline(self.timeout_s + min(_GRACE_S, self.timeout_s / 2))
 
     def wait(self, seconds: float) -> None:
         """Sleep for at most that long. Raise when a rank, a worker or an engine call has failed."""

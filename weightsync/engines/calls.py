@@ -14,6 +14,7 @@ from weightsync.errors import EngineError, EngineUnreachableError, SyncTimeoutEr
 BACKEND = "weightsync"
 LOCAL = "127.0.0.1"
 HEALTH_TIMEOUT_S = 10.0
+"""At most half of `timeout_s`, so that two silences after each other are noticed by then."""
 _POLL_S = 0.1
 _SERVING_S = 3600.0
 """`init` and `update` return when the trainer has released the workers, after any number of waits. So does a reset that

@@ -139,7 +139,7 @@ class HttpEngine:
 
     def is_alive(self) -> bool:
         try:
-            status, _ = self._request("GET", "/health", None, min(self.timeout_s, HEALTH_TIMEOUT_S))
+            status, _ = self._request("GET", "/health", None, min(self.timeout_s / 2, HEALTH_TIMEOUT_S))
         except WeightSyncError:
             return False
         return status == 200

@@ -55,7 +55,7 @@ class RayEngine(VllmEngine):
 
     def is_alive(self) -> bool:
         try:
-            return not self._ask(died, timeout_s=min(self.timeout_s, HEALTH_TIMEOUT_S))
+            return not self._ask(died, timeout_s=min(self.timeout_s / 2, HEALTH_TIMEOUT_S))
         except SyncTimeoutError:
             return True  # an actor that is busy does not answer, but lives
         except WeightSyncError:

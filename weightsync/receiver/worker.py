@@ -46,6 +46,7 @@ from weightsync.errors import (
     EngineError,
     FencedError,
     ProtocolError,
+    SyncTimeoutError,
     WeightSyncError,
     foreign,
 )
@@ -62,7 +63,8 @@ _FAREWELL_S = 1.0
 _PONG_S = 10.0
 """How long the trainer that holds the engine has at most to show that it is alive, when another asks for the engine."""
 _PATIENCE = 8
-"""A worker that is done may wait this many times as long, for workers that have more to load."""
+"""A worker that is done may wait this many times as long, for workers that have more to load, and a trainer that is
+alive."""
 
 
 class WorkerSession:
@@ -126,7 +128,7 @@ class WorkerSession:
             update_open=self._update_open,
         )
         connection = dial(info.host, info.port, info.token, hello, "trainer rank 0", deadline)
-        if (held := self._held_by_another(info.process, min(_PONG_S, info.timeout_s / 2))) is not None:
+        if (held := self._held_by_another(info.process, self._pong_s(info.timeout_s))) is not None:
             connection.send(Failure(held.to_fields()), deadline, "init")
             connection.close()
             return
@@ -216,7 +218,7 @@ class WorkerSession:
         patience = 1
         try:
             while True:
-                message = connection.receive(Deadline(patience * self._timeout_s + _GRACE_S), phase)
+                message = self._receive(connection, patience, phase)
                 patience = _PATIENCE if isinstance(message, Go) else 1
                 if isinstance(message, Release):
                     return
@@ -239,6 +241,20 @@ class WorkerSession:
         finally:
             self._serving = False
 
+    def _receive(self, connection: Connection, patience: int, phase: str) -> Message:
+        """Wait for the next message, `patience` times as long as usual while the trainer shows that it is alive."""
+        while True:
+            try:
+                return connection.receive(self._deadline(), phase)
+            except SyncTimeoutError:
+                patience -= 1
+                if connection.reported() or not patience or not connection.answers(self._pong_s(self._timeout_s)):
+                    raise
+
+    @staticmethod
+    def _pong_s(timeout_s: float) -> float:
+        return min(_PONG_S, timeout_s / 2)
+
     def _answer(self, message: Message, wait: Wait) -> Message:
         if not isinstance(message, Commit) and self._model.is_asleep():
             raise EngineAsleepError(
@@ -256,7 +272,9 @@ class WorkerSession:
                 self._mapped_by = set(message.processes)
                 return ParametersExported(self.engine_instance, *exported)
             case Go():
-                return self.receiver.run(message, wait, self._deadline)
+                # Ranks wait for each other less long, and for a worker longer. It knows for which rank it waits.
+                chunk_s = self._timeout_s + min(_GRACE_S / 2, self._timeout_s / 4)
+                return self.receiver.run(message, wait, lambda: Deadline(chunk_s))
             case Commit():
                 return Committed(message.version, self.receiver.commit(message.version))
         raise ProtocolError(f"the trainer sent {type(message).__name__}, which a worker does not expect")

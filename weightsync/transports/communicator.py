@@ -78,7 +78,8 @@ class Communicator:
 
     `open_store` returns the store where they meet, `host` is an address of the store's host. `sends_to` and
     `receives_from` are the members that this one will `exchange` with. Both are None on every member where there are
-    broadcasts instead. The constructor returns when all members have come, and waits as `Pending.wait` does.
+    broadcasts instead. `names` are what errors call the members. The constructor returns when all members have come,
+    and waits as `Pending.wait` does.
     """
 
     def __init__(
@@ -92,8 +93,10 @@ class Communicator:
         deadline: Deadline,
         sends_to: Iterable[int] | None = None,
         receives_from: Iterable[int] | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
+        self._names = names or [f"member {member}" for member in range(size)]
         self._broadcasts = sends_to is None and receives_from is None
         self._partners = list(sends_to or ()), list(receives_from or ())
         self._group: Any = None
@@ -186,8 +189,8 @@ class Communicator:
         Two members have their exchanges in the same order, under the same `number`s.
         """
         nbytes = [sum(data.numel() for data, _ in those) for those in (sends, receives)]
-        members = sorted({member for _, member in (*sends, *receives)})
-        what = f"send of {nbytes[0]} bytes and receive of {nbytes[1]}, with members {members},"
+        members = ", ".join(self._names[member] for member in sorted({member for _, member in (*sends, *receives)}))
+        what = f"send of {nbytes[0]} bytes and receive of {nbytes[1]}, with {members},"
         return self._begin(lambda: self._together(number, sends, receives), what)
 
     def _together(

@@ -198,7 +198,7 @@ class IpcTransport(Transport):
             if counters is not None and self._parts[number]:
                 # The chunk before the last one was in the same slot, and so may be any of an earlier push.
                 taken = max(self._filled - SLOTS + 1, begun)
-                wait_until(partial(self._late, taken), "take a chunk", update.wait, update.deadline())
+                wait_until(partial(self._late, taken), "take a chunk", update.wait, update.deadline_after_workers())
             packer.fill(number, sample)
             for slot in self._slots.values():
                 if slot.is_cuda:

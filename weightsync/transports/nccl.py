@@ -133,7 +133,7 @@ class NcclTransport(Transport):
                 self.abort()
             sends_to = sorted({ranks.size + worker for those in mine for worker in those})
             size = ranks.size + self._workers
-            self._to_workers = _Meeting(place, rendezvous, ranks.rank, size, self._device, sends_to)
+            self._to_workers = _Meeting(place, rendezvous, ranks.rank, size, self._device, ranks.size, sends_to)
         self._gathered: Layout = [{} for _ in plan.chunks]  # ALL: what rank 0 has in its slots
         if ranks.rank:
             return mine, [Endpoint() for _ in workers]
@@ -159,7 +159,7 @@ class NcclTransport(Transport):
         size = 1 + self._workers
         if self._to_workers is None:
             at = Rendezvous(plan.host)
-            self._to_workers = _Meeting([at.host, at.port, at.name], at, 0, size, self._device)
+            self._to_workers = _Meeting([at.host, at.port, at.name], at, 0, size, self._device, 1)
         # Without senders there are broadcasts.
         joins = {"place": self._to_workers.place, "size": size, "senders": None}
         return mine, [endpoint(self._gathered, [], **joins, rank=1 + worker) for worker in range(self._workers)]
@@ -173,7 +173,7 @@ class NcclTransport(Transport):
         at = Rendezvous(ranks.host) if ranks.rank == 0 else None
         place = ranks.broadcast([at.host, at.port, at.name] if at else None, "connect")
         ends = ([], [*range(1, ranks.size)]) if ranks.rank == 0 else ([0], [])
-        self._among_ranks = _Meeting(place, at, ranks.rank, ranks.size, self._device, *ends)
+        self._among_ranks = _Meeting(place, at, ranks.rank, ranks.size, self._device, ranks.size, *ends)
         self._among_ranks.meet(update.wait, update.deadline())
 
     def connect(self, deadline: Deadline) -> None:
@@ -200,8 +200,8 @@ class NcclTransport(Transport):
         under_way = _UnderWay()
         for number in chunks:
             if (earlier := self._posted.pop(number % SLOTS, None)) is not None:
-                earlier.follow(wait, update.deadline(), "transfer")
-            under_way.bound(_AHEAD, wait, update.deadline())
+                earlier.follow(wait, update.deadline_after_workers(), "transfer")
+            under_way.bound(_AHEAD, wait, update.deadline_after_workers())
             if self._packer is not packer or packer is None:
                 raise WeightSyncError("the transport was closed while it was sending")
             slot, mine = self._slots[number % SLOTS], self._mine[number]
@@ -224,7 +224,7 @@ class NcclTransport(Transport):
                 self._posted[number % SLOTS] = sending
                 under_way.add(sending)
         self._posted.clear()
-        under_way.bound(0, wait, update.deadline())
+        under_way.bound(0, wait, update.deadline_after_workers())
 
     @staticmethod
     def _exchange(
@@ -265,8 +265,9 @@ class NcclReceiver(TransportReceiver):
         if self._meeting is None or self._meeting.place != fields["place"]:
             if self._meeting is not None:
                 self._meeting.abort()
+            size = fields["size"]  # those that a worker receives from are ranks
             self._meeting = _Meeting(
-                fields["place"], None, fields["rank"], fields["size"], self.device, None, fields["senders"]
+                fields["place"], None, fields["rank"], size, self.device, size, None, fields["senders"]
             )
             self._meeting.meet(wait, deadline)
 
@@ -322,6 +323,7 @@ class _Meeting:
     """A communicator that is to be: where its members meet, and which of them this one exchanges with.
 
     place: [host, port, name] of the rendezvous, which its first member alone has.
+    ranks: how many of the members are trainer ranks. They come first.
     """
 
     def __init__(
@@ -331,6 +333,7 @@ class _Meeting:
         rank: int,
         size: int,
         device: torch.device,
+        ranks: int,
         sends_to: list[int] | None = None,
         receives_from: list[int] | None = None,
     ) -> None:
@@ -340,6 +343,8 @@ class _Meeting:
         self.communicator: Communicator | None = None
         self._arguments = rank, size, device
         self._receives_from = receives_from
+        workers = [f"engine worker {number}" for number in range(size - ranks)]
+        self._names = [*(f"trainer rank {number}" for number in range(ranks)), *workers]
 
     def meet(self, wait: Wait, deadline: Deadline) -> None:
         """Wait for the other members, once."""
@@ -352,7 +357,7 @@ class _Meeting:
                 return self.rendezvous.store(deadline.left_s())
             return visit(host, port, deadline)
 
-        ends = self.sends_to, self._receives_from
+        ends = self.sends_to, self._receives_from, self._names
         self.communicator = Communicator(open_store, *self._arguments, host, wait, deadline, *ends)
         if self.aborted.is_set():
             self.communicator.abort()

@@ -1,0 +1,98 @@
+"""Writes docs/failure-matrix.md from what cells came to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from cells import DEAD, MUTE, NEW, PAUSED, PHASES, UNTOUCHED, Cell
+from driver import Result
+
+SIGNS = {UNTOUCHED: "=", MUTE: "P", NEW: "n", PAUSED: "np", DEAD: "†"}
+_SLOW_S = 1.0
+_ABOUT = """# The failure matrix
+
+`make matrix` writes this page. Each cell of its tables is a push in which something was killed, stopped or cut off, at
+the moment that the column names. [failures.md](failures.md) says what users see of it.
+
+{ran} cells were run, {real} of them with vLLM. {held} hold. A cell holds when all of this is true:
+
+- The error comes within `timeout_s` and 5 s. Three more seconds were allowed for, on a busy machine.
+- It is of the right class, names what failed, and is the same on every rank that is left.
+- The engine then is as it was, or mute. A push that was complete before the failure may also have left the new version.
+- The next push makes the engine serve its weights. A stand-in then has the bits of a cold start, and vLLM its answers.
+- Processes that are left have no thread and no open file more than before. Nothing is left in `/dev/shm`. What gloo has
+  not done it keeps, with a thread, until a deadline of its own, which is 8 times `timeout_s`; that was waited for.
+
+A new trainer makes the next push where a rank was killed, and else the same one. Where rank 0 is stopped, another
+trainer takes the engine over meanwhile, and rank 0 finds that out when it goes on. What is stopped goes on after the
+others have raised.
+
+| sign | the engine after the failure |
+| --- | --- |
+| = | is as it was, and generates |
+| P | is paused and `POISONED` |
+| n | has the new version |
+| np | has the new version, and is paused |
+| † | has ended, and was started anew |
+| ✗ | does not hold: see the notes |
+
+A number is the seconds until the error came, where that took more than one.
+
+| column | where rank 0 is |
+| --- | --- |
+| connect | the engine's workers have come |
+| plan | they have said how they load |
+| open | generation is paused and the update open; nothing is written |
+| go | the workers were told to go; rank 0 has sent nothing |
+| run | in the middle of its chunks |
+| done | it has sent all |
+| commit | all have loaded; nobody was told to commit |
+| close | the version is stamped; generation is still paused |
+"""
+
+
+def read(folder: Path) -> dict[Cell, Result]:
+    """Return the last result of each cell that was run."""
+    found = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            cell = Cell(**row.pop("cell"))
+            found[cell] = Result(cell, **row)
+    return found
+
+
+def page_of(results: dict[Cell, Result]) -> str:
+    held = sum(result.holds for result in results.values())
+    real = sum(not cell.client.startswith("stand-in") for cell in results)
+    parts = [_ABOUT.format(ran=len(results), real=real, held=held)]
+    notes: list[str] = []
+    for client in dict.fromkeys(cell.client for cell in sorted(results, key=lambda cell: cell.client != "stand-in")):
+        of_client = {cell: result for cell, result in results.items() if cell.client == client}
+        for transport in dict.fromkeys(cell.transport for cell in of_client):
+            cells = {cell: result for cell, result in of_client.items() if cell.transport == transport}
+            parts.append(f"## {client}, {transport}\n\n" + "\n".join(table(cells, notes)) + "\n")
+    if notes:
+        parts.append("## Cells that do not hold\n\n" + "\n".join(notes) + "\n")
+    return "\n".join(parts)
+
+
+def table(cells: dict[Cell, Result], notes: list[str]) -> Iterable[str]:
+    phases = [phase for phase in PHASES if any(cell.phase == phase for cell in cells)]
+    yield f"| | {' | '.join(phases)} |"
+    yield "| --- |" + " --- |" * len(phases)
+    for who, how in dict.fromkeys((cell.who, cell.how) for cell in cells):
+        row = {cell.phase: result for cell, result in cells.items() if (cell.who, cell.how) == (who, how)}
+        yield f"| {who} {how} | {' | '.join(sign(row.get(phase), notes) for phase in phases)} |"
+
+
+def sign(result: Result | None, notes: list[str]) -> str:
+    if result is None:
+        return ""
+    if not result.holds:
+        notes.append(f"{len(notes) + 1}. {result.cell}: {'; '.join(result.faults)}".replace("\n", " ")[:600])
+        return f"✗ {len(notes)}"
+    seconds = f" {result.seconds:.0f}" if result.seconds > _SLOW_S else ""
+    return SIGNS[result.state] + seconds

@@ -1,0 +1,67 @@
+"""A few cells of the failure matrix that take no time. `make matrix` runs them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from cells import MUTE, UNTOUCHED, Cell
+from driver import Bench, wrong_errors
+from looks import Look, state_of
+
+SAMPLE = [
+    ("rank 0 - rank 1", "closed", "open"),
+    ("rank 0 - rank 1", "closed", "run"),
+    ("rank 0 - worker", "closed", "plan"),
+    ("rank 0 - worker", "closed", "done"),
+    ("rank 0 - worker", "closed", "close"),
+    ("rank 0", "killed", "open"),
+    ("rank 0", "killed", "commit"),
+    ("rank 0", "killed", "close"),
+    ("rank 1", "killed", "connect"),
+    ("rank 1", "killed", "open"),
+    ("rank 1", "killed", "go"),
+    ("worker", "killed", "run"),
+    ("core", "killed", "commit"),
+    ("rank 1", "stopped", "run"),
+]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    bench = Bench("stand-in", "ipc", tmp_path_factory.mktemp("matrix"), 4.0)
+    yield bench
+    bench.close()
+
+
+@pytest.mark.parametrize(("who", "how", "phase"), SAMPLE)
+def test_cell_holds(bench: Bench, who: str, how: str, phase: str) -> None:
+    result = bench.run(Cell("stand-in", "ipc", who, how, phase))
+    assert result.holds, result
+
+
+@pytest.mark.parametrize(
+    ("look", "state"),
+    [
+        (Look("A", False, False, "7"), UNTOUCHED),
+        (Look("", True, True, "POISONED: a push is under way"), MUTE),
+        (Look("", False, False, "7"), "a LIE"),
+        (Look("B", False, False, "7"), "a LIE"),
+        (Look("A", False, False, "8"), "a LIE"),
+        (Look("A", False, True, "7"), "as it was, and paused"),
+        (Look("", True, False, "7"), "POISONED without a mark"),
+        (Look("", True, False, "POISONED: a push is under way"), "marked and not paused"),
+        (Look("", False, True, "POISONED: a push is under way"), "a mixture that would answer"),
+    ],
+)
+def test_engine_that_lies_is_found_out(look: Look, state: str) -> None:
+    assert state_of(look, "A", "B", 7).startswith(state)
+
+
+def test_errors_that_do_not_tell_the_cause_are_found_out() -> None:
+    told = ("PeerError", "trainer rank 1 closed its connection")
+    assert list(wrong_errors({told}, ("PeerError",), ("trainer rank 1",), False)) == []
+    assert list(wrong_errors({told, ("PeerError", "broken")}, ("PeerError",), ("trainer rank 1",), False)) != []
+    assert list(wrong_errors({told}, ("SyncTimeoutError",), ("trainer rank 1",), False)) != []
+    assert list(wrong_errors({told}, ("PeerError",), ("engine 0",), False)) != []
+    assert list(wrong_errors({("", "")}, ("PeerError",), ("trainer rank 1",), False)) != []
