@@ -51,9 +51,12 @@ def test_first_push_into_sleeping_weights_touches_nothing(engines: list[Recorded
     assert serves(engines[0], 2)
 
 
-def test_later_push_into_sleeping_weights_leaves_the_engine_as_it_was(engines: list[RecordedEngine]) -> None:
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_later_push_into_sleeping_weights_leaves_the_engine_as_it_was(
+    engines: list[RecordedEngine], transport: str
+) -> None:
     asleep = engines[0]
-    with WeightSync("fsdp", "ipc", asleep, timeout_s=TIMEOUT_S) as sync:
+    with WeightSync("fsdp", transport, asleep, timeout_s=TIMEOUT_S) as sync:
         model = trainer_model(checkpoint(2))
         sync.push(model)
         asleep.hosts[0].sleeps = True
