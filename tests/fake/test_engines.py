@@ -620,6 +620,18 @@ def test_llm_without_the_plug_in_is_not_touched(backend, words):
     assert llm.calls == []
 
 
+def test_llm_that_is_a_part_of_an_engine_is_refused():
+    of_a_rank = config()
+    vars(of_a_rank.parallel_config).update(distributed_executor_backend="external_launcher", world_size=2)
+    llm = fake_llm(of_a_rank)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=1"):
+        connect(llm, 5.0)[0].init({})
+    assert llm.calls == []
+    of_a_rank.parallel_config.world_size = 1
+    connect(llm, 5.0)[0].init({})
+    assert llm.calls == [("init_weight_transfer_engine", {})]
+
+
 def test_llm_workers_without_the_extension_have_no_plug_in():
     llm = fake_llm(config(None, "somebody.elses.Extension"))
 

@@ -1,7 +1,8 @@
-"""Engines whose weights are put to sleep: a push is refused before it writes, and goes through once they are awake."""
+"""Pauses and sleep: a push refuses sleeping weights before it writes, and counts the pause alone."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -50,9 +51,12 @@ def test_first_push_into_sleeping_weights_touches_nothing(engines: list[Recorded
     assert serves(engines[0], 2)
 
 
-def test_later_push_into_sleeping_weights_leaves_the_engine_as_it_was(engines: list[RecordedEngine]) -> None:
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_later_push_into_sleeping_weights_leaves_the_engine_as_it_was(
+    engines: list[RecordedEngine], transport: str
+) -> None:
     asleep = engines[0]
-    with WeightSync("fsdp", "ipc", asleep, timeout_s=TIMEOUT_S) as sync:
+    with WeightSync("fsdp", transport, asleep, timeout_s=TIMEOUT_S) as sync:
         model = trainer_model(checkpoint(2))
         sync.push(model)
         asleep.hosts[0].sleeps = True
@@ -83,3 +87,13 @@ def test_awake_engines_beside_a_sleeping_one_wait_for_the_next_push(engines: lis
     for engine in engines:
         assert serves(engine, 3)
         assert engine.version() == "2"
+
+
+def test_pause_is_counted_from_when_the_engine_says_that_it_is_paused(engines: list[RecordedEngine]) -> None:
+    """An `LLM` in a Ray actor generates on until its turn comes."""
+    busy, model = engines[0], trainer_model(checkpoint(2))
+    with WeightSync("fsdp", "ipc", busy, timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        busy.pause = lambda mode: time.sleep(1.0)  # type: ignore[method-assign]
+        report = sync.push(model)
+    assert report.total_s - report.pause_s >= 1.0
