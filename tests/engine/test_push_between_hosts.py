@@ -86,6 +86,16 @@ def test_pushed_equals_cold_between_hosts(tmp_path: Path, tp: int) -> None:
         assert difference(first, cold) > 0
         hosts.down("D")
 
+        # The engine is whole after an init that has failed: the answers of its workers stay in order.
+        blocked = f"pref 5 to {hosts.address('A')} ipproto tcp dport {HUB_PORT}-{HUB_PORT + 3} prohibit"
+        hosts.sh("C", f"ip rule add {blocked}")
+        for remote in ranks:
+            remote.begin(push, "B")
+        for text in [remote.result() for remote in ranks]:
+            assert f"worker tp={tp - 1} pp=0 dp=0 on C could not reach trainer rank 0 at 10.77.0.1:{HUB_PORT}" in text
+        hosts.sh("C", f"ip rule del {blocked}")
+        assert difference(ranks[0].call(ask, f"http://C:{PORT}"), first) == 0
+
         for weights, expected in (("B", cold), ("A", first)):
             for remote in ranks:
                 remote.begin(push, weights)

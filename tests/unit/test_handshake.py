@@ -237,9 +237,10 @@ def test_without_a_key_another_user_is_refused_on_both_sides(keep, monkeypatch):
         admission.outcome()
 
 
-def test_the_user_at_the_other_end_is_looked_up(keep, monkeypatch):
-    with socket.create_server((LOCAL, 0)) as server:
-        one = socket.create_connection(server.getsockname())
+@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, LOCAL), (socket.AF_INET6, "::1")])
+def test_the_user_at_the_other_end_is_looked_up(family, address, monkeypatch):
+    with socket.create_server((address, 0), family=family) as server:
+        one = socket.create_connection(server.getsockname()[:2])
         other, _ = server.accept()
     with one, other:
         refuse_other_users(one, "a peer")
