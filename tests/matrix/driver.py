@@ -215,6 +215,7 @@ class Bench:
             self.engine.start()
             if self.client in OWN:  # and the trainer with it
                 self.make_ready()
+            if self.client in OWN or self.transport == "single_copy":  # whose model is the old engine's memory
                 self.connect(self.ranks)
         self.heal(cell, result, next(weights for weights in KNOWN if weights not in (before, failing)))
         self.release()
@@ -319,7 +320,8 @@ class Bench:
             self.connect(healers)
         told = self.push(healers, weights)
         # An engine that went away when the last push was complete is found out by the next one, which says so.
-        if cell.phase == "close" and {kind for kind, _ in told} <= {"PeerError"}:
+        # Nor does a worker notice at once that what comes to it is refused, and another trainer's call waits for it.
+        if (cell.phase == "close" or cell.how == "refused") and any(kind for kind, _ in told):
             told = self.push(healers, weights)
         if any(kind for kind, _ in told):
             result.faults.append(f"the next push does not heal: {told}")
