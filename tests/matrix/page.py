@@ -54,6 +54,11 @@ A number is the seconds until the error came, where that took more than one.
 | close | the version is stamped; generation is still paused |
 """
 
+_REASON = """Where the connection between two ranks breaks behind the last message, rank 0 has pushed and the other rank does not
+know. The other rank then connects anew, which it does over the default process group, and rank 0 does not. From then on
+their groups are out of step, and they do not find each other before they are started anew.
+"""
+
 
 def read(folder: Path) -> dict[Cell, Result]:
     """Return the last result of each cell that was run."""
@@ -77,7 +82,7 @@ def page_of(results: dict[Cell, Result]) -> str:
             cells = {cell: result for cell, result in of_client.items() if cell.transport == transport}
             parts.append(f"## {client}, {transport}\n\n" + "\n".join(table(cells, notes)) + "\n")
     if notes:
-        parts.append("## Cells that do not hold\n\n" + "\n".join(notes) + "\n")
+        parts.append("## Cells that do not hold\n\n" + _REASON + "\n" + "\n".join(notes) + "\n")
     return "\n".join(parts)
 
 
