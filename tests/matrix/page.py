@@ -54,7 +54,8 @@ A number is the seconds until the error came, where that took more than one.
 | close | the version is stamped; generation is still paused |
 """
 
-_REASON = """Where the connection between two ranks breaks behind the last message, rank 0 has pushed and the other rank does not
+_REASON = """\
+Where the connection between two ranks breaks behind the last message, rank 0 has pushed and the other rank does not
 know. The other rank then connects anew, which it does over the default process group, and rank 0 does not. From then on
 their groups are out of step, and they do not find each other before they are started anew.
 """
