@@ -55,9 +55,12 @@ A number is the seconds until the error came, where that took more than one.
 """
 
 _REASON = """\
-Where the connection between two ranks breaks behind the last message, rank 0 has pushed and the other rank does not
-know. The other rank then connects anew, which it does over the default process group, and rank 0 does not. From then on
-their groups are out of step, and they do not find each other before they are started anew.
+- Where the connection between two ranks breaks behind the last message, rank 0 has pushed and the other rank does not
+  know. The other rank then connects anew, which it does over the default process group, and rank 0 does not. From then
+  on their groups are out of step, and they do not find each other before they are started anew.
+- Files lead past the network. Where packets to a worker are dropped, and its engine answers, rank 0 waits until the
+  worker may have taken all chunks, up to 7 times `timeout_s`.
+- After some failures gloo has given its sockets back later than was waited for, or not at all.
 """
 
 
