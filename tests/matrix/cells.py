@@ -102,7 +102,6 @@ def expected(cell: Cell) -> Expected:
         ("worker", "stopped"),
         ("worker", "killed"),
     )
-    may_return |= (cell.client, cell.phase) == ("LLM", "close")  # whose generation is not resumed
     return Expected(states, kinds, words, may_return)
 
 
@@ -117,10 +116,7 @@ def cells_of(client: str, transport: str) -> Iterator[Cell]:
         "stand-in": ("core", "worker"),
         "HTTP": ("core", "worker", "server"),
     }
-    if client in ("LLM", "AsyncLLM"):  # in the trainer's process
-        hows = [("rank 0 - worker", "closed"), ("core", "stopped"), ("core", "killed")]
-    else:
-        hows = [(who, how) for how in CUT_OFF for who in LINKS] if client == ON_HOSTS else hows_of(whos[client])
+    hows = [(who, how) for how in CUT_OFF for who in LINKS] if client == ON_HOSTS else hows_of(whos[client])
     for who, how in hows:
         for phase in PHASES:
             yield Cell(client, transport, who, how, phase)

@@ -18,7 +18,6 @@ from cells import CUT_OFF, DEAD, LINKS, NEW, ON_HOSTS, RANKS, Cell, expected
 from engines import Remote
 from hosts import Host, Hosts
 from looks import KNOWN, Look, state_of
-from own_engine import OWN, OwnEngineSide
 from servers import ServerSide
 from stand_in import TP, StandInWorker
 from trainer import Outcome, Rank
@@ -112,12 +111,7 @@ class StandIn:
             end(worker)
 
 
-ENGINES: dict[str, Callable[..., Any]] = {
-    "stand-in": StandIn,
-    ON_HOSTS: StandIn,
-    "HTTP": ServerSide,
-    **{client: lambda folder, transport, hosts, client=client: OwnEngineSide(folder, client) for client in OWN},
-}
+ENGINES: dict[str, Callable[..., Any]] = {"stand-in": StandIn, ON_HOSTS: StandIn, "HTTP": ServerSide}
 
 
 class Bench:
@@ -131,8 +125,7 @@ class Bench:
         self._count = itertools.count()
         self.ranks: list[Remote] = []
         self.pids: set[int] = set()  # of all that there were
-        self.healer: Remote | None = None  # a new trainer, where the engine is not in a trainer's process
-        self.start_healer()
+        self.healer = process(self.hosts, "A", Rank, 0, 1, folder / "none")
         self.held: dict[int, Counter[str]] = {}
         # gloo keeps the sockets of what it has not done until its own deadline, which is 8 times ours.
         self.gloo_s = 9 * PATIENT_S if transport == "broadcast" else 0.0
@@ -154,14 +147,9 @@ class Bench:
 
     def start_anew(self) -> None:
         self.end_ranks()
-        self.start_healer()
+        end(self.healer)
+        self.healer = process(self.hosts, "A", Rank, 0, 1, self.folder / "none")
         self.engine.start()
-
-    def start_healer(self) -> None:
-        if self.healer is not None:
-            end(self.healer)
-        if self.client not in OWN:
-            self.healer = process(self.hosts, "A", Rank, 0, 1, self.folder / "none")
 
     def settle_descriptors(self) -> list[Result]:
         """Wait until gloo has given back what it kept. Return the results of the cells where it has not."""
@@ -213,8 +201,7 @@ class Bench:
             result.faults.append(f"the engine is {result.state}, not {' or '.join(states)}")
         if result.state == DEAD:
             self.engine.start()
-            if self.client in OWN:  # and the trainer with it
-                self.make_ready()
+            if self.transport == "single_copy":  # whose model is the old engine's memory
                 self.connect(self.ranks)
         self.heal(cell, result, next(weights for weights in KNOWN if weights not in (before, failing)))
         self.release()
@@ -225,7 +212,7 @@ class Bench:
     def fail(self, cell: Cell, result: Result, weights: str, healing: str) -> list[Outcome]:
         """Let the cell's failure happen in a push, and return what the ranks that are left raise."""
         there = self.folder / f"there-{next(self._count)}"
-        conductor, second = self.ranks[0], self.ranks[-1]
+        conductor, second = self.ranks
         conductor.call(Rank.arm, cell.phase, there, cell.who if cell.how == "closed" else "")
         for rank in self.ranks:
             rank.begin(Rank.push, weights)
@@ -248,7 +235,6 @@ class Bench:
                 self.engine.kill(who)
                 return go_on(*self.ranks)
             case "rank 0", "stopped":
-                assert self.healer is not None
                 with Stopped(pid_of(conductor)):
                     go_on()
                     self.engine.wait_until_given_up(1.5 * self.timeout_s + GRACE_S + BUSY_S)
@@ -308,18 +294,18 @@ class Bench:
     def heal(self, cell: Cell, result: Result, weights: str) -> None:
         """Push again, by the ranks if both are left, or else by a new trainer: the engine then serves these weights."""
         healers = self.ranks
-        if (cell.who, cell.how) == ("rank 0", "stopped") and self.healer:
+        if (cell.who, cell.how) == ("rank 0", "stopped"):
             self.healer.call(Rank.release)  # while it holds the engine, the ranks are turned away
         elif cell.how == "killed" and cell.who in RANKS:
             self.release()  # the rank that is left
             if self.transport == "single_copy":  # which has the engine's memory mapped
                 self.end_ranks()
-            assert self.healer is not None
             healers = [self.healer]
             self.connect(healers)
         told = self.push(healers, weights)
         # An engine that went away when the last push was complete is found out by the next one, which says so.
-        if cell.phase == "close" and {kind for kind, _ in told} <= {"PeerError"}:
+        # Nor does a worker notice at once that what comes to it is refused, and another trainer's call waits for it.
+        if (cell.phase == "close" or cell.how == "refused") and any(kind for kind, _ in told):
             told = self.push(healers, weights)
         if any(kind for kind, _ in told):
             result.faults.append(f"the next push does not heal: {told}")
@@ -334,14 +320,12 @@ class Bench:
     # What there is before and after
 
     def make_ready(self) -> None:
-        if self.client in OWN:
-            self.ranks = [self.engine.trainer]
-        elif not self.ranks:
+        if not self.ranks:
             store = self.folder / f"store-{next(self._count)}"
             self.ranks = [process(self.hosts, host, Rank, rank, 2, store) for rank, host in enumerate("AC")]
         pids = self.now()
         if pids != set(self.held):  # one is new, and has not opened all that it keeps open
-            for trainers in ([self.healer] if self.healer else [], self.ranks):
+            for trainers in ([self.healer], self.ranks):
                 self.connect(trainers)
                 for weights in (*self.engine.unknown(), self.engine.weights):
                     self.push_well(trainers, weights)
@@ -355,7 +339,7 @@ class Bench:
         return {*map(pid_of, alive), *self.engine.pids().values()}
 
     def processes(self) -> list[Remote]:
-        return [*self.ranks, *([self.healer] if self.healer else [])]
+        return [*self.ranks, self.healer]
 
     def connect(self, trainers: list[Remote]) -> None:
         # Alone it cannot share the memory of two workers.

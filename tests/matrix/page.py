@@ -26,8 +26,10 @@ the moment that the column names. [failures.md](failures.md) says what users see
   not done it keeps, with a thread, until a deadline of its own, which is 8 times `timeout_s`; that was waited for.
 
 A new trainer makes the next push where a rank was killed, and else the same one. Where rank 0 is stopped, another
-trainer takes the engine over meanwhile, and rank 0 finds that out when it goes on. What is stopped goes on after the
-others have raised.
+trainer takes the engine over meanwhile, and rank 0 finds that out when it goes on. With `single_copy` that trainer is
+turned away. What is stopped or cut off comes back after the others have raised. The push after that may fail once more
+where the failure was in `close`, or packets were refused. What broke behind the last message is found by the next one,
+and a worker that hears nothing waits for it.
 
 | sign | the engine after the failure |
 | --- | --- |
@@ -50,6 +52,15 @@ A number is the seconds until the error came, where that took more than one.
 | done | it has sent all |
 | commit | all have loaded; nobody was told to commit |
 | close | the version is stamped; generation is still paused |
+"""
+
+_REASON = """\
+- Where the connection between two ranks breaks behind the last message, rank 0 has pushed and the other rank does not
+  know. The other rank then connects anew, which it does over the default process group, and rank 0 does not. From then
+  on their groups are out of step, and they do not find each other before they are started anew.
+- Files lead past the network. Where packets to a worker are dropped, and its engine answers, rank 0 waits until the
+  worker may have taken all chunks, up to 7 times `timeout_s`.
+- After some failures gloo has given its sockets back later than was waited for, or not at all.
 """
 
 
@@ -75,7 +86,7 @@ def page_of(results: dict[Cell, Result]) -> str:
             cells = {cell: result for cell, result in of_client.items() if cell.transport == transport}
             parts.append(f"## {client}, {transport}\n\n" + "\n".join(table(cells, notes)) + "\n")
     if notes:
-        parts.append("## Cells that do not hold\n\n" + "\n".join(notes) + "\n")
+        parts.append("## Cells that do not hold\n\n" + _REASON + "\n" + "\n".join(notes) + "\n")
     return "\n".join(parts)
 
 

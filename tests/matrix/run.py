@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "support"), str(HERE.parent)]
+sys.path[:0] = [str(HERE.parents[1]), str(HERE), str(HERE.parent / "support"), str(HERE.parent)]
 
 import conftest  # noqa: E402,F401  the engines' environment
 import page  # noqa: E402

@@ -11,16 +11,13 @@ from looks import Look, state_of
 
 SAMPLE = [
     ("rank 0 - rank 1", "closed", "open"),
-    ("rank 0 - rank 1", "closed", "run"),
     ("rank 0 - worker", "closed", "plan"),
     ("rank 0 - worker", "closed", "done"),
     ("rank 0 - worker", "closed", "close"),
     ("rank 0", "killed", "open"),
     ("rank 0", "killed", "commit"),
-    ("rank 0", "killed", "close"),
     ("rank 1", "killed", "connect"),
     ("rank 1", "killed", "open"),
-    ("rank 1", "killed", "go"),
     ("worker", "killed", "run"),
     ("core", "killed", "commit"),
     ("rank 1", "stopped", "run"),

@@ -394,6 +394,14 @@ def test_a_peer_that_does_not_look_does_not_answer(pair):
     assert not one.answers(30.0)
 
 
+def test_an_answer_that_comes_too_late_is_no_message(pair):
+    one, other = pair
+    assert not one.answers(0.05)
+    other.answer_pings()
+    say(other, Release())
+    assert one.receive(Deadline(30), "test") == Release()
+
+
 def test_that_one_was_fenced_off_explains_what_else_was_reported(pair):
     one, other = pair
     say(other, failure(DigestError("bad")))

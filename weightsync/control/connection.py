@@ -62,7 +62,7 @@ class Connection:
         self._buffer = bytearray()
         self._inbox: deque[Message] = deque()
         self._reading, self._sending = threading.RLock(), threading.Lock()
-        self._owes_pong = False
+        self._owes_pong = self._has_answered = False
         self._closed = False
 
     def fileno(self) -> int:
@@ -166,6 +166,8 @@ class Connection:
                 message = decode(frame[PREFIX_BYTES:])
                 if isinstance(message, Ping):
                     self._owes_pong = True
+                elif isinstance(message, Pong):  # which may come late, when no answer is awaited any more
+                    self._has_answered = True
                 else:
                     self._inbox.append(message)
         except ProtocolError as error:
@@ -203,14 +205,14 @@ class Connection:
         """Return whether the peer's process is there and runs, which it says within `timeout_s`."""
         deadline = Deadline(timeout_s)
         try:
+            self._has_answered = False
             self.send(Ping(), deadline, "idle")
-            while not any(isinstance(message, Pong) for message in self._inbox):
+            while not self._has_answered:
                 if not ready([self], select.POLLIN, deadline.left_s()):
                     return False
                 self.read("idle")
         except WeightSyncError:
             return False
-        self._inbox = deque(message for message in self._inbox if not isinstance(message, Pong))
         return True
 
     def close(self) -> None:
