@@ -309,15 +309,21 @@ An engine that was started with `speculative_config` may have a second model, wh
 | `method` | its drafter | a push |
 | --- | --- | --- |
 | `mtp` | layers of the model's own checkpoint | fills it too, by its own loader |
-| `eagle`, `eagle3`, `medusa`, `draft_model` | a checkpoint of its own | leaves what is its own |
+| `eagle`, `eagle3` | a checkpoint of its own | fills it too, where the trainer has its tensors |
+| `medusa`, `draft_model` | a checkpoint of its own | leaves what is its own |
 | `ngram`, `suffix` | none | is as any other |
 
-A trainer may lack the layers of `mtp`, as transformers' own models do. Such a drafter stays as it is, and the log says
-so once. A trainer that has a part of these layers is refused. A drafter that stays changes how many of its tokens are
-accepted, and not which are answered.
+A trainer may lack the layers of `mtp`, as transformers' own models do, and an EAGLE head. Such a drafter stays as it
+is, and the log says so once. A trainer that has a part of it is refused. A drafter that stays changes how many of its
+tokens are accepted, and not which are answered.
+
+An EAGLE head travels under the names of its own checkpoint with `drafter.` before them: make it the trainer's submodule
+`model.drafter`. vLLM's loader for EAGLE-3 drops `t2d` without a word, so leave it out by
+`TensorSelection(exclude=("*.t2d",))`. A head that is quantised, or that drafts in parallel, stays as it is.
 
 Tested with real engines, with equal answers and equal drafts: MiMo and DeepSeek-V3 with `mtp`, the latter from Megatron
-too; `draft_model`; `ngram`, of which the answers were compared. GLM-4.5 with `mtp` was shown by its load plan.
+too; `eagle` and `eagle3` for Llama; `draft_model`; `ngram`, of which the answers were compared. GLM-4.5 with `mtp` was
+shown by its load plan.
 
 ## Pipeline stages
 
