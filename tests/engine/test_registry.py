@@ -307,7 +307,7 @@ def answered(planned: list[str], tested: set[str]) -> list[str]:
     saved = {name: registry_models.SPELLED_OTHERWISE.get(name, name) for name in planned}
     asked = [name for name in planned if saved[name] == name or saved[name] not in planned]
     equal = equal_in(ON_CPU) | tested, equal_in(ON_GPU)
-    on_cpu, on_gpu = ([name for name in asked if saved[name] in those] for those in equal)
+    on_cpu, on_gpu = ([name for name in asked if those & {name, saved[name]}] for those in equal)
     fails = {
         name: why + (" Equal on an H100." if name in on_gpu else "")
         for name, why in NO_ANSWERS.items()
