@@ -139,6 +139,21 @@ def test_pushed_equals_cold(engines: Remote, trainers: Trainers, model: str, tp:
         FOUND[model].load_paths = ", ".join(f"{count} {path}" for path, count in counts.items())
 
 
+def balance_experts(engines: Engines) -> None:
+    """Say what vLLM itself refuses on a CPU."""
+    engines.start(engines.checkpoint("qwen3-moe", "A"))
+    worker = engines.llm.llm_engine.model_executor.driver_worker.worker
+    worker.vllm_config.parallel_config.enable_eplb = True
+
+
+def test_expert_load_balancing_is_refused(engines: Remote, trainers: Trainers):
+    engines.call(balance_experts, timeout_s=240)
+    trainers.call(connect, "qwen3-moe", "ipc", {})
+    with pytest.raises(UnsupportedError, match="vLLM's loader fills the slots as they were at the start"):
+        trainers.call(push, "B")
+    assert engines.call(Engines.refusal) == ""
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Load plans, for which no engine has to run
 
@@ -292,8 +307,8 @@ number of experts that its ranks do not divide evenly is refused.
 
 ## Vision-language models
 
-Pushed equals cold for Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Gemma 3, LLaVA-OneVision and Mistral 3, whole, with their tower
-frozen, and with nothing but the tower trained. The engine is asked in words and about pictures, and
+Pushed equals cold for Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Gemma 3, LLaVA, LLaVA-OneVision and Mistral 3, whole, with their
+tower frozen, and with nothing but the tower trained. The engine is asked in words and about pictures, and
 `tests/engine/test_vision_language.py` compares every token and log-probability with an engine that was started cold.
 
 - The engine may lack a part that the trainer has. vLLM leaves a tower out when `limit_mm_per_prompt` allows nothing for

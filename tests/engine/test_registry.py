@@ -323,8 +323,8 @@ def answered(planned: list[str], tested: set[str]) -> list[str]:
     suffix = SUFFIXES[TEXT]
     return [
         wrapped(
-            f"{PLANS.capitalize()}: {len(asked)} architectures, of which vLLM runs {runs} on a CPU. Pushed equals cold "
-            f"for {len(on_cpu)} of these {runs}, see [below](#equal-answers)."
+            f"{PLANS.capitalize()}: {len(asked)} architectures. Of these vLLM runs {runs} on a CPU, and pushed equals "
+            f"cold for {len(on_cpu)} of the {runs}, see [below](#equal-answers)."
         ),
         *(listed(title, names, suffix) for title, names in parts.items() if names),
         with_reasons("a complete plan, and vLLM does not run it on a CPU", fails, suffix),
