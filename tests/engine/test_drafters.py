@@ -264,8 +264,11 @@ def cold_eagle(engines: Engines, method: str) -> dict[str, Any]:
     return answers
 
 
-def push_eagle(engines: Engines, weights: str) -> tuple[Answer, Drafts]:
-    engines.sync.push(engines.trainers[weights])
+def push_eagle(engines: Engines, weights: str, has_head: bool = True) -> tuple[Answer, Drafts]:
+    trainer = engines.trainers[weights]
+    if not has_head:
+        del trainer.drafter
+    engines.sync.push(trainer)
     return ask(engines)
 
 
@@ -278,6 +281,8 @@ def test_a_head_that_the_trainer_has_is_pushed_with_the_model(engines: Remote, m
         answer, drafts = engines.call(push_eagle, weights)
         assert_same(answer, answers[weights][0], f"push of {weights}")
         assert drafts == answers[weights][1]
+    answer, _ = engines.call(push_eagle, "B", False)
+    assert_same(answer, answers["B"][0], "push of B to a head that stays")
 
 
 def serve_two_workers(engines: Engines, speculative: dict[str, Any]) -> dict[str, Answer]:

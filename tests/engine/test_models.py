@@ -139,6 +139,21 @@ def test_pushed_equals_cold(engines: Remote, trainers: Trainers, model: str, tp:
         FOUND[model].load_paths = ", ".join(f"{count} {path}" for path, count in counts.items())
 
 
+def balance_experts(engines: Engines) -> None:
+    """Say what vLLM itself refuses on a CPU."""
+    engines.start(engines.checkpoint("qwen3-moe", "A"))
+    worker = engines.llm.llm_engine.model_executor.driver_worker.worker
+    worker.vllm_config.parallel_config.enable_eplb = True
+
+
+def test_expert_load_balancing_is_refused(engines: Remote, trainers: Trainers):
+    engines.call(balance_experts, timeout_s=240)
+    trainers.call(connect, "qwen3-moe", "ipc", {})
+    with pytest.raises(UnsupportedError, match="vLLM's loader fills the slots as they were at the start"):
+        trainers.call(push, "B")
+    assert engines.call(Engines.refusal) == ""
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Load plans, for which no engine has to run
 
@@ -292,8 +307,8 @@ number of experts that its ranks do not divide evenly is refused.
 
 ## Vision-language models
 
-Pushed equals cold for Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Gemma 3, LLaVA-OneVision and Mistral 3, whole, with their tower
-frozen, and with nothing but the tower trained. The engine is asked in words and about pictures, and
+Pushed equals cold for Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Gemma 3, LLaVA, LLaVA-OneVision and Mistral 3, whole, with their
+tower frozen, and with nothing but the tower trained. The engine is asked in words and about pictures, and
 `tests/engine/test_vision_language.py` compares every token and log-probability with an engine that was started cold.
 
 - The engine may lack a part that the trainer has. vLLM leaves a tower out when `limit_mm_per_prompt` allows nothing for
@@ -309,15 +324,21 @@ An engine that was started with `speculative_config` may have a second model, wh
 | `method` | its drafter | a push |
 | --- | --- | --- |
 | `mtp` | layers of the model's own checkpoint | fills it too, by its own loader |
-| `eagle`, `eagle3`, `medusa`, `draft_model` | a checkpoint of its own | leaves what is its own |
+| `eagle`, `eagle3` | a checkpoint of its own | fills it too, where the trainer has its tensors |
+| `medusa`, `draft_model` | a checkpoint of its own | leaves what is its own |
 | `ngram`, `suffix` | none | is as any other |
 
-A trainer may lack the layers of `mtp`, as transformers' own models do. Such a drafter stays as it is, and the log says
-so once. A trainer that has a part of these layers is refused. A drafter that stays changes how many of its tokens are
-accepted, and not which are answered.
+A trainer may lack the layers of `mtp`, as transformers' own models do, and an EAGLE head. Such a drafter stays as it
+is, and the log says so once. A trainer that has a part of it is refused. A drafter that stays changes how many of its
+tokens are accepted, and not which are answered.
+
+An EAGLE head travels under the names of its own checkpoint with `drafter.` before them: make it the trainer's submodule
+`model.drafter`. vLLM's loader for EAGLE-3 drops `t2d` without a word, so leave it out by
+`TensorSelection(exclude=("*.t2d",))`. A head that is quantised, or that drafts in parallel, stays as it is.
 
 Tested with real engines, with equal answers and equal drafts: MiMo and DeepSeek-V3 with `mtp`, the latter from Megatron
-too; `draft_model`; `ngram`, of which the answers were compared. GLM-4.5 with `mtp` was shown by its load plan.
+too; `eagle` and `eagle3` for Llama; `draft_model`; `ngram`, of which the answers were compared. GLM-4.5 with `mtp` was
+shown by its load plan.
 
 ## Pipeline stages
 

@@ -307,7 +307,7 @@ def answered(planned: list[str], tested: set[str]) -> list[str]:
     saved = {name: registry_models.SPELLED_OTHERWISE.get(name, name) for name in planned}
     asked = [name for name in planned if saved[name] == name or saved[name] not in planned]
     equal = equal_in(ON_CPU) | tested, equal_in(ON_GPU)
-    on_cpu, on_gpu = ([name for name in asked if saved[name] in those] for those in equal)
+    on_cpu, on_gpu = ([name for name in asked if those & {name, saved[name]}] for those in equal)
     fails = {
         name: why + (" Equal on an H100." if name in on_gpu else "")
         for name, why in NO_ANSWERS.items()
@@ -323,8 +323,8 @@ def answered(planned: list[str], tested: set[str]) -> list[str]:
     suffix = SUFFIXES[TEXT]
     return [
         wrapped(
-            f"{PLANS.capitalize()}: {len(asked)} architectures, of which vLLM runs {runs} on a CPU. Pushed equals cold "
-            f"for {len(on_cpu)} of these {runs}, see [below](#equal-answers)."
+            f"{PLANS.capitalize()}: {len(asked)} architectures. Of these vLLM runs {runs} on a CPU, and pushed equals "
+            f"cold for {len(on_cpu)} of the {runs}, see [below](#equal-answers)."
         ),
         *(listed(title, names, suffix) for title, names in parts.items() if names),
         with_reasons("a complete plan, and vLLM does not run it on a CPU", fails, suffix),
@@ -386,6 +386,7 @@ An engine is started cold from A and gets A, B, what a training step made of B, 
 gave the same tokens and log-probabilities as when it was cold, to the bit. vLLM *does not run* what fails in the same
 way without weightsync. [More of GPUs](models.md#on-a-gpu). Raw results, without times:
 
-- [on a CPU](../benchmarks/results/{ON_CPU.name})
+- [on a CPU](../benchmarks/results/{ON_CPU.name}), where `engine_in_process` says that the engine was in
+  the trainer's process
 - [on an H100](../benchmarks/results/{ON_GPU.name}), with vLLM 0.26
 """

@@ -6,6 +6,7 @@ are bfloat16 values, also where the trainer holds float32, so that engines which
 
 from __future__ import annotations
 
+import json
 import os
 import zlib
 from collections.abc import Callable
@@ -101,10 +102,15 @@ def _values(weights: str, name: str, shape: tuple[int, ...], device: torch.devic
 
 
 def save_checkpoint(model_dir: str, weights: str, folder: Path, draw: torch.device) -> None:
-    """Write the model with these weights as transformers saves it. It takes the model's size of host memory."""
+    """Write the model with these weights as transformers saves it, for the engine's class that `model_dir` names.
+
+    It takes the model's size of host memory.
+    """
     model = _plain(model_dir, torch.bfloat16, torch.device("cpu"))
     fill(model, "plain", weights, draw)
     model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": _config(model_dir).architectures}))
 
 
 def _config(model_dir: str) -> Any:
