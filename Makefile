@@ -45,8 +45,8 @@ test: $(CHECKS) $(INSTALLED) ## Lint, then run the tests: `make test ARGS="-k na
 test-unit: $(INSTALLED) ## The tests that need no process beside them, in a minute or two.
 	$(PYTEST) tests/unit $(ARGS)
 
-fuzz: $(INSTALLED) ## Spoil messages and bytes at both ends for longer: `make fuzz EXAMPLES=100000`.
-	FUZZ_EXAMPLES=$(or $(EXAMPLES),10000) $(PY) -m pytest -q tests/unit/test_fuzz.py $(ARGS)
+fuzz: $(INSTALLED) ## Say spoilt messages to both ends in each of their states: `make fuzz EXAMPLES=10000000`.
+	$(PY) tests/support/mutated_frames.py $(or $(EXAMPLES),1000000) $(ARGS)
 
 test-fake: $(INSTALLED) ## Those with rank processes and engines without vLLM, in a few minutes.
 	$(PYTEST) tests/fake $(ARGS)
