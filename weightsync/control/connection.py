@@ -37,6 +37,10 @@ from weightsync.errors import FencedError, PeerError, ProtocolError, SyncTimeout
 M = TypeVar("M", bound=Message)
 
 _PONG_S = 1.0
+_MESSAGE_BYTES = 512
+"""What the smallest message takes in memory while it waits."""
+_MOST_WAITING = 2
+"""How many of the largest messages may wait. Each is asked for, so no peer of good faith has so many under way."""
 _KEEPALIVE_S = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 """A host that loses power closes no connection; the kernel asks after it, and gives it up after half a minute."""
 
@@ -57,6 +61,7 @@ class Connection:
         self._sock, self._sent, self._received = sock, sent, received
         self._buffer = bytearray()
         self._inbox: deque[Message] = deque()
+        self._waiting_bytes = 0
         self._reading, self._sending = threading.RLock(), threading.Lock()
         self._owes_pong = False
         self._closed = False
@@ -162,8 +167,11 @@ class Connection:
                 message = decode(frame[PREFIX_BYTES:])
                 if isinstance(message, Ping):
                     self._owes_pong = True
-                else:
-                    self._inbox.append(message)
+                    continue
+                self._waiting_bytes = len(frame) + _MESSAGE_BYTES + (self._waiting_bytes if self._inbox else 0)
+                if self._waiting_bytes > _MOST_WAITING * self.most_bytes:
+                    raise ProtocolError("more messages have come than anyone has asked for")
+                self._inbox.append(message)
         except ProtocolError as error:
             error.who = error.who or self.peer
             raise
