@@ -62,6 +62,8 @@ class Connection:
         self._buffer = bytearray()
         self._inbox: deque[Message] = deque()
         self._waiting_bytes = 0
+        self._broken: ProtocolError | None = None
+        """What was wrong with a frame that has come. Nothing behind it is read, by whichever thread."""
         self._reading, self._sending = threading.RLock(), threading.Lock()
         self._owes_pong = False
         self._closed = False
@@ -96,6 +98,8 @@ class Connection:
         A `Failure` is the last message, and is raised as the error that it carries; see `send`.
         """
         while not self._inbox:
+            if self._broken is not None:
+                raise self._broken
             if not ready([self], select.POLLIN, deadline.left_s()):
                 raise timed_out([self.peer], phase, deadline)
             self.read(phase)
@@ -128,6 +132,8 @@ class Connection:
 
     def _read(self, phase: str) -> bool:
         with self._reading:
+            if self._broken is not None:
+                raise self._broken
             try:
                 data = self._sock.recv(min(1 << 20, self.most_bytes))
             except BlockingIOError:
@@ -174,6 +180,7 @@ class Connection:
                 self._inbox.append(message)
         except ProtocolError as error:
             error.who = error.who or self.peer
+            self._broken = error
             raise
 
     def pop(self) -> Message | None:
@@ -186,7 +193,9 @@ class Connection:
         That this process was fenced off explains whatever else was reported.
         """
         causes = [from_fields(message.error) for message in tuple(self._inbox) if isinstance(message, Failure)]
-        return next((cause for cause in causes if isinstance(cause, FencedError)), causes[0] if causes else None)
+        return next(
+            (cause for cause in causes if isinstance(cause, FencedError)), causes[0] if causes else self._broken
+        )
 
     def has_mail(self) -> bool:
         """Return whether `pop` would give a message."""
