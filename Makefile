@@ -45,8 +45,8 @@ test: $(CHECKS) $(INSTALLED) ## Lint, then run the tests: `make test ARGS="-k na
 test-unit: $(INSTALLED) ## The tests that need no process beside them, in a minute or two.
 	$(PYTEST) tests/unit $(ARGS)
 
-fuzz: $(INSTALLED) ## Spoil messages and bytes at both ends for longer: `make fuzz EXAMPLES=100000`.
-	FUZZ_EXAMPLES=$(or $(EXAMPLES),10000) $(PY) -m pytest -q tests/unit/test_fuzz.py $(ARGS)
+fuzz: $(INSTALLED) ## Say spoilt messages to both ends in each of their states: `make fuzz EXAMPLES=10000000`.
+	$(PY) tests/support/mutated_frames.py $(or $(EXAMPLES),1000000) $(ARGS)
 
 chaos: $(INSTALLED) ## Kill, stop and delay trainers and engines for longer: `make chaos STEPS=300 SEED=7`.
 	CHAOS_STEPS=$(or $(STEPS),300) CHAOS_S=1e9 CHAOS_SEED=$(or $(SEED),1) $(PY) -m pytest -q -s --timeout 0 \

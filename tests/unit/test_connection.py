@@ -204,6 +204,35 @@ def test_many_frames_may_arrive_at_once(pair):
     assert [other.receive(Deadline(30), "test") for _ in range(100)] == [Commit(n) for n in range(100)]
 
 
+def test_a_frame_that_was_changed_ends_the_connection_though_the_thread_that_answers_pings_reads_it(pair):
+    one, other = pair
+    changed = bytearray(sealed(one, encode(Commit(1))))
+    changed[-1] ^= 1
+    raw(one).sendall(changed + sealed(one, encode(Commit(2))))
+    arrival(other)
+    other.answer_pings()
+    assert not other.is_open()
+    with pytest.raises(ProtocolError, match="not sent, or not as the next one"):
+        other.receive(Deadline(30), "test")
+
+
+def test_messages_that_nobody_asked_for_do_not_pile_up(pair):
+    one, other = pair
+    other.most_bytes = 1 << 16
+    raw(one).sendall(sealed(one, *(encode(Release()) for _ in range(300))))
+    with pytest.raises(ProtocolError, match="more messages have come than anyone has asked for"):
+        check_until_it_raises(other)
+    assert len(other._inbox) < 257
+
+
+def test_messages_that_are_taken_leave_room_for_others(pair):
+    one, other = pair
+    one.most_bytes = other.most_bytes = 1 << 16
+    for number in range(300):
+        say(one, Commit(number))
+        assert other.receive(Deadline(30), "test") == Commit(number)
+
+
 def test_silence_runs_into_the_deadline_and_says_who_is_silent(pair):
     with within(10.0), pytest.raises(SyncTimeoutError, match=r"no answer from the other within 0\.2 s") as raised:
         pair[0].receive(Deadline(0.2), "plan")

@@ -1,4 +1,4 @@
-"""Spoilt bytes and spoilt messages, in every state of both ends. `make fuzz` tries more of them."""
+"""Spoilt bytes and spoilt messages, in every state of both ends. `make fuzz` says millions of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, module_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mutated_frames import host, recorded_push, run
 
-from weightsync import WeightSync
 from weightsync.control.connection import Connection
 from weightsync.control.handshake import ANSWER_BYTES, GREETING_BYTES, Seal, agree, greet, greeting
 from weightsync.control.listener import Listener
@@ -42,7 +41,6 @@ from weightsync.control.wire import (
 from weightsync.errors import ErrorFields, ProtocolError, WeightSyncError
 from weightsync.planning.layout import Box
 from weightsync.receiver.worker import WorkerSession
-from weightsync.transports.shared_handles import SharedFile
 
 LOCAL, TOKEN = "127.0.0.1", "token"
 HELLO = Hello(PROTOCOL, "worker", 0, 0, 1, "boot", "cpu", "", "tp=0", 0, CLEAN, False)
@@ -231,31 +229,9 @@ def test_whatever_a_worker_answers_the_trainer_raises_only_our_errors(draw: st.D
 
 @pytest.fixture(scope="module")
 def push() -> Iterator[list[Message]]:
-    """What the trainer says to a worker in a push over shared memory, which stays there."""
-    said: list[Message] = []
-    with pytest.MonkeyPatch.context() as patch:
-        send, unlink, files = Connection.send, SharedFile.unlink, []
-
-        def recorded(self: Connection, message: Message, deadline: Deadline, phase: str) -> None:
-            if isinstance(message, (PlanRequest, Connect, Go, Commit)):
-                said.append(message)
-            send(self, message, deadline, phase)
-
-        patch.setattr(Connection, "send", recorded)
-        patch.setattr(SharedFile, "unlink", lambda file: files.append(file))
-        engine = FakeEngine(host())
-        sync = WeightSync("fsdp", "ipc", engine, timeout_s=30)
-        sync.push(module_of(checkpoint(2)))
-        assert [type(message) for message in said] == [PlanRequest, Connect, Go, Commit]
-        yield said
-        sync.close()
-        engine.close()
-        for file in files:
-            unlink(file)
-
-
-def host() -> ModuleHost:
-    return ModuleHost(TinyEngineModel, checkpoint(1))
+    with recorded_push() as (asked, _):
+        assert [type(message) for message in asked] == [PlanRequest, Connect, Go, Commit]
+        yield asked
 
 
 def serve(session: WorkerSession, frames: list[bytes]) -> list[Message]:
@@ -313,3 +289,10 @@ def test_whatever_an_init_says_nothing_is_written(name: str, value: Any, more: b
         session.init(info)
     assert session.receiver.state == CLEAN
     assert session._connection is None
+
+
+def test_each_state_of_both_ends_takes_spoilt_frames_or_raises_an_error_of_its_own():
+    found = run(8192, seed=1)
+    assert found["crashes"] == []
+    assert found["foreign"] == {}
+    assert found["examples"] == 8192

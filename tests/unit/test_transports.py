@@ -222,6 +222,45 @@ def test_shared_file_without_room_raises_placement_error_and_leaves_nothing():
     assert not [path for path in set(Path("/dev/shm").iterdir()) - before if f"-{os.getpid()}-" in path.name]
 
 
+def test_what_a_worker_was_not_told_of_memory_is_a_protocol_error(file: SharedFile):
+    counters, deadline = (0, 0, *file.handle()), Deadline(5)
+
+    def connect(parts: Any, worker: Any = 0, storages: Any = (counters,)) -> IpcReceiver:
+        receiver = IpcReceiver(CPU)
+        receiver.connect([*storages], {"worker": worker, "parts": parts}, lambda seconds: None, deadline)
+        return receiver
+
+    receiver = connect([[0]])
+    with pytest.raises(ProtocolError, match="storage 3 of trainer rank 0, which was not named"):
+        receiver.storage(0, 3)
+    with pytest.raises(ProtocolError, match="of 1 of 2 chunks"):
+        next(receiver.chunks(range(2), lambda seconds: None, lambda: deadline))
+    for parts, worker, storages in (([[1]], 0, [counters]), ([[0]], 10**6, [counters]), ([[0]], 0, [])):
+        with pytest.raises(ProtocolError, match=f"stages chunks and has no counter for worker {worker}"):
+            connect(parts, worker, storages)
+    for parts, worker in ((None, 0), ([0], 0), ([["a"]], 0), ([[0]], -1), ([[0]], "0")):
+        with pytest.raises(ProtocolError, match="what came is no"):
+            connect(parts, worker)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"runs": [[[0, 0, 9]]]}, "does not lie in a slot of 8 bytes"),
+        ({"runs": [[[0, 5, 4]]]}, "does not lie in a slot of 8 bytes"),
+        ({"slot_bytes": -1}, "what came is no"),
+        ({"slot_bytes": None}, "what came is no"),
+        ({"place": ["127.0.0.1", "0", "x"]}, "what came is no"),
+        ({"senders": 1}, "what came is no"),
+        ({"more": 1}, "what came is no"),
+    ],
+)
+def test_runs_that_lie_in_no_slot_are_a_protocol_error(changes: dict[str, Any], words: str):
+    fields = {"runs": [], "slot_bytes": 8, "place": ["127.0.0.1", 1, "x"], "rank": 1, "size": 2, "senders": None}
+    with pytest.raises(ProtocolError, match=words):
+        NcclReceiver(CPU).connect([], {**fields, **changes}, lambda seconds: None, Deadline(1))
+
+
 @pytest.mark.parametrize(
     ("runs", "expected"),
     [

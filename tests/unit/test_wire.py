@@ -404,7 +404,7 @@ def peak_bytes(data: bytes) -> int:
 
 @pytest.mark.parametrize("each", SMALL, ids=str)
 def test_a_crowd_of_small_parts_is_refused_before_it_takes_memory(each: Any):
-    data = body(Value([each] * 80_000))
+    data = body(Value([each] * 200_000))
     assert peak_bytes(data) < 1 << 16
     refuse(data, "too many small parts for its size")
 

@@ -1,8 +1,9 @@
-"""A call that runs beside the conversation with the engines' workers."""
+"""Calls that run beside the conversation with the engines' workers."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 
 from weightsync.control.listener import Listener
@@ -38,3 +39,10 @@ class BackgroundCall:
             self._listener.wake()
         except OSError:
             pass  # the hub has been closed, and no thread is left to wake
+
+
+def repeat(method: weakref.WeakMethod[Callable[[], None]], every_s: float, ended: threading.Event) -> None:
+    """Call a method of an object every so often, until the object has ended or nobody else keeps it."""
+    while not ended.wait(every_s) and (call := method()) is not None:
+        call()
+        del call  # this thread must not keep the object

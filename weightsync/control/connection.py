@@ -41,6 +41,10 @@ _GREETING_S = 10.0
 """How long the other end may take until it has greeted. An engine does nothing else meanwhile."""
 _TRIES, _AGAIN_S = 3, 0.3
 _PONG_S = 1.0
+_MESSAGE_BYTES = 512
+"""What the smallest message takes in memory while it waits."""
+_MOST_WAITING = 2
+"""How many of the largest messages may wait. Each is asked for, so no peer of good faith has so many under way."""
 _KEEPALIVE_S = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 """A host that loses power closes no connection; the kernel asks after it, and gives it up after half a minute."""
 
@@ -61,6 +65,9 @@ class Connection:
         self._sock, self._sent, self._received = sock, sent, received
         self._buffer = bytearray()
         self._inbox: deque[Message] = deque()
+        self._waiting_bytes = 0
+        self._broken: ProtocolError | None = None
+        """What was wrong with a frame that has come. Nothing behind it is read, by whichever thread."""
         self._reading, self._sending = threading.RLock(), threading.Lock()
         self._owes_pong = self._has_answered = False
         self._closed = False
@@ -95,6 +102,8 @@ class Connection:
         A `Failure` is the last message, and is raised as the error that it carries; see `send`.
         """
         while not self._inbox:
+            if self._broken is not None:
+                raise self._broken
             if not ready([self], select.POLLIN, deadline.left_s()):
                 raise timed_out([self.peer], phase, deadline)
             self.read(phase)
@@ -127,6 +136,8 @@ class Connection:
 
     def _read(self, phase: str) -> bool:
         with self._reading:
+            if self._broken is not None:
+                raise self._broken
             try:
                 data = self._sock.recv(min(1 << 20, self.most_bytes))
             except BlockingIOError:
@@ -166,12 +177,17 @@ class Connection:
                 message = decode(frame[PREFIX_BYTES:])
                 if isinstance(message, Ping):
                     self._owes_pong = True
-                elif isinstance(message, Pong):  # which may come late, when no answer is awaited any more
+                    continue
+                if isinstance(message, Pong):  # which may come late, when no answer is awaited any more
                     self._has_answered = True
-                else:
-                    self._inbox.append(message)
+                    continue
+                self._waiting_bytes = len(frame) + _MESSAGE_BYTES + (self._waiting_bytes if self._inbox else 0)
+                if self._waiting_bytes > _MOST_WAITING * self.most_bytes:
+                    raise ProtocolError("more messages have come than anyone has asked for")
+                self._inbox.append(message)
         except ProtocolError as error:
             error.who = error.who or self.peer
+            self._broken = error
             raise
 
     def pop(self) -> Message | None:
@@ -184,7 +200,9 @@ class Connection:
         That this process was fenced off explains whatever else was reported.
         """
         causes = [from_fields(message.error) for message in tuple(self._inbox) if isinstance(message, Failure)]
-        return next((cause for cause in causes if isinstance(cause, FencedError)), causes[0] if causes else None)
+        return next(
+            (cause for cause in causes if isinstance(cause, FencedError)), causes[0] if causes else self._broken
+        )
 
     def has_mail(self) -> bool:
         """Return whether `pop` would give a message."""

@@ -33,7 +33,7 @@ from functools import partial
 from typing import TypeVar
 
 from weightsync.control.addresses import is_loopback
-from weightsync.control.background_call import BackgroundCall
+from weightsync.control.background_call import BackgroundCall, repeat
 from weightsync.control.listener import Listener
 from weightsync.control.member import Member, Worker, find_lost
 from weightsync.control.ranks import Ranks
@@ -171,7 +171,7 @@ class Fleet:
                 ("lease", self._answer_pings, _PING_LOOK_S),
                 ("health", self._ask_whether_alive, _HEALTH_LOOK_S),
             ):
-                in_thread(name, partial(_repeat, weakref.WeakMethod(method), every_s, self._ended))
+                in_thread(name, partial(repeat, weakref.WeakMethod(method), every_s, self._ended))
             # The trainer that pushed last may have died between start and finish, or with the weights half loaded.
             left_open = {worker.hello.group for worker in self.workers if worker.hello.update_open}
             self._left_open = [self._members[number] for number in left_open]
@@ -467,10 +467,3 @@ class Fleet:
             if call.error is not None:
                 call.error.phase = call.error.phase or phase
                 raise call.error
-
-
-def _repeat(method: weakref.WeakMethod[Callable[[], None]], every_s: float, ended: threading.Event) -> None:
-    """Call a method of a fleet every so often, until the fleet has ended or the trainer has dropped it."""
-    while not ended.wait(every_s) and (call := method()) is not None:
-        call()
-        del call  # this thread must not keep the fleet

@@ -13,12 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from weightsync.control.runtime import Deadline
 from weightsync.control.update import Update
-from weightsync.control.wire import MachineInfo
-from weightsync.errors import PlacementError, WeightSyncError
-from weightsync.planning.layout import Manifest, ShardLocation, itemsize
+from weightsync.control.wire import MachineInfo, typed
+from weightsync.errors import PlacementError, ProtocolError, WeightSyncError
+from weightsync.planning.layout import Count, Manifest, ShardLocation, itemsize
 from weightsync.planning.rows import Arrival, Reads, Run, Storage
 from weightsync.planning.transfer_plan import Route, TransferPlan
 from weightsync.transports.base import (
@@ -223,6 +224,13 @@ class IpcTransport(Transport):
             file.unlink()
 
 
+class _Endpoint(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker is told of its transport. `parts` has, for each chunk, the ranks that stage any of it."""
+
+    worker: Count
+    parts: list[list[Count] | None]
+
+
 class IpcReceiver(TransportReceiver):
     """The worker's end."""
 
@@ -240,14 +248,22 @@ class IpcReceiver(TransportReceiver):
             self._open[rank, number] = known
             if number == _COUNTERS:
                 self._counters[rank] = _Counters(known[1])
-        self._worker: int = fields["worker"]
-        self._parts: list[list[int] | None] = fields["parts"]  # of each chunk, the ranks that stage any of it
-        self._taken = 0
+        told = typed(fields, _Endpoint)
+        self._worker, self._parts, self._taken = told.worker, told.parts, 0
+        staging = {rank for ranks in told.parts for rank in ranks or ()}
+        if without := sorted(
+            rank for rank in staging if not self._counters.get(rank, _NO_COUNTERS).has(1 + told.worker)
+        ):
+            raise ProtocolError(f"trainer rank {without[0]} stages chunks and has no counter for worker {told.worker}")
 
     def storage(self, rank: int, storage: int) -> torch.Tensor:
+        if (rank, storage) not in self._open:
+            raise ProtocolError(f"something lies in storage {storage} of trainer rank {rank}, which was not named")
         return self._open[rank, storage][1]
 
     def chunks(self, numbers: Sequence[int], wait: Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
+        if len(self._parts) < len(numbers):
+            raise ProtocolError(f"who stages a chunk was said of {len(self._parts)} of {len(numbers)} chunks")
         for number in numbers:
             if (ranks := self._parts[number]) is None:
                 yield number
@@ -278,11 +294,17 @@ class _Counters:
         self._data = data  # keeps the memory mapped
         self._words = (ctypes.c_int64 * (data.numel() // 8)).from_address(data.data_ptr())
 
+    def has(self, number: int) -> bool:
+        return number * _CACHE_LINE_BYTES // 8 < len(self._words)
+
     def __getitem__(self, number: int) -> int:
         return self._words[number * _CACHE_LINE_BYTES // 8]
 
     def __setitem__(self, number: int, count: int) -> None:
         self._words[number * _CACHE_LINE_BYTES // 8] = count
+
+
+_NO_COUNTERS = _Counters(torch.empty(0, dtype=torch.uint8))
 
 
 def filled(runs: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 
 from weightsync.control.addresses import is_loopback
 from weightsync.control.runtime import Deadline
 from weightsync.control.update import Group, Update
-from weightsync.control.wire import MachineInfo
-from weightsync.errors import ConfigError, PlacementError, WeightSyncError
-from weightsync.planning.layout import Manifest, ShardLocation
+from weightsync.control.wire import MachineInfo, typed
+from weightsync.errors import ConfigError, PlacementError, ProtocolError, WeightSyncError
+from weightsync.planning.layout import Count, Manifest, ShardLocation
 from weightsync.planning.rows import Reads, Storage
 from weightsync.planning.transfer_plan import Route, TransferPlan, choose_route
 from weightsync.transports.base import SLOTS, Endpoint, LocalTensors, Transport, TransportReceiver, Wait
@@ -243,6 +244,17 @@ class NcclTransport(Transport):
         self._forget()
 
 
+class _Endpoint(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker is told of its transport. `runs` has, for each chunk, [rank, first byte in the slot, end]."""
+
+    runs: list[list[tuple[Count, Count, Count]]]
+    slot_bytes: Count
+    place: tuple[str, Count, str]
+    rank: Count
+    size: Count
+    senders: list[Count] | None
+
+
 class NcclReceiver(TransportReceiver):
     """The worker's end."""
 
@@ -255,23 +267,25 @@ class NcclReceiver(TransportReceiver):
         self._posted: dict[int, Pending] = {}
 
     def connect(self, storages: list[Storage], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
-        self._runs: list[list[list[int]]] = fields["runs"]  # of each, [rank, first byte in the slot, end]
-        self._broadcasts = fields["senders"] is None
-        if not self._slots or self._slots[0].numel() != fields["slot_bytes"]:
+        told = typed(fields, _Endpoint)
+        if any(not first <= end <= told.slot_bytes for runs in told.runs for _, first, end in runs):
+            raise ProtocolError(f"a run of bytes does not lie in a slot of {told.slot_bytes} bytes")
+        self._runs, self._broadcasts = told.runs, told.senders is None
+        if not self._slots or self._slots[0].numel() != told.slot_bytes:
             self._slots = []  # before there are others
-            self._slots = [
-                torch.empty(fields["slot_bytes"], dtype=torch.uint8, device=self.device) for _ in range(SLOTS)
-            ]
-        if self._meeting is None or self._meeting.place != fields["place"]:
+            self._slots = [torch.empty(told.slot_bytes, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+        if self._meeting is None or self._meeting.place != told.place:
             if self._meeting is not None:
                 self._meeting.abort()
-            size = fields["size"]  # those that a worker receives from are ranks
-            self._meeting = _Meeting(
-                fields["place"], None, fields["rank"], size, self.device, size, None, fields["senders"]
-            )
+            size = told.size  # those that a worker receives from are ranks
+            self._meeting = _Meeting(told.place, None, told.rank, size, self.device, size, None, told.senders)
             self._meeting.meet(wait, deadline)
 
     def storage(self, rank: int, storage: int) -> torch.Tensor:
+        if storage not in range(SLOTS):
+            raise ProtocolError(
+                f"something lies in storage {storage} of trainer rank {rank}, and there are {SLOTS} slots"
+            )
         return self._slots[storage]
 
     def chunks(self, numbers: Sequence[int], wait: Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
@@ -328,7 +342,7 @@ class _Meeting:
 
     def __init__(
         self,
-        place: list[Any],
+        place: Sequence[Any],
         rendezvous: Rendezvous | None,
         rank: int,
         size: int,
