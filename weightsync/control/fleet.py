@@ -68,6 +68,7 @@ from weightsync.errors import (
 from weightsync.planning.layout import Manifest
 
 M = TypeVar("M", bound=Message)
+_Method = Callable[[Member], None]
 
 _FAREWELL_S = 3.0
 """How long an engine may take to end its calls after a failure."""
@@ -420,12 +421,12 @@ class Fleet:
         return check
 
     def _await_calls(self, deadline: Deadline, phase: str) -> None:
-        calls, self._calls = self._calls, []
-        self._wait(calls, deadline, phase)
+        try:
+            self._wait(self._calls, deadline, phase)
+        finally:
+            self._calls = []
 
-    def _all(
-        self, phase: str, members: Sequence[Member], *methods: Callable[[Member], None], in_opening: bool = False
-    ) -> None:
+    def _all(self, phase: str, members: Sequence[Member], *methods: _Method, in_opening: bool = False) -> None:
         """Call these methods with each of these engines, all at once, and wait."""
         jobs = [(method, one) for method in methods for one in members]
         here = jobs.pop() if len(members) == 1 else None  # saves a thread
@@ -436,19 +437,14 @@ class Fleet:
         self._wait(calls, Deadline(self._timeout_s), phase, in_opening)
 
     def _try_all(
-        self,
-        phase: str,
-        members: Sequence[Member],
-        method: Callable[[Member], None],
-        lost: Collection[str],
-        deadline: Deadline,
+        self, phase: str, members: Sequence[Member], method: _Method, lost: Collection[str], deadline: Deadline
     ) -> None:
         calls = [(self._call(phase, one, method), one) for one in members]
         for call, one in calls:
             if one.engine.name not in lost:
                 call.join(max(deadline.left_s(), _LEAST_S))
 
-    def _call(self, phase: str, one: Member, method: Callable[[Member], None]) -> BackgroundCall:
+    def _call(self, phase: str, one: Member, method: _Method) -> BackgroundCall:
         call = BackgroundCall(self._listener, f"{phase} of {one.engine.name}", one.call, method)
         self._changing.append(call)
         return call

@@ -202,7 +202,8 @@ def _atoms(
     atoms: list[list[ShardLocation]] = []
     for name in (name for name in bucket if name in owned and name not in scales):
         count = -(-_peak(owned[name], load) // max_bytes)
-        count = max(count, min(_FINENESS * count, *(piece.box.size[0] for piece in owned[name] if piece.box.size)))
+        rows = [piece.box.size[0] for piece in owned[name] if piece.box.size]
+        count = max(count, min([_FINENESS * count, *rows]))
         cut = _sliced(owned[name], count)
         while max(_peak(part, load) for part in cut) > max_bytes and any(p.box.numel > 1 for part in cut for p in part):
             count += max(1, count // 8)  # rows do not divide evenly
