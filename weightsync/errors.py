@@ -9,6 +9,8 @@
     |   +-- EngineUnreachableError (ConnectionError)
     |   +-- EngineBusyError                        another trainer holds the engine
     |   +-- FencedError                            another trainer has taken the engine over
+    |   +-- EngineAsleepError                      the engine's weights are put to sleep
+    |   +-- FrozenLostError                        the engine has lost what only the first push sends
     +-- PeerError              (ConnectionError)   a trainer rank or an engine worker went away
     +-- SyncTimeoutError       (TimeoutError)      a wait passed its deadline
     +-- ProtocolError          (RuntimeError)      a message that does not follow docs/wire.md, or a stranger
@@ -133,6 +135,14 @@ class EngineBusyError(EngineError):
 class FencedError(EngineError):
     """An engine that another trainer has taken over, since this one did not answer. Nothing of the engine was touched
     after that. Push again once the other trainer has closed its `WeightSync`."""
+
+
+class EngineAsleepError(EngineError):
+    """An engine whose weights are put to sleep (vLLM's sleep levels 1 and 2). Nothing was written into it."""
+
+
+class FrozenLostError(EngineError):
+    """An engine that has lost what later pushes do not send. `WeightSync.push` sends everything then."""
 
 
 class PeerError(WeightSyncError, ConnectionError):

@@ -29,7 +29,7 @@ class PushReport:
     control_s: everything before the engines were told to go and after the last of them was done, `plan_s` included.
     gather_s: rank 0's part of sending.
     transfer_s, verify_s, load_s: those of the slowest worker. They overlap with `gather_s`.
-    pause_s: from the pause of generation to its resumption, which may begin during `plan_s`.
+    pause_s: from when an engine says that it is paused until all generate again, which may begin during `plan_s`.
     total_s: the whole call.
     load_paths: how many of the engines' modules took each load path: "in_place", "fused_quantize", "reload",
         "native_loader".

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -25,7 +25,8 @@ UNQUANTIZED = (
 class TensorSelection:
     """Which tensors travel, and as what.
 
-    Patterns are shell patterns on checkpoint names (`*.mlp.gate.weight`), case sensitive. `*` matches dots too.
+    Patterns are shell patterns on checkpoint names (`*.mlp.gate.weight`), case sensitive. `*` matches dots too. Raises
+    `ConfigError` for anything but a sequence of strings.
 
     exclude: tensors that are never pushed.
     buffers: whether persistent buffers travel. The others never do.
@@ -35,19 +36,23 @@ class TensorSelection:
         others of these are quantised. It must be what the engine's checkpoint has left as it is.
     frozen: tensors that the first push sends and later pushes do not, until the `WeightSync` is closed or a push fails.
         A frozen tensor that changes after all is not noticed. One that shares an engine parameter with something that
-        trains, or a module that must be loaded whole, still travels. Engines must not lose or change weights on their
-        own in between, as vLLM's sleep at level 2 does. Close the `WeightSync` then.
+        trains, or a module that must be loaded whole, still travels. Where an engine has lost weights in between, as in
+        vLLM's sleep at level 2, a push sends everything. With verify="none" that is not noticed.
     only_trained: whether parameters that need no gradient, and have no adapter, are frozen as well.
     """
 
-    exclude: tuple[str, ...] = ()
+    exclude: Sequence[str] = ()
     buffers: bool = True
-    frozen: tuple[str, ...] = ()
+    frozen: Sequence[str] = ()
     only_trained: bool = False
     dtypes: Mapping[str, str] = field(default_factory=dict)
-    unquantized: tuple[str, ...] = UNQUANTIZED
+    unquantized: Sequence[str] = UNQUANTIZED
 
     def __post_init__(self) -> None:
+        for name in ("exclude", "frozen", "unquantized"):
+            object.__setattr__(self, name, _patterns(name, getattr(self, name)))
+        if not isinstance(self.dtypes, Mapping):
+            raise ConfigError(f'dtypes={self.dtypes!r}; expected pattern to dtype, such as {{"*.router.*": "float32"}}')
         for pattern, dtype in self.dtypes.items():
             try:
                 itemsize(dtype)
@@ -69,3 +74,10 @@ class TensorSelection:
     def quantizes(self, name: str) -> bool:
         """Return whether `name`, if it has two dimensions, is quantised where weights are."""
         return name.endswith(".weight") and not any(fnmatchcase(name, pattern) for pattern in self.unquantized)
+
+
+def _patterns(name: str, given: object) -> tuple[str, ...]:
+    """Return patterns as a tuple. Raise `ConfigError` for one string, which would be read letter by letter."""
+    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(each, str) for each in given):
+        raise ConfigError(f'{name}={given!r}; expected a sequence of patterns, such as {name}=("*.mlp.*",)')
+    return tuple(given)

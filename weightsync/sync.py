@@ -12,7 +12,7 @@ from torch import nn
 from weightsync.control.ranks import Ranks, collective
 from weightsync.control.update import Update
 from weightsync.engines import LoraAdapter
-from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.errors import ConfigError, FrozenLostError, WeightSyncError
 from weightsync.planning.bucketing import Bucketer
 from weightsync.report import PushReport
 from weightsync.selection import TensorSelection
@@ -51,7 +51,8 @@ class WeightSync:
         A `Transport` of your own, or the name of one in the entry point group "weightsync.transports", works too.
     engine: an `LLM`, an `AsyncLLM`, a Ray actor handle of either, an "http://..." address, a
         `weightsync.engines.server.VllmServer`, an object with the methods of `weightsync.engines.Engine`, or a list of
-        these. Only rank 0's is used. None means $WEIGHTSYNC_ENGINE, or else http://localhost:8000.
+        these. None means $WEIGHTSYNC_ENGINE, or else http://localhost:8000. Rank 0 gives what every process can reach,
+        and the other ranks give the same or None. What lives in a rank's process, such as an `LLM`, that rank gives.
     bucketer: "module", "threshold" or "parameter", or an object with a `bucket` method. It decides the order in which
         tensors travel and which travel together. None means modules for ipc, and full buckets for everything else and
         for backend="megatron".
@@ -110,7 +111,12 @@ class WeightSync:
             raise ConfigError(f"on_engine_failure={on_engine_failure!r}; choose one of {', '.join(ENGINE_FAILURES)}")
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}; it must be positive seconds")
-        selection = selection or TensorSelection()
+        if selection is None:
+            selection = TensorSelection()
+        elif not isinstance(selection, TensorSelection):
+            raise ConfigError(
+                f"selection={selection!r}; expected a TensorSelection, such as TensorSelection(**options)"
+            )
         options = Options(
             backend=backend,
             source=open_source(backend, selection, bridge=megatron_bridge, vocab_size=vocab_size),
@@ -145,6 +151,8 @@ class WeightSync:
                 with self._collective(version) as update:
                     report = self.last_report = self._strategy.run(update, model)
                 return report
+            except FrozenLostError as error:
+                logger.warning("sending everything: %s", error)
             except WeightSyncError as error:
                 self._lost = getattr(error, "lost", [])
                 if not self._drops or not self._lost or not getattr(error, "survivors", []):

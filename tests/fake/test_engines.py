@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 import time
+from collections import UserList
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +69,14 @@ def test_a_list_may_mix_kinds_and_keeps_its_order():
     assert engines[1].name == "engine 1 (LLM in this process)"
     assert engines[3].name == "engine 3 (AsyncLLM in this process)"
     assert engines[1].host == engines[3].host == "127.0.0.1"
+
+
+def test_a_list_of_a_configuration_is_a_list():
+    """OmegaConf's is no list of Python's."""
+    assert [engine.name for engine in connect(UserList(["http://a:1", "http://b:2"]), 1.0)] == [
+        "engine 0 (http://a:1)",
+        "engine 1 (http://b:2)",
+    ]
 
 
 def test_an_engine_of_ones_own_may_know_its_address():
@@ -177,6 +186,7 @@ def test_http_sends_what_vllm_expects(server, monkeypatch):
     assert server.requests == [
         ("POST", "/sleep?level=0&mode=keep", None),
         ("POST", "/reset_prefix_cache?reset_running_requests=true&reset_external=false", None),
+        ("GET", "/version", None),
         ("POST", "/init_weight_transfer_engine", {"init_info": {"protocol": 1}}),
         ("POST", "/start_weight_update", None),
         ("POST", "/update_weights", {"update_info": {"bucket": [1, 2]}}),
@@ -188,6 +198,38 @@ def test_http_sends_what_vllm_expects(server, monkeypatch):
         ("GET", "/weight_info", None),
         ("GET", "/health", None),
     ]
+
+
+@pytest.mark.parametrize("version", ["0.24.0", "0.20.1rc1.dev3+g12ab"])
+def test_http_calls_the_worker_extension_of_a_vllm_without_plug_ins(server, version):
+    server.replies["/version"] = (200, json.dumps({"version": version}))
+    server.replies["/collective_rpc"] = (200, '{"results": [null, null]}')
+    server.replies["/update_weight_version"] = (404, '{"detail": "Not Found"}')
+    engine = http_engine(server.url)
+    engine.init({"a": 1})
+    engine.start()
+    engine.update({"b": 2})
+    engine.finish(None)
+    engine.finish("5")
+    assert server.requests == [
+        ("GET", "/version", None),
+        ("POST", "/collective_rpc", {"method": "weightsync_init", "args": [{"a": 1}]}),
+        ("POST", "/collective_rpc", {"method": "weightsync_update", "args": [{"b": 2}]}),
+        ("POST", "/update_weight_version", {"new_version": "5"}),
+    ]
+    server.replies["/collective_rpc"] = (
+        500,
+        '{"error": {"message": "Method \'weightsync_init\' is not implemented."}}',
+    )
+    with pytest.raises(EngineError, match="no weightsync plug-in.*--worker-extension-cls"):
+        engine.init({})
+
+
+@pytest.mark.parametrize("answer", ['{"version": "0.25.0"}', '{"version": "1.0.0"}', '{"version": "dev"}', "{}"])
+def test_http_calls_the_plug_in_of_every_other_vllm(server, answer):
+    server.replies["/version"] = (200, answer)
+    http_engine(server.url).init({})
+    assert [path for _, path, _ in server.requests] == ["/version", "/init_weight_transfer_engine"]
 
 
 def test_who_wakes_an_engine_whose_memory_sleeps_is_told(server, caplog):
@@ -862,72 +904,42 @@ def test_async_engine_that_hangs_or_dies_ends_the_wait():
 
 
 class LlmActor:
-    """An actor of a user's own class that holds an `LLM`."""
+    """An actor of a user's own class that holds an `LLM`, and passes none of its methods on."""
 
     def __init__(self, backend: str | None) -> None:
         self.llm = fake_llm(config(backend))
+        self.llm.on_rpc = self.on_rpc
 
-    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+    def on_rpc(self, method, args):
         if method == "finish_weight_update":
             time.sleep(5)
         if args == ({"bad": True},):
             raise ManifestError("one tensor is missing", missing=["q"])
         if args == ({"bad": 2},):
             raise RuntimeError("worker 0 fell over")
-        return self.llm.collective_rpc(method, timeout, args, kwargs)
 
-    def reset_prefix_cache(self, **kwargs):
-        return self.llm.reset_prefix_cache(**kwargs)
-
-    def update_weight_version(self, new_version):
-        self.llm.update_weight_version(new_version)
+    def generate(self, seconds):
+        time.sleep(seconds)
 
     def calls(self):
         return self.llm.calls
 
 
 class AsyncActor:
-    """An actor of a user's own class that holds an `AsyncLLM`."""
+    """An actor of a user's own class that holds an `AsyncLLM`, and whose methods have other arguments than vLLM's."""
 
     def __init__(self) -> None:
         self.engine = AsyncLLM()
+        self.engine.output_handler = asyncio.get_running_loop().create_task(asyncio.sleep(600))
 
-    async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
-        return await self.engine.collective_rpc(method, timeout, args, kwargs)
-
-    async def pause_generation(self, **kwargs):
-        await self.engine.pause_generation(**kwargs)
-
-    async def resume_generation(self):
-        await self.engine.resume_generation()
-
-    async def reset_prefix_cache(self, **kwargs):
-        return await self.engine.reset_prefix_cache(**kwargs)
-
-    async def reset_encoder_cache(self):
-        await self.engine.reset_encoder_cache()
-
-    async def add_lora(self, lora_request):
-        return await self.engine.add_lora(lora_request)
-
-    async def remove_lora(self, lora_id):
-        return await self.engine.remove_lora(lora_id)
-
-    async def list_loras(self):
-        return await self.engine.list_loras()
+    async def collective_rpc(self, unlike_vllm): ...
 
     async def calls(self):
         return self.engine.calls
 
-
-class UnpausableActor:
-    """An actor around an `AsyncLLM` that forgot to pass pausing on."""
-
-    def __init__(self) -> None:
-        self.engine = AsyncLLM()
-
-    async def collective_rpc(self, method, timeout=None, args=(), kwargs=None): ...
-    async def reset_prefix_cache(self, **kwargs): ...
+    async def let_die(self):
+        self.engine.hang = True
+        asyncio.get_running_loop().call_later(0.2, setattr, self.engine, "errored", True)
 
 
 @pytest.fixture(scope="module")
@@ -965,16 +977,19 @@ def test_ray_actors_are_called_like_what_they_hold(ray):
     push_once(async_engine)
     calls = ray.get(async_actor.calls.remote())
     assert [call[0] for call in calls] == [
-        "pause",
+        "sleep",
+        "reset_prefix_cache",
         "init_weight_transfer_engine",
         "start_weight_update",
         "update_weights",
         "finish_weight_update",
+        "update_weight_version",
         "reset_prefix_cache",
         "reset_encoder_cache",
-        "resume",
+        "wake_up",
     ]
-    assert engine.version() is None
+    engine.set_version("6")
+    assert (engine.version(), async_engine.version()) == ("6", None)  # as the stand-ins say
     change_adapters(engine)
     change_adapters(async_engine)
 
@@ -986,6 +1001,11 @@ def test_ray_actors_are_called_like_what_they_hold(ray):
     assert ours.value.missing == ["q"]
     assert ours.value.who == engine.name
 
+    # The pause of an LLM ends when what its actor does is done.
+    busy = actor.generate.remote(1.5)
+    engine.pause("keep")
+    assert ray.wait([busy], timeout=0)[0]
+
     # A busy actor passes its deadline and lives; a killed one is gone.
     engine.timeout_s = 0.5
     with pytest.raises(SyncTimeoutError, match=r"no answer to finish_weight_update within 0\.5 s"):
@@ -996,24 +1016,23 @@ def test_ray_actors_are_called_like_what_they_hold(ray):
     with pytest.raises(EngineUnreachableError, match="the actor is gone"):
         engine.start()
     assert not engine.is_alive()
+    ray.get(async_actor.let_die.remote())
+    with pytest.raises(EngineUnreachableError, match="the engine died in a call"):
+        async_engine.start()
+    assert not async_engine.is_alive()
     ray.kill(async_actor)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_ray_actors_that_cannot_serve_are_refused(ray):
     bare = ray.remote(num_cpus=0)(PlugInEngine).remote()
-    with pytest.raises(ConfigError, match="lacks collective_rpc, reset_prefix_cache"):
-        connect(bare, 120.0)
-    unpausable = ray.remote(num_cpus=0)(UnpausableActor).remote()
-    (engine,) = connect(unpausable, 120.0)
-    with pytest.raises(ConfigError, match="lacks pause_generation, resume_generation"):
-        engine.pause("keep")
-    with pytest.raises(ConfigError, match="lacks add_lora, remove_lora, list_loras"):
-        engine.load_adapter(ADAPTER)
+    (engine,) = connect(bare, 120.0)
+    with pytest.raises(ConfigError, match="holds no LLM or AsyncLLM that can be seen"):
+        engine.init({})
     without_plug_in = ray.remote(num_cpus=0)(LlmActor).remote("nccl")
     (engine,) = connect(without_plug_in, 120.0)
     with pytest.raises(EngineError, match=r"no weightsync plug-in .*'nccl'"):
         engine.init({})
     assert ray.get(without_plug_in.calls.remote()) == []
-    for actor in (bare, unpausable, without_plug_in):
+    for actor in (bare, without_plug_in):
         ray.kill(actor)

@@ -192,13 +192,17 @@ def test_what_an_engine_cannot_serve_is_refused_before_it_is_called(kind: str, m
 # Several ranks
 
 
+def of_rank_0(engine: FakeEngine, rank: int) -> FakeEngine | None:
+    return engine if rank == 0 else None
+
+
 def fsdp2(rank: int, folder: Path) -> None:
     for kind in KINDS:
         engine = FakeEngine()
         model = wrapped(kind)
         whole = in_peft(model)
         test_lora.shard(model)
-        with WeightSync("fsdp", LoraTransport(folder=folder / kind), engine) as sync:
+        with WeightSync("fsdp", LoraTransport(folder=folder / kind), of_rank_0(engine, rank)) as sync:
             sync.push(model)
             if rank == 0:
                 assert_holds(engine, sync.adapter, whole)
@@ -211,7 +215,7 @@ def fsdp2(rank: int, folder: Path) -> None:
         if rank == 0:
             assert_holds(engine, LoraAdapter(list(engine.adapters)[-1], 0, ""), in_peft(whole_b))
     # One rank cannot push, so none does; and then they can.
-    with WeightSync("fsdp", LoraTransport(folder=folder), engine) as sync:
+    with WeightSync("fsdp", LoraTransport(folder=folder), of_rank_0(engine, rank)) as sync:
         with pytest.raises(ConfigError, match=r"no LoRA adapter.*trainer rank 1"):
             sync.push(tiny_models.build("qwen3", "A") if rank == 1 else model)
         assert sync.adapter is None
@@ -222,7 +226,7 @@ def zero3(rank: int, folder: Path) -> None:
     expected = in_peft(wrapped("linear"))
     trained = zero.initialize(wrapped("linear"), zero.config(3))
     engine = FakeEngine()
-    with WeightSync("deepspeed", LoraTransport(folder=folder), engine) as sync:
+    with WeightSync("deepspeed", LoraTransport(folder=folder), of_rank_0(engine, rank)) as sync:
         sync.push(trained)
         if rank == 0:
             assert_holds(engine, sync.adapter, expected)
@@ -247,7 +251,7 @@ def see_other_folders(rank: int, folder: Path) -> None:
     """As on a host that does not have trainer rank 0's memory, or its folder."""
     engine, model = FakeEngine(), wrapped("linear")
     seen = weightsync.strategies.lora.check_seen
-    with WeightSync("fsdp", LoraTransport(folder=folder), engine) as sync:
+    with WeightSync("fsdp", LoraTransport(folder=folder), of_rank_0(engine, rank)) as sync:
         if rank == 1:
             weightsync.strategies.lora.check_seen = lambda path, who: seen(path / "elsewhere", who)
         with pytest.raises(

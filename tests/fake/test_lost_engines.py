@@ -13,7 +13,7 @@ from faults import FaultyTransport
 from ranks import run_ranks
 from recorders import RecordedEngine
 
-from weightsync import ConfigError, EngineUnreachableError, PeerError, WeightSync
+from weightsync import ConfigError, EngineUnreachableError, PeerError, SyncTimeoutError, WeightSync
 from weightsync.control import fleet
 
 TIMEOUT_S = 20.0
@@ -121,6 +121,26 @@ def test_engine_that_dies_and_leaves_its_call_unanswered_is_noticed(
         with pytest.raises(EngineUnreachableError, match="the engine has died in a push"):
             sync.push(trainer_model(checkpoint(3)))
         over.set()
+
+
+def test_engine_that_does_not_say_where_it_is_is_asked_once() -> None:
+    """Its error is an OSError too, as is the one that says that there is no way to its host."""
+    asked = []
+
+    class Mute(MortalEngine):
+        @property
+        def host(self) -> str:
+            asked.append(1)
+            raise SyncTimeoutError("no answer within 5 s", who=self.name, waiting_for=[self.name])
+
+    mute = Mute("engine 0")
+    with (
+        WeightSync("fsdp", "ipc", mute, timeout_s=TIMEOUT_S) as sync,
+        pytest.raises(SyncTimeoutError),
+    ):
+        sync.push(trainer_model(checkpoint(2)))
+    assert asked == [1]
+    mute.close()
 
 
 def push_from_ranks(rank: int) -> None:

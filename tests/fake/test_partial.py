@@ -102,6 +102,24 @@ def test_what_is_frozen_is_sent_once(host: ModuleHost, engine: FakeEngine, trans
     trainer.sync.close()
 
 
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_engine_that_has_lost_what_is_frozen_gets_everything(host: ModuleHost, engine: FakeEngine, transport: str):
+    """VLLM's sleep at level 2 gives the memory of the weights back, and wakes up with anything in it."""
+    trainer = Pusher(engine, TensorSelection(frozen=PATTERNS), transport)
+    trainer.push()
+    for seed in (3, 4):
+        for param in host.live.parameters():
+            param.data.fill_(torch.nan)
+        trainer.change(seed, "layers.0.attn")
+        assert trainer.push().nbytes == trained_bytes("")
+        trainer.check(host)
+        host.check_before_answer()
+    trainer.change(5, "layers.0.attn")
+    assert trainer.push().nbytes == trained_bytes("layers.0.attn")
+    trainer.check(host)
+    trainer.sync.close()
+
+
 def test_a_frozen_tensor_that_changes_after_all_reaches_nobody(host: ModuleHost, engine: FakeEngine):
     trainer = Pusher(engine, TensorSelection(frozen=PATTERNS))
     trainer.push()

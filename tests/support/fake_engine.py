@@ -36,6 +36,7 @@ class ModuleHost:
         self.kept: list[str] = []
         self.post_process = post_process
         self.refreshed = 0
+        self.sleeps = False
         self.left_out: dict[str, Callable[[], nn.Module]] = {}
         """Children that the engine was started without."""
         self.towers: list[str] = []
@@ -65,6 +66,9 @@ class ModuleHost:
 
     def parts(self, module: nn.Module) -> list[Any]:
         return [module]
+
+    def is_asleep(self) -> bool:
+        return self.sleeps
 
     def guard(self, check: Callable[[], None]) -> None:
         self.check_before_answer = check

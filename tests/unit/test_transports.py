@@ -234,3 +234,52 @@ def test_shared_file_without_room_raises_placement_error_and_leaves_nothing():
 )
 def test_filled_of_runs_joins_neighbours_and_leaves_out_those_with_gaps(runs: Any, expected: Any):
     assert filled(runs) == expected
+
+
+class GpuStorage:
+    """A stand-in for a storage of a GPU, which torch refuses to export."""
+
+    device = torch.device("cuda", 0)
+
+    def data_ptr(self) -> int:
+        return 0x2100
+
+    def nbytes(self) -> int:
+        return 64
+
+    def _share_cuda_(self) -> Any:
+        raise RuntimeError("invalid argument")
+
+
+@pytest.mark.parametrize(
+    ("segments", "words"),
+    [
+        ([{"address": 0x2000, "total_size": 0x1000, "is_expandable": True}], "an expandable segment of torch's"),
+        ([{"address": 0x2000, "total_size": 0x1000, "is_expandable": False}], 'transport="broadcast"'),
+        ([{"address": 0x3000, "total_size": 0x1000, "is_expandable": True}], 'transport="broadcast"'),
+    ],
+)
+def test_memory_that_cannot_be_exported_is_said_to_be_expandable(
+    monkeypatch: pytest.MonkeyPatch, segments: list[dict[str, Any]], words: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    with pytest.raises(PlacementError, match=words) as raised:
+        export(GpuStorage())  # type: ignore[arg-type]
+    assert ("expandable" in str(raised.value)) is ("expandable" in words)
+
+
+@pytest.mark.parametrize(("kind", "words"), [(b"e", "an expandable segment of torch's"), (b"c", "--ipc=host")])
+def test_memory_that_cannot_be_mapped_is_said_to_be_expandable(
+    monkeypatch: pytest.MonkeyPatch, kind: bytes, words: str
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("pidfd_getfd: Operation not permitted")
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", refuse)
+    names = ("device", "handle", "nbytes", "offset_bytes", "counter_handle", "counter_offset", "event_handle")
+    values = (0, (b"\x02" + kind + bytes(64)).hex(), 64, 0, "", 0, "")
+    fields = {**dict(zip(names, values, strict=True)), "event_sync": False, "gpu_uuid": "GPU-1"}
+    with pytest.raises(PlacementError, match=words) as raised:
+        open_exported("cuda", fields, torch.device("cuda", 0), "trainer rank 0")
+    assert ("expandable" in str(raised.value)) is (kind == b"e")

@@ -9,6 +9,7 @@
     CLOSED              none                                               as it was
     OPEN                finish, resume (unless it was POISONED before)     as it was, generating
     DIRTY               finish, mark                                       paused and POISONED
+                        as OPEN where its weights are asleep, since it has written nothing
     COMMITTED           none                                               serves the new version
 
 An engine is marked POISONED before anything is written, so that it says so also where the trainer dies. The open
@@ -25,11 +26,11 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from weightsync.control.background_call import BackgroundCall
 from weightsync.control.listener import Listener
@@ -52,11 +53,13 @@ from weightsync.control.wire import (
     PlanRequest,
     Release,
 )
-from weightsync.engines import connect
+from weightsync.engines import Engine
 from weightsync.errors import (
+    EngineAsleepError,
     EngineError,
     EngineUnreachableError,
     FencedError,
+    FrozenLostError,
     PeerError,
     SyncTimeoutError,
     WeightSyncError,
@@ -73,6 +76,10 @@ _PING_LOOK_S = 0.5
 """How often a trainer that does something else looks whether a worker asks if it is alive."""
 _HEALTH_LOOK_S = 1.0
 """How often an engine is asked during a push whether it is alive. vLLM leaves the calls of a dead one unanswered."""
+_REFUSALS = FencedError, EngineAsleepError, FrozenLostError
+"""What a worker says before it leaves a push, so that the others' part of it breaks."""
+_NEWS_S = 0.2
+"""How long it may take until what a worker has said is here, once its part of a transfer has broken."""
 _ARRIVAL_S = 3.0
 """How long a worker may take to connect once its engine says that it has been told to."""
 
@@ -91,24 +98,20 @@ class Fleet:
 
     def __init__(
         self,
-        engine: Any,
+        engines: Sequence[Engine],
         ranks: Ranks,
         pause: str,
         timeout_s: float,
-        without: Collection[str] = (),
         after: Fleet | None = None,
     ) -> None:
-        """Find the engines, all but those with the names in `without`.
-
-        `after` is the fleet that failed before, whose last calls are waited for.
-        """
+        """Take these engines. `after` is the fleet that failed before, whose last calls are waited for."""
         assert ranks.listener is not None, "a fleet is rank 0's"
         if after is not None:
             after._drain()
         self.workers: list[Worker] = []
         self.newest_version = 0
         self.state = UpdateState.CLOSED
-        self._members = [Member(one) for one in connect(engine, timeout_s) if one.name not in without]
+        self._members = [Member(one) for one in engines]
         self._ranks = ranks
         self._listener: Listener = ranks.listener
         self._listener.expect("worker")
@@ -125,6 +128,11 @@ class Fleet:
         self._ended = threading.Event()
 
     @property
+    def paused_at(self) -> float:
+        """When generation was paused for this push, on the first of the engines."""
+        return min(one.paused_at for one in self._members)
+
+    @property
     def host(self) -> str:
         """This process's address that every engine reaches."""
         addresses = [self._listener.listen(one.engine.host)[0] for one in self._members]
@@ -134,12 +142,11 @@ class Fleet:
         """Call the workers of every engine in. They wait for messages until `release`."""
         deadline = Deadline(self._timeout_s)
         for number, one in enumerate(self._members):
+            where = one.engine.host  # which may ask the engine, and raise a `TimeoutError`
             try:
-                host, port = self._listener.listen(one.engine.host)
+                host, port = self._listener.listen(where)
             except OSError as error:
-                raise EngineUnreachableError(
-                    f"there is no way to {one.engine.host}: {error}", who=one.engine.name
-                ) from error
+                raise EngineUnreachableError(f"there is no way to {where}: {error}", who=one.engine.name) from error
             info = {
                 "session": self._id,
                 "engine": number,
@@ -263,16 +270,18 @@ class Fleet:
         self._check_calls()
 
     def explain(self, error: WeightSyncError) -> WeightSyncError:
-        """Return the cause of `error`: that another trainer has an engine, or `error` with the engines that are lost.
+        """Return the cause of `error`: why a worker has refused the push, or `error` with the engines that are lost.
 
         They are its `lost`, by name, and the others are its `survivors`.
         """
-        try:
-            self.check()
-        except FencedError as fenced:
-            return fenced
-        except WeightSyncError:
-            pass
+        if isinstance(error, PeerError) and self.state is UpdateState.DIRTY:
+            time.sleep(_NEWS_S)
+        for worker in self.workers:
+            worker.connection.is_open()  # takes in what it has said
+        said = [worker.connection.reported() for worker in self.workers]
+        for kind in _REFUSALS:
+            if (refusal := next((each for each in said if isinstance(each, kind)), None)) is not None:
+                return refusal
         named = {error.who, *getattr(error, "waiting_for", ())}
         lost = [one.engine.name for one in self._members if one.is_lost(named)]
         if lost and isinstance(error, (PeerError, EngineError, SyncTimeoutError)):
@@ -284,9 +293,9 @@ class Fleet:
         state, self._over = self.state, True
         deadline = Deadline(_FAREWELL_S)
         held = [one for one in self._members if one.is_held()]
-        whole = state in (UpdateState.CLOSED, UpdateState.OPEN) and not self._was_poisoned
+        unwritten = state in (UpdateState.CLOSED, UpdateState.OPEN)
         for one in self._members:
-            one.give_up(whole)
+            one.give_up(not self._was_poisoned and (unwritten or one.has_refused()))
         for worker in (worker for one in held for worker in one.workers):
             with suppress(WeightSyncError):  # it is gone
                 worker.connection.send(Failure(error.to_fields()), deadline, "fail")
@@ -299,7 +308,8 @@ class Fleet:
         if state is UpdateState.DIRTY:
             # The version that vLLM reports with every answer is where people look. Generation stays paused.
             mark = f"{POISONED}: the push of version {self._version} failed"
-            self._try_all("mark", held, lambda one: one.engine.set_version(mark))
+            mixed = [one for one in held if not one.is_whole]
+            self._try_all("mark", mixed, lambda one: one.engine.set_version(mark))
         self._ended.set()
         for worker in self.workers:
             worker.connection.close()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from weightsync.control.connection import Connection
 from weightsync.control.wire import POISONED, Hello, MachineInfo
 from weightsync.engines import Engine
-from weightsync.errors import EngineUnreachableError, FencedError
+from weightsync.errors import EngineAsleepError, EngineUnreachableError, FencedError
 
 _SILENT = 2
 """A busy server may not answer once."""
@@ -42,6 +43,8 @@ class Member:
     was_asked: bool = False
     is_started: bool = False
     is_paused: bool = False
+    paused_at: float = 0.0
+    """When the engine said that it is paused: before that it may have been busy, and have generated on."""
     is_marked: bool = False
     is_over: bool = False
     is_whole: bool = True
@@ -87,6 +90,7 @@ class Member:
         self.is_paused = True
         try:
             self.engine.pause(mode)
+            self.paused_at = time.perf_counter()
         finally:
             if self.is_over:  # the fleet did not wait for this call; what it resumed was not paused yet
                 self.is_paused = True
@@ -121,6 +125,10 @@ class Member:
     def resume(self) -> None:
         self.is_paused = False
         self.engine.resume()
+
+    def has_refused(self) -> bool:
+        """Return whether the engine has refused the push since its weights are asleep, as those of all its workers."""
+        return any(isinstance(worker.connection.reported(), EngineAsleepError) for worker in self.workers)
 
     def give_up(self, whole: bool) -> None:
         """Note that the push has failed, and whether the weights are still those of one version."""

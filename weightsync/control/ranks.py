@@ -46,6 +46,7 @@ class Ranks:
         self.listener: Listener | None = None
         self.connections: list[Connection] = []  # rank 0: to ranks 1, 2, ...; elsewhere: to rank 0
         self._connected = False
+        self._address = "", 0, ""  # elsewhere than on rank 0: where it listens, and its token
 
     def begin(self, phase: str) -> None:
         """Begin a step together; the first one connects the ranks. Collective.
@@ -144,12 +145,18 @@ class Ranks:
         if text.startswith("!"):
             raise PeerError(f"trainer rank 0 cannot listen: {text[2:]}")
         self.host, port_text, token = text.split()
+        self._address = self.host, int(port_text), token
+        self.connections = [self.dial("rank", deadline)]
+
+    def dial(self, role: str, deadline: Deadline) -> Connection:
+        """Connect to rank 0, on another rank: as one of the ranks, or as a group of its own in any other role."""
+        group, world = (0, self.size - 1) if role == "rank" else (self.rank, 1)
         hello = Hello(
             protocol=PROTOCOL,
-            role="rank",
-            group=0,
+            role=role,
+            group=group,
             rank=self.rank,
-            world=self.size - 1,
+            world=world,
             boot_id="",
             device="",
             gpu_uuid="",
@@ -158,8 +165,8 @@ class Ranks:
             state="",
             update_open=False,
         )
-        connection = dial(self.host, int(port_text), token, hello, "trainer rank 0", deadline)
-        self.connections = [connection]
+        host, port, token = self._address
+        return dial(host, port, token, hello, "trainer rank 0", deadline)
 
 
 @contextmanager

@@ -69,8 +69,8 @@ class Hello(Message, frozen=True):
     """First message of a peer that connects to trainer rank 0: an engine worker or another trainer rank."""
 
     protocol: int
-    role: str  # "worker" or "rank"
-    group: Count  # worker: the engine's number; rank: 0
+    role: str  # "worker", "rank", or "engines": a rank's second connection, for calls into the engines that it has
+    group: Count  # worker: the engine's number; rank: 0; engines: the rank's number
     rank: Count  # worker: its number in the engine; rank: its number among the trainer's ranks
     world: Count  # how many such peers the group has
     boot_id: str

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Any
 
-from weightsync.engines.calls import STILL_ASLEEP, wait
+from weightsync.engines.calls import wait
 from weightsync.engines.vllm_engine import VllmEngine, as_request, died
 from weightsync.errors import ConfigError, EngineUnreachableError
-
-logger = logging.getLogger(__name__)
 
 
 class AsyncEngine(VllmEngine):
@@ -21,15 +18,13 @@ class AsyncEngine(VllmEngine):
         self._loop_here = _running_loop()
 
     def pause(self, mode: str) -> None:
-        self._call("sleep", 0, mode, doing="pause")  # for the reasons that `HttpEngine` has
-        self._reset_prefix_cache(connector=False)
+        self._pause(mode)
 
     def resume(self) -> None:
-        if self._call("wake_up", ["scheduling"], doing="resume") is False:
-            logger.warning(STILL_ASLEEP, self.name)
+        self._resume()
 
     def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
-        loop = self._loop()  # first: a coroutine that is made must run
+        loop = self.loop()  # first: a coroutine that is made must run
         answer = asyncio.run_coroutine_threadsafe(getattr(self._engine, method)(*args, **kwargs), loop)
         try:
             return wait(answer, doing or method, self.timeout_s, self.name, lambda: died(self._engine))
@@ -39,7 +34,8 @@ class AsyncEngine(VllmEngine):
     def _call_front(self, method: str, *args: Any) -> Any:
         return self._call(method, *map(as_request, args))
 
-    def _loop(self) -> asyncio.AbstractEventLoop:
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Return the engine's event loop, which runs. Raises `ConfigError` where it cannot be known, or is this one."""
         # The task that handles the engine's output says which loop is the engine's. It starts with the engine, or
         # with the first request when the engine was made outside of any loop.
         task = self._engine.output_handler

@@ -124,7 +124,8 @@ def no_plug_in(found: str, who: str) -> EngineError:
     return EngineError(
         f"the engine has no weightsync plug-in ({found}). Install weightsync beside vLLM and start the engine with "
         'weight_transfer_config={"backend": "weightsync"}, a server with '
-        '--weight-transfer-config \'{"backend": "weightsync"}\'',
+        '--weight-transfer-config \'{"backend": "weightsync"}\'. Before vLLM 0.25, give worker_extension_cls or '
+        "--worker-extension-cls weightsync.vllm.extension.WeightSyncWorkerExtension in its place",
         who=who,
     )
 

@@ -14,6 +14,7 @@ from urllib.parse import quote, urlsplit
 from weightsync.control.runtime import Deadline
 from weightsync.engines.base import LoraAdapter
 from weightsync.engines.calls import (
+    EXTENSION_METHODS,
     HEALTH_TIMEOUT_S,
     LOCAL,
     STILL_ASLEEP,
@@ -34,6 +35,7 @@ DEFAULT_URL = "http://localhost:8000"
 
 logger = logging.getLogger(__name__)
 
+_PLUG_INS_SINCE = (0, 25)
 _DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
 _LORA_UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 _LORA_METRIC = "vllm:lora_requests_info"
@@ -44,8 +46,8 @@ _LORA_LABEL = re.compile(r'(?:running|waiting)_lora_adapters="([^"]*)"')
 class HttpEngine:
     """A vLLM server with the plug-in, started with VLLM_SERVER_DEV_MODE=1, without which it has no routes for weights.
 
-    Proxies of the environment are not used. Each call is a connection of its own: an old one that the server has
-    closed would have to be retried. The worker extension cannot be reached by HTTP.
+    Before vLLM 0.25, which has no plug-ins, it is one with the worker extension. Proxies of the environment are not
+    used. Each call is a connection of its own: an old one that the server has closed would have to be retried.
     """
 
     def __init__(self, url: str, *, name: str, timeout_s: float) -> None:
@@ -64,23 +66,42 @@ class HttpEngine:
         self._address = host, port
         self._connection_class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._prefix = parts.path.rstrip("/")
+        self._has_plug_ins = True
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the JSON object that the server answers to one request. Raise `EngineError`s."""
         return self._object(path, self._checked(path, *self._request(method, path, body, self.timeout_s)))
 
     def init(self, init_info: dict[str, Any]) -> None:
-        self._post("/init_weight_transfer_engine", {"init_info": init_info})
+        # Known from the version, not found by trying: see `VllmEngine`.
+        version = re.match(r"(\d+)\.(\d+)", str(self.call("GET", "/version").get("version")))
+        self._has_plug_ins = version is None or tuple(map(int, version.groups())) >= _PLUG_INS_SINCE
+        if self._has_plug_ins:
+            self._post("/init_weight_transfer_engine", {"init_info": init_info})
+        else:
+            self._call_workers("init", init_info)
 
     def start(self) -> None:
-        self._post("/start_weight_update")
+        if self._has_plug_ins:
+            self._post("/start_weight_update")
 
     def update(self, update_info: dict[str, Any]) -> None:
-        self._post("/update_weights", {"update_info": update_info})
+        if self._has_plug_ins:
+            self._post("/update_weights", {"update_info": update_info})
+        else:
+            self._call_workers("update", update_info)
 
     def finish(self, version: str | None) -> None:
-        # Before 0.27 the server does not read the body.
-        self._post("/finish_weight_update", {"weight_version": version})
+        if self._has_plug_ins:
+            # Before 0.27 the server does not read the body.
+            self._post("/finish_weight_update", {"weight_version": version})
+        elif version is not None:
+            self.set_version(version)
+
+    def _call_workers(self, call: str, info: dict[str, Any]) -> None:
+        method, route = EXTENSION_METHODS[call], "/collective_rpc"
+        body = {"method": method, "args": [info]}
+        self._checked(route, *self._request("POST", route, body, limit_s(method, self.timeout_s)))
 
     def pause(self, mode: str) -> None:
         # Level 0 is to pause, without the 20 ms that vLLM's route of that name sleeps afterwards.

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import secrets
+import time
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
-from weightsync.engines.base import LoraAdapter
-from weightsync.engines.calls import BACKEND, HEALTH_TIMEOUT_S, LOCAL, Turns, as_ours, limit_s, too_late
-from weightsync.engines.vllm_engine import Answer, VllmEngine, as_request, call_front, died, setup_of, vllm_class
-from weightsync.errors import (
-    ConfigError,
-    EngineUnreachableError,
-    SyncTimeoutError,
-    UnsupportedError,
-    WeightSyncError,
-)
+from weightsync.control.runtime import Deadline
+from weightsync.engines.async_llm import AsyncEngine
+from weightsync.engines.calls import HEALTH_TIMEOUT_S, LOCAL, Turns, as_ours, limit_s, too_late
+from weightsync.engines.vllm_engine import Answer, VllmEngine, as_request, died, front_of, setup_of, vllm_class
+from weightsync.errors import ConfigError, EngineUnreachableError, SyncTimeoutError, WeightSyncError
 
-_ADAPTERS = ("add_lora", "remove_lora", "list_loras")
+_SHORTEST_S, _LONGEST_S = 0.0005, 0.02
+"""Between two looks at what a call into an `AsyncLLM` has come to."""
 
 
 class RayEngine(VllmEngine):
-    """A Ray actor that is an `LLM` or `AsyncLLM`, or holds one and passes vLLM's methods on.
+    """A Ray actor that is an `LLM` or `AsyncLLM`, or holds one in an attribute.
 
-    An actor of the user's own class needs `collective_rpc` and `reset_prefix_cache`. Around an `AsyncLLM` it also needs
-    `pause_generation`, `resume_generation` and `reset_encoder_cache`. Versions need `update_weight_version` and
-    `get_weight_version`. weightsync must be installed where the actor runs.
+    Nothing is asked of the actor's class: what is called is the engine inside, by functions that Ray carries there. An
+    `LLM` is called in the actor's turn, between its own methods. An `AsyncLLM` is called in its event loop. Ray
+    starts no other method of the actor meanwhile, so a call is begun, and then looked at until it has ended.
+    weightsync must be installed where the actor runs.
     """
 
     def __init__(self, engine: Any, *, name: str, timeout_s: float) -> None:
         super().__init__(engine, name=name, timeout_s=timeout_s)
         self._turns = Turns(name, timeout_s)
-        self._require("collective_rpc", "reset_prefix_cache")
 
     @property
     def host(self) -> str:
@@ -42,15 +42,16 @@ class RayEngine(VllmEngine):
         return LOCAL if address == ray.util.get_node_ip_address() else address
 
     def pause(self, mode: str) -> None:
-        """Pause an `AsyncLLM`. Do nothing around an `LLM`, as `LlmEngine`: the actor runs one call at a time."""
+        """Pause an `AsyncLLM`. An `LLM` cannot be paused, and what it generates now is waited for."""
         if self._is_async:
-            self._require("pause_generation", "resume_generation")
-            self._call("pause_generation", mode=mode, clear_cache=True)
+            self._pause(mode)
+        else:
+            self._take_turn("pause", _nothing)
 
     def resume(self) -> None:
         """See `pause`."""
         if self._is_async:
-            self._call("resume_generation")
+            self._resume()
 
     def is_alive(self) -> bool:
         try:
@@ -60,63 +61,50 @@ class RayEngine(VllmEngine):
         except WeightSyncError:
             return False
 
-    def max_lora_rank(self) -> int | None:
-        if not self._setup["kind"]:
-            raise UnsupportedError(
-                "the actor holds no LLM or AsyncLLM that can be seen from here, which adapters need; keep it in an "
-                "attribute of the actor",
-                who=self.name,
-            )
-        return super().max_lora_rank()
-
-    def _require(self, *methods: str) -> None:
-        missing = [method for method in methods if not self._has(method)]
-        if missing:
-            raise ConfigError(
-                f"the Ray actor lacks {', '.join(missing)}: give its class vLLM's methods of these names, or make the "
-                "actor of a subclass of LLM or AsyncLLM",
-                who=self.name,
-            )
-
     @cached_property
     def _setup(self) -> dict[str, str]:
         return self._ask(_describe)
 
     @property
     def _is_async(self) -> bool:
-        return self._setup["kind"] == "AsyncLLM" or self._has("pause_generation")
+        return self._setup["kind"] == "AsyncLLM"
 
     def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
-        return self._send(getattr(self._engine, method), *args, doing=doing or method, **kwargs)
+        return self._call_inside(False, method, args, kwargs, doing or method)
 
     def _call_front(self, method: str, *args: Any) -> Any:
-        if not self._is_async:
-            return self._send(self._engine.__ray_call__, _call_front_inside, method, *args, doing=method)
-        self._require(*(_ADAPTERS if method in _ADAPTERS else (method,)))
-        # Requests are made in the actor and handed from one call to the other there, since vLLM may be missing here.
-        inside = [self._request(value) if isinstance(value, LoraAdapter) else value for value in args]
-        return self._call(method, *inside)
+        return self._call_inside(True, method, args, {}, method)
 
-    def _request(self, adapter: LoraAdapter) -> Any:
-        return self._engine.__ray_call__.remote(_request_inside, adapter)
+    def _call_inside(self, front: bool, method: str, args: Any, kwargs: dict[str, Any], doing: str) -> Any:
+        if not self._is_async:
+            return self._take_turn(doing, _call, front, method, args, kwargs)
+        deadline = Deadline(limit_s(doing, self.timeout_s))
+        call, wait_s = secrets.token_hex(8), _SHORTEST_S
+        self._wait(self._remote(_begin, call, method, args, kwargs), doing, self.timeout_s)
+        while not (answer := self._wait(self._remote(_look, call), doing, self.timeout_s)):
+            if deadline.passed():
+                raise too_late(doing, deadline.timeout_s, self.name)
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_S)
+        return answer[0]
 
     def _ask(self, question: Callable[[Any], Answer], timeout_s: float | None = None) -> Answer:
-        remote = self._engine.__ray_call__.remote(_ask_inside, question)
-        found: Answer = self._wait(remote, question.__name__, timeout_s or self.timeout_s)
+        found: Answer = self._wait(self._remote(_answer, question), question.__name__, timeout_s or self.timeout_s)
         return found
 
-    def _send(self, method: Any, *args: Any, doing: str, **kwargs: Any) -> Any:
-        """Call a method of the actor. Around an `LLM` one call runs at a time, also where the actor takes several."""
-        if self._is_async:
-            return self._wait(method.remote(*args, **kwargs), doing, limit_s(doing, self.timeout_s))
+    def _take_turn(self, doing: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function in the actor, one at a time, also where the actor takes several."""
         self._turns.take(doing)
         try:
-            answer = method.remote(*args, **kwargs)
+            answer = self._remote(function, *args)
         except BaseException:
             self._turns.give()
             raise
         answer.future().add_done_callback(lambda _: self._turns.give())
         return self._wait(answer, doing, limit_s(doing, self.timeout_s))
+
+    def _remote(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self._engine.__ray_call__.remote(function, *args)
 
     def _wait(self, answer: Any, doing: str, timeout_s: float) -> Any:
         import ray
@@ -135,31 +123,51 @@ class RayEngine(VllmEngine):
 
 # These run in the actor.
 
+_begun: dict[str, concurrent.futures.Future[Any]] = {}
+
 
 def _inside(actor: Any) -> Any:
-    """Return the `LLM` or `AsyncLLM` that an actor is or holds, else None."""
+    """Return the `LLM` or `AsyncLLM` that an actor is or holds. Raise `ConfigError` where there is none."""
     candidates: Iterable[Any] = (actor, *getattr(actor, "__dict__", {}).values())
-    return next((candidate for candidate in candidates if vllm_class(candidate)), None)
+    found = next((candidate for candidate in candidates if vllm_class(candidate)), None)
+    if found is None:
+        raise ConfigError(
+            f"the Ray actor, a {type(actor).__name__}, holds no LLM or AsyncLLM that can be seen: keep it in an "
+            "attribute of the actor"
+        )
+    return found
 
 
 def _describe(engine: Any) -> dict[str, str]:
     import ray
 
-    # An engine that cannot be seen from its actor is taken to have the plug-in; its workers will say if not.
-    unknown = {"backend": BACKEND, "extension": "", "max_lora_rank": "", "encodes": ""}
-    setup = unknown if engine is None else setup_of(engine)
     address: str = ray.util.get_node_ip_address()
-    return {"address": address, "kind": vllm_class(engine) or "", **setup}
+    return {"address": address, "kind": vllm_class(engine) or "", **setup_of(engine)}
 
 
-def _ask_inside(actor: Any, question: Callable[[Any], Answer]) -> Answer:
+def _answer(actor: Any, question: Callable[[Any], Answer]) -> Answer:
     return question(_inside(actor))
 
 
-def _call_front_inside(actor: Any, method: str, *args: Any) -> Any:
+def _nothing(actor: Any) -> None: ...
+
+
+def _call(actor: Any, front: bool, method: str, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
     engine = _inside(actor)
-    return None if engine is None else call_front(engine, method, *args)
+    return getattr(front_of(engine) if front else engine, method)(*map(as_request, args), **kwargs)
 
 
-def _request_inside(actor: Any, adapter: LoraAdapter) -> Any:
-    return as_request(adapter)
+def _begin(actor: Any, call: str, method: str, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
+    """Begin a call of an `AsyncLLM` in its loop."""
+    loop = AsyncEngine(_inside(actor), name="the actor's AsyncLLM", timeout_s=0.0).loop()
+    _begun[call] = asyncio.run_coroutine_threadsafe(_call(actor, False, method, args, kwargs), loop)
+
+
+def _look(actor: Any, call: str) -> list[Any]:
+    """Return the answer of a call that was begun, in a list, or an empty list while it runs."""
+    if _begun[call].done():
+        return [_begun.pop(call).result()]
+    if died(_inside(actor)):
+        _begun.pop(call).cancel()
+        raise EngineUnreachableError("the engine died in a call; its log says why")
+    return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cached_property
@@ -14,10 +15,13 @@ from weightsync.engines.calls import (
     LOCAL,
     PLUG_IN_METHODS,
     RESET,
+    STILL_ASLEEP,
     caches_not_reset,
     no_plug_in,
 )
 from weightsync.errors import EngineError
+
+logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
@@ -45,6 +49,15 @@ class VllmEngine(ABC):
     @abstractmethod
     def resume(self) -> None: ...
 
+    def _pause(self, mode: str) -> None:
+        """Pause an `AsyncLLM`, for the reasons that `HttpEngine` has for these calls."""
+        self._call("sleep", 0, mode, doing="pause")
+        self._reset_prefix_cache(connector=False)
+
+    def _resume(self) -> None:
+        if self._call("wake_up", ["scheduling"], doing="resume") is False:
+            logger.warning(STILL_ASLEEP, self.name)
+
     @abstractmethod
     def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
         """Call the engine's `method` and wait for its answer. Messages name the call `doing`, or else `method`."""
@@ -56,9 +69,6 @@ class VllmEngine(ABC):
     def _ask(self, question: Callable[[Any], Answer]) -> Answer:
         """Return `question(engine)`, asked where the engine lives. Does not wait for the engine's calls."""
         return question(self._engine)
-
-    def _has(self, method: str) -> bool:
-        return hasattr(self._engine, method)
 
     @cached_property
     def _setup(self) -> dict[str, str]:
@@ -104,11 +114,11 @@ class VllmEngine(ABC):
             raise caches_not_reset(self.name)
 
     def set_version(self, version: str) -> None:
-        if self._has("update_weight_version"):
+        if "update_weight_version" in self._setup["methods"]:
             self._call("update_weight_version", version)
 
     def version(self) -> str | None:
-        return str(self._call("get_weight_version")) if self._has("get_weight_version") else None
+        return str(self._call("get_weight_version")) if "get_weight_version" in self._setup["methods"] else None
 
     def is_alive(self) -> bool:
         return not self._ask(died)
@@ -165,7 +175,7 @@ def as_request(argument: Any) -> Any:
 
 
 def setup_of(engine: Any) -> dict[str, str]:
-    """Return what an engine was started with: transfer backend, worker extension, and more; "" for nothing."""
+    """Return what an engine was started with and can: transfer backend, worker extension, and more; "" for nothing."""
     config = front_of(engine).vllm_config
     # A model that does not say is taken to have encoders, and so a cache of what they made.
     kinds = (getattr(getattr(config, "model_config", None), name, True) for name in _ENCODING)
@@ -174,9 +184,11 @@ def setup_of(engine: Any) -> dict[str, str]:
         "extension": config.parallel_config.worker_extension_cls or "",
         "max_lora_rank": str(getattr(getattr(config, "lora_config", None), "max_lora_rank", "")),
         "encodes": "" if any(kinds) else "no",
+        "methods": " ".join(name for name in _VERSIONS if hasattr(engine, name)),
     }
 
 
+_VERSIONS = ("update_weight_version", "get_weight_version")  # from 0.27 on
 _ENCODING = ("is_multimodal_model", "is_encoder_decoder")
 
 

@@ -65,6 +65,9 @@ class EngineModel(Protocol):
     def post_process(self, module: nn.Module) -> None:
         """Bring a freshly loaded module into its kernel's format, as the engine does once at its start."""
 
+    def is_asleep(self) -> bool:
+        """Return whether the memory of the parameters is given back, so that it must be woken before it is written."""
+
     def guard(self, check: Callable[[], None]) -> None:
         """Call `check` before the model answers anything, from now on. What it raises ends the answer."""
 

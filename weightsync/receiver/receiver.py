@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from weightsync.control.runtime import Deadline, describe_device
 from weightsync.control.wire import CLEAN, POISONED, Connect, Done, Go, LoadPlan
-from weightsync.errors import PeerError, ProtocolError, UnsupportedError
-from weightsync.kernels.digest import warm_up
+from weightsync.errors import FrozenLostError, PeerError, ProtocolError, UnsupportedError
+from weightsync.kernels.digest import Digests, warm_up
 from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.receiver.engine_model import EngineModel
 from weightsync.receiver.load_paths import Arrivals, bind_load_paths
@@ -31,6 +31,8 @@ from weightsync.transports import open_receiver
 from weightsync.transports.base import TransportReceiver, Wait
 from weightsync.transports.shared_handles import export
 
+_NOTED_SAMPLE = 0
+"""Which sample of the frozen parameters is compared. Sleep takes all of their memory, and any sample shows it."""
 _LOOK_S = 0.05
 """How often a worker looks whether the trainer has said what failed on another worker."""
 
@@ -138,6 +140,8 @@ class Receiver:
                 f"version {go.version} is not newer than {self.version}, which this engine serves: versions only grow"
             )
         self.state, self._done = POISONED, None
+        if self._connection is not None and go.sample is not None:
+            self._connection.check_frozen()
         done = Done(go.version, 0, 0.0, 0.0, 0.0)
         with self._model.scope():
             if self._connection is not None:
@@ -167,6 +171,7 @@ class Receiver:
         if self._connection is None or self._connection.is_whole_push:
             self._planner.outlived.clear()
         if self._connection is not None:
+            self._connection.note_frozen()
             self._connection.is_committed = True
         self.version, self.state, self._done = version, CLEAN, None
         return time.perf_counter() - started
@@ -206,6 +211,8 @@ class _Connection:
         nearest = next((rank for rank, _, _, row in message.storages if own and row.get("gpu_uuid") == own), None)
         locations = [arrival.locations for arrival in message.chunks]
         self._count = len(locations)
+        self._live_frozen = Digests(frozen_tensors(model, traced, message) if message.frozen else [])
+        self._noted: list[int] | None = None
         self._arrivals = Arrivals(model, traced, source, locations, message.frozen, nearest)
 
     def bind(self) -> None:
@@ -213,6 +220,22 @@ class _Connection:
         self._arrivals.agree_on_last_chunks()
         in_place, self._paths = bind_load_paths(self._arrivals)
         self.buffers = in_place.buffers
+
+    def note_frozen(self) -> None:
+        """Note what the parameters hold that later pushes do not fill."""
+        if self.is_whole_push:
+            self._noted = self._live_frozen.of(_NOTED_SAMPLE)
+
+    def check_frozen(self) -> None:
+        """Raise `FrozenLostError` where they hold something else, though a push relies on them.
+
+        VLLM's sleep at level 2 gives their memory back and fills nothing in.
+        """
+        if self.is_committed and self._noted is not None and self._live_frozen.of(_NOTED_SAMPLE) != self._noted:
+            raise FrozenLostError(
+                "the engine has lost weights that only the first push sends, as by sleep(level=2): push again, and "
+                "everything is sent"
+            )
 
     def run(self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline]) -> Done:
         """Verify and load every chunk of a push, as each arrives."""
@@ -241,6 +264,22 @@ class _Connection:
         if unfinished := [name for path in self._paths for name in path.unfinished()]:
             raise ProtocolError(f"version {go.version} came, but these are incomplete: {', '.join(unfinished[:5])}")
         return Done(go.version, nbytes, transfer_s, verify_s, load_s)
+
+
+def frozen_tensors(model: EngineModel, traced: TracedLoad, message: Connect) -> list[torch.Tensor]:
+    """Return the bytes of the live parameters that only the frozen chunks fill, which are the last ones."""
+    frozen = {location.name for arrival in message.chunks[-message.frozen :] for location in arrival.locations}
+    filled = {copy.param for copy in traced.trace.copies if copy.name in frozen}
+    filled |= {param for param, names in traced.trace.computed.items() if names and frozen.issuperset(names)}
+    live = named_tensors(model.live)
+    # Where post-processing has put other tensors in a parameter's place, these have gone to sleep with it.
+    lying = [live[name] for name in sorted(filled) if name in live and live[name].is_contiguous()]
+    return [
+        torch.empty(0, dtype=torch.uint8, device=each.device).set_(each.untyped_storage())[
+            each.storage_offset() * each.itemsize :
+        ][: each.nbytes]
+        for each in lying
+    ]
 
 
 @contextmanager

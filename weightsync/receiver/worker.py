@@ -41,6 +41,7 @@ from weightsync.control.wire import (
     typed,
 )
 from weightsync.errors import (
+    EngineAsleepError,
     EngineBusyError,
     EngineError,
     FencedError,
@@ -234,6 +235,11 @@ class WorkerSession:
             self._serving = False
 
     def _answer(self, message: Message, wait: Wait) -> Message:
+        if not isinstance(message, Commit) and self._model.is_asleep():
+            raise EngineAsleepError(
+                "the engine's weights are put to sleep, and nothing was written: wake them before a push, by "
+                'wake_up(tags=["weights"]), and the KV cache after it, by wake_up(tags=["kv_cache"])'
+            )
         match message:
             case PlanRequest():
                 return self.receiver.make_plan(Manifest(message.tensors))

@@ -15,7 +15,8 @@ from weightsync.control.fleet import Fleet
 from weightsync.control.ranks import Ranks
 from weightsync.control.update import Update
 from weightsync.control.wire import LoadPlan
-from weightsync.engines import LoraAdapter
+from weightsync.engines import Engine, LoraAdapter, connect
+from weightsync.engines.other_ranks import OtherRanks
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.planning.bucketing import Bucketer
 from weightsync.planning.layout import ShardLocation
@@ -95,6 +96,7 @@ class FleetStrategy(UpdateStrategy):
         self._fleet: Fleet | None = None  # rank 0's
         self._failed: Fleet | None = None
         self._left_out: set[str] = set()
+        self._others = OtherRanks(options.engine, options.timeout_s)
 
     def explain(self, error: WeightSyncError) -> WeightSyncError:
         return error if self._fleet is None else self._fleet.explain(error)
@@ -108,19 +110,20 @@ class FleetStrategy(UpdateStrategy):
         if self._fleet is not None:
             self._fleet.close()
             self._fleet = None
+        self._others.close()
 
-    def _find_engine(self) -> Any:
-        """Return the engine as the user gave it."""
-        return self._options.engine
+    def _find_engines(self) -> list[Engine]:
+        """Return all engines, on rank 0."""
+        return [*connect(self._options.engine, self._options.timeout_s), *self._others.engines]
 
     def _call_in(self, update: Update) -> Fleet:
         """Rank 0: return the engines, whose workers wait for messages until they are released."""
         options, ranks = self._options, update.ranks
         if self._fleet is None:
             assert isinstance(ranks, Ranks)
-            engine = self._find_engine()
+            engines = [one for one in self._find_engines() if one.name not in self._left_out]
             pause = options.pause or "keep"
-            self._fleet = Fleet(engine, ranks, pause, options.timeout_s, self._left_out, self._failed)
+            self._fleet = Fleet(engines, ranks, pause, options.timeout_s, self._failed)
             self._failed = None
         update.check = self._fleet.check
         self._fleet.connect()

@@ -16,10 +16,10 @@ from msgspec import Struct
 from torch import distributed
 
 from weightsync.control.fleet import Fleet
+from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import boot_id, describe_device
 from weightsync.control.update import Update
 from weightsync.control.wire import Connect, Done, MachineInfo, typed
-from weightsync.engines import connect
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.kernels.digest import SAMPLES, WHOLE
 from weightsync.planning.bucketing import open_bucketer
@@ -99,7 +99,6 @@ class CopyWeights(FleetStrategy):
         self._last = LastShards()
         self._link: _Link | None = None
         self._update: Update | None = None
-        self._paused_at = 0.0
 
     def run(self, update: Update, model: Model) -> PushReport:
         started = time.perf_counter()
@@ -147,7 +146,7 @@ class CopyWeights(FleetStrategy):
                 transfer_s=max(worker.transfer_s for worker in workers),
                 verify_s=max(worker.verify_s for worker in workers),
                 load_s=max(worker.load_s for worker in workers),
-                pause_s=now - self._paused_at,
+                pause_s=now - fleet.paused_at,
                 total_s=now - started,
                 load_paths=link.plan.load_paths,
                 workers=workers,
@@ -172,14 +171,14 @@ class CopyWeights(FleetStrategy):
 
     def _take_in(self) -> None:
         """Connect anew, on rank 0, where engines that were left out answer again."""
-        if self._left_out and self._fleet is not None:
-            there = connect(self._find_engine(), self._options.timeout_s)
-            if back := {one.name for one in there if one.name in self._left_out and one.is_alive()}:
-                logger.warning("engines that were left out answer again: %s", ", ".join(sorted(back)))
-                self._left_out -= back
-                self._fleet.close()
-                self._transport.abort()  # the other ranks follow when they prepare anew
-                self._fleet = self._link = None
+        if not self._left_out or self._fleet is None:
+            return
+        if back := {one.name for one in self._find_engines() if one.name in self._left_out and one.is_alive()}:
+            logger.warning("engines that were left out answer again: %s", ", ".join(sorted(back)))
+            self._left_out -= back
+            self._fleet.close()
+            self._transport.abort()  # the other ranks follow when they prepare anew
+            self._fleet = self._link = None
 
     def _disconnect(self) -> None:
         self._transport.abort()
@@ -222,7 +221,6 @@ class CopyWeights(FleetStrategy):
         """
         if self._fleet is not None:
             update.choose_version(self._newest_version())
-            self._paused_at = time.perf_counter()
             with update.timeline.during("pause"):
                 self._fleet.open()
 
@@ -246,6 +244,8 @@ class CopyWeights(FleetStrategy):
     def _negotiate(self, update: Update, model: Model, shards: list[TensorShard]) -> _Link:
         """Agree with every engine worker on what travels, in which dtype, in which chunks, from where. Collective."""
         ranks, options = update.ranks, self._options
+        assert isinstance(ranks, Ranks)
+        self._others.meet(ranks)
         manifest = self._source.manifest(model)
         held = locate(shards, ranks.rank)
         kind, gpu_uuid = describe_device(_device(held))

@@ -34,9 +34,11 @@ from weightsync.checkpoint.files import check_seen, create, lock, publish, unloc
 from weightsync.checkpoint.safetensors import lay_out
 from weightsync.checkpoint.save import share_out
 from weightsync.checkpoint.sidecars import files_beside
+from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import Deadline, address_facing
 from weightsync.control.update import Update
 from weightsync.engines import AdapterEngine, LoraAdapter, connect
+from weightsync.engines.other_ranks import OtherRanks
 from weightsync.errors import ConfigError, EngineError, PlacementError, UnsupportedError, WeightSyncError, foreign
 from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.report import PushReport, WorkerReport
@@ -158,6 +160,9 @@ class LoraAdapters(UpdateStrategy):
         """Return the adapter's tensors, the shards that this rank writes, PEFT's config, the version. Collective."""
         from weightsync.sources.adapter import read_lora  # FSDP costs more to import than all the rest
 
+        if self.adapter is None:
+            assert isinstance(update.ranks, Ranks)
+            OtherRanks(self._options.engine, self._options.timeout_s).meet(update.ranks, refuse="lora")
         lora = read_lora(self._source, model)
         manifest, mine = share_out(update, lora.manifest, lora.shards)
         version = None

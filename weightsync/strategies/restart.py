@@ -21,6 +21,7 @@ from weightsync.checkpoint.save import save_tensors
 from weightsync.control.ranks import Ranks
 from weightsync.control.update import Update
 from weightsync.engines import connect
+from weightsync.engines.other_ranks import OtherRanks
 from weightsync.engines.server import VllmServer
 from weightsync.errors import ConfigError, PlacementError, WeightSyncError
 from weightsync.report import PushReport
@@ -103,6 +104,7 @@ class SaveAndRestart(UpdateStrategy):
         server: VllmServer | None = None  # rank 0's
         away_s = 0.0
         with update.timeline.during("plan"):
+            OtherRanks(options.engine, options.timeout_s).meet(ranks, refuse="restart=True")
             version = 0
             if ranks.rank == 0:
                 server = self._server()

@@ -12,15 +12,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from weightsync.control.member import Worker
+from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import boot_id, this_process
 from weightsync.control.update import Update
 from weightsync.control.wire import typed
-from weightsync.engines import ENGINE_VARIABLE
+from weightsync.engines import ENGINE_VARIABLE, Engine, connect
 from weightsync.errors import ConfigError, EngineError, PlacementError
 from weightsync.planning.checks import check_plans
 from weightsync.planning.layout import Manifest, merge_manifests
@@ -154,7 +155,7 @@ class SharedMemory(FleetStrategy):
                     plan_s=planned - started,
                     control_s=total_s,
                     load_s=max(worker.load_s for worker in workers),
-                    pause_s=now - planned,
+                    pause_s=now - fleet.paused_at,
                     total_s=total_s,
                     workers=workers,
                 )
@@ -178,6 +179,8 @@ class SharedMemory(FleetStrategy):
 
         ranks = update.ranks
         assert self._manifest is not None
+        assert isinstance(ranks, Ranks)
+        self._others.meet(ranks, refuse="single_copy")
         everyone = typed(
             ranks.gather([self._manifest, boot_id(), this_process()], "plan"), list[tuple[Manifest, str, str]]
         )
@@ -215,10 +218,10 @@ class SharedMemory(FleetStrategy):
             )
         return exports
 
-    def _find_engine(self) -> Any:
+    def _find_engines(self) -> list[Engine]:
         if self._options.engine is None and ENGINE_VARIABLE not in os.environ:
-            return self._transport.engine_url()
-        return self._options.engine
+            return connect(self._transport.engine_url(), self._options.timeout_s)
+        return super()._find_engines()
 
 
 def check_pairs(hosts: Sequence[str], workers: Sequence[Worker]) -> None:

@@ -25,6 +25,15 @@ SHARED_MEMORY = "/dev/shm"
 _PREFIX = "weightsync-"
 
 
+_EXPANDABLE = (
+    "an expandable segment of torch's allocator, which torch and the system let few processes map. Start the trainer "
+    "without expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF, or have it off while the model's memory is "
+    'allocated, or use transport="broadcast"'
+)
+_EXPANDABLE_TAG = b"e"
+"""The second byte of torch's handle for such memory, after its version."""
+
+
 class SharedFileHandle(Struct, frozen=True, forbid_unknown_fields=True):
     """A `SharedFile`. It is opened by what stands in its name after the prefix, never by a path that came."""
 
@@ -138,12 +147,20 @@ def _export_cuda(storage: torch.UntypedStorage) -> CudaHandle:
     try:
         given = storage._share_cuda_()
     except RuntimeError as error:
+        what_to_do = f"They lie in {_EXPANDABLE}" if is_expandable(storage) else 'Use transport="broadcast"'
         raise PlacementError(
-            f"{storage.nbytes()} bytes on {storage.device} cannot be exported by CUDA IPC: {error}. If "
-            "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, turn it off for this process"
+            f"{storage.nbytes()} bytes on {storage.device} cannot be exported by CUDA IPC: {error}. {what_to_do}"
         ) from error
     plain = [each.hex() if isinstance(each, bytes) else each for each in (*given, describe_device(storage.device)[1])]
     return typed(dict(zip(CudaHandle.__struct_fields__, plain, strict=True)), CudaHandle)
+
+
+def is_expandable(storage: torch.UntypedStorage) -> bool:
+    """Return whether a GPU storage lies in an expandable segment of torch's allocator. Looks at all of its memory."""
+    for segment in torch.cuda.memory_snapshot():
+        if segment["address"] <= storage.data_ptr() < segment["address"] + segment["total_size"]:
+            return bool(segment.get("is_expandable"))
+    return False
 
 
 def _open_cuda(fields: CudaHandle, device: torch.device, owner: str) -> torch.Tensor:
@@ -155,10 +172,13 @@ def _open_cuda(fields: CudaHandle, device: torch.device, owner: str) -> torch.Te
     try:
         storage = torch.UntypedStorage._new_shared_cuda(device.index, *given)
     except RuntimeError as error:
-        raise PlacementError(
-            f"cannot map GPU memory of {owner} on {device}: {error}. Both sides must run on GPUs of one host with peer "
-            "access, as the same user, in containers that share --ipc=host and --pid=host"
-        ) from error
+        what_to_do = (
+            "Both sides must run on GPUs of one host with peer access, as the same user, in containers that share "
+            "--ipc=host and --pid=host"
+        )
+        if handle[1:2] == _EXPANDABLE_TAG:
+            what_to_do = f"It lies in {_EXPANDABLE}"
+        raise PlacementError(f"cannot map GPU memory of {owner} on {device}: {error}. {what_to_do}") from error
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 

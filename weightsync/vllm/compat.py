@@ -187,6 +187,18 @@ def answering(model: nn.Module) -> list[nn.Module]:
     return made or [model]
 
 
+def weights_asleep() -> bool:
+    """Return whether vLLM has given back the memory of this GPU worker's weights, as its sleep levels 1 and 2 do.
+
+    Older allocators do not say so for level 2.
+    """
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    known = CuMemAllocator.instance.pointer_to_data.values() if CuMemAllocator.instance is not None else ()
+    own = [data for data in known if data.tag == "weights"]
+    return any(getattr(data, "is_asleep", data.cpu_backup_tensor is not None) for data in own)
+
+
 def has_model_level_hook(model: nn.Module) -> bool:
     return hasattr(type(model), "process_weights_after_loading")
 

@@ -116,6 +116,9 @@ class VllmModel:
             if (update := getattr(module, "update_param_tp_status", None)) is not None:
                 update()  # what post-processing has put in place of a parameter knows only the global rank
 
+    def is_asleep(self) -> bool:
+        return self.device.type == "cuda" and compat.weights_asleep()
+
     def guard(self, check: Callable[[], None]) -> None:
         for module in compat.answering(self._model):
             module.register_forward_pre_hook(lambda *_: check())

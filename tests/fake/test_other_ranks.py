@@ -1,0 +1,103 @@
+"""Engines that every rank has for itself, in its own process: rank 0 has them all pushed to, or no rank succeeds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_engine import ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
+from ranks import run_ranks
+from recorders import RecordedEngine
+
+from weightsync import ConfigError, EngineError, EngineUnreachableError, WeightSync
+
+TIMEOUT_S = 30.0
+
+
+def own_engine() -> RecordedEngine:
+    return RecordedEngine(ModuleHost(TinyEngineModel, checkpoint(1)))
+
+
+def serves(engine: RecordedEngine, seed: int) -> bool:
+    engine.hosts[0].check_before_answer()
+    return torch.equal(engine.hosts[0].live.embed.weight, cold(checkpoint(seed)).embed.weight)
+
+
+def push_into_each(rank: int, transport: str) -> None:
+    engine = own_engine()
+    with WeightSync("fsdp", transport, engine, timeout_s=TIMEOUT_S) as sync:
+        for seed in (2, 3):
+            report = sync.push(trainer_model(checkpoint(seed)))
+            assert len(report.workers) == 3
+            assert serves(engine, seed)
+            assert engine.version() == str(report.version)
+        assert {"pause keep", "reset caches", "resume", "finish 2"} <= set(engine.calls)
+        dist.barrier()  # none closes while another looks
+    engine.close()
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_engine_of_every_rank_is_pushed_to(transport: str) -> None:
+    run_ranks(push_into_each, 3, transport)
+
+
+def fail_on_one(rank: int) -> None:
+    """An engine of another rank refuses; then its rank's process hangs up; then all is well."""
+    engine = own_engine()
+    with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        sync.push(trainer_model(checkpoint(2)))
+        dist.barrier()
+        engine.start_error = EngineError("not now", who=engine.name) if rank == 1 else None
+        with pytest.raises(EngineError, match="not now"):
+            sync.push(trainer_model(checkpoint(3)))
+        assert serves(engine, 2)
+        dist.barrier()
+        engine.start_error = None
+        sync.push(trainer_model(checkpoint(3)))
+        assert serves(engine, 3)
+        dist.barrier()
+        if rank == 1:
+            sync._strategy._others.close()
+        dist.barrier()
+        with pytest.raises(EngineUnreachableError, match="trainer rank 1, which has the engine, is gone"):
+            sync.push(trainer_model(checkpoint(4)))
+        dist.barrier()
+        sync.push(trainer_model(checkpoint(4)))
+        assert serves(engine, 4)
+        dist.barrier()
+    engine.close()
+
+
+def test_failure_of_an_engine_of_another_rank_is_everybodys_and_the_next_push_heals_it() -> None:
+    run_ranks(fail_on_one, 2)
+
+
+def refuse(rank: int, transport: str, given: list[Any], words: str) -> None:
+    engine = own_engine() if given[rank] == "own" else given[rank]
+    with WeightSync("fsdp", transport, engine, timeout_s=TIMEOUT_S) as sync, pytest.raises(ConfigError, match=words):
+        sync.push(trainer_model(checkpoint(2))) if transport == "ipc" else sync.attach(trainer_model(checkpoint(2)))
+
+
+@pytest.mark.parametrize(
+    ("transport", "given", "words"),
+    [
+        ("ipc", ["http://a:1", "http://a:2"], "trainer rank 1 was given the engine http://a:2, and rank 0 was not"),
+        ("ipc", ["own", "http://a:2"], "rank 1 was given the engine http://a:2"),
+        ("single_copy", ["own", "own"], "rank 1 was given an engine of its own, .*, and single_copy reaches only"),
+    ],
+)
+def test_engine_that_no_push_would_reach_is_refused_on_every_rank(transport: str, given: list[Any], words: str) -> None:
+    run_ranks(refuse, 2, transport, given, words)
+
+
+def name_it_twice(rank: int) -> None:
+    """Every rank names the same server, as in a program that all ranks run."""
+    sync = WeightSync("fsdp", "ipc", "http://127.0.0.1:9/" if rank else "http://127.0.0.1:9", timeout_s=5.0)
+    with sync, pytest.raises(EngineUnreachableError, match="nothing answers there"):
+        sync.push(trainer_model(checkpoint(2)))
+
+
+def test_server_that_every_rank_names_is_one_engine() -> None:
+    run_ranks(name_it_twice, 2)
