@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -77,25 +78,22 @@ class FailingRole(Worker):
         raise ValueError("no model")
 
 
-class StandIn:
-    """What `weightsync.vllm.rollout.RolloutEngine` is, around the real receiver. `log` has all calls."""
+class LLM:
+    """What `connect` takes for vLLM's `LLM`, around the real receiver. `log` has all calls."""
 
-    def __init__(self, devices: str, options: dict[str, Any]) -> None:
-        self.options = options
+    __module__ = "vllm.entrypoints.llm"
+
+    def __init__(self) -> None:
         self.host = ModuleHost(TinyEngineModel, checkpoint(0))
         self.engine = FakeEngine(self.host)
         self.log: list[Any] = []
         self.version = "default"
-
-    def generate(self, prompts: list[list[int]], sampling: dict[str, Any]) -> Any:
-        self.log.append(("generate", len(prompts)))
-        return [[([*prompt, n], [-0.5] * (len(prompt) + 1)) for n in range(sampling["n"])] for prompt in prompts]
-
-    def sleep(self, level: int) -> None:
-        self.log.append(("sleep", level))
-
-    def wake_up(self, tags: list[str] | None) -> None:
-        self.log.append(("wake_up", tags))
+        config = SimpleNamespace(
+            weight_transfer_config=SimpleNamespace(backend="weightsync"),
+            parallel_config=SimpleNamespace(worker_extension_cls=""),
+            model_config=SimpleNamespace(is_multimodal_model=False, is_encoder_decoder=False),
+        )
+        self.llm_engine = SimpleNamespace(vllm_config=config)
 
     def collective_rpc(self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None) -> None:
         self.log.append(method)
@@ -113,9 +111,28 @@ class StandIn:
     def get_weight_version(self) -> str:
         return self.version
 
+
+class StandIn:
+    """What `weightsync.vllm.rollout.RolloutEngine` is, without vLLM."""
+
+    def __init__(self, devices: str, options: dict[str, Any]) -> None:
+        self.llm = LLM()
+
+    def generate(self, prompts: list[list[int]], sampling: dict[str, Any]) -> Any:
+        self.llm.log.append(("generate", len(prompts)))
+        return [[([*prompt, n], [-0.5] * (len(prompt) + 1)) for n in range(sampling["n"])] for prompt in prompts]
+
+    def sleep(self, level: int) -> None:
+        self.llm.log.append(("sleep", level))
+        self.llm.host.sleeps = True
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        self.llm.log.append(("wake_up", tags))
+        self.llm.host.sleeps &= tags is not None and "weights" not in tags
+
     def calls(self) -> list[Any]:
-        log, self.log = self.log, []
+        log, self.llm.log = self.llm.log, []
         return log
 
     def state(self) -> dict[str, torch.Tensor]:
-        return self.host.live.state()
+        return self.llm.host.live.state()

@@ -82,8 +82,8 @@ class RolloutGroup:
         prompts: the column "prompts" has token ids. Where they are padded, "prompt_mask" is true for those that count.
         sampling: what vLLM's `SamplingParams` takes.
 
-        The new columns are "answers", padded with 0, "answer_mask" and "sampled_logprobs". Prompts go to engines so that
-        all get about as many tokens.
+        The new columns are "answers", padded with 0, "answer_mask" and "sampled_logprobs". All engines get about as
+        many tokens of prompts.
         """
         return Method(self._begin_generate)
 

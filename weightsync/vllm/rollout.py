@@ -8,7 +8,7 @@ from typing import Any
 
 
 class RolloutEngine:
-    """An `LLM` with what a rollout group and a `WeightSync` call of it."""
+    """An `LLM` with what a rollout group calls of it."""
 
     def __init__(self, devices: str, options: dict[str, Any]) -> None:
         if devices:
@@ -32,19 +32,6 @@ class RolloutEngine:
 
     def wake_up(self, tags: list[str] | None) -> None:
         self.llm.wake_up(tags)
-
-    def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
-        return self.llm.collective_rpc(*args, **kwargs)
-
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
-        return self.llm.reset_prefix_cache(*args, **kwargs)
-
-    def update_weight_version(self, version: str) -> None:
-        self.llm.update_weight_version(version)
-
-    def get_weight_version(self) -> str:
-        version: str = self.llm.get_weight_version()
-        return version
 
 
 def _answer(completion: Any) -> tuple[list[int], list[float]]:
