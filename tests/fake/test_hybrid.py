@@ -12,11 +12,11 @@ import pytest
 import ray
 import torch
 from fake_engine import checkpoint, cold
-from hybrid_workers import Actor, FailingRole, Reference, StandIn
+from hybrid_workers import FailingRole, Neighbour, Policy, StandIn
 from tensordict import TensorDict
 
 from weightsync.errors import ConfigError, ManifestError, PeerError, PlacementError
-from weightsync.hybrid import ResourcePool, RolloutGroup, WorkerError, WorkerGroup, column
+from weightsync.hybrid import ResourcePool, RolloutGroup, Worker, WorkerError, WorkerGroup, column
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NODE_CPUS = 3
@@ -26,8 +26,8 @@ NODE_CPUS = 3
 def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        support = Path(__file__).parents[1] / "support"
-        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (support, support.parents[1]))))
+        root = Path(__file__).parents[2]
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (root, root / "examples", root / "tests" / "support"))))
         ray.init(num_cpus=NODE_CPUS, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 10**6)
         yield
         ray.shutdown()
@@ -40,7 +40,7 @@ def pool(cluster: None) -> ResourcePool:
 
 @pytest.fixture(scope="module")
 def actor(pool: ResourcePool) -> Iterator[WorkerGroup]:
-    with WorkerGroup(pool, Actor, 1, timeout_s=120.0) as group:
+    with WorkerGroup(pool, Policy, 1, timeout_s=120.0) as group:
         yield group
 
 
@@ -91,25 +91,25 @@ def test_calls_that_nobody_waits_for_run_in_order(actor: WorkerGroup):
 
 
 def test_roles_live_in_the_same_processes(actor: WorkerGroup):
-    reference = WorkerGroup(actor, Reference)
-    assert reference.ask() == 0
-    for each in actor.where("Reference"):
-        assert each["roles"] == {"Reference": each["pid"]}
-    with pytest.raises(ConfigError, match="have a Reference already"):
-        WorkerGroup(reference, Reference)
+    neighbour = WorkerGroup(actor, Neighbour)
+    assert neighbour.ask() == 0
+    for each in actor.where("Neighbour"):
+        assert each["roles"] == {"Neighbour": each["pid"]}
+    with pytest.raises(ConfigError, match="have a Neighbour already"):
+        WorkerGroup(neighbour, Neighbour)
     with pytest.raises(WorkerError, match="no model"):
         WorkerGroup(actor, FailingRole)
     assert actor.nothing() == 0
 
 
 def test_errors_name_the_rank_and_show_where(actor: WorkerGroup):
-    with pytest.raises(WorkerError, match=r"Actor\.fail raised KeyError") as theirs:
+    with pytest.raises(WorkerError, match=r"Policy\.fail raised KeyError") as theirs:
         actor.fail("theirs", 1)
-    assert theirs.value.who == "Actor rank 1"
+    assert theirs.value.who == "Policy rank 1"
     assert "hybrid_workers.py" in str(theirs.value)
     with pytest.raises(ManifestError, match="one is missing") as ours:
         actor.fail("ours", 0)
-    assert (ours.value.who, ours.value.missing) == ("Actor rank 0", ["q"])
+    assert (ours.value.who, ours.value.missing) == ("Policy rank 0", ["q"])
     assert "hybrid_workers.py" in str(ours.value.__cause__)
     assert actor.nothing() == 0  # the processes go on
 
@@ -196,7 +196,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(pool: ResourcePool, 
         (PlacementError, "larger than the cluster", lambda: ResourcePool([1], gpus=1)),
         (PlacementError, "was not free within 1 s", lambda: ResourcePool([NODE_CPUS - 1], timeout_s=1.0)),
         (ConfigError, "expected the number of processes", lambda: ResourcePool([])),
-        (ConfigError, "two WorkerGroups claim the same places", lambda: WorkerGroup(pool, Actor, 1)),
+        (ConfigError, "two WorkerGroups claim the same places", lambda: WorkerGroup(pool, Policy, 1)),
         (ConfigError, "two RolloutGroups claim the same places", lambda: RolloutGroup(pool, model="none")),
         (ConfigError, "does not fit a pool", lambda: RolloutGroup(pool, model="none", tensor_parallel_size=4)),
         (ConfigError, "no subclass of", lambda: WorkerGroup(pool, StandIn)),
@@ -207,10 +207,48 @@ def test_what_cannot_work_is_refused_before_anything_starts(pool: ResourcePool, 
     assert ray.available_resources().get("CPU") == before
 
 
+def test_ppo_has_the_losses_that_it_has_in_one_process(
+    actor: WorkerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    import hybrid_ppo as ppo
+    from hybrid_grpo import tiny_model
+
+    name = tiny_model(tmp_path / "model")
+    roles: list[tuple[type[Worker], tuple[Any, ...]]] = [
+        (ppo.Actor, (name, 1e-2)),
+        (ppo.Reference, (name,)),
+        (ppo.Critic, (name, 1e-2)),
+        (ppo.Reward, (16,)),
+    ]
+    groups = [WorkerGroup(actor, role, *arguments) for role, arguments in roles]
+    alone = [alone_in_this_process(role, *arguments) for role, arguments in roles]
+    found: list[list[tuple[float, float]]] = [[], []]
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(10):
+        ids = torch.randint(16, (7, 12), generator=draw)  # an odd number of rows for two ranks
+        mask = torch.arange(8) < torch.randint(1, 9, (7, 1), generator=draw)
+        batch = TensorDict({"prompts": ids[:, :4], "answers": ids[:, 4:], "answer_mask": mask}, [7])
+        for losses, workers in zip(found, (groups, alone), strict=True):
+            after = ppo.step(batch, *workers, 0.01)
+            losses.append((after["actor_loss"].sum().item(), after["critic_loss"].sum().item()))
+    controlled, single = map(torch.tensor, found)
+    assert (controlled - single).abs().max() < 1e-5
+    # Each loss is another one, so that a step that is left out would be seen.
+    assert (single[1:] - single[:-1]).abs().min() > 1e-4
+
+
+def alone_in_this_process(role: type[Worker], *arguments: Any) -> Worker:
+    worker = role()
+    worker.rank, worker.world_size, worker.device = 0, 1, torch.device("cpu")
+    worker.init_model(*arguments)
+    return worker
+
+
 def test_a_worker_that_dies_is_noticed_and_replaced(actor: WorkerGroup, engine: RolloutGroup):
     # The last test, because the group is closed.
     begun = time.monotonic()
-    with pytest.raises(PeerError, match=r"Actor rank 1 died before it answered Actor\.fail"):
+    with pytest.raises(PeerError, match=r"Policy rank 1 died before it answered Policy\.fail"):
         actor.fail("kill", 1)
     assert time.monotonic() - begun < 20
     with pytest.raises(PeerError):
@@ -218,6 +256,6 @@ def test_a_worker_that_dies_is_noticed_and_replaced(actor: WorkerGroup, engine: 
     actor.close()
     with pytest.raises(ConfigError, match="closed"):
         actor.where()
-    with WorkerGroup(engine.pool, Actor, 4) as successor, engine.follow(successor) as sync:
+    with WorkerGroup(engine.pool, Policy, 4) as successor, engine.follow(successor) as sync:
         sync.push()
         check_states(engine, 4)

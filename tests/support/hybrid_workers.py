@@ -17,7 +17,7 @@ from weightsync.errors import ManifestError
 from weightsync.hybrid import Dispatch, Worker, register
 
 
-class Actor(Worker):
+class Policy(Worker):
     def init_model(self, seed: int) -> None:
         self.model = PlainTrainer(checkpoint(seed))
         self.calls: list[str] = []
@@ -62,7 +62,7 @@ class Actor(Worker):
     def unregistered(self) -> None: ...
 
 
-class Reference(Worker):
+class Neighbour(Worker):
     """Another role."""
 
     def pid(self) -> int:
@@ -70,7 +70,7 @@ class Reference(Worker):
 
     @register(Dispatch.RANK_ZERO)
     def ask(self) -> int:
-        return self.roles["Actor"].rank
+        return self.roles["Policy"].rank
 
 
 class FailingRole(Worker):

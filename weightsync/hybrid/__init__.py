@@ -3,7 +3,7 @@
 The controller is an ordinary program. It makes a `WorkerGroup` of each model and a `RolloutGroup` of engines on
 `ResourcePool`s, and calls their methods. `register` says how a call is split over the workers, and how their results
 become one. `RolloutGroup.follow` returns the sync whose `push` moves the weights. Which pool a group is given is all
-that decides where it runs.
+that decides where it runs: docs/hybrid.md.
 
 Nothing else in weightsync imports this package. It needs the extra "hybrid": Ray and tensordict. Ray pickles what goes
 from process to process, so a Ray cluster must be one in which every process is trusted.
