@@ -12,7 +12,7 @@ import ray
 import tiny_models
 import torch
 from engines import NOT_COMPILED, PROMPTS
-from hybrid_trainers import Fsdp
+from hybrid_trainers import Fsdp, Megatron
 from tensordict import TensorDict
 
 from weightsync.hybrid import ResourcePool, RolloutGroup, WorkerGroup
@@ -69,16 +69,27 @@ def test_pushed_equals_cold_in_both_placements(cluster: None, checkpoints: dict[
         RolloutGroup(apart, model=str(checkpoints["B"]), **ENGINE) as split,
     ):
         cold_of_a, cold_of_b = answers(colocated), answers(split)
-        assert cold_of_a != cold_of_b
         with colocated.follow(fsdp, max_bytes=1 << 16) as sync:
             assert sync.transport == "ipc"
             assert sync.push().chunks > 1
-            pushed_to_tp2 = answers(colocated)
-        with split.follow(fsdp, transport="broadcast") as sync:
+            assert answers(colocated) != cold_of_a
             fsdp.change("A")
+            sync.push()
+            assert answers(colocated) == cold_of_a
+        with split.follow(fsdp, transport="broadcast") as sync:
             sync.push()
             assert answers(split) != cold_of_b
             fsdp.change("B")
             sync.push()
             assert answers(split) == cold_of_b
-        assert pushed_to_tp2 != cold_of_a
+        with colocated.follow(fsdp) as sync:
+            sync.push()
+            assert answers(colocated) != cold_of_a
+        # The controller's part stays as it is when the trainer is another one.
+        fsdp.close()
+        with (
+            WorkerGroup(shared, Megatron, MODEL, checkpoints["A"], timeout_s=300.0) as megatron,
+            colocated.follow(megatron, vocab_size=251) as sync,
+        ):
+            sync.push()
+            assert answers(colocated) == cold_of_a

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 from weightsync.errors import ConfigError
 from weightsync.hybrid import Call, Dispatch, Layout, Place, balance, column, concat, pad, split, take, union
+from weightsync.hybrid.batch import pack, unpack
 from weightsync.hybrid.following import choose_transport
 from weightsync.hybrid.pool import place
 from weightsync.hybrid.rollout_group import places_of_engines
@@ -105,6 +106,19 @@ def test_union_refuses_what_contradicts(other: TensorDict, words: str):
 def test_concat_refuses_other_columns():
     with pytest.raises(ConfigError, match=r"\['number'\]"):
         concat([batch_of(1), batch_of(1).select("number")])
+
+
+@given(COUNTS)
+def test_a_batch_travels_whole(count: int):
+    assert told(unpack(pack(batch_of(count)))) == told(batch_of(count))
+    assert unpack(pack([count])) == [count]
+
+
+def test_one_value_for_all_rows_is_a_column_too():
+    batch = batch_of(3)
+    batch["text"] = "one for all"
+    assert [row[2] for row in told(unpack(pack(batch)))] == ["one for all"] * 3
+    assert told(concat(split(batch, 2))) == told(batch)
 
 
 def test_rows_can_be_taken_in_any_order():

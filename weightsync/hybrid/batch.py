@@ -7,11 +7,12 @@ it is given.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, is_non_tensor
 from tensordict.tensorclass import NonTensorStack
 
 from weightsync.errors import ConfigError
@@ -91,6 +92,31 @@ def balance(sizes: Sequence[int], parts: int) -> list[list[int]]:
         found[least].append(row)
         load[least] += sizes[row]
     return [sorted(part) for part in found]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A batch on its way through Ray: columns that are no tensors as lists, which are pickled ten times as fast."""
+
+    rows: int
+    tensors: dict[str, Any]
+    others: dict[str, list[Any]]
+
+
+def pack(value: Any) -> Any:
+    """Return a batch as it travels, and anything else as it is."""
+    if not isinstance(value, TensorDict) or len(value.batch_size) != 1:
+        return value
+    others = {name: each.tolist() for name, each in value.items() if is_non_tensor(each)}
+    return Packed(rows(value), {name: each for name, each in value.items() if name not in others}, others)
+
+
+def unpack(value: Any) -> Any:
+    """Return what was given to `pack`."""
+    if not isinstance(value, Packed):
+        return value
+    others = {name: column(values) for name, values in value.others.items()}
+    return TensorDict({**value.tensors, **others}, [value.rows])
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -10,6 +10,7 @@ import ray
 import torch
 import torch.distributed as dist
 
+from weightsync.hybrid.batch import pack, unpack
 from weightsync.hybrid.dispatch import Place
 from weightsync.report import PushReport
 from weightsync.sources.base import Model
@@ -121,4 +122,5 @@ class Process:
 
     def call(self, role: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a worker."""
-        return getattr(self._workers[role], method)(*args, **kwargs)
+        given = {name: unpack(value) for name, value in kwargs.items()}
+        return pack(getattr(self._workers[role], method)(*map(unpack, args), **given))

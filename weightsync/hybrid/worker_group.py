@@ -10,6 +10,7 @@ import ray
 from tensordict import TensorDict
 
 from weightsync.errors import ConfigError
+from weightsync.hybrid.batch import pack, unpack
 from weightsync.hybrid.dispatch import Call, Dispatch, Layout, dispatch_of
 from weightsync.hybrid.pending import Later, Method
 from weightsync.hybrid.pool import ResourcePool
@@ -86,21 +87,21 @@ class WorkerGroup:
         calls = {rank: each for rank, each in enumerate(dispatch.split(self.layout, call)) if each is not None}
 
         def collect(results: list[Any]) -> Any:
-            by_rank = dict(zip(calls, results, strict=True))
+            by_rank = dict(zip(calls, map(unpack, results), strict=True))
             return dispatch.collect(self.layout, call, [by_rank.get(rank) for rank in range(size)])
 
         return Later(self.processes.begin(self.role, method, stored_once(calls)), collect)
 
 
 def stored_once(calls: dict[int, Call]) -> dict[int, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return the calls with a batch that several ranks get as one object in Ray's store."""
+    """Return the calls as they travel, with a batch that several ranks get as one object in Ray's store."""
     given = [value for call in calls.values() for value in (*call.args, *call.kwargs.values())]
     batches = {id(value): value for value in given if isinstance(value, TensorDict)}
     counts = Counter(map(id, given))
-    stored = {key: ray.put(value) for key, value in batches.items() if counts[key] > 1}
+    stored = {key: ray.put(pack(value)) for key, value in batches.items() if counts[key] > 1}
 
     def of(value: Any) -> Any:
-        return stored.get(id(value), value)
+        return stored[id(value)] if id(value) in stored else pack(value)
 
     return {
         rank: (tuple(map(of, call.args)), {name: of(value) for name, value in call.kwargs.items()})
