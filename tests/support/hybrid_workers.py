@@ -126,9 +126,9 @@ class StandIn:
         self.llm.log.append(("sleep", level))
         self.llm.host.sleeps = True
 
-    def wake_up(self, tags: list[str] | None) -> None:
+    def wake_up(self, tags: list[str]) -> None:
         self.llm.log.append(("wake_up", tags))
-        self.llm.host.sleeps &= tags is not None and "weights" not in tags
+        self.llm.host.sleeps &= "weights" not in tags
 
     def calls(self) -> list[Any]:
         log, self.llm.log = self.llm.log, []

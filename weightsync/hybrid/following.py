@@ -39,12 +39,9 @@ class GroupSync:
         Of engines that sleep, the weights wake before and the KV cache after it, so that a push has memory.
         Raises what `WeightSync.push` raises. Engines that slept then have no KV cache until a push succeeds.
         """
-        slept = self._engines.is_asleep
-        if slept:
-            self._engines.wake_up([WEIGHTS])
+        self._engines.wake_up([WEIGHTS])
         report: PushReport = self._trainer.call_all("push", version)[0]
-        if slept:
-            self._engines.wake_up([KV_CACHE])
+        self._engines.wake_up([KV_CACHE])
         return report
 
     def sleep(self, level: int = 2) -> None:

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from weightsync.errors import ConfigError
 from weightsync.hybrid.batch import balance, rows, take, union
-from weightsync.hybrid.following import GroupSync
+from weightsync.hybrid.following import KV_CACHE, WEIGHTS, GroupSync
 from weightsync.hybrid.pending import Later, Method, Pending
 from weightsync.hybrid.pool import ENGINES, ResourcePool
 from weightsync.hybrid.worker_group import WorkerGroup
@@ -47,7 +47,8 @@ class RolloutGroup:
         first_places = places_of_engines(pool.processes, tensor_parallel_size)
         pool.claim(ENGINES)
         self.pool, self._timeout_s = pool, timeout_s
-        self._asleep = self._closed = False
+        self._asleep: set[str] = set()
+        self._closed = False
         self.actors: list[Any] = []
         options = {
             "model": model,
@@ -90,20 +91,19 @@ class RolloutGroup:
     @property
     def is_asleep(self) -> bool:
         """Whether `sleep` was called, and not all was woken again."""
-        return self._asleep
+        return bool(self._asleep)
 
     def sleep(self, level: int = 1) -> None:
         """Free the memory of weights and KV cache. Level 1 keeps the weights in host memory, level 2 drops them."""
         self._call_all("sleep", level)
-        self._asleep = True
+        self._asleep = {WEIGHTS, KV_CACHE}
 
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory back: of "weights", of "kv_cache", or of both.
-
-        After level 2 the weights are anything until a push.
-        """
-        self._call_all("wake_up", None if tags is None else list(tags))
-        self._asleep = tags is not None and "kv_cache" not in tags
+    def wake_up(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
+        """Take back the memory of these, where they sleep. After level 2 the weights are anything until a push."""
+        # VLLM would map memory twice that is awake already.
+        if due := [tag for tag in tags if tag in self._asleep]:
+            self._call_all("wake_up", due)
+            self._asleep -= set(due)
 
     def close(self) -> None:
         """End the engines, and give the pool back."""

@@ -17,6 +17,8 @@ from weightsync.hybrid.pool import ResourcePool
 from weightsync.hybrid.processes import Processes
 from weightsync.hybrid.worker import Worker
 
+_TIMEOUT_S = 3600.0
+
 
 class WorkerGroup:
     """One `Worker` of a class in each process of a pool, with `torch.distributed` among them.
@@ -28,7 +30,8 @@ class WorkerGroup:
 
     where: a `ResourcePool`, or a group whose processes these workers live in too. A process does one thing at a time.
     worker: the class of the workers. Its name is the role's.
-    timeout_s: how long each call may take, and each collective between the workers.
+    timeout_s: how long each call may take, and each collective between the workers: an hour when None. All roles of the
+        processes have the same.
 
     A call raises what the first worker raised: `WorkerError` with the traceback from there, or a `WeightSyncError` as
     it is. It raises `PeerError` where a worker has died. Then `close` the group, and make another on the same pool.
@@ -39,13 +42,17 @@ class WorkerGroup:
         where: ResourcePool | WorkerGroup,
         worker: type[Worker],
         *args: Any,
-        timeout_s: float = 3600.0,
+        timeout_s: float | None = None,
         **kwargs: Any,
     ) -> None:
         if not issubclass(worker, Worker):
             raise ConfigError(f"{worker!r} is no subclass of weightsync.hybrid.Worker")
         self._worker = worker
-        self.processes: Processes = where.processes if isinstance(where, WorkerGroup) else Processes(where, timeout_s)
+        if isinstance(where, WorkerGroup) and timeout_s is not None:
+            raise ConfigError(f"timeout_s={timeout_s} is for the first group in the processes: give it there")
+        self.processes: Processes = (
+            where.processes if isinstance(where, WorkerGroup) else Processes(where, timeout_s or _TIMEOUT_S)
+        )
         if self.role in self.processes.roles:
             raise ConfigError(f"the processes have a {self.role} already: give the second one a class of its own")
         try:

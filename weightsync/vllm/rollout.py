@@ -30,7 +30,7 @@ class RolloutEngine:
     def sleep(self, level: int) -> None:
         self.llm.sleep(level=level)
 
-    def wake_up(self, tags: list[str] | None) -> None:
+    def wake_up(self, tags: list[str]) -> None:
         self.llm.wake_up(tags)
 
 

@@ -163,9 +163,18 @@ def test_a_push_that_fails_leaves_the_cache_asleep(actor: WorkerGroup, engine: R
         with pytest.raises(ConfigError, match="version"):
             sync.push(version=newest)
         assert engine.is_asleep
-        assert ("wake_up", ["kv_cache"]) not in ray.get(engine.actors[0].calls.remote())
+        assert woken(engine) == [["weights"]]
         sync.push()
+        assert woken(engine) == [["kv_cache"]]
+        engine.sleep()
+        engine.wake_up()
+        assert woken(engine) == [["weights", "kv_cache"]]
         assert not engine.is_asleep
+
+
+def woken(engine: RolloutGroup) -> list[list[str]]:
+    """Return what was woken since the calls were asked for."""
+    return [call[1] for call in ray.get(engine.actors[0].calls.remote()) if call[0] == "wake_up"]
 
 
 def prompts_of(count: int) -> TensorDict:
