@@ -1,6 +1,8 @@
-"""Measure what the controller adds to a call and to a push: `PYTHONPATH=.:tests/support python tests/support/hybrid_cost.py`.
+"""Measure what the controller adds to a call and to a push. The figures in docs/hybrid.md are its output.
 
-Two workers and an engine without vLLM, on one host. The figures in docs/hybrid.md are its output.
+    PYTHONPATH=.:tests/support python tests/support/hybrid_cost.py
+
+Two workers and an engine without vLLM, on one host.
 """
 
 from __future__ import annotations

@@ -114,6 +114,25 @@ def test_a_batch_travels_whole(count: int):
     assert unpack(pack([count])) == [count]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.int64, torch.complex64])
+@pytest.mark.parametrize("shape", [(3,), (3, 2), (3, 0), (3, 1, 4)])
+def test_tensors_of_any_kind_travel(dtype: torch.dtype, shape: tuple[int, ...]):
+    whole = torch.randint(2, (9, *shape[1:])).to(dtype)
+    part = TensorDict({"values": whole[3:6].requires_grad_(dtype is torch.bfloat16)}, [3])
+    packed = pack(part)
+    assert sum(data.nbytes for _, _, data in packed.tensors.values()) == part["values"].nbytes
+    found = unpack(packed)["values"]
+    assert (found.dtype, found.shape) == (dtype, shape)
+    assert found.view(torch.uint8).equal(whole[3:6].detach().view(torch.uint8))
+    found.zero_()  # into memory of its own
+    assert unpack(packed)["values"].view(torch.uint8).equal(whole[3:6].detach().view(torch.uint8))
+
+
+def test_other_columns_are_refused():
+    with pytest.raises(ConfigError, match="'inner' is a TensorDict"):
+        pack(TensorDict({"inner": batch_of(2)}, [2]))
+
+
 def test_one_value_for_all_rows_is_a_column_too():
     batch = batch_of(3)
     batch["text"] = "one for all"

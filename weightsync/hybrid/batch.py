@@ -96,27 +96,43 @@ def balance(sizes: Sequence[int], parts: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Packed:
-    """A batch on its way through Ray: columns that are no tensors as lists, which are pickled ten times as fast."""
+    """A batch on its way through Ray.
+
+    Pickle takes all of the memory that a tensor is a part of, and each value of a `NonTensorStack` by itself. Arrays of
+    bytes and lists are what they are.
+    """
 
     rows: int
-    tensors: dict[str, Any]
-    others: dict[str, list[Any]]
+    tensors: dict[str, tuple[torch.dtype, torch.Size, Any]]
+    lists: dict[str, list[Any]]
 
 
 def pack(value: Any) -> Any:
-    """Return a batch as it travels, and anything else as it is."""
+    """Return a batch as it travels, with tensors of a GPU in host memory, and anything else as it is."""
     if not isinstance(value, TensorDict) or len(value.batch_size) != 1:
         return value
-    others = {name: each.tolist() for name, each in value.items() if is_non_tensor(each)}
-    return Packed(rows(value), {name: each for name, each in value.items() if name not in others}, others)
+    tensors, lists = {}, {}
+    for name, each in value.items():
+        if is_non_tensor(each):
+            lists[name] = each.tolist()
+        elif isinstance(each, torch.Tensor):
+            data = each.detach().cpu().reshape(-1).view(torch.uint8)
+            tensors[name] = each.dtype, each.shape, data.numpy()
+        else:
+            raise ConfigError(f"the column {name!r} is a {type(each).__name__}; expected a tensor or column(values)")
+    return Packed(rows(value), tensors, lists)
 
 
 def unpack(value: Any) -> Any:
-    """Return what was given to `pack`."""
+    """Return what was given to `pack`, in memory that may be written into."""
     if not isinstance(value, Packed):
         return value
-    others = {name: column(values) for name, values in value.others.items()}
-    return TensorDict({**value.tensors, **others}, [value.rows])
+    columns: dict[str, Any] = {name: column(values) for name, values in value.lists.items()}
+    for name, (dtype, shape, data) in value.tensors.items():
+        # An empty array has a stride that no other dtype can be read with.
+        values = torch.from_numpy(data.copy()).view(dtype) if data.size else torch.empty(0, dtype=dtype)
+        columns[name] = values.reshape(shape)
+    return TensorDict(columns, [value.rows])
 
 
 def _equal(one: Any, other: Any) -> bool:

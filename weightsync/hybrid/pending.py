@@ -34,6 +34,7 @@ class Pending:
         `WorkerError`. Raises `SyncTimeoutError` where the call takes too long.
         """
         waiting = list(self._names)
+        found: dict[Any, Any] = {}
         while waiting:
             ended, waiting = ray.wait(waiting, num_returns=1, timeout=self._deadline.left_s())
             if not ended:
@@ -44,21 +45,22 @@ class Pending:
                     phase=self.doing,
                     waiting_for=who,
                 )
-            if any(failure(ref) for ref in ended):
+            (ref,) = ended
+            found[ref], error = outcome(ref)
+            if error is not None:
                 self.has_failed = True
-                raise self._first_cause(ended, waiting)
-        found: list[Any] = ray.get(list(self._names))
-        return found
+                raise self._first_cause(ref, waiting)
+        return [found[ref] for ref in self._names]
 
     def running(self) -> list[str]:
         """Return the names of the actors that have not answered yet."""
         _, waiting = ray.wait(list(self._names), num_returns=len(self._names), timeout=0, fetch_local=False)
         return [self._names[ref] for ref in waiting]
 
-    def _first_cause(self, ended: list[Any], waiting: list[Any]) -> WeightSyncError:
+    def _first_cause(self, ended: Any, waiting: list[Any]) -> WeightSyncError:
         """Return the failure that the others are the outcome of: a death before an exception."""
         later, _ = ray.wait(waiting, num_returns=len(waiting), timeout=_NEWS_S) if waiting else ([], [])
-        failed = [(ref, error) for ref in (*ended, *later) if (error := failure(ref)) is not None]
+        failed = [(ref, error) for ref in (ended, *later) if (error := outcome(ref)[1]) is not None]
         dead = [(ref, error) for ref, error in failed if isinstance(error, ray.exceptions.RayActorError)]
         ref, error = (dead or failed)[0]
         return explain(error, self._names[ref], self.doing)
@@ -85,14 +87,12 @@ class Method:
         return self.remote(*args, **kwargs).result()
 
 
-def failure(ref: Any) -> BaseException | None:
-    """Return what a call that has ended raised."""
+def outcome(ref: Any) -> tuple[Any, BaseException | None]:
+    """Return the result of a call that has ended, and what it raised."""
     try:
-        ray.get(ref)
+        return ray.get(ref), None
     except ray.exceptions.RayError as error:
-        found: BaseException = error
-        return found
-    return None
+        return None, error
 
 
 def explain(error: BaseException, who: str, doing: str) -> WeightSyncError:
