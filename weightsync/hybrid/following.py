@@ -67,4 +67,4 @@ def choose_transport(trainer: Sequence[str], engines: Sequence[str]) -> tuple[st
     """Return the transport between the nodes of all ranks and those of all engines, and the reason."""
     if len({*trainer, *engines}) == 1:
         return "ipc", "all ranks and engines are on one host, so that engines map the ranks' memory"
-    return "broadcast", f"{len({*trainer})} hosts of ranks and {len({*engines})} of engines do not share memory"
+    return "broadcast", f"ranks and engines are on {len({*trainer, *engines})} hosts, which share no memory"
