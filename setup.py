@@ -11,6 +11,7 @@ extras = {
     "deepspeed": ["deepspeed>=0.17"],
     "megatron": ["megatron-core>=0.16"],
     "ray": ["ray>=2.9"],
+    "hybrid": ["ray>=2.9", "tensordict>=0.10"],
     "dev": [
         "build>=1.2",
         "hypothesis>=6.100",

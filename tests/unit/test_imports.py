@@ -57,6 +57,7 @@ ORDER = [
     ["weightsync.vllm"],
     ["weightsync.strategies"],
     ["weightsync.sync"],
+    ["weightsync.hybrid"],
     ["weightsync"],
     ["weightsync.tools", "weightsync.__main__"],
 ]
@@ -118,14 +119,16 @@ ROOM = {
     "vllm": ["weightsync.vllm", "weightsync.tools.bench.engines", "weightsync.tools.bench.peers"],
     "deepspeed": ["weightsync.sources.deepspeed", "weightsync.tools.bench.models"],
     "megatron": ["weightsync.sources.megatron", "weightsync.tools.bench.models"],
-    "ray": ["weightsync.engines.ray_actor"],
+    "ray": ["weightsync.engines.ray_actor", "weightsync.hybrid"],
+    "tensordict": ["weightsync.hybrid"],
     "peft": ["weightsync.sources.peft"],
     "triton": TRITON,
 }
 
 # Not on `import`, but inside the function that needs it. A room that is all about its package may import it at the top.
-LAZY = ["vllm", "deepspeed", "megatron", "ray", "transformers", "peft", "triton"]
+LAZY = ["vllm", "deepspeed", "megatron", "ray", "tensordict", "transformers", "peft", "triton"]
 AT_THE_TOP = [
+    "weightsync.hybrid",
     "weightsync.vllm",
     "weightsync.sources.deepspeed",
     "weightsync.sources.megatron",
@@ -346,6 +349,13 @@ def test_the_product_imports_no_tools():
     violations = [i for i in all_imports() if inside(i.target, tools) and not inside(i.module, tools)]
     allowed = [i for i in violations if i.module == "weightsync.__main__"]
     fail_on([i for i in violations if i not in allowed], "Users install weightsync for the library: it needs no tools.")
+
+
+def test_the_product_imports_no_controller():
+    violations = [
+        i for i in ours() if inside(i.target, "weightsync.hybrid") and not inside(i.module, "weightsync.hybrid")
+    ]
+    fail_on(violations, "Who pushes from a trainer of their own needs neither Ray nor a controller.")
 
 
 @pytest.mark.parametrize("package", ROOM)

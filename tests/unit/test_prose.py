@@ -223,7 +223,7 @@ def members(body: list[ast.stmt]) -> dict[str, list[ast.stmt] | None]:
                 found |= dict.fromkeys((name.id for name in targets if isinstance(name, ast.Name)), None)
             case ast.AnnAssign(target=ast.Name(id=name)):
                 found[name] = None
-            case ast.If():  # for type checkers
+            case ast.If() | ast.Try():  # for type checkers, or what an extra brings
                 found |= members(node.body)
     return found
 

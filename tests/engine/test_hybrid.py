@@ -1,0 +1,95 @@
+"""Pushed equals cold under one controller, on the trainer's own places and on others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import tiny_models
+import torch
+from engines import NOT_COMPILED, PROMPTS
+from hybrid_trainers import Fsdp, Megatron
+from tensordict import TensorDict
+
+from weightsync.hybrid import ResourcePool, RolloutGroup, WorkerGroup
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+MODEL = "qwen3"
+ENGINE: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "kv_cache_memory_bytes": 64 * 2**20,
+    "skip_tokenizer_init": True,
+    "disable_log_stats": True,
+    "timeout_s": 300.0,
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        support = Path(__file__).parents[1] / "support"
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (support, support.parents[1]))))
+        for name, value in NOT_COMPILED.items():
+            patch.setenv(name, value)
+        patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+        ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 10**6)
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {weights: tiny_models.save(tiny_models.build(MODEL, weights), folder / weights) for weights in "AB"}
+
+
+def answers(engine: RolloutGroup) -> list[tuple[list[int], list[float]]]:
+    """Return what each prompt is answered by each engine. One prompt at a time, as in the other tests."""
+    found = []
+    for prompt in PROMPTS:
+        count = len(engine.actors)  # one prompt for each engine
+        prompts = TensorDict({"prompts": torch.tensor([prompt] * count)}, [count])
+        batch = engine.generate(prompts, max_tokens=4, temperature=0, ignore_eos=True)
+        found += list(zip(batch["answers"].tolist(), batch["sampled_logprobs"].tolist(), strict=True))
+    return found
+
+
+def test_pushed_equals_cold_in_both_placements(cluster: None, checkpoints: dict[str, Path]):
+    shared, apart = ResourcePool([2]), ResourcePool([1])
+    with (
+        WorkerGroup(shared, Fsdp, MODEL, "B", timeout_s=300.0) as fsdp,
+        RolloutGroup(shared, model=str(checkpoints["A"]), tensor_parallel_size=2, **ENGINE) as colocated,
+        RolloutGroup(apart, model=str(checkpoints["B"]), **ENGINE) as split,
+    ):
+        cold_of_a, cold_of_b = answers(colocated), answers(split)
+        with colocated.follow(fsdp, max_bytes=1 << 16) as sync:
+            assert sync.transport == "ipc"
+            assert sync.push().chunks > 1
+            assert answers(colocated) != cold_of_a
+            fsdp.change("A")
+            sync.push()
+            assert answers(colocated) == cold_of_a
+        with split.follow(fsdp, transport="broadcast") as sync:
+            sync.push()
+            assert answers(split) != cold_of_b
+            fsdp.change("B")
+            sync.push()
+            assert answers(split) == cold_of_b
+        with colocated.follow(fsdp) as sync:
+            sync.push()
+            assert answers(colocated) != cold_of_a
+        # The controller's part stays as it is when the trainer is another one.
+        fsdp.close()
+        with (
+            WorkerGroup(shared, Megatron, MODEL, checkpoints["A"], timeout_s=300.0) as megatron,
+            colocated.follow(megatron, vocab_size=251) as sync,
+        ):
+            sync.push()
+            assert answers(colocated) == cold_of_a

@@ -1,0 +1,270 @@
+"""`weightsync.hybrid` on a real Ray, with an engine without vLLM."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from fake_engine import checkpoint, cold
+from hybrid_workers import FailingRole, Neighbour, Policy, StandIn
+from tensordict import TensorDict
+
+from weightsync.errors import ConfigError, ManifestError, PeerError, PlacementError
+from weightsync.hybrid import ResourcePool, RolloutGroup, Worker, WorkerError, WorkerGroup, column
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+NODE_CPUS = 3
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        root = Path(__file__).parents[2]
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (root, root / "examples", root / "tests" / "support"))))
+        ray.init(num_cpus=NODE_CPUS, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 10**6)
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def pool(cluster: None) -> ResourcePool:
+    return ResourcePool([2])
+
+
+@pytest.fixture(scope="module")
+def actor(pool: ResourcePool) -> Iterator[WorkerGroup]:
+    with WorkerGroup(pool, Policy, 1, timeout_s=120.0) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def engine(pool: ResourcePool, actor: WorkerGroup) -> Iterator[RolloutGroup]:
+    with RolloutGroup(pool, model="none", actor=StandIn, timeout_s=120.0) as group:
+        yield group
+
+
+def check_states(engine: RolloutGroup, seed: int) -> None:
+    """Fail unless every engine has what one has that was started from these weights."""
+    expected = cold(checkpoint(seed)).state()
+    for state in ray.get([each.state.remote() for each in engine.actors]):
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def batch_of(count: int) -> TensorDict:
+    return TensorDict({"number": torch.arange(count), "text": column([f"row {n}" for n in range(count)])}, [count])
+
+
+def test_workers_are_ranks_of_one_torch_distributed(actor: WorkerGroup):
+    first, second = actor.where()
+    assert first["total"] == second["total"] == 3
+    assert first["pid"] != second["pid"]
+    assert [(each["RANK"], each["WORLD_SIZE"], each["LOCAL_RANK"]) for each in (first, second)] == [
+        ("0", "2", "0"),
+        ("1", "2", "1"),
+    ]
+    assert first["MASTER_ADDR"] == second["MASTER_ADDR"]
+    assert first["MASTER_PORT"] == second["MASTER_PORT"]
+
+
+def test_batches_are_split_and_joined(actor: WorkerGroup):
+    found = actor.scale(batch_of(5), by=3)
+    assert found["scaled"].tolist() == [0, 3, 6, 9, 12]
+    assert found.get("text").tolist() == batch_of(5).get("text").tolist()
+    with pytest.raises(ConfigError, match="1 rows cannot be split over 2"):
+        actor.scale(batch_of(1))
+
+
+def test_calls_that_nobody_waits_for_run_in_order(actor: WorkerGroup):
+    begun = time.monotonic()
+    later = [actor.note.remote(["a", "b"], [0.5, 0.0]), actor.note.remote(["c", "d"], [0.0, 0.0])]
+    assert time.monotonic() - begun < 0.5
+    assert later[1].result() == [["a", "c"], ["b", "d"]]
+    assert later[0].result() == [["a"], ["b"]]
+
+
+def test_roles_live_in_the_same_processes(actor: WorkerGroup):
+    neighbour = WorkerGroup(actor, Neighbour)
+    assert neighbour.ask() == 0
+    for each in actor.where("Neighbour"):
+        assert each["roles"] == {"Neighbour": each["pid"]}
+    with pytest.raises(ConfigError, match="have a Neighbour already"):
+        WorkerGroup(neighbour, Neighbour)
+    with pytest.raises(WorkerError, match="no model"):
+        WorkerGroup(actor, FailingRole)
+    assert actor.nothing() == 0
+
+
+def test_errors_name_the_rank_and_show_where(actor: WorkerGroup):
+    with pytest.raises(WorkerError, match=r"Policy\.fail raised KeyError") as theirs:
+        actor.fail("theirs", 1)
+    assert theirs.value.who == "Policy rank 1"
+    assert "hybrid_workers.py" in str(theirs.value)
+    with pytest.raises(ManifestError, match="one is missing") as ours:
+        actor.fail("ours", 0)
+    assert (ours.value.who, ours.value.missing) == ("Policy rank 0", ["q"])
+    assert "hybrid_workers.py" in str(ours.value.__cause__)
+    assert actor.nothing() == 0  # the processes go on
+
+
+def test_only_registered_methods_are_there(actor: WorkerGroup):
+    with pytest.raises(AttributeError, match="unregistered"):
+        actor.unregistered()
+
+
+@pytest.mark.parametrize("transport", [None, "broadcast"])
+def test_a_push_makes_engines_serve_the_workers_weights(
+    actor: WorkerGroup, engine: RolloutGroup, transport: str | None
+):
+    with engine.follow(actor, transport=transport) as sync:
+        assert sync.transport == (transport or "ipc")
+        assert sync.reason
+        for seed in (2, 3):
+            actor.change(seed)
+            report = sync.push()
+            assert report.nbytes > 0
+            check_states(engine, seed)
+
+
+def test_engines_wake_around_a_push(actor: WorkerGroup, engine: RolloutGroup):
+    with engine.follow(actor) as sync:
+        sync.push()
+        ray.get(engine.actors[0].calls.remote())
+        sync.sleep()  # without GPUs there is no memory to share
+        assert not engine.is_asleep
+        engine.sleep(level=2)
+        with pytest.raises(ConfigError, match="asleep"):
+            engine.generate(prompts_of(2), n=1)
+        sync.push()
+        assert not engine.is_asleep
+        assert ray.get(engine.actors[0].calls.remote()) == [
+            ("sleep", 2),
+            ("wake_up", ["weights"]),
+            "start_weight_update",
+            "update_weights",
+            "reset_prefix_cache",
+            "finish_weight_update",
+            ("wake_up", ["kv_cache"]),
+        ]
+
+
+def test_a_push_that_fails_leaves_the_cache_asleep(actor: WorkerGroup, engine: RolloutGroup):
+    with engine.follow(actor) as sync:
+        newest = sync.push().version
+        ray.get(engine.actors[0].calls.remote())
+        engine.sleep(level=2)
+        with pytest.raises(ConfigError, match="version"):
+            sync.push(version=newest)
+        assert engine.is_asleep
+        assert woken(engine) == [["weights"]]
+        sync.push()
+        assert woken(engine) == [["kv_cache"]]
+        engine.sleep()
+        engine.wake_up()
+        assert woken(engine) == [["weights", "kv_cache"]]
+        assert not engine.is_asleep
+
+
+def woken(engine: RolloutGroup) -> list[list[str]]:
+    """Return what was woken since the calls were asked for."""
+    return [call[1] for call in ray.get(engine.actors[0].calls.remote()) if call[0] == "wake_up"]
+
+
+def prompts_of(count: int) -> TensorDict:
+    ids = torch.arange(count)[:, None] + torch.arange(4)
+    mask = torch.arange(4) >= (torch.arange(count) % 4)[:, None]  # padded on the left
+    columns = {"prompts": ids, "prompt_mask": mask, "text": column([f"prompt {n}" for n in range(count)])}
+    return TensorDict(columns, [count])
+
+
+def test_engines_answer_in_the_order_of_the_prompts(pool: ResourcePool, engine: RolloutGroup):
+    assert len(engine.actors) == 2  # one for each place
+    ray.get([each.calls.remote() for each in engine.actors])
+    prompts = prompts_of(5)
+    batch = engine.generate(prompts, n=2)
+    for row in range(10):
+        prompt = prompts["prompts"][row // 2][prompts["prompt_mask"][row // 2]].tolist()
+        answer = batch["answers"][row][batch["answer_mask"][row]].tolist()
+        assert answer == [*prompt, row % 2]
+        assert batch["sampled_logprobs"][row].sum() == -0.5 * len(answer)
+    assert batch.get("text").tolist() == [f"prompt {row // 2}" for row in range(10)]
+    assert sorted(call[1] for each in engine.actors for call in ray.get(each.calls.remote())) == [2, 3]
+
+
+def test_what_cannot_work_is_refused_before_anything_starts(pool: ResourcePool, engine: RolloutGroup):
+    before = ray.available_resources().get("CPU")
+    refused: list[tuple[type[Exception], str, Any]] = [
+        (PlacementError, "larger than the cluster", lambda: ResourcePool([NODE_CPUS + 1])),
+        (PlacementError, "larger than the cluster", lambda: ResourcePool([1], gpus=1)),
+        (PlacementError, "was not free within 1 s", lambda: ResourcePool([NODE_CPUS - 1], timeout_s=1.0)),
+        (ConfigError, "expected the number of processes", lambda: ResourcePool([])),
+        (ConfigError, "two WorkerGroups claim the same places", lambda: WorkerGroup(pool, Policy, 1)),
+        (ConfigError, "two RolloutGroups claim the same places", lambda: RolloutGroup(pool, model="none")),
+        (ConfigError, "does not fit a pool", lambda: RolloutGroup(pool, model="none", tensor_parallel_size=4)),
+        (ConfigError, "no subclass of", lambda: WorkerGroup(pool, StandIn)),
+    ]
+    for kind, words, call in refused:
+        with pytest.raises(kind, match=words):
+            call()
+    assert ray.available_resources().get("CPU") == before
+
+
+def test_ppo_has_the_losses_that_it_has_in_one_process(
+    actor: WorkerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    import hybrid_ppo as ppo
+    from hybrid_grpo import tiny_model
+
+    name = tiny_model(tmp_path / "model")
+    roles: list[tuple[type[Worker], tuple[Any, ...]]] = [
+        (ppo.Actor, (name, 1e-2)),
+        (ppo.Reference, (name,)),
+        (ppo.Critic, (name, 1e-2)),
+        (ppo.Reward, (16,)),
+    ]
+    groups = [WorkerGroup(actor, role, *arguments) for role, arguments in roles]
+    alone = [alone_in_this_process(role, *arguments) for role, arguments in roles]
+    found: list[list[tuple[float, float]]] = [[], []]
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(10):
+        ids = torch.randint(16, (7, 12), generator=draw)  # an odd number of rows for two ranks
+        mask = torch.arange(8) < torch.randint(1, 9, (7, 1), generator=draw)
+        batch = TensorDict({"prompts": ids[:, :4], "answers": ids[:, 4:], "answer_mask": mask}, [7])
+        for losses, workers in zip(found, (groups, alone), strict=True):
+            after = ppo.step(batch, *workers, 0.01)
+            losses.append((after["actor_loss"].sum().item(), after["critic_loss"].sum().item()))
+    controlled, single = map(torch.tensor, found)
+    assert (controlled - single).abs().max() < 1e-5
+    # Each loss is another one, so that a step that is left out would be seen.
+    assert (single[1:] - single[:-1]).abs().min() > 1e-4
+
+
+def alone_in_this_process(role: type[Worker], *arguments: Any) -> Worker:
+    worker = role()
+    worker.rank, worker.world_size, worker.device = 0, 1, torch.device("cpu")
+    worker.init_model(*arguments)
+    return worker
+
+
+def test_a_worker_that_dies_is_noticed_and_replaced(actor: WorkerGroup, engine: RolloutGroup):
+    # The last test, because the group is closed.
+    begun = time.monotonic()
+    with pytest.raises(PeerError, match=r"Policy rank 1 died before it answered Policy\.fail"):
+        actor.fail("kill", 1)
+    assert time.monotonic() - begun < 20
+    with pytest.raises(PeerError):
+        actor.where()
+    actor.close()
+    with pytest.raises(ConfigError, match="closed"):
+        actor.where()
+    with WorkerGroup(engine.pool, Policy, 4) as successor, engine.follow(successor) as sync:
+        sync.push()
+        check_states(engine, 4)

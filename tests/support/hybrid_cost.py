@@ -1,0 +1,71 @@
+"""Measure what the controller adds to a call and to a push. The figures in docs/hybrid.md are its output.
+
+    PYTHONPATH=.:tests/support python tests/support/hybrid_cost.py
+
+Two workers and an engine without vLLM, on one host.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from statistics import median
+
+import ray
+import torch
+from hybrid_workers import Policy, StandIn
+from tensordict import TensorDict
+
+from weightsync.hybrid import Dispatch, ResourcePool, RolloutGroup, WorkerGroup, column, register
+
+
+class Timed(Policy):
+    @register(Dispatch.ONE_TO_ALL)
+    def push_by_hand(self, count: int) -> list[float]:
+        return [timed(lambda: self.push(None)) for _ in range(count)]
+
+    @register(Dispatch.DP)
+    def give_back(self, batch: TensorDict) -> TensorDict:
+        return batch
+
+
+def timed(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - started)
+
+
+def report(what: str, ms: list[float]) -> None:
+    print(f"{what:50} median {median(ms):6.2f} ms, least {min(ms):6.2f} ms")
+
+
+def main() -> None:
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, object_store_memory=400 * 10**6)
+    group = WorkerGroup(ResourcePool([2]), Timed, 1)
+    engine = RolloutGroup(ResourcePool([1]), model="none", actor=StandIn)
+    tokens = TensorDict({"tokens": torch.zeros(512, 256, dtype=torch.long), "rewards": torch.zeros(512)}, [512])
+    texts = TensorDict({"text": column(["a text"] * 512)}, [512])
+    large = TensorDict({"hidden": torch.zeros(4096, 2048)}, [4096])
+    calls: dict[str, Callable[[], object]] = {
+        "RANK_ZERO, nothing in it": group.nothing,
+        "ONE_TO_ALL, nothing in it": lambda: group.fail("none", -1),
+        "DP, 1 MB of tokens there and back": lambda: group.give_back(tokens),
+        "DP, 512 texts there and back": lambda: group.give_back(texts),
+        "DP, 34 MB there and back": lambda: group.give_back(large),
+    }
+    for what, call in calls.items():
+        report(what, [timed(call) for _ in range(60)][10:])
+    with engine.follow(group) as sync:
+        alone, controlled = [], []
+        for _ in range(5):
+            alone += group.push_by_hand(20)[0]
+            controlled += [timed(sync.push) for _ in range(20)]
+    report("push by hand", alone[5:])
+    report("push by the controller", controlled[5:])
+    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

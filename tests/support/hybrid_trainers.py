@@ -1,0 +1,40 @@
+"""Workers that hold a trainer's model, for tests of `weightsync.hybrid` with real engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import megatron_models
+import tiny_models
+import torch
+from safetensors.torch import load_file
+
+from weightsync.hybrid import Dispatch, Place, Worker, register
+
+
+class Fsdp(Worker):
+    def init_model(self, model: str, weights: str) -> None:
+        torch.set_num_threads(1)
+        self.model = tiny_models.shard(tiny_models.build(model, weights))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def change(self, weights: str) -> None:
+        tiny_models.fill(self.model, weights)
+
+
+class Megatron(Worker):
+    """Two tensor-parallel ranks."""
+
+    backend = "megatron"
+
+    def init_model(self, model: str, checkpoint: Path) -> None:
+        torch.set_num_threads(1)
+        self.config = tiny_models.CONFIGS[model]()
+        self.model = megatron_models.build(self.config, megatron_models.Mesh(tp=2), torch.bfloat16, padding=5)
+        megatron_models.load(self.model, self.config, load_file(checkpoint / "model.safetensors"))
+
+    def place(self) -> Place:
+        from megatron.core import parallel_state
+
+        collects = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+        return Place(parallel_state.get_data_parallel_rank(), collects)

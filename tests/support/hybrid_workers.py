@@ -1,0 +1,138 @@
+"""Workers, and an engine without vLLM, for tests of `weightsync.hybrid`. They run in Ray's processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fake_engine import FakeEngine, ModuleHost, PlainTrainer, TinyEngineModel, checkpoint
+from tensordict import TensorDict
+
+from weightsync.errors import ManifestError
+from weightsync.hybrid import Dispatch, Worker, register
+
+
+class Policy(Worker):
+    def init_model(self, seed: int) -> None:
+        self.model = PlainTrainer(checkpoint(seed))
+        self.calls: list[str] = []
+
+    @register(Dispatch.ONE_TO_ALL)
+    def where(self, *roles: str) -> dict[str, Any]:
+        total = torch.tensor(self.rank + 1)
+        dist.all_reduce(total)
+        pid = {name: worker.pid() for name, worker in self.roles.items() if name in roles}
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        return {"total": int(total), "pid": os.getpid(), "roles": pid, **{name: os.environ[name] for name in names}}
+
+    @register(Dispatch.DP)
+    def scale(self, batch: TensorDict, by: int = 1) -> TensorDict:
+        return TensorDict({"scaled": batch["number"] * by, "text": batch.get("text")}, batch.batch_size)
+
+    @register(Dispatch.ALL_TO_ALL)
+    def note(self, call: str, seconds: float) -> list[str]:
+        time.sleep(seconds)
+        self.calls.append(call)
+        return self.calls
+
+    @register(Dispatch.RANK_ZERO)
+    def nothing(self) -> int:
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail(self, kind: str, rank: int) -> None:
+        if self.rank == rank:
+            if kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise {"ours": ManifestError("one is missing", missing=["q"]), "theirs": KeyError("theirs")}[kind]
+        if kind == "kill":
+            dist.barrier()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def change(self, seed: int) -> None:
+        with torch.no_grad():
+            for name, tensor in checkpoint(seed).items():
+                self.model.get_parameter(name).copy_(tensor)
+
+    def unregistered(self) -> None: ...
+
+
+class Neighbour(Worker):
+    """Another role."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    @register(Dispatch.RANK_ZERO)
+    def ask(self) -> int:
+        return self.roles["Policy"].rank
+
+
+class FailingRole(Worker):
+    def init_model(self) -> None:
+        raise ValueError("no model")
+
+
+class LLM:
+    """What `connect` takes for vLLM's `LLM`, around the real receiver. `log` has all calls."""
+
+    __module__ = "vllm.entrypoints.llm"
+
+    def __init__(self) -> None:
+        self.host = ModuleHost(TinyEngineModel, checkpoint(0))
+        self.engine = FakeEngine(self.host)
+        self.log: list[Any] = []
+        self.version = "default"
+        config = SimpleNamespace(
+            weight_transfer_config=SimpleNamespace(backend="weightsync"),
+            parallel_config=SimpleNamespace(worker_extension_cls=""),
+            model_config=SimpleNamespace(is_multimodal_model=False, is_encoder_decoder=False),
+        )
+        self.llm_engine = SimpleNamespace(vllm_config=config)
+
+    def collective_rpc(self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None) -> None:
+        self.log.append(method)
+        called = {"init_weight_transfer_engine": "init", "update_weights": "update"}
+        getattr(self.engine, called.get(method) or method.partition("_")[0])(
+            *(args if method in called else [None] * (method == "finish_weight_update"))
+        )
+
+    def reset_prefix_cache(self, **_: Any) -> None:
+        self.log.append("reset_prefix_cache")
+
+    def update_weight_version(self, version: str) -> None:
+        self.version = version
+
+    def get_weight_version(self) -> str:
+        return self.version
+
+
+class StandIn:
+    """What `weightsync.vllm.rollout.RolloutEngine` is, without vLLM."""
+
+    def __init__(self, devices: str, options: dict[str, Any]) -> None:
+        self.llm = LLM()
+
+    def generate(self, prompts: list[list[int]], sampling: dict[str, Any]) -> Any:
+        self.llm.log.append(("generate", len(prompts)))
+        return [[([*prompt, n], [-0.5] * (len(prompt) + 1)) for n in range(sampling["n"])] for prompt in prompts]
+
+    def sleep(self, level: int) -> None:
+        self.llm.log.append(("sleep", level))
+        self.llm.host.sleeps = True
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.llm.log.append(("wake_up", tags))
+        self.llm.host.sleeps &= "weights" not in tags
+
+    def calls(self) -> list[Any]:
+        log, self.llm.log = self.llm.log, []
+        return log
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return self.llm.host.live.state()

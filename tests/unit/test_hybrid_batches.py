@@ -1,0 +1,292 @@
+"""The pure part of `weightsync.hybrid`: batches, dispatch modes, and what finds a place."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from weightsync.errors import ConfigError
+from weightsync.hybrid import Call, Dispatch, Layout, Place, balance, column, concat, pad, split, take, union
+from weightsync.hybrid.batch import pack, unpack
+from weightsync.hybrid.following import choose_transport
+from weightsync.hybrid.pool import place
+from weightsync.hybrid.rollout_group import places_of_engines
+
+COUNTS = st.integers(1, 40)
+PARTS = st.integers(1, 9)
+
+
+def batch_of(count: int, first: int = 0) -> TensorDict:
+    numbers = range(first, first + count)
+    columns = {
+        "number": torch.arange(first, first + count),
+        "vector": torch.arange(first, first + count).float()[:, None].expand(count, 3).clone(),
+        # Values that tensors, or one value for the whole batch, could be mistaken for.
+        "text": column(["same" for _ in numbers]),
+        "anything": column([[number, number] if number % 2 else {"key": number} for number in numbers]),
+    }
+    return TensorDict(columns, [count])
+
+
+def told(batch: TensorDict) -> list[tuple[Any, ...]]:
+    """Return the rows as plain values."""
+    return list(
+        zip(
+            batch["number"].tolist(),
+            batch["vector"].tolist(),
+            batch.get("text").tolist(),
+            batch.get("anything").tolist(),
+            strict=True,
+        )
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Batches
+
+
+@given(COUNTS, PARTS)
+def test_split_and_concat_are_each_others_inverse(count: int, parts: int):
+    batch = batch_of(count)
+    if count < parts:
+        with pytest.raises(ConfigError, match=f"{count} rows cannot be split over {parts}"):
+            split(batch, parts)
+        return
+    cut = split(batch, parts)
+    sizes = [len(part) for part in cut]
+    assert len(cut) == parts
+    assert max(sizes) - min(sizes) <= 1
+    assert told(concat(cut)) == told(batch)
+
+
+@given(COUNTS, PARTS)
+def test_padding_repeats_rows_and_can_be_undone(count: int, multiple: int):
+    batch = batch_of(count)
+    padded = pad(batch, multiple)
+    assert len(padded) % multiple == 0
+    assert 0 <= len(padded) - count < multiple
+    assert told(padded[:count]) == told(batch)
+    assert told(padded) == list(itertools.islice(itertools.cycle(told(batch)), len(padded)))
+
+
+def test_a_batch_without_rows_is_not_padded():
+    with pytest.raises(ConfigError, match="nothing to repeat"):
+        pad(batch_of(3)[:0], 2)
+
+
+def test_union_joins_columns():
+    one, other = batch_of(3).select("number", "text"), batch_of(3).select("number", "anything")
+    joined = union(one, other, TensorDict({"more": torch.ones(3)}, [3]))
+    assert sorted(joined.keys()) == ["anything", "more", "number", "text"]
+    assert joined.get("anything").tolist() == batch_of(3).get("anything").tolist()
+    assert sorted(one.keys()) == ["number", "text"]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (batch_of(4), "3 and 4 rows"),
+        (batch_of(3, first=1), "a column 'number' with different values"),
+        (TensorDict({"text": column(["same", "same", "other"])}, [3]), "a column 'text' with different values"),
+        (TensorDict({"number": torch.arange(3.0)}, [3]), "a column 'number' with different values"),
+        (TensorDict({}, [3, 1]), "expected one dimension"),
+    ],
+)
+def test_union_refuses_what_contradicts(other: TensorDict, words: str):
+    with pytest.raises(ConfigError, match=words):
+        union(batch_of(3), other)
+
+
+def test_concat_refuses_other_columns():
+    with pytest.raises(ConfigError, match=r"\['number'\]"):
+        concat([batch_of(1), batch_of(1).select("number")])
+
+
+@given(COUNTS)
+def test_a_batch_travels_whole(count: int):
+    assert told(unpack(pack(batch_of(count)))) == told(batch_of(count))
+    assert unpack(pack([count])) == [count]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.int64, torch.complex64])
+@pytest.mark.parametrize("shape", [(3,), (3, 2), (3, 0), (3, 1, 4)])
+def test_tensors_of_any_kind_travel(dtype: torch.dtype, shape: tuple[int, ...]):
+    whole = torch.randint(2, (9, *shape[1:])).to(dtype)
+    part = TensorDict({"values": whole[3:6].requires_grad_(dtype is torch.bfloat16)}, [3])
+    packed = pack(part)
+    assert sum(data.nbytes for _, _, data in packed.tensors.values()) == part["values"].nbytes
+    found = unpack(packed)["values"]
+    assert (found.dtype, found.shape) == (dtype, shape)
+    assert found.view(torch.uint8).equal(whole[3:6].detach().view(torch.uint8))
+    found.zero_()  # into memory of its own
+    assert unpack(packed)["values"].view(torch.uint8).equal(whole[3:6].detach().view(torch.uint8))
+
+
+def test_other_columns_are_refused():
+    with pytest.raises(ConfigError, match="'inner' is a TensorDict"):
+        pack(TensorDict({"inner": batch_of(2)}, [2]))
+
+
+def test_one_value_for_all_rows_is_a_column_too():
+    batch = batch_of(3)
+    batch["text"] = "one for all"
+    assert [row[2] for row in told(unpack(pack(batch)))] == ["one for all"] * 3
+    assert told(concat(split(batch, 2))) == told(batch)
+
+
+def test_rows_can_be_taken_in_any_order():
+    batch = batch_of(3)
+    assert told(take(batch, [2, 0, 0])) == [told(batch)[row] for row in (2, 0, 0)]
+
+
+@given(st.lists(st.integers(0, 100), max_size=40), PARTS)
+def test_balanced_parts_differ_by_one_row_of_the_largest_at_most(sizes: list[int], parts: int):
+    cut = balance(sizes, parts)
+    assert sorted(itertools.chain(*cut)) == list(range(len(sizes)))
+    loads = [sum(sizes[row] for row in part) for part in cut]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+    if len(set(sizes)) == 1:
+        assert max(map(len, cut)) - min(map(len, cut)) <= 1
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Dispatch
+
+
+def plain(size: int) -> Layout:
+    return Layout(tuple(Place(rank, True) for rank in range(size)))
+
+
+# Four ranks: two pipeline stages of two tensor-parallel ranks, once and beside a second data-parallel half.
+MEGATRON = Layout(
+    tuple(Place(dp, stage == 1 and tp == 0) for stage, dp, tp in itertools.product((0, 1), (0, 1), (0, 1)))
+)
+
+
+def run(layout: Layout, dispatch: Dispatch, work: Any, *args: Any, **kwargs: Any) -> Any:
+    """Do what a group does, in this process: `work(rank, *args, **kwargs)` on each rank that is called."""
+    call = Call(args, kwargs)
+    calls = dispatch.split(layout, call)
+    assert len(calls) == layout.size
+    results = [None if each is None else work(rank, *each.args, **each.kwargs) for rank, each in enumerate(calls)]
+    return dispatch.collect(layout, call, results)
+
+
+def test_one_to_all_and_rank_zero():
+    assert run(plain(3), Dispatch.ONE_TO_ALL, lambda rank, x, y: (rank, x, y), 1, y=[2]) == [
+        (rank, 1, [2]) for rank in range(3)
+    ]
+    assert run(plain(3), Dispatch.RANK_ZERO, lambda rank, x: (rank, x), 1) == (0, 1)
+
+
+def test_all_to_all_gives_each_rank_its_own():
+    assert run(plain(2), Dispatch.ALL_TO_ALL, lambda rank, x, y: (rank, x, y), [1, 2], y=(3, 4)) == [
+        (0, 1, 3),
+        (1, 2, 4),
+    ]
+    with pytest.raises(ConfigError, match="argument 0 must be a list with a value for each of the 2 ranks"):
+        run(plain(2), Dispatch.ALL_TO_ALL, lambda rank, x: x, [1, 2, 3])
+
+
+@given(COUNTS, PARTS)
+def test_data_parallel_calls_keep_the_order_of_rows(count: int, size: int):
+    batch = batch_of(count)
+    seen: dict[int, int] = {}
+
+    def work(rank: int, part: TensorDict, scale: int, other: TensorDict) -> TensorDict:
+        seen[rank] = len(part)
+        assert told(part) == told(other)
+        return TensorDict({"scaled": part["number"] * scale, "text": part.get("text")}, part.batch_size)
+
+    padded = run(plain(size), Dispatch.DP_PADDED, work, batch, 2, other=batch)
+    assert len(set(seen.values())) == 1
+    assert padded["scaled"].tolist() == [2 * number for number in range(count)]
+    if count < size:
+        with pytest.raises(ConfigError, match="would leave some without a row"):
+            run(plain(size), Dispatch.DP, work, batch, 2, other=batch)
+        return
+    found = run(plain(size), Dispatch.DP, work, batch, 2, other=batch)
+    assert found["scaled"].tolist() == padded["scaled"].tolist()
+    assert found.get("text").tolist() == batch.get("text").tolist()
+
+
+def test_a_model_parallel_group_gets_one_part_and_its_last_stage_answers():
+    got: dict[int, list[int]] = {}
+
+    def work(rank: int, part: TensorDict) -> Any:
+        got[rank] = part["number"].tolist()
+        # What does not collect gives anything, or nothing.
+        return TensorDict({"from": torch.full((len(part),), rank)}, part.batch_size) if rank in (4, 6) else "nothing"
+
+    found = run(MEGATRON, Dispatch.DP, work, batch_of(5))
+    assert [got[rank] for rank in range(8)] == [[0, 1], [0, 1], [2, 3, 4], [2, 3, 4]] * 2
+    assert found["from"].tolist() == [4, 4, 6, 6, 6]
+
+
+def test_results_that_are_no_batches_come_as_a_list():
+    assert run(MEGATRON, Dispatch.DP, lambda rank, part: {"loss": rank}, batch_of(5)) == [{"loss": 4}, {"loss": 6}]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"), [((), "no batch"), ((batch_of(2), batch_of(3)), r"batches of \[2, 3\] rows"), ((1,), "no batch")]
+)
+@pytest.mark.parametrize("mode", ["DP", "DP_PADDED"])
+def test_what_cannot_be_split_is_refused(args: tuple[Any, ...], words: str, mode: str):
+    with pytest.raises(ConfigError, match=words):
+        run(plain(2), getattr(Dispatch, mode), lambda *_: pytest.fail("a worker was called"), *args)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [[(0, True), (0, True)], [(0, True), (2, True)], [(0, True), (1, False)], [(1, True)]],
+    ids=["two collect", "a gap", "one silent", "no first"],
+)
+def test_places_that_do_not_fit_together_are_refused(places: list[tuple[int, bool]]):
+    with pytest.raises(ConfigError, match=r"correct Worker\.place"):
+        Layout(tuple(Place(*each) for each in places))
+
+
+def test_a_mode_of_ones_own():
+    last = Dispatch(
+        lambda layout, call: [None] * (layout.size - 1) + [call], lambda layout, call, results: (call.args, results[-1])
+    )
+    assert run(plain(3), last, lambda rank, x: rank + x, 5) == ((5,), 7)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Places
+
+
+@pytest.mark.parametrize(
+    ("needed", "nodes", "unplaced"),
+    [
+        ([{"CPU": 2}, {"CPU": 2}], [{"CPU": 4}], None),
+        ([{"CPU": 2}, {"CPU": 3}], [{"CPU": 3}, {"CPU": 2}], None),
+        ([{"CPU": 1}, {"CPU": 3}], [{"CPU": 3}, {"CPU": 2}], None),
+        ([{"CPU": 2}, {"CPU": 2}], [{"CPU": 3}, {"CPU": 1}], {"CPU": 2}),
+        ([{"CPU": 1, "GPU": 1}], [{"CPU": 8}], {"CPU": 1, "GPU": 1}),
+        ([{"CPU": 1, "GPU": 1}] * 2, [{"CPU": 8}, {"CPU": 1, "GPU": 1}, {"CPU": 2, "GPU": 8}], None),
+    ],
+)
+def test_pools_find_their_nodes(needed: Any, nodes: Any, unplaced: Any):
+    assert place(needed, nodes) == unplaced
+
+
+def test_engines_fill_the_nodes_of_a_pool():
+    assert places_of_engines([2, 4], 2) == [0, 2, 4]
+    assert places_of_engines([3], 1) == [0, 1, 2]
+    for size in (0, 3):
+        with pytest.raises(ConfigError, match="does not fit a pool"):
+            places_of_engines([2, 4], size)
+
+
+def test_memory_is_shared_on_one_host_alone():
+    assert choose_transport(["a", "a"], ["a"])[0] == "ipc"
+    assert choose_transport(["a", "a"], ["a", "b"])[0] == "broadcast"
+    assert choose_transport(["a", "b"], ["a", "b"])[0] == "broadcast"

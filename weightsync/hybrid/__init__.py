@@ -1,0 +1,46 @@
+"""One controller, any placement: RL programmed as one process, with workers and engines on Ray.
+
+The controller is an ordinary program. It makes a `WorkerGroup` of each model and a `RolloutGroup` of engines on
+`ResourcePool`s, and calls their methods. `register` says how a call is split over the workers, and how their results
+become one. `RolloutGroup.follow` returns the sync whose `push` moves the weights. Which pool a group is given is all
+that decides where it runs: docs/hybrid.md.
+
+Nothing else in weightsync imports this package. It needs the extra "hybrid": Ray and tensordict. Ray pickles what goes
+from process to process, so a Ray cluster must be one in which every process is trusted.
+"""
+
+try:
+    from weightsync.hybrid.batch import balance, column, concat, pad, split, take, union
+    from weightsync.hybrid.dispatch import Call, Dispatch, Layout, Place, register
+    from weightsync.hybrid.following import GroupSync
+    from weightsync.hybrid.pending import Later, WorkerError
+    from weightsync.hybrid.pool import ResourcePool
+    from weightsync.hybrid.rollout_group import RolloutGroup
+    from weightsync.hybrid.worker import Worker
+    from weightsync.hybrid.worker_group import WorkerGroup
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"weightsync.hybrid needs Ray and tensordict: pip install 'weightsync[hybrid]' ({error})"
+    ) from error
+
+__all__ = [
+    "Call",
+    "Dispatch",
+    "GroupSync",
+    "Later",
+    "Layout",
+    "Place",
+    "ResourcePool",
+    "RolloutGroup",
+    "Worker",
+    "WorkerError",
+    "WorkerGroup",
+    "balance",
+    "column",
+    "concat",
+    "pad",
+    "register",
+    "split",
+    "take",
+    "union",
+]

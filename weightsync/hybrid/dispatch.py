@@ -1,0 +1,182 @@
+"""How a call of a group becomes calls of its workers, and their results one result.
+
+    ONE_TO_ALL   the same arguments to every rank                     a list of all results
+    ALL_TO_ALL   each argument is a list with one value for each rank   a list of all results
+    DP           batches are split over data-parallel ranks            the concatenated batch
+    DP_PADDED    as DP, with rows repeated so that all parts are equal  the concatenated batch, without these rows
+    RANK_ZERO    to rank 0 alone                                       its result
+
+With `DP`, all ranks of a model-parallel group get the same part. One of them gives its result: in Megatron's terms the
+first tensor-parallel rank of the last pipeline stage. Where results are no batches, `DP` gives a list with one of each
+data-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+from tensordict import TensorDict
+
+from weightsync.errors import ConfigError
+from weightsync.hybrid.batch import concat, pad, rows, split
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_ATTRIBUTE = "_weightsync_dispatch"
+
+
+class Place(NamedTuple):
+    """Where a rank stands: its data-parallel rank, and whether its results are those of its model-parallel group."""
+
+    data_parallel_rank: int
+    collects: bool
+
+
+class Call(NamedTuple):
+    """The arguments that one rank is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The places of all ranks of a group."""
+
+    places: tuple[Place, ...]
+
+    def __post_init__(self) -> None:
+        collecting = sorted(place.data_parallel_rank for place in self.places if place.collects)
+        if collecting != sorted({place.data_parallel_rank for place in self.places}) or collecting != list(
+            range(len(collecting))
+        ):
+            raise ConfigError(
+                f"the workers' places are {[tuple(place) for place in self.places]}; expected data-parallel ranks from "
+                "0 on, with one rank of each that collects: correct Worker.place"
+            )
+
+    @property
+    def size(self) -> int:
+        return len(self.places)
+
+    @property
+    def data_parallel_size(self) -> int:
+        return 1 + max(place.data_parallel_rank for place in self.places)
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """A dispatch mode. One of your own is `Dispatch(split, collect)`.
+
+    split: from the layout and the call of the group to one `Call` for each rank. None leaves a rank out.
+    collect: from the layout, the call of the group and the results of all ranks, None for those left out, to the result
+        of the group.
+
+    Both run at the controller. `split` raises before any rank is called.
+    """
+
+    split: Callable[[Layout, Call], Sequence[Call | None]]
+    collect: Callable[[Layout, Call, list[Any]], Any]
+
+    ONE_TO_ALL: ClassVar[Dispatch]
+    ALL_TO_ALL: ClassVar[Dispatch]
+    DP: ClassVar[Dispatch]
+    DP_PADDED: ClassVar[Dispatch]
+    RANK_ZERO: ClassVar[Dispatch]
+
+
+def register(dispatch: Dispatch) -> Callable[[Function], Function]:
+    """Mark a method of a `Worker` as one that its `WorkerGroup` has too, with this dispatch mode."""
+
+    def mark(function: Function) -> Function:
+        setattr(function, _ATTRIBUTE, dispatch)
+        return function
+
+    return mark
+
+
+def dispatch_of(function: Any) -> Dispatch | None:
+    """Return the dispatch mode that a method was registered with."""
+    found: Dispatch | None = getattr(function, _ATTRIBUTE, None)
+    return found
+
+
+def _one_to_all(layout: Layout, call: Call) -> list[Call]:
+    return [call] * layout.size
+
+
+def _all_to_all(layout: Layout, call: Call) -> list[Call]:
+    for name, value in (*enumerate(call.args), *call.kwargs.items()):
+        if not isinstance(value, (list, tuple)) or len(value) != layout.size:
+            raise ConfigError(f"argument {name} must be a list with a value for each of the {layout.size} ranks")
+    return [
+        Call(tuple(value[rank] for value in call.args), {name: value[rank] for name, value in call.kwargs.items()})
+        for rank in range(layout.size)
+    ]
+
+
+def _rank_zero(layout: Layout, call: Call) -> list[Call | None]:
+    return [call, *[None] * (layout.size - 1)]
+
+
+def _over_data_parallel(layout: Layout, call: Call) -> list[Call]:
+    parts = layout.data_parallel_size
+    _rows_of(call)
+
+    def cut(value: Any) -> list[Any]:
+        return split(value, parts) if isinstance(value, TensorDict) else [value] * parts
+
+    args = [cut(value) for value in call.args]
+    kwargs = {name: cut(value) for name, value in call.kwargs.items()}
+    calls = [
+        Call(tuple(each[part] for each in args), {name: each[part] for name, each in kwargs.items()})
+        for part in range(parts)
+    ]
+    return [calls[place.data_parallel_rank] for place in layout.places]
+
+
+def _over_data_parallel_padded(layout: Layout, call: Call) -> list[Call]:
+    def fill(value: Any) -> Any:
+        return pad(value, layout.data_parallel_size) if isinstance(value, TensorDict) else value
+
+    _rows_of(call)
+    padded = Call(tuple(map(fill, call.args)), {name: fill(value) for name, value in call.kwargs.items()})
+    return _over_data_parallel(layout, padded)
+
+
+def _all(layout: Layout, call: Call, results: list[Any]) -> list[Any]:
+    return results
+
+
+def _first(layout: Layout, call: Call, results: list[Any]) -> Any:
+    return results[0]
+
+
+def _concat(layout: Layout, call: Call, results: list[Any]) -> Any:
+    collected = sorted((place.data_parallel_rank, rank) for rank, place in enumerate(layout.places) if place.collects)
+    parts = [results[rank] for _, rank in collected]
+    return concat(parts) if all(isinstance(part, TensorDict) for part in parts) else parts
+
+
+def _concat_unpadded(layout: Layout, call: Call, results: list[Any]) -> Any:
+    joined = _concat(layout, call, results)
+    return joined[: _rows_of(call)] if isinstance(joined, TensorDict) else joined
+
+
+def _rows_of(call: Call) -> int:
+    """Return the number of rows of a call's batches, all of which must have the same."""
+    counts = {rows(value) for value in (*call.args, *call.kwargs.values()) if isinstance(value, TensorDict)}
+    if len(counts) != 1:
+        found = f"batches of {sorted(counts)} rows" if counts else "no batch"
+        raise ConfigError(
+            f"a call that is split over data-parallel ranks got {found}; expected TensorDicts of one size"
+        )
+    return counts.pop()
+
+
+Dispatch.ONE_TO_ALL = Dispatch(_one_to_all, _all)
+Dispatch.ALL_TO_ALL = Dispatch(_all_to_all, _all)
+Dispatch.DP = Dispatch(_over_data_parallel, _concat)
+Dispatch.DP_PADDED = Dispatch(_over_data_parallel_padded, _concat_unpadded)
+Dispatch.RANK_ZERO = Dispatch(_rank_zero, _first)

@@ -1,0 +1,110 @@
+"""Resource pools: the processes that a group may have, on which nodes, and with how much of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from weightsync.errors import ConfigError, PlacementError
+
+WORKERS, ENGINES = "WorkerGroup", "RolloutGroup"
+
+
+class ResourcePool:
+    """Places for processes: `ResourcePool([4, 4])` has four on one node and four on another, or on the same.
+
+    A pool carries one `WorkerGroup`, one `RolloutGroup`, or one of each, which then share its GPUs. Ray keeps what a
+    pool has reserved from everything else until `close`.
+
+    processes: how many there are, node by node.
+    gpus: the GPUs of each process. None means one where the cluster has GPUs, and none elsewhere.
+    cpus: the CPUs of each process.
+    timeout_s: how long to wait until the cluster has these resources free.
+
+    Raises `PlacementError` for a pool that is larger than the cluster, or whose resources do not become free.
+    """
+
+    def __init__(
+        self, processes: Sequence[int], *, gpus: int | None = None, cpus: float = 1.0, timeout_s: float = 60.0
+    ) -> None:
+        if not processes or min(processes) < 1:
+            raise ConfigError(f"processes={list(processes)}; expected the number of processes on each node")
+        if not ray.is_initialized():
+            raise ConfigError("Ray is not running in this process: call ray.init first")
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if gpus is None:
+            gpus = int(any(node.get("GPU") for node in nodes))
+        self.processes, self.gpus, self.cpus = tuple(processes), gpus, cpus
+        self._claimed: set[str] = set()
+        bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
+        needed = [{name: amount * count for name, amount in bundle.items()} for count in processes]
+        if (unplaced := place(needed, nodes)) is not None:
+            raise PlacementError(
+                f"a pool of {list(processes)} processes is larger than the cluster: no node is left for {unplaced}; "
+                f"nodes have {[{name: node.get(name, 0) for name in bundle} for node in nodes]}"
+            )
+        self._placement = [placement_group([bundle] * count, strategy="STRICT_PACK") for count in processes]
+        _, waiting = ray.wait(
+            [group.ready() for group in self._placement], num_returns=len(processes), timeout=timeout_s
+        )
+        if waiting:
+            self.close()
+            raise PlacementError(
+                f"a pool of {list(processes)} processes with {bundle} each was not free within {timeout_s:g} s: close "
+                "other pools, or end what else runs on the cluster"
+            )
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return sum(self.processes)
+
+    def claim(self, kind: str) -> None:
+        """Give the pool to a group of this kind. Raises `ConfigError` while another one has it."""
+        if kind in self._claimed:
+            raise ConfigError(
+                f"two {kind}s claim the same places of a pool of {list(self.processes)} processes, and so one GPU: "
+                "give each a pool of its own" + (", or the first in place of the pool" if kind == WORKERS else "")
+            )
+        self._claimed.add(kind)
+
+    def release(self, kind: str) -> None:
+        """Take the pool back from the group of this kind."""
+        self._claimed.discard(kind)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether groups of both kinds have the pool."""
+        return len(self._claimed) > 1
+
+    def options(self, process: int) -> dict[str, Any]:
+        """Return Ray's options for the actor of a group at this place."""
+        node, bundle = 0, process
+        while bundle >= self.processes[node]:
+            bundle -= self.processes[node]
+            node += 1
+        strategy = PlacementGroupSchedulingStrategy(self._placement[node], placement_group_bundle_index=bundle)
+        # One half for each of the two kinds of groups, so that both can have the whole GPU.
+        return {"num_cpus": self.cpus / 2, "num_gpus": self.gpus / 2, "scheduling_strategy": strategy}
+
+    def close(self) -> None:
+        """Give the resources back to the cluster, which ends what runs on them."""
+        for group in self._placement:
+            remove_placement_group(group)
+
+
+def place(needed: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> Mapping[str, float] | None:
+    """Return the first of `needed` that finds no node, the largest ones looking first, or None when all fit."""
+    free = [dict(node) for node in nodes]
+    for each in sorted(needed, key=lambda amounts: sorted(amounts.items(), reverse=True), reverse=True):
+        fitting = (node for node in free if all(node.get(name, 0) >= amount for name, amount in each.items()))
+        node = next(fitting, None)
+        if node is None:
+            return each
+        for name, amount in each.items():
+            node[name] -= amount
+    return None

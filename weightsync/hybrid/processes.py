@@ -1,0 +1,90 @@
+"""The processes of a pool at the controller: Ray actors with `torch.distributed` among them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from weightsync.errors import ConfigError, PeerError
+from weightsync.hybrid.pending import Pending
+from weightsync.hybrid.pool import WORKERS, ResourcePool
+from weightsync.hybrid.worker import Process
+
+
+class Processes:
+    """One process at each place of a pool. Each does one thing at a time, for all roles that live in it.
+
+    nodes: the Ray node of each.
+    roles: the names of the classes of the workers in them.
+    """
+
+    def __init__(self, pool: ResourcePool, timeout_s: float) -> None:
+        pool.claim(WORKERS)
+        self.pool, self.timeout_s = pool, timeout_s
+        self.roles: set[str] = set()
+        self.nodes: list[str] = []
+        self._under_way: list[Pending] = []
+        self._actors: list[Any] = []
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def size(self) -> int:
+        return self.pool.size
+
+    def begin(self, role: str, method: str, calls: Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]]) -> Pending:
+        """Call a method of the workers of a role on the ranks of `calls`, each with its arguments."""
+        if not self._actors:
+            raise ConfigError(f"the processes of {role} are closed: make a new group")
+        self._check_idle(f"{role}.{method}")
+        refs = {
+            f"{role} rank {rank}": self._actors[rank].call.remote(role, method, *args, **kwargs)
+            for rank, (args, kwargs) in calls.items()
+        }
+        pending = Pending(f"{role}.{method}", refs, self.timeout_s)
+        self._under_way.append(pending)
+        return pending
+
+    def ask(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the processes themselves, and return all results."""
+        refs = {f"rank {rank}": getattr(each, method).remote(*args) for rank, each in enumerate(self._actors)}
+        return Pending(method, refs, self.timeout_s).results()
+
+    def close(self) -> None:
+        """End the processes, and give the pool back."""
+        if self._actors:
+            for actor in self._actors:
+                ray.kill(actor)
+            self.pool.release(WORKERS)
+        self._actors = []
+
+    def _start(self) -> None:
+        actor = ray.remote(Process)
+        self._actors = [actor.options(**self.pool.options(rank)).remote(rank, self.size) for rank in range(self.size)]
+        where = self.ask("node")
+        self.nodes = [node for node, _ in where]
+        address = where[0][1]
+        (port,) = Pending("listen", {"rank 0": self._actors[0].listen.remote(address)}, self.timeout_s).results()
+        seen: Counter[str] = Counter()
+        joins = {}
+        for rank, (process, node) in enumerate(zip(self._actors, self.nodes, strict=True)):
+            joins[f"rank {rank}"] = process.join.remote(address, port, seen[node], self.timeout_s)
+            seen[node] += 1
+        Pending("join", joins, self.timeout_s).results()
+
+    def _check_idle(self, doing: str) -> None:
+        """Raise `PeerError` while ranks are still in a call that has failed elsewhere, perhaps for good."""
+        self._under_way = [each for each in self._under_way if each.running()]
+        for each in self._under_way:
+            if each.has_failed:
+                raise PeerError(
+                    f"{', '.join(each.running())} cannot begin {doing}, since {each.doing} has failed elsewhere and "
+                    "goes on there: close the group, and make another on the same pool",
+                    phase=doing,
+                )

@@ -1,0 +1,126 @@
+"""What runs in the processes of a group: the user's `Worker`s, and the actor that holds them."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from weightsync.hybrid.batch import pack, unpack
+from weightsync.hybrid.dispatch import Place
+from weightsync.report import PushReport
+from weightsync.sources.base import Model
+from weightsync.sync import WeightSync
+
+
+class Worker:
+    """One rank of a model, in a process of a `WorkerGroup`. Users derive their own from it.
+
+        class Policy(Worker):
+            def init_model(self, path): self.model = ...
+            @register(Dispatch.DP)
+            def update(self, batch): ...
+
+    backend: how the model holds its weights, as for `WeightSync`.
+    model: what a push sends. `init_model` sets it.
+    rank, world_size, local_rank, device: this process's place. `torch.distributed` is set up when `init_model` is
+        called, and `__init__` comes too early for all of these.
+    roles: the other workers of this process, by the names of their classes.
+    """
+
+    backend: str = "fsdp"
+    model: Model
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    roles: dict[str, Worker]
+    _sync: WeightSync | None = None
+
+    def init_model(self, *args: Any, **kwargs: Any) -> None:
+        """Build the model, and the groups of its parallelism. Called once on every rank, with the group's arguments."""
+
+    def place(self) -> Place:
+        """Return this rank's place for `Dispatch.DP`, after `init_model`. A Megatron worker overrides it.
+
+        return Place(parallel_state.get_data_parallel_rank(),
+                     parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0)
+        """
+        return Place(self.rank, True)
+
+    def open_sync(self, transport: str, engines: list[Any], options: dict[str, Any]) -> None:
+        """Make the `WeightSync` that `push` uses. Every rank calls this."""
+        self.close_sync()
+        self._sync = WeightSync(self.backend, transport, engines, **options)
+
+    def push(self, version: int | None) -> PushReport:
+        """Push the model. Collective."""
+        assert self._sync is not None
+        return self._sync.push(self.model, version)
+
+    def close_sync(self) -> None:
+        """Close the `WeightSync`, if there is one."""
+        if self._sync is not None:
+            self._sync.close()
+        self._sync = None
+
+
+class Process:
+    """The Ray actor of one rank. Its workers share the process, and with it `torch.distributed` and the GPU."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._store: Any = None
+        self._workers: dict[str, Worker] = {}
+
+    def node(self) -> tuple[str, str]:
+        """Return the id and the address of this process's node."""
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+    def listen(self, address: str) -> int:
+        """Open the store of `torch.distributed`, on rank 0. Return its port."""
+        self._store = dist.TCPStore(address, 0, self._world_size, is_master=True, wait_for_workers=False)
+        return int(self._store.port)
+
+    def join(self, address: str, port: int, local_rank: int, timeout_s: float) -> None:
+        """Set up `torch.distributed` among the processes of the group. Collective."""
+        os.environ |= {
+            "RANK": str(self._rank),
+            "WORLD_SIZE": str(self._world_size),
+            # Ray shows each process its own GPUs alone.
+            "LOCAL_RANK": str(0 if torch.cuda.is_available() else local_rank),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+        self._local_rank = int(os.environ["LOCAL_RANK"])
+        self._device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        store = self._store or dist.TCPStore(address, port, self._world_size, timeout=timedelta(seconds=timeout_s))
+        backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+
+    def add(self, role: str, cls: type[Worker], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Place:
+        """Make a worker and its model. Return its place."""
+        worker = cls()
+        worker.rank, worker.world_size = self._rank, self._world_size
+        worker.local_rank, worker.device = self._local_rank, self._device
+        worker.roles = self._workers
+        self._workers[role] = worker
+        worker.init_model(*args, **kwargs)
+        return worker.place()
+
+    def call(self, role: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a worker."""
+        given = {name: unpack(value) for name, value in kwargs.items()}
+        return pack(getattr(self._workers[role], method)(*map(unpack, args), **given))

@@ -1,0 +1,116 @@
+"""A group of workers as one object at the controller: its methods are those that the workers' class has registered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import ray
+from tensordict import TensorDict
+
+from weightsync.errors import ConfigError
+from weightsync.hybrid.batch import pack, unpack
+from weightsync.hybrid.dispatch import Call, Dispatch, Layout, dispatch_of
+from weightsync.hybrid.pending import Later, Method
+from weightsync.hybrid.pool import ResourcePool
+from weightsync.hybrid.processes import Processes
+from weightsync.hybrid.worker import Worker
+
+_TIMEOUT_S = 3600.0
+
+
+class WorkerGroup:
+    """One `Worker` of a class in each process of a pool, with `torch.distributed` among them.
+
+        actor = WorkerGroup(pool, Policy, config)        # each worker: Policy().init_model(config)
+        reference = WorkerGroup(actor, Reference, path)  # another role in the same processes
+        batch = actor.logprobs(batch)                    # waits
+        update = actor.update.remote(batch)              # does not: update.result() does
+
+    where: a `ResourcePool`, or a group whose processes these workers live in too. A process does one thing at a time.
+    worker: the class of the workers. Its name is the role's.
+    timeout_s: how long each call may take, and each collective between the workers: an hour when None. All roles of the
+        processes have the same.
+
+    A call raises what the first worker raised: `WorkerError` with the traceback from there, or a `WeightSyncError` as
+    it is. It raises `PeerError` where a worker has died. Then `close` the group, and make another on the same pool.
+    """
+
+    def __init__(
+        self,
+        where: ResourcePool | WorkerGroup,
+        worker: type[Worker],
+        *args: Any,
+        timeout_s: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not issubclass(worker, Worker):
+            raise ConfigError(f"{worker!r} is no subclass of weightsync.hybrid.Worker")
+        self._worker = worker
+        if isinstance(where, WorkerGroup) and timeout_s is not None:
+            raise ConfigError(f"timeout_s={timeout_s} is for the first group in the processes: give it there")
+        self.processes: Processes = (
+            where.processes if isinstance(where, WorkerGroup) else Processes(where, timeout_s or _TIMEOUT_S)
+        )
+        if self.role in self.processes.roles:
+            raise ConfigError(f"the processes have a {self.role} already: give the second one a class of its own")
+        try:
+            self.layout = Layout(tuple(self.processes.ask("add", self.role, worker, args, kwargs)))
+        except BaseException:
+            if not self.processes.roles:
+                self.close()
+            raise
+        self.processes.roles.add(self.role)
+
+    @property
+    def role(self) -> str:
+        """The name of the workers' class."""
+        return self._worker.__name__
+
+    def __getattr__(self, name: str) -> Method:
+        dispatch = dispatch_of(getattr(self.__dict__.get("_worker"), name, None))
+        if dispatch is None:
+            raise AttributeError(f"{name} is no method of a {type(self).__name__}, or registered in its workers' class")
+        return Method(partial(self._begin, name, dispatch))
+
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker, registered or not, with the same arguments. Return all results."""
+        found: list[Any] = self._begin(method, Dispatch.ONE_TO_ALL, *args).result()
+        return found
+
+    def close(self) -> None:
+        """End the processes, with all roles in them, and give the pool back."""
+        self.processes.close()
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _begin(self, method: str, dispatch: Dispatch, *args: Any, **kwargs: Any) -> Later:
+        call, size = Call(args, kwargs), self.processes.size
+        calls = {rank: each for rank, each in enumerate(dispatch.split(self.layout, call)) if each is not None}
+
+        def collect(results: list[Any]) -> Any:
+            by_rank = dict(zip(calls, map(unpack, results), strict=True))
+            return dispatch.collect(self.layout, call, [by_rank.get(rank) for rank in range(size)])
+
+        return Later(self.processes.begin(self.role, method, stored_once(calls)), collect)
+
+
+def stored_once(calls: dict[int, Call]) -> dict[int, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return the calls as they travel, with a batch that several ranks get as one object in Ray's store."""
+    given = [value for call in calls.values() for value in (*call.args, *call.kwargs.values())]
+    batches = {id(value): value for value in given if isinstance(value, TensorDict)}
+    counts = Counter(map(id, given))
+    stored = {key: ray.put(pack(value)) for key, value in batches.items() if counts[key] > 1}
+
+    def of(value: Any) -> Any:
+        return stored[id(value)] if id(value) in stored else pack(value)
+
+    return {
+        rank: (tuple(map(of, call.args)), {name: of(value) for name, value in call.kwargs.items()})
+        for rank, call in calls.items()
+    }
