@@ -356,19 +356,18 @@ Mamba, whose convolution it has packed. vLLM has no Bamba since 0.23.
 With vLLM 0.26.0, transformers 5.17.0, CUDA graphs and a trainer in the engine's process, pushed equals cold for A, B
 and A, with requests before, between and after.
 
-On an H100 ([results](../benchmarks/results/2026-11-24-h100-families.json)):
-Cohere, Cohere 2, DeepSeek-V2, DeepSeek-V3, dots.llm1, ERNIE 4.5, EXAONE 4, Falcon, GLM-4.5, GPT-2, GPT-NeoX, GPT-OSS,
-Mixtral, Nemotron, OLMo 3, OLMoE, OPT, Qwen3, Qwen3-MoE, Seed-OSS and StableLM; Apertus, Jamba, Mamba and Mamba 2.
+On H100s 66 families of the 81 that were tried
+([results](../benchmarks/results/2026-11-25-h100-families.json)), which
+[the registry](registry.md#equal-answers) lists. Among them are DeepSeek-V2 and V3, dots.llm1, GLM-4.5, GPT-OSS, Mixtral,
+OLMoE and Qwen3-MoE, whose routers and sinks have state of their own, and the hybrids and state-space models but for
+Bamba, LFM2 and Qwen3-Next. None answered otherwise. vLLM 0.26 did not start there for the other 15: Bamba, BLOOM,
+Gemma 3n, Gemma 4, GLM-4 MoE Lite, Hunyuan, Hunyuan MoE, LFM2, Mellum, MiMo-V2, MiniMax-M2, MPT, Phi, PhiMoE and
+Qwen3-Next.
 
-    weightsync bench --families benchmarks/families.json --no-peers --num-iters 2 --jobs 11 --client extension
+    weightsync bench --families benchmarks/families.json --no-peers --num-iters 1 --jobs 11 --client extension
 
 Also on an H100, with pictures in the prompts (`tests/gpu/test_pictures.py`): Gemma 3, Qwen2-VL, Qwen2.5-VL and
 Qwen3-VL, with their towers and without.
-
-On an H200: ERNIE 4.5 MoE, Falcon-H1, Gemma 3 without its tower, GLM-4, GraniteMoE, Llama 4, SmolLM3 and StarCoder2.
-
-vLLM 0.26 did not start there for the configurations of Bamba, BLOOM, Hunyuan, LFM2, MiniMax-M2, MPT, PhiMoE and
-Qwen3-Next.
 """
 
 

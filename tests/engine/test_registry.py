@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "registry.md"
 ON_CPU, ON_GPU = (
-    ROOT / "benchmarks" / "results" / name for name in ("2026-11-25-cpu-families.json", "2026-11-24-h100-families.json")
+    ROOT / "benchmarks" / "results" / name for name in ("2026-11-25-cpu-families.json", "2026-11-25-h100-families.json")
 )
 WRITES = os.environ.get("WEIGHTSYNC_WRITE_DOCS") == "1"
 WORKERS = (1, 2) if WRITES else (2,)  # two read all that one reads, in parts; one is asked where time does not matter

@@ -42,7 +42,7 @@ class BackgroundCall:
 
 
 def repeat(method: weakref.WeakMethod[Callable[[], None]], every_s: float, ended: threading.Event) -> None:
-    """Call a method of an object every so often, until the object has ended or nobody else keeps it."""
+    """Call a method of an object every so often, until `ended` is set or the object is gone."""
     while not ended.wait(every_s) and (call := method()) is not None:
         call()
         del call  # this thread must not keep the object
