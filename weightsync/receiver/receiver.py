@@ -33,6 +33,9 @@ from weightsync.transports.shared_handles import export
 
 _NOTED_SAMPLE = 0
 """Which sample of the frozen parameters is compared. Sleep takes all of their memory, and any sample shows it."""
+Tell = Callable[[Exception], object]
+"""Tells the trainer of an error before it is raised."""
+
 _LOOK_S = 0.05
 """How often a worker looks whether the trainer has said what failed on another worker."""
 
@@ -69,7 +72,7 @@ class Receiver:
                 self._traced = self._planner.make(manifest)
         return self._traced.answer
 
-    def connect(self, message: Connect, wait: Wait, deadline: Deadline) -> None:
+    def connect(self, message: Connect, wait: Wait, deadline: Deadline, tell: Tell = lambda error: None) -> None:
         """Map or join what the transport needs, and work out every copy. Writes nothing into the model.
 
         Gives back what was connected before. Raises `PlacementError` or `ProtocolError` when the chunks do not fit the
@@ -88,7 +91,7 @@ class Receiver:
         self._connection, self._is_exported, self._done = None, False, None
         warm_up(self._model.device)
         with self._model.scope():
-            with _together(self._model, wait, deadline):
+            with _together(self._model, wait, deadline, tell):
                 self._source.connect(message.storages, message.fields, wait, deadline)
                 connection = _Connection(self._model, self._traced, self._source, message)
             connection.bind()
@@ -283,16 +286,19 @@ def frozen_tensors(model: EngineModel, traced: TracedLoad, message: Connect) -> 
 
 
 @contextmanager
-def _together(model: EngineModel, wait: Wait, deadline: Deadline) -> Iterator[None]:
+def _together(model: EngineModel, wait: Wait, deadline: Deadline, tell: Tell) -> Iterator[None]:
     """Make the body fail on all workers or on none, because what follows is collective among them.
 
-    A worker that has not failed itself waits until the trainer tells it what has failed.
+    A worker that fails tells the trainer at once. The others may wait for it in the body, and end when the trainer has
+    told them, or after the body.
     """
     cause: Exception | None = None
     try:
         yield
     except Exception as error:
         cause = error
+        if model.all_reduce_max is not None:
+            tell(error)
     if model.all_reduce_max is not None:
         failed = torch.tensor([float(cause is not None)], device=model.device)
         model.all_reduce_max(failed)

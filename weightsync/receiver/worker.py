@@ -52,7 +52,7 @@ from weightsync.errors import (
 )
 from weightsync.planning.layout import Manifest
 from weightsync.receiver.engine_model import EngineModel
-from weightsync.receiver.receiver import Receiver
+from weightsync.receiver.receiver import Receiver, Tell
 from weightsync.transports.base import Wait
 
 logger = logging.getLogger(__name__)
@@ -214,6 +214,14 @@ class WorkerSession:
         def wait(seconds: float) -> None:
             connection.check(phase, seconds)
 
+        def tell(error: BaseException) -> WeightSyncError:
+            problem = foreign(error, who=self._name, phase=phase)
+            try:
+                connection.send(Failure(problem.to_fields()), Deadline(1.0), phase)
+            except WeightSyncError:
+                logger.debug("the trainer cannot be told: it is gone")
+            return problem
+
         self._serving = True
         patience = 1
         try:
@@ -223,15 +231,11 @@ class WorkerSession:
                 if isinstance(message, Release):
                     return
                 deadline = self._deadline()  # for what is asked for, however late it came
-                connection.send(self._answer(message, wait), deadline, phase)
+                connection.send(self._answer(message, wait, tell), deadline, phase)
                 if isinstance(message, Commit):
                     return
         except BaseException as error:
-            problem = foreign(error, who=self._name, phase=phase)
-            try:
-                connection.send(Failure(problem.to_fields()), Deadline(1.0), phase)
-            except WeightSyncError:
-                logger.debug("the trainer cannot be told: it is gone")
+            problem = tell(error)
             self.receiver.disconnect()
             if not connection.is_open():  # else the engine stays the trainer's, until it has ended the update
                 self.close()
@@ -255,7 +259,7 @@ class WorkerSession:
     def _pong_s(timeout_s: float) -> float:
         return min(_PONG_S, timeout_s / 2)
 
-    def _answer(self, message: Message, wait: Wait) -> Message:
+    def _answer(self, message: Message, wait: Wait, tell: Tell) -> Message:
         if not isinstance(message, Commit) and self._model.is_asleep():
             raise EngineAsleepError(
                 "the engine's weights are put to sleep, and nothing was written: wake them before a push, by "
@@ -265,7 +269,7 @@ class WorkerSession:
             case PlanRequest():
                 return self.receiver.make_plan(Manifest(message.tensors))
             case Connect():
-                self.receiver.connect(message, wait, self._deadline())
+                self.receiver.connect(message, wait, self._deadline(), tell)
                 return Connected()
             case ExportParameters():
                 exported = self.receiver.export()
