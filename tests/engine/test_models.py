@@ -359,9 +359,9 @@ and A, with requests before, between and after.
 On H100s these are 66 families of the 81 that were tried
 ([results](../benchmarks/results/2026-11-25-h100-families.json)). [The registry](registry.md#equal-answers) lists them.
 Among them are DeepSeek-V2 and V3, dots.llm1, GLM-4.5, GPT-OSS, Mixtral, OLMoE and Qwen3-MoE, whose routers and sinks
-have state of their own, and the hybrids and state-space models but for Bamba, LFM2 and Qwen3-Next. None answered otherwise. vLLM 0.26 did not start there for the other 15: Bamba, BLOOM,
-Gemma 3n, Gemma 4, GLM-4 MoE Lite, Hunyuan, Hunyuan MoE, LFM2, Mellum, MiMo-V2, MiniMax-M2, MPT, Phi, PhiMoE and
-Qwen3-Next.
+have state of their own, and the hybrids and state-space models but for Bamba, LFM2 and Qwen3-Next. None answered
+otherwise. vLLM 0.26 did not start there for the other 15: Bamba, BLOOM, Gemma 3n, Gemma 4, GLM-4 MoE Lite, Hunyuan,
+Hunyuan MoE, LFM2, Mellum, MiMo-V2, MiniMax-M2, MPT, Phi, PhiMoE and Qwen3-Next.
 
     weightsync bench --families benchmarks/families.json --no-peers --num-iters 1 --jobs 11 --client extension
 
