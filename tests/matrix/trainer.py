@@ -21,7 +21,7 @@ from weightsync import CheckpointTransport, ModuleBucketer, WeightSync, WeightSy
 from weightsync.control.fleet import Fleet
 from weightsync.report import Progress
 
-MAX_BYTES = 128
+MAX_BYTES = 48
 """Of a chunk, so that there is a middle."""
 
 Outcome = tuple[str, str, float]

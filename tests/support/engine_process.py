@@ -137,6 +137,8 @@ class _Routes(BaseHTTPRequestHandler):
                 return engine.set_version(body["new_version"])
             case "/weight_info":
                 return {"weight_version": engine.version()}
+            case "/version":
+                return {"version": "0.32.0"}
             case "/answer":
                 return engine.answer()
             case "/sleep" | "/wake_up" | "/reset_prefix_cache" | "/reset_encoder_cache" | "/health":
