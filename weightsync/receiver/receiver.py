@@ -276,13 +276,8 @@ def frozen_tensors(model: EngineModel, traced: TracedLoad, message: Connect) -> 
     filled |= {param for param, names in traced.trace.computed.items() if names and frozen.issuperset(names)}
     live = named_tensors(model.live)
     # Where post-processing has put other tensors in a parameter's place, these have gone to sleep with it.
-    lying = [live[name] for name in sorted(filled) if name in live and live[name].is_contiguous()]
-    return [
-        torch.empty(0, dtype=torch.uint8, device=each.device).set_(each.untyped_storage())[
-            each.storage_offset() * each.itemsize :
-        ][: each.nbytes]
-        for each in lying
-    ]
+    lying = [live[name].data for name in sorted(filled) if name in live and live[name].is_contiguous()]
+    return [each.reshape(-1).view(torch.uint8) for each in lying]
 
 
 @contextmanager
