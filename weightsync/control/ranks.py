@@ -203,7 +203,7 @@ def collective(
     """Run the body as one step of all ranks: the first failure of any rank is raised on every rank. Collective.
 
     After a failure `explain` returns the better cause that this rank knows. `reset` is called with the error that all
-    ranks raise, and the ranks are disconnected. `reset` is called before the body, too, where ranks have connected anew.
+    ranks raise, and the ranks are disconnected. `reset` is called before the body, too, when ranks connect anew.
     Neither may raise.
     """
     update = Update(ranks, ranks.timeout_s, version)
