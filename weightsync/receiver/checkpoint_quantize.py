@@ -92,25 +92,29 @@ def find_pairs(model: nn.Module, manifest: Manifest, trace: Trace) -> tuple[dict
     return pairs, refused
 
 
-def find_experts(model: nn.Module, manifest: Manifest) -> dict[str, Pair]:
-    """Return the experts that must become MXFP4, whose quantised tensors have names that the loader knows them by.
+def find_experts(model: nn.Module, manifest: Manifest) -> tuple[dict[str, Pair], dict[str, str]]:
+    """Return the experts that must become MXFP4, and those that cannot, with what is wrong, by name.
 
-    `model` was never loaded. Whether they fit shows the trace of what they become.
+    What they become has names that the loader of `model` knows. `model` was never loaded.
     """
-    experts = [module for module in model.modules() if _is_mxfp4(module._parameters)]
-    return {
-        meta.name: Pair(
-            (
-                TensorMeta(f"{meta.name}_blocks", (experts_, columns, rows // MX_BLOCK, MX_BLOCK // 2), "uint8"),
-                TensorMeta(f"{meta.name}_scales", (experts_, columns, rows // MX_BLOCK), "uint8"),
-            ),
-            mxfp4_experts,
+    pairs: dict[str, Pair] = {}
+    refused: dict[str, str] = {}
+    if not any(_is_mxfp4(module._parameters) for module in model.modules()):
+        return pairs, refused
+    for meta in manifest:
+        if not meta.name.endswith(_IN_4_BITS) or meta.dtype not in _WIDE or len(meta.shape) != 3:
+            continue
+        experts, inputs, outputs = meta.shape
+        if inputs % MX_BLOCK:
+            refused[meta.name] = f"the engine holds it in MXFP4, and {inputs} inputs are no whole blocks of {MX_BLOCK}"
+            continue
+        scales = (experts, outputs, inputs // MX_BLOCK)
+        made = (
+            TensorMeta(f"{meta.name}_blocks", (*scales, MX_BLOCK // 2), "uint8"),
+            TensorMeta(f"{meta.name}_scales", scales, "uint8"),
         )
-        for meta in manifest
-        if experts and meta.name.endswith(_IN_4_BITS) and meta.dtype in _WIDE and len(meta.shape) == 3
-        for experts_, rows, columns in [meta.shape]
-        if rows % MX_BLOCK == 0
-    }
+        pairs[meta.name] = Pair(made, mxfp4_experts)
+    return pairs, refused
 
 
 def mxfp4_experts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

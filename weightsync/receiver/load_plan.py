@@ -69,14 +69,14 @@ class LoadPlanner:
         Raises `UnsupportedError` for a model with modules that cannot be reloaded.
         """
         pristine = self._model.pristine()
-        experts = find_experts(pristine, manifest)
+        experts, unfit = find_experts(pristine, manifest)
         asked = expand(manifest, experts)
         with unpacked(pristine) as packs:
             seen = self._trace(asked)
-            pairs, unfit = find_pairs(pristine, asked, seen)
+            pairs, more_unfit = find_pairs(pristine, asked, seen)
         if pairs or packs:
             seen = self._trace(expand(asked, pairs))
-        pairs |= experts
+        pairs, unfit = pairs | experts, unfit | more_unfit
         for view, param in moved_views(self._model.live, pristine).items():
             seen.copies += [replace(copy, param=view) for copy in seen.copies if copy.param == param]
             if param in seen.computed:
