@@ -147,7 +147,7 @@ class NcclTransport(Transport):
             self._meeting = _Meeting(place, rendezvous, ranks.rank, size, self._device, sends_to, [])
         own = {chain for those in self._mine for chain in those}
         names = [[self._peers[ranks.size + worker] for worker in plan.chains[chain].workers] for chain in sorted(own)]
-        self._after = [each[0] for each in names] + [name for each in names for name in each[1:]]
+        self._after = [each[0] for each in names], [name for each in names for name in each[1:]]
 
     def _endpoint(self, chain: Chain, position: int, layout: Layout) -> Endpoint:
         """Return what a worker of a chain is told."""
@@ -204,7 +204,7 @@ class NcclTransport(Transport):
             slot = self._slots[number % SLOTS]
             sends = [(slot[each.first : each.end], self._first[chain]) for chain, each in self._mine[number].items()]
             if sends:
-                sending = _joined(self._meeting).exchange(number, sends, [], self._after)
+                sending = _joined(self._meeting).exchange(number, sends, [], *self._after)
                 self._posted[number % SLOTS] = sending
                 under_way.add(sending)
         self._posted.clear()
@@ -304,9 +304,11 @@ class NcclReceiver(TransportReceiver):
         if arriving is not None:
             slot = self._slots[arriving % SLOTS]
             receives = [(slot[first:end], member) for member, first, end in told.runs[arriving]]
-        waiting_for = [*(told.before if receives else ()), *(told.after if sends else ())]
+        count = len(told.senders) if receives else 0
+        names = [*told.before[:count], *(told.after[:1] if sends else ())]
+        behind = [*(told.before[count:] if receives else ()), *(told.after[1:] if sends else ())]
         number = (leaving or 0) if arriving is None else arriving  # on a CPU there is one of them at most
-        return _joined(self._meeting).exchange(number, sends, receives, waiting_for)
+        return _joined(self._meeting).exchange(number, sends, receives, names, behind)
 
     def close(self) -> None:
         if self._meeting is not None:
