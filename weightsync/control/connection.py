@@ -21,6 +21,7 @@ from typing import Protocol, TypeVar
 from weightsync.control.addresses import at, reach
 from weightsync.control.handshake import SEAL_BYTES, Seal, greet
 from weightsync.control.runtime import Deadline
+from weightsync.control.tls import read_certificates, wrap
 from weightsync.control.wire import (
     MAX_FRAME_BYTES,
     PREFIX_BYTES,
@@ -254,9 +255,10 @@ class Connection:
 def dial(host: str, port: int, token: str, hello: Hello, peer: str, deadline: Deadline) -> Connection:
     """Connect to the `Listener` that has this token, and introduce yourself. Raises as `reach` and `greet` do."""
     limit = Deadline(min(deadline.left_s(), _GREETING_S))
+    certificates = read_certificates(is_listener=False)
     tries = 0
     while True:
-        sock = reach(host, port, name_of(hello), peer, limit)
+        sock = wrap(reach(host, port, name_of(hello), peer, limit), certificates, is_listener=False)
         try:
             connection = Connection(sock, peer, *greet(sock, token, f"{peer} at {at(host, port)}", limit))
             connection.send(hello, limit, "connect")

@@ -12,7 +12,6 @@ import os
 import socket
 import stat
 import struct
-import sys
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -52,4 +51,4 @@ def _address(opened: socket.socket) -> bytes:
         raise OSError("it is not a TCP socket")
     host, port, *_ = opened.getsockname()
     flow = bytes(4) if family == socket.AF_INET6 else b""
-    return family.to_bytes(2, sys.byteorder) + port.to_bytes(2, "big") + flow + socket.inet_pton(family, host)
+    return struct.pack("=H", family) + struct.pack(">H", port) + flow + socket.inet_pton(family, host)
