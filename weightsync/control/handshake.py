@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 from weightsync.control.runtime import Deadline
-from weightsync.control.tls import ALERT, SET_THEM, TlsSocket
+from weightsync.control.tls import SET_THEM, TlsSocket
 from weightsync.errors import ConfigError, PeerError, ProtocolError
 
 KEY, KEY_FILE = "WEIGHTSYNC_KEY", "WEIGHTSYNC_KEY_FILE"
@@ -112,10 +112,8 @@ def greet(sock: socket.socket, token: str, peer: str, deadline: Deadline) -> tup
     except OSError as error:
         certificates = f". {SET_THEM}" if isinstance(sock, TlsSocket) else ""
         raise PeerError(f"{peer} did not answer a greeting: {error}{certificates}", who=peer) from error
-    if answer.startswith(ALERT):
-        raise PeerError(f"{peer} speaks TLS, and this process does not. {SET_THEM}", who=peer)
     if len(answer) < ANSWER_BYTES:
-        raise PeerError(f"{peer} turned this process away as a stranger. {SET_A_KEY}", who=peer)
+        raise PeerError(f"{peer} turned this process away as a stranger. {SET_A_KEY}. {SET_THEM}", who=peer)
     theirs = answer[:GREETING_BYTES]
     proof, sent, received = agree(key, token, mine, theirs)
     if not hmac.compare_digest(proof, answer[GREETING_BYTES:]):

@@ -13,8 +13,6 @@ from weightsync.errors import ConfigError
 
 VARIABLES = CERT, KEY, CA = "WEIGHTSYNC_TLS_CERT", "WEIGHTSYNC_TLS_KEY", "WEIGHTSYNC_TLS_CA"
 SET_THEM = f"Set {CERT}, {KEY} and {CA} on trainer and engine to certificates of one authority, or on neither"
-ALERT = b"\x15\x03"
-"""How TLS begins to refuse what is not TLS."""
 
 
 def read_certificates(is_listener: bool) -> ssl.SSLContext | None:
@@ -36,7 +34,7 @@ def read_certificates(is_listener: bool) -> ssl.SSLContext | None:
     except OSError as error:
         raise ConfigError(f"cannot use {CERT}={cert}, {KEY}={key}, {CA}={ca}: {error}. {SET_THEM}") from error
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # An address says nothing of a job's hosts. Whoever has a certificate of this authority may talk.
+    # An address says nothing of a job's hosts. A peer with any certificate of this authority may talk.
     context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
     context.sslsocket_class = TlsSocket
     return context
