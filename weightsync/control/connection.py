@@ -168,21 +168,23 @@ class Connection:
         self._buffer += data
         try:
             while len(self._buffer) >= PREFIX_BYTES:
-                end = PREFIX_BYTES + frame_length(bytes(self._buffer[:PREFIX_BYTES]), self.most_bytes)
+                prefix = bytes(self._buffer[:PREFIX_BYTES])
+                end = PREFIX_BYTES + frame_length(prefix, self.most_bytes)
                 if len(self._buffer) < end + SEAL_BYTES:
                     break
-                frame, seal = bytes(self._buffer[:end]), bytes(self._buffer[end : end + SEAL_BYTES])
+                body = bytes(memoryview(self._buffer)[PREFIX_BYTES:end])  # a plan has no room for a copy more
+                seal = bytes(self._buffer[end : end + SEAL_BYTES])
                 del self._buffer[: end + SEAL_BYTES]
-                if not hmac.compare_digest(self._received.of(frame), seal):
+                if not hmac.compare_digest(self._received.of(prefix, body), seal):
                     raise ProtocolError("a frame has come that this peer has not sent, or not as the next one")
-                message = decode(frame[PREFIX_BYTES:])
+                message = decode(body)
                 if isinstance(message, Ping):
                     self._owes_pong = True
                     continue
                 if isinstance(message, Pong):  # which may come late, when no answer is awaited any more
                     self._has_answered = True
                     continue
-                self._waiting_bytes = len(frame) + _MESSAGE_BYTES + (self._waiting_bytes if self._inbox else 0)
+                self._waiting_bytes = end + _MESSAGE_BYTES + (self._waiting_bytes if self._inbox else 0)
                 if self._waiting_bytes > _MOST_WAITING * self.most_bytes:
                     raise ProtocolError("more messages have come than anyone has asked for")
                 self._inbox.append(message)

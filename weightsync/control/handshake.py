@@ -66,10 +66,11 @@ class Seal:
     def __init__(self, key: bytes) -> None:
         self._key, self._count = key, 0
 
-    def of(self, frame: bytes | bytearray | memoryview) -> bytes:
-        """Return the seal of the next frame."""
+    def of(self, *frame: bytes) -> bytes:
+        """Return the seal of the next frame, which may come in parts."""
         seal = hashlib.blake2b(self._count.to_bytes(8, "little"), digest_size=SEAL_BYTES, key=self._key)
-        seal.update(frame)
+        for part in frame:
+            seal.update(part)
         self._count += 1
         return seal.digest()
 
