@@ -6,6 +6,8 @@ users end.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import stat
 from typing import Annotated, Any, TypeAlias
@@ -20,6 +22,11 @@ from weightsync.errors import PlacementError, ProtocolError
 from weightsync.planning.layout import Count
 
 SHARED_MEMORY = "/dev/shm"
+_MAP_FIXED = 0x10
+"""The kernel's flag, which Python does not name."""
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 _EXPANDABLE = (
     "an expandable segment of torch's allocator, which torch and the system let few processes map. Start the trainer "
@@ -81,7 +88,10 @@ class SharedFile:
 
     def handle(self) -> Handle:
         """Return [kind, fields], for any number of readers, until `close`."""
-        return _open_file(self._file.fileno(), self.data.numel())
+        return _open_file(self.fileno(), self.data.numel())
+
+    def fileno(self) -> int:
+        return self._file.fileno()
 
     def close(self) -> None:
         """Keep further readers out. The memory stays for those who have opened it. More than once."""
@@ -112,6 +122,22 @@ def export(storage: torch.UntypedStorage) -> Handle:
 def _open_file(fd: int, nbytes: int) -> Handle:
     # A reader in another namespace of processes may find another file under these numbers.
     return "fd", asdict(OpenFileHandle(os.getpid(), fd, nbytes, os.fstat(fd).st_ino))
+
+
+def take_back(storage: torch.UntypedStorage) -> None:
+    """Put other memory with the same bytes under a CPU storage that was exported, at the same address.
+
+    Processes that have mapped the storage keep what was there, and share nothing with it any more. Raises
+    `PlacementError` when there is no room.
+    """
+    fd, nbytes = storage._share_fd_cpu_()
+    other = SharedFile(nbytes)
+    other.data.untyped_storage().copy_(storage)
+    os.dup2(other.fileno(), fd)  # the descriptor that torch exports next
+    other.close()
+    address, shared_and_fixed = storage.data_ptr(), mmap.MAP_SHARED | _MAP_FIXED
+    if _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, shared_and_fixed, fd, 0) != address:
+        raise PlacementError(f"{nbytes} bytes at {address:#x} cannot be mapped anew: {os.strerror(ctypes.get_errno())}")
 
 
 def open_exported(kind: str, fields: dict[str, Any], device: torch.device, owner: str) -> torch.Tensor:
