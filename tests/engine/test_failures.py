@@ -254,14 +254,6 @@ def served(http_server: Http, trainers: Trainers) -> Http:
     return http_server
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
-    before = set(Path("/dev/shm").glob("weightsync-*"))
-    yield
-    left = set(Path("/dev/shm").glob("weightsync-*")) - before
-    assert [path for path in left if not Path("/proc", path.name.split("-")[1]).exists()] == []
-
-
 def failed(outcomes: list[Outcome], kind: type[WeightSyncError], within_s: float) -> WeightSyncError:
     """Every rank raised the same error, of this kind, in time."""
     errors = [error for error, _ in outcomes]

@@ -213,8 +213,8 @@ class SharedMemory(FleetStrategy):
         instances = [export.engine_instance for export in exports]
         if self._attached is not None and self._attached.engine_instances != instances:
             raise EngineError(
-                "the engine was started anew since `attach`, and the model's parameters are the old one's memory: "
-                "close this WeightSync, build the model anew on the meta device, and attach that"
+                "the engine was started anew since `attach`, or went to another trainer, and the model's parameters "
+                "are not its memory: close this WeightSync, build the model anew on the meta device, and attach that"
             )
         return exports
 

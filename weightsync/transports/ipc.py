@@ -92,7 +92,7 @@ class IpcTransport(Transport):
             raise PlacementError(
                 f'transport="cuda_ipc" takes GPU tensors only; {len(on_cpu)} are on a CPU, such as {min(on_cpu)}'
             )
-        self._unlink()
+        self._close_files()
         self._forget()
         rank = self._rank = update.ranks.rank
         self._workers = plan.workers
@@ -188,7 +188,7 @@ class IpcTransport(Transport):
         return 0 if sample is None else self._proof.of(sample)[0]
 
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
-        self._unlink()  # every worker has mapped the files, and nothing is left behind whatever happens now
+        self._close_files()  # every worker has mapped the files, and nothing is left behind whatever happens now
         begun = self._filled
         for number in chunks:
             if number not in self._staged:
@@ -215,13 +215,13 @@ class IpcTransport(Transport):
         return [f"engine worker {worker}" for worker in range(self._workers) if counters[1 + worker] < taken]
 
     def abort(self) -> None:
-        self._unlink()
+        self._close_files()
         self._forget()
         self._handles.clear()
 
-    def _unlink(self) -> None:
+    def _close_files(self) -> None:
         for file in self._files:
-            file.unlink()
+            file.close()
 
 
 class _Endpoint(Struct, frozen=True, forbid_unknown_fields=True):
