@@ -51,6 +51,7 @@ from weightsync.control.wire import (
     Ping,
     PlanRequest,
     Pong,
+    Ready,
     Release,
     Value,
     decode,
@@ -70,6 +71,7 @@ FAILURE = Failure(ErrorFields("ManifestError", "m", None, "plan", {"missing": ["
 OTHERS: list[Message] = [
     HELLO,
     FAILURE,
+    Ready(),
     Release(),
     Ping(),
     Pong(),

@@ -140,6 +140,10 @@ class ParametersExported(Message, frozen=True):
     locations: list[ShardLocation]
 
 
+class Ready(Message, frozen=True):
+    """To a worker: can you take a push? It answers the same, from the call that it serves, and writes nothing."""
+
+
 class Go(Message, frozen=True):
     """To a worker: run the plan. From here on its weights are a mixture, until `Commit`."""
 

@@ -37,6 +37,7 @@ from weightsync.control.wire import (
     Message,
     ParametersExported,
     PlanRequest,
+    Ready,
     Release,
     typed,
 )
@@ -284,6 +285,8 @@ class WorkerSession:
                 exported = self.receiver.export()
                 self._mapped_by = set(message.processes)
                 return ParametersExported(self.engine_instance, *exported)
+            case Ready():
+                return Ready()
             case Go():
                 # Ranks wait for each other less long, and for a worker longer. It knows for which rank it waits.
                 chunk_s = self._timeout_s + min(_GRACE_S / 2, self._timeout_s / 4)

@@ -20,7 +20,7 @@ nothing about weight sources, models or engines.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,6 +138,13 @@ class Transport(ABC):
         `sample` is `WHOLE` for all bytes, None for no digest.
         """
         return 0
+
+    def leave_out(self, workers: Collection[int]) -> bool:
+        """Send nothing to these workers from now on, whose engines have left. Every rank calls it, rank 0 first.
+
+        Return False where that cannot be done: those that stay are then connected anew.
+        """
+        return False
 
     @abstractmethod
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:

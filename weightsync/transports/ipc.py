@@ -8,7 +8,7 @@ slots, so that workers read one chunk while the rank fills the next. Counters in
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,7 @@ class IpcTransport(Transport):
         self._proof = Proof([[]])
         self._counters: _Counters | None = None
         self._packer: Packer | None = None
+        self._left: set[int] = set()
 
     def route(
         self,
@@ -187,6 +188,10 @@ class IpcTransport(Transport):
             torch.cuda.synchronize(device)
         return 0 if sample is None else self._proof.of(sample)[0]
 
+    def leave_out(self, workers: Collection[int]) -> bool:
+        self._left.update(workers)
+        return True
+
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
         self._close_files()  # every worker has mapped the files, and nothing is left behind whatever happens now
         begun = self._filled
@@ -212,7 +217,8 @@ class IpcTransport(Transport):
         """Return the workers that have not taken so many chunks."""
         if (counters := self._counters) is None:
             raise WeightSyncError("the transport was closed while it was sending")
-        return [f"engine worker {worker}" for worker in range(self._workers) if counters[1 + worker] < taken]
+        staying = [worker for worker in range(self._workers) if worker not in self._left]
+        return [f"engine worker {worker}" for worker in staying if counters[1 + worker] < taken]
 
     def abort(self) -> None:
         self._close_files()
