@@ -27,7 +27,7 @@ from weightsync.engines import connect
 from weightsync.kernels.copies import BatchedCopy
 from weightsync.kernels.digest import WHOLE
 from weightsync.planning.layout import Box, Manifest, TensorMeta
-from weightsync.planning.transfer_plan import Route
+from weightsync.planning.transfer_plan import Chain
 from weightsync.sources.base import TensorShard
 from weightsync.sources.fsdp import FsdpSource
 from weightsync.tools.testing import check_dead_engine, check_engine, check_source, check_transport
@@ -173,7 +173,7 @@ def here(peer: str, **other: str) -> MachineInfo:
     return MachineInfo(**{"peer": peer, "device": "cpu", "gpu_uuid": "", "boot_id": "this host", **other})
 
 
-GPU = {"device": "cuda", "gpu_uuid": "GPU-1"}
+GPU, OTHER_GPU = ({"device": "cuda", "gpu_uuid": uuid} for uuid in ("GPU-1", "GPU-2"))
 WRONG_PAIRINGS: dict[str, Any] = {
     "ipc": [
         ([here("rank 0")], [here("worker 0", boot_id="another host")]),
@@ -183,6 +183,7 @@ WRONG_PAIRINGS: dict[str, Any] = {
     "broadcast": [
         ([here("rank 0")], [here("worker 0", **GPU)]),
         ([here("rank 0", **GPU)], [here("worker 0", **GPU)]),
+        ([here("rank 0", **OTHER_GPU), here("rank 1", **GPU)], [here("worker 0", **GPU)]),
     ],
 }
 
@@ -290,8 +291,8 @@ class GathersAlone(IpcTransport):
 
 
 class Trusting(IpcTransport):
-    def route(self, *args: Any) -> Route:
-        return Route.IN_PLACE
+    def route(self, *args: Any) -> tuple[Chain, ...]:
+        return ()
 
 
 class Once(IpcTransport):

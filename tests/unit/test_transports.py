@@ -256,7 +256,8 @@ def test_what_a_worker_was_not_told_of_memory_is_a_protocol_error(file: SharedFi
     ],
 )
 def test_runs_that_lie_in_no_slot_are_a_protocol_error(changes: dict[str, Any], words: str):
-    fields = {"runs": [], "slot_bytes": 8, "place": ["127.0.0.1", 1, "x"], "rank": 1, "size": 2, "senders": None}
+    fields = {"runs": [], "slot_bytes": 8, "place": ["127.0.0.1", 1, "x"], "rank": 1, "size": 2, "senders": [0]}
+    fields |= {"onward": None, "before": [], "after": []}
     with pytest.raises(ProtocolError, match=words):
         NcclReceiver(CPU).connect([], {**fields, **changes}, lambda seconds: None, Deadline(1))
 

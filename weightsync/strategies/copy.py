@@ -26,7 +26,7 @@ from weightsync.planning.bucketing import open_bucketer
 from weightsync.planning.checks import check_plans, check_quantized, cut, reads_of, wire_manifest
 from weightsync.planning.layout import Manifest, ShardLocation, merge_manifests
 from weightsync.planning.rows import Run, Storage
-from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES, Route, TransferPlan, make_chunks
+from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES, TransferPlan, make_chunks
 from weightsync.report import Progress, PushReport, WorkerReport
 from weightsync.sources.base import LastShards, Model, TensorShard, WeightSource
 from weightsync.sources.quantize import QuantizingSource, pairs
@@ -292,25 +292,25 @@ class CopyWeights(FleetStrategy):
         reads = [reads_of(travelling, plan) for plan in plans]
         machines = [own.machine for own in everyone]
         workers = [worker.machine for worker in fleet.workers]
-        route = transport.route(machines, workers, travelling, locations, reads)
+        chains = transport.route(machines, workers, travelling, locations, reads)
         frozen = frozen_everywhere(everyone).intersection(travelling.names) if transport.keeps_frozen else set()
         buckets, last = cut(self._bucketer, travelling, plans, together, frozen)
         in_place: frozenset[str] = frozenset()
-        if route is Route.IN_PLACE:
+        if not chains:
             in_place = frozenset(travelling.names).difference(*(own.unmapped for own in everyone))
         chunks = make_chunks(
             travelling,
-            route,
+            chains,
             [bucket.names for bucket in buckets],
             last,
             in_place,
             locations,
-            reads,
             getattr(self._bucketer, "max_bytes", None),
             dict(together),
+            transport.least_bytes,
         )
         load_paths = {path: sum(plan.load_paths[path] for plan in plans) for path in plans[0].load_paths}
-        return TransferPlan(travelling, route, chunks, tuple(reads), fleet.host, load_paths)
+        return TransferPlan(travelling, chains, chunks, len(reads), fleet.host, load_paths)
 
     def _connect(self, update: Update, plan: TransferPlan, held: dict[ShardLocation, LocalTensor]) -> None:
         """Connect transport and workers, and prove what is read in place. Collective."""

@@ -32,7 +32,7 @@ from weightsync.control.wire import MachineInfo
 from weightsync.errors import ProtocolError
 from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.planning.rows import Arrival, Reads, Run, Storage
-from weightsync.planning.transfer_plan import Route, TransferPlan
+from weightsync.planning.transfer_plan import Chain, TransferPlan
 
 ALIGN_BYTES = 256
 """Where tensors start in a slot; covers every dtype and the widest vector load."""
@@ -89,6 +89,8 @@ class Transport(ABC):
     name: str
     keeps_frozen: bool = True
     """False: what is frozen travels in every push too."""
+    least_bytes: int = 0
+    """What a chunk must have for its time to pass that of its messages, known to rank 0 after `route`."""
     newest_version: int = 0
     """The newest version that outlives engines, known to rank 0 after `prepare`. A push must be newer."""
 
@@ -100,14 +102,16 @@ class Transport(ABC):
         manifest: Manifest,
         locations: Sequence[ShardLocation],
         reads: Sequence[Reads],
-    ) -> Route:
-        """Return how bytes go from these ranks to these workers. Rank 0 calls it; it sends nothing.
+    ) -> tuple[Chain, ...]:
+        """Return the chains along which bytes go from these ranks to these workers; none where workers map memory.
+
+        Rank 0 calls it; it sends nothing.
 
         Raises `PlacementError` when the ranks cannot reach the workers this way.
         """
 
     def can_map(self, tensor: LocalTensor) -> bool:
-        """Return whether workers can read this tensor where it lies. With `Route.IN_PLACE` alone."""
+        """Return whether workers can read this tensor where it lies. Without chains alone."""
         return False
 
     @abstractmethod

@@ -11,7 +11,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -24,9 +24,10 @@ from weightsync.control.runtime import Deadline, in_thread
 from weightsync.errors import PeerError, SyncTimeoutError
 from weightsync.transports.base import Wait
 
-_POLL_S = 0.0002
 _GPU_POLL_S = 0.00002
 """A chunk takes NCCL less than a millisecond."""
+_LOOK_S = 0.01
+"""How often a wait for gloo, which ends at once, looks for bad news."""
 _MEET_POLL_S = 0.002
 _ARRIVED, _ARRIVAL_POLL_S = "arrived", 0.01
 """The store's count of members that have come, and how often each asks for it."""
@@ -74,12 +75,11 @@ def visit(host: str, port: int, deadline: Deadline) -> dist.Store:
 
 
 class Communicator:
-    """`size` members on `device`s of one type; member 0 is the root of every broadcast.
+    """`size` members on `device`s of one type.
 
     `open_store` returns the store where they meet, `host` is an address of the store's host. `sends_to` and
-    `receives_from` are the members that this one will `exchange` with. Both are None on every member where there are
-    broadcasts instead. `names` are what errors call the members. The constructor returns when all members have come,
-    and waits as `Pending.wait` does.
+    `receives_from` are the members that this one will `exchange` with. The constructor returns when all members have
+    come, and waits as `Pending.wait` does.
     """
 
     def __init__(
@@ -91,14 +91,11 @@ class Communicator:
         host: str,
         wait: Wait,
         deadline: Deadline,
-        sends_to: Iterable[int] | None = None,
-        receives_from: Iterable[int] | None = None,
-        names: Sequence[str] = (),
+        sends_to: Sequence[int],
+        receives_from: Sequence[int],
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._names = names or [f"member {member}" for member in range(size)]
-        self._broadcasts = sends_to is None and receives_from is None
-        self._partners = list(sends_to or ()), list(receives_from or ())
+        self._partners = sends_to, receives_from
         self._group: Any = None
         self._left = False
         self._missing = _ABSENT
@@ -165,33 +162,30 @@ class Communicator:
         """
         nothing = torch.zeros(1, dtype=torch.uint8, device=self.device)
         sends_to, receives_from = self._partners
-        if self._broadcasts:
-            self._from_root(nothing).wait()
-        elif sends_to or receives_from:
-            receives = [(nothing, source) for source in receives_from]
+        if sends_to or receives_from:
+            receives = [(torch.empty_like(nothing), source) for source in receives_from]
             self._together(0, [(nothing, to) for to in sends_to], receives).wait()
         torch.cuda.current_stream(self.device).synchronize()
 
-    def broadcast(self, data: torch.Tensor) -> Pending:
-        """Start a broadcast of member 0's `data` (1-D uint8) into the others'. Every member calls it in one order."""
-        return self._begin(lambda: self._from_root(data), f"broadcast of {data.numel()} bytes")
-
-    def _from_root(self, data: torch.Tensor) -> Any:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        return self._group.broadcast([data], options)
-
     def exchange(
-        self, number: int, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+        self,
+        number: int,
+        sends: Sequence[tuple[torch.Tensor, int]],
+        receives: Sequence[tuple[torch.Tensor, int]],
+        waiting_for: Sequence[str] = (),
     ) -> Pending:
         """Start sending and receiving, each to or from the member beside it, all as one.
 
-        Two members have their exchanges in the same order, under the same `number`s.
+        Two members have their exchanges in the same order, under the same `number`s. `waiting_for` are what errors call
+        these members, and those that they wait for themselves, the nearest first.
         """
-        nbytes = [sum(data.numel() for data, _ in those) for those in (sends, receives)]
-        members = ", ".join(self._names[member] for member in sorted({member for _, member in (*sends, *receives)}))
-        what = f"send of {nbytes[0]} bytes and receive of {nbytes[1]}, with {members},"
-        return self._begin(lambda: self._together(number, sends, receives), what)
+        verb = "exchange" if sends and receives else "send" if sends else "receive"
+        nbytes = sum(data.numel() for data, _ in (*sends, *receives))
+        what = f"{verb} of {nbytes} bytes, with {', '.join(waiting_for)},"
+        try:
+            return Pending(self._together(number, sends, receives), self.device, what, waiting_for)
+        except RuntimeError as error:
+            raise PeerError(f"the {what} broke: {error}") from error
 
     def _together(
         self, number: int, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
@@ -214,12 +208,6 @@ class Communicator:
                 group._end_coalescing()
             raise
         return group._end_coalescing()
-
-    def _begin(self, operation: Callable[[], Any], what: str) -> Pending:
-        try:
-            return Pending(operation(), self.device, what)
-        except RuntimeError as error:
-            raise PeerError(f"the {what} broke: {error}") from error
 
     def abort(self) -> None:
         """Leave, and break every operation under way on the other members. Returns within seconds."""
@@ -264,12 +252,12 @@ class _Watched:
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
-        self._done = threading.Event()
+        self.done = threading.Event()
         self._error: RuntimeError | None = None
         if works:
             in_thread("gloo", self._run)
         else:
-            self._done.set()
+            self.done.set()
 
     def _run(self) -> None:
         try:
@@ -277,10 +265,10 @@ class _Watched:
                 work.wait()
         except RuntimeError as error:
             self._error = error
-        self._done.set()
+        self.done.set()
 
     def is_completed(self) -> bool:
-        return self._done.is_set()
+        return self.done.is_set()
 
     def wait(self) -> None:
         if self._error is not None:
@@ -288,10 +276,10 @@ class _Watched:
 
 
 class Pending:
-    """An operation under way."""
+    """An operation under way, and what people call those that it waits for."""
 
-    def __init__(self, work: Any, device: torch.device, what: str) -> None:
-        self._work, self._device, self.what = work, device, what
+    def __init__(self, work: Any, device: torch.device, what: str, waiting_for: Sequence[str]) -> None:
+        self._work, self._device, self._what, self._waiting_for = work, device, what, list(waiting_for)
 
     def follow(self, wait: Wait, deadline: Deadline, phase: str) -> None:
         """Order later work on the current stream after it, without waiting. On a CPU wait as `wait` does."""
@@ -305,19 +293,22 @@ class Pending:
 
         Raises `PeerError` when the operation breaks, `SyncTimeoutError` past the deadline, and what `wait` raises.
         """
-        poll_s = _GPU_POLL_S if self._device.type == "cuda" else _POLL_S
         while not self._work.is_completed():
             if deadline.passed():
                 raise SyncTimeoutError(
-                    f"the {self.what} did not finish within {deadline.timeout_s:g} s",
+                    f"the {self._what} did not finish within {deadline.timeout_s:g} s",
                     phase=phase,
-                    waiting_for=[self.what],
+                    waiting_for=self._waiting_for,
                 )
-            wait(poll_s)
+            if isinstance(self._work, _Watched):
+                self._work.done.wait(_LOOK_S)
+                wait(0.0)
+            else:
+                wait(_GPU_POLL_S)
         self._order(phase)
 
     def _order(self, phase: str) -> None:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise PeerError(f"the {self.what} broke: {error}", phase=phase) from error
+            raise PeerError(f"the {self._what} broke: {error}", phase=phase) from error

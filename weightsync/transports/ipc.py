@@ -21,7 +21,7 @@ from weightsync.control.wire import MachineInfo, typed
 from weightsync.errors import PlacementError, ProtocolError, WeightSyncError
 from weightsync.planning.layout import Count, Manifest, ShardLocation, itemsize
 from weightsync.planning.rows import Arrival, Reads, Run, Storage
-from weightsync.planning.transfer_plan import Route, TransferPlan
+from weightsync.planning.transfer_plan import Chain, TransferPlan
 from weightsync.transports.base import (
     SLOTS,
     Endpoint,
@@ -63,7 +63,7 @@ class IpcTransport(Transport):
         manifest: Manifest,
         locations: Sequence[ShardLocation],
         reads: Sequence[Reads],
-    ) -> Route:
+    ) -> tuple[Chain, ...]:
         if strangers := [each.peer for each in (*workers, *ranks) if each.boot_id != ranks[0].boot_id]:
             raise PlacementError(
                 f"transport {self.name!r} maps memory of one host, but {', '.join(strangers)} runs on another than "
@@ -73,7 +73,7 @@ class IpcTransport(Transport):
             raise PlacementError(
                 f"the trainer's tensors are on GPUs and {', '.join(cpu)} runs on a CPU: it cannot map them"
             )
-        return Route.IN_PLACE
+        return ()
 
     def can_map(self, tensor: LocalTensor) -> bool:
         if tensor.compute is not None:
@@ -95,7 +95,7 @@ class IpcTransport(Transport):
         self._unlink()
         self._forget()
         rank = self._rank = update.ranks.rank
-        self._workers = len(plan.reads)
+        self._workers = plan.workers
         staged = [number for number, chunk in enumerate(plan.chunks) if not chunk.in_place]
         self._staged = frozenset(staged)
         bundles: Layout = [{} for _ in plan.chunks]
