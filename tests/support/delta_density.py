@@ -86,7 +86,9 @@ def measure(size: str, lr: float, steps: int) -> list[str]:
         changed = torch.ne(new.view(torch.int16), base.view(torch.int16))
         shares = [float(changed.float().mean()), float(torch.ne(new, base).float().mean())]
         lengths = [6 * int(changed.sum())]
-        lengths += [new.numel() if e is None else e.numel() for e in (encode(new, base, s) for s in (NEVER_DEFLATED, 0))]
+        lengths += [
+            new.numel() if e is None else e.numel() for e in (encode(new, base, s) for s in (NEVER_DEFLATED, 0))
+        ]
         rows.append([*shares, *(new.numel() / max(length, 1) for length in lengths)])
         base = new
         print(f"{size} {lr:g} step {step}: reward {rollouts.rewards.mean():.3f}, {rows[-1]}", file=sys.stderr)

@@ -77,6 +77,12 @@ class CopyWeights(FleetStrategy):
     def __init__(self, options: Options, transport: Transport) -> None:
         super().__init__(options)
         self._transport = transport
+        if options.encoding is not None and options.encoding not in transport.encodings:
+            raise ConfigError(
+                f"encoding={options.encoding!r}, and transport {transport.name!r} knows "
+                f"{', '.join(map(repr, transport.encodings)) or 'none'}: leave it out"
+            )
+        transport.encoding = options.encoding
         self._source: WeightSource = options.source
         if options.quantize is not None:
             self._source = QuantizingSource(
@@ -127,7 +133,7 @@ class CopyWeights(FleetStrategy):
         sent = time.perf_counter()
         with timeline.during("load"), update.blaming_ranks():
             done = fleet.done(self._done_s(link.plan, due)) if fleet is not None else []
-            ranks.gather(None, "transfer")  # every rank has sent its part
+            sent_bytes = sum(ranks.gather(self._transport.sent_bytes, "transfer"))  # every rank has sent its part
         loaded = time.perf_counter()
         report: PushReport | None = None
         if fleet is not None:
@@ -140,6 +146,7 @@ class CopyWeights(FleetStrategy):
                 version=version,
                 nbytes=nbytes,
                 chunks=len(due),
+                sent_bytes=sent_bytes,
                 plan_s=planned - started,
                 control_s=opened - started + now - loaded,
                 gather_s=sent - opened,

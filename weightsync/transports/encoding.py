@@ -18,7 +18,7 @@ import torch
 
 from weightsync.errors import ProtocolError
 from weightsync.kernels.delta import decode, encode
-from weightsync.transports.base import DIGEST_BYTES
+from weightsync.transports.base import DIGEST_BYTES, SLOTS
 
 HEAD_BYTES = 32
 _WHOLE, _DIFFERENCE = 0, 1
@@ -34,8 +34,10 @@ class Encoder:
     encodes: the push under way has messages. Otherwise its runs travel as they are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, measures: bool) -> None:
+        """Begin without anything sent. Unless it `measures`, it sends every difference that is shorter."""
         self.encodes = False
+        self._measures = measures
         self._pushes = 0
         self._bases: dict[Hashable, torch.Tensor] = {}
         self._whole_left, self._rest = 1, _FIRST_REST
@@ -56,18 +58,18 @@ class Encoder:
         started = time.perf_counter()
         difference = encode(run, base, self._bytes_per_s)
         saved = 0 if difference is None else run.numel() - difference.numel()
-        if saved > (time.perf_counter() - started) * self._bytes_per_s:
-            self._resting.pop(key, None)
-        else:
+        if saved < (time.perf_counter() - started) * self._bytes_per_s:
             self._resting[key] = rest, min(2 * rest, _LONGEST_REST)
+        else:
+            self._resting.pop(key, None)
         if difference is None:
             return _message(_WHOLE, run, 0, None)
         return _message(_DIFFERENCE, difference, self._pushes, base)
 
-    def keep(self, key: Hashable, run: torch.Tensor) -> None:
-        """Note that a run is sent in this push. The next push may be encoded then."""
+    def keep(self, key: Hashable, run: torch.Tensor, again: bool) -> None:
+        """Note that a run has been sent in this push, and whether later ones have it too."""
         self._nbytes += run.numel()
-        if self._whole_left > 1:
+        if self._whole_left > 1 or not again:
             return
         if key in self._bases:
             self._bases[key].copy_(run)
@@ -75,8 +77,11 @@ class Encoder:
             self._bases[key] = run.clone()
 
     def end(self) -> None:
-        """End a push, after which the receivers hold all runs that were kept."""
+        """End a push, after which the receivers hold all that was sent."""
         self._pushes += 1
+        if not self._measures:
+            self._whole_left = 0
+            return
         bytes_per_s = self._nbytes / max(time.perf_counter() - self._started, 1e-9)
         if not self.encodes:
             self._bytes_per_s = bytes_per_s
@@ -89,6 +94,20 @@ class Encoder:
             self._rest = _FIRST_REST
         if self._whole_left > 1:
             self._bases.clear()
+
+
+class Mailbox:
+    """Room for the messages of two chunks, in a worker."""
+
+    def __init__(self, slot_bytes: int, runs: int) -> None:
+        """Allocate for chunks of so many bytes and runs. Without runs there are no messages."""
+        nbytes = slot_bytes + runs * HEAD_BYTES if runs else 0
+        self._boxes = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
+
+    def room(self, number: int, position: int, first: int, end: int) -> torch.Tensor:
+        """Return the room for a message of a chunk's run at this position, from its first byte in the slot to its
+        end."""
+        return self._boxes[number % SLOTS][first + position * HEAD_BYTES : end + (position + 1) * HEAD_BYTES]
 
 
 def length(message: torch.Tensor) -> int:
