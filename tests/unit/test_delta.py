@@ -111,6 +111,16 @@ def test_what_is_all_other_bytes_is_not_encoded():
     assert encode(noise(2 * WORDS, 1), noise(2 * WORDS, 2)) is None
 
 
+def test_planes_of_any_size_are_deflated_where_the_link_is_slow():
+    for words in (1 << 12, 1 << 20):
+        base = torch.arange(words, dtype=torch.int32).to(torch.int16).view(torch.uint8)
+        new = (base.view(torch.int16) + 1).view(torch.uint8)
+        slow, fast = (check(new, base, bytes_per_s) for bytes_per_s in (1.0, NEVER_DEFLATED))
+        assert fast is None
+        assert slow is not None
+        assert slow.numel() < words / 20
+
+
 def test_steps_of_one_unit_shrink_however_many_words_take_them():
     base = noise(2 * WORDS, 0)
     new = (base.view(torch.int16) + torch.randint(0, 2, (WORDS,)).mul(2).sub(1).to(torch.int16)).view(torch.uint8)

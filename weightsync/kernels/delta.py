@@ -126,12 +126,14 @@ def _deflated(plane: torch.Tensor, bytes_per_s: float) -> torch.Tensor:
     if plane.is_cuda or not plane.numel():
         return plane
     data = plane.numpy().data
-    started = time.perf_counter()
-    tried = _TRIED_BYTES - len(_deflate(data[:_TRIED_BYTES])) if len(data) > _TRIED_BYTES else 1
-    if tried <= (time.perf_counter() - started) * bytes_per_s:
+    first = data[:_TRIED_BYTES]
+    started = time.thread_time()
+    deflated = _deflate(first)
+    if len(first) - len(deflated) <= (time.thread_time() - started) * bytes_per_s:
         return plane
-    deflated = _deflate(data)
-    return plane if len(deflated) >= len(data) else torch.frombuffer(bytearray(deflated), dtype=torch.uint8)
+    if len(data) > len(first):
+        deflated = _deflate(data)
+    return torch.frombuffer(bytearray(deflated), dtype=torch.uint8) if len(deflated) < len(data) else plane
 
 
 def _deflate(data: memoryview) -> bytes:
