@@ -18,9 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from weightsync import ConfigError, PushReport, TensorSelection, WeightSync, WeightSyncError
-from weightsync.errors import ProtocolError
 from weightsync.transports import encoding
-from weightsync.transports.encoding import HEAD_BYTES, Encoder, length, read
 
 ROWS, WIDTH, LAYERS = 256, 512, 6
 NBYTES = 2 * ROWS * WIDTH * LAYERS
@@ -222,38 +220,6 @@ def test_a_hundred_pushes_with_losses_in_between_arrive_to_the_bit(host: ModuleH
     assert trainer is not None
     trainer.sync.close()
     engine.close()
-
-
-def test_a_difference_from_another_base_writes_nothing():
-    run = torch.arange(512, dtype=torch.int16).view(torch.uint8)
-    encoder, held = Encoder(measures=False), run.clone()
-    for _ in range(2):
-        encoder.begin()
-        if encoder.encodes:
-            run = run.clone()
-            run[0] += 1
-            message = encoder.message("run", run)
-        encoder.keep("run", run, again=True)
-        encoder.end()
-    room = torch.cat([message, torch.zeros(1024, dtype=torch.uint8)])
-    assert length(room) == message.numel() < 100
-    for pushes, other in [(0, held), (2, held), (1, held + 1)]:
-        before = other.clone()
-        with pytest.raises(ProtocolError, match="push again, and everything is sent"):
-            read(room, other, pushes)
-        assert torch.equal(other, before)
-    read(room, held, 1)
-    assert torch.equal(held, run)
-
-
-@pytest.mark.parametrize("numbers", [(0, 2000, 0, 0), (0, -1, 0, 0), (1, 2000, 1, 0), (2, 8, 0, 0), (0, 8, 0, 0)])
-def test_a_message_that_is_none_writes_nothing(numbers: tuple[int, ...]):
-    message = torch.cat([torch.tensor(numbers).view(torch.uint8), torch.zeros(1024, dtype=torch.uint8)])
-    assert message.numel() == HEAD_BYTES + 1024
-    run = torch.ones(1024, dtype=torch.uint8)
-    with pytest.raises(ProtocolError):
-        read(message, run, 0)
-    assert torch.equal(run, torch.ones(1024, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("transport", ["ipc", "lora", "single_copy"])

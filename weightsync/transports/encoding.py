@@ -58,7 +58,7 @@ class Encoder:
         started = time.thread_time()  # what others take of the processor does not make a difference worse
         difference = encode(run, base, self._bytes_per_s)
         saved = 0 if difference is None else run.numel() - difference.numel()
-        if saved < (time.thread_time() - started) * self._bytes_per_s:
+        if self._measures and saved <= (time.thread_time() - started) * self._bytes_per_s:
             self._resting[key] = rest, min(2 * rest, _LONGEST_REST)
         else:
             self._resting.pop(key, None)
