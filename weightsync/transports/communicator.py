@@ -11,6 +11,7 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from weightsync.control.addresses import ends, listen, reach
 from weightsync.control.runtime import Deadline, in_thread
-from weightsync.errors import PeerError, SyncTimeoutError
+from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
 from weightsync.transports.base import Wait
 
 _GPU_POLL_S = 0.00002
@@ -172,18 +173,19 @@ class Communicator:
         number: int,
         sends: Sequence[tuple[torch.Tensor, int]],
         receives: Sequence[tuple[torch.Tensor, int]],
-        waiting_for: Sequence[str] = (),
+        names: Sequence[str] = (),
+        behind: Sequence[str] = (),
     ) -> Pending:
         """Start sending and receiving, each to or from the member beside it, all as one.
 
-        Two members have their exchanges in the same order, under the same `number`s. `waiting_for` are what errors call
-        these members, and those that they wait for themselves, the nearest first.
+        Two members have their exchanges in the same order, under the same `number`s. `names` are what errors call these
+        members. `behind` are those that these may wait for themselves.
         """
         verb = "exchange" if sends and receives else "send" if sends else "receive"
         nbytes = sum(data.numel() for data, _ in (*sends, *receives))
-        what = f"{verb} of {nbytes} bytes, with {', '.join(waiting_for)},"
+        what = f"{verb} of {nbytes} bytes with {', '.join(names)}"
         try:
-            return Pending(self._together(number, sends, receives), self.device, what, waiting_for)
+            return Pending(self._together(number, sends, receives), self.device, what, [*names, *behind])
         except RuntimeError as error:
             raise PeerError(f"the {what} broke: {error}") from error
 
@@ -191,6 +193,8 @@ class Communicator:
         self, number: int, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> Any:
         group = self._group
+        if group is None:
+            raise WeightSyncError("the communicator was closed")
         if self.device.type == "cpu" or not (sends or receives):
             # gloo ends the process when what arrives under a number is not of the size that was expected.
             works = [group.send([data], member, number) for data, member in sends]
@@ -278,8 +282,8 @@ class _Watched:
 class Pending:
     """An operation under way, and what people call those that it waits for."""
 
-    def __init__(self, work: Any, device: torch.device, what: str, waiting_for: Sequence[str]) -> None:
-        self._work, self._device, self._what, self._waiting_for = work, device, what, list(waiting_for)
+    def __init__(self, work: Any, device: torch.device, what: str, waiting_for: list[str]) -> None:
+        self._work, self._device, self._what, self._waiting_for = work, device, what, waiting_for
 
     def follow(self, wait: Wait, deadline: Deadline, phase: str) -> None:
         """Order later work on the current stream after it, without waiting. On a CPU wait as `wait` does."""
@@ -312,3 +316,19 @@ class Pending:
             self._work.wait()
         except RuntimeError as error:
             raise PeerError(f"the {self._what} broke: {error}", phase=phase) from error
+
+
+class UnderWay:
+    """Operations that were begun and have not been seen to end, the oldest first."""
+
+    def __init__(self) -> None:
+        self._pending: deque[Pending] = deque()
+
+    def add(self, pending: Pending) -> None:
+        """Note an operation."""
+        self._pending.append(pending)
+
+    def bound(self, count: int, wait: Wait, deadline: Deadline) -> None:
+        """Wait for the oldest until at most `count` are left."""
+        while len(self._pending) > count:
+            self._pending.popleft().wait(wait, deadline, "transfer")

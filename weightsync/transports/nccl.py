@@ -21,7 +21,6 @@ by telling the workers whether it sends messages, that say themselves how long t
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Annotated, Any
@@ -39,7 +38,7 @@ from weightsync.planning.layout import Count, Manifest, ShardLocation
 from weightsync.planning.rows import Reads, Storage
 from weightsync.planning.transfer_plan import Chain, TransferPlan, choose_chains
 from weightsync.transports.base import SLOTS, Endpoint, LocalTensors, Transport, TransportReceiver, Wait
-from weightsync.transports.communicator import Communicator, Pending, Rendezvous, visit
+from weightsync.transports.communicator import Communicator, Pending, Rendezvous, UnderWay, visit
 from weightsync.transports.encoding import Encoder, Mailbox, length, read
 from weightsync.transports.staging import Layout, Packer, arriving, endpoint, leaving, slot_bytes
 
@@ -160,7 +159,7 @@ class NcclTransport(Transport):
             self._meeting = _Meeting(place, rendezvous, ranks.rank, size, self._device, sends_to, [])
         own = {chain for those in self._mine for chain in those}
         names = [[self._peers[ranks.size + worker] for worker in plan.chains[chain].workers] for chain in sorted(own)]
-        self._after = [each[0] for each in names] + [name for each in names for name in each[1:]]
+        self._after = [each[0] for each in names], [name for each in names for name in each[1:]]
 
     def _endpoint(self, chain: Chain, position: int, layout: Layout) -> Endpoint:
         """Return what a worker of a chain is told."""
@@ -209,7 +208,7 @@ class NcclTransport(Transport):
                 raise WeightSyncError("the transport was closed while it was sending")
             update.wait(seconds)
 
-        under_way, encoder = _UnderWay(), self._encoder
+        under_way, encoder = UnderWay(), self._encoder
         self.sent_bytes = 0
         if encoder is not None:
             encoder.begin()
@@ -238,11 +237,11 @@ class NcclTransport(Transport):
         if encoder is not None:
             encoder.end()
 
-    def _start(self, number: int, sends: Sequence[tuple[torch.Tensor, int]], under_way: _UnderWay) -> Pending:
+    def _start(self, number: int, sends: Sequence[tuple[torch.Tensor, int]], under_way: UnderWay) -> Pending:
         """Start sending bytes, each along the chain beside it."""
         self.sent_bytes += sum(data.numel() for data, _ in sends)
         to_first = [(data, self._first[chain]) for data, chain in sends]
-        sending = _joined(self._meeting).exchange(number, to_first, [], self._after)
+        sending = _joined(self._meeting).exchange(number, to_first, [], *self._after)
         under_way.add(sending)
         return sending
 
@@ -328,7 +327,7 @@ class NcclReceiver(TransportReceiver):
 
     def chunks(self, numbers: Sequence[int], wait: Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
         on_gpu = self.device.type == "cuda"
-        under_way = _UnderWay()
+        under_way = UnderWay()
         if self._told.encoders:
             self._ask_ranks(under_way, wait, deadline())
         arriving = self._exchange(None, numbers[0])
@@ -354,17 +353,15 @@ class NcclReceiver(TransportReceiver):
         under_way.bound(0, wait, deadline())
         self._pushes += 1
 
-    def _ask_ranks(self, under_way: _UnderWay, wait: Wait, deadline: Deadline) -> None:
+    def _ask_ranks(self, under_way: UnderWay, wait: Wait, deadline: Deadline) -> None:
         """Learn, and pass on, which ranks encode this push."""
         told, number = self._told, len(self._told.runs)
         said = torch.zeros(len(told.encoders), 1, dtype=torch.uint8)
         members = told.senders if told.senders == told.encoders else told.senders * len(told.encoders)
-        receives = list(zip(said, members, strict=True))
-        _joined(self._meeting).exchange(number, [], receives, told.before).wait(wait, deadline, "transfer")
+        self._start(number, [], [*zip(said, members, strict=True)]).wait(wait, deadline, "transfer")
         self._encoding = {rank for rank, (encodes,) in zip(told.encoders, said.tolist(), strict=True) if encodes}
         if told.onward is not None:
-            sends = [(each, told.onward) for each in said]
-            under_way.add(_joined(self._meeting).exchange(number, sends, [], told.after))
+            under_way.add(self._start(number, [(each, told.onward) for each in said], []))
 
     def _runs(self, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
         """Yield, of each run of a chunk, its place in the slot, where it arrives, and the member that sends it."""
@@ -384,31 +381,24 @@ class NcclReceiver(TransportReceiver):
             sends = [(each, told.onward) for each in data]
         if arriving is not None:
             receives = [(room, member) for _, room, member in self._runs(arriving)]
-        waiting_for = [*(told.before if receives else ()), *(told.after if sends else ())]
         number = (leaving or 0) if arriving is None else arriving  # on a CPU there is one of them at most
-        return _joined(self._meeting).exchange(number, sends, receives, waiting_for)
+        return self._start(number, sends, receives)
+
+    def _start(
+        self, number: int, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> Pending:
+        """Start sending and receiving, with the names of those that this worker waits for."""
+        told = self._told
+        count = len(told.senders) if receives else 0
+        names = [*told.before[:count], *(told.after[:1] if sends else ())]
+        behind = [*(told.before[count:] if receives else ()), *(told.after[1:] if sends else ())]
+        return _joined(self._meeting).exchange(number, sends, receives, names, behind)
 
     def close(self) -> None:
         if self._meeting is not None:
             self._meeting.abort()
         self._meeting = None
         self._slots = []
-
-
-class _UnderWay:
-    """Operations that were begun and have not been seen to end, the oldest first."""
-
-    def __init__(self) -> None:
-        self._pending: deque[Pending] = deque()
-
-    def add(self, pending: Pending) -> None:
-        """Note an operation."""
-        self._pending.append(pending)
-
-    def bound(self, count: int, wait: Wait, deadline: Deadline) -> None:
-        """Wait for the oldest until at most `count` are left."""
-        while len(self._pending) > count:
-            self._pending.popleft().wait(wait, deadline, "transfer")
 
 
 class _Meeting:
