@@ -76,6 +76,9 @@ class WeightSync:
         others paused and `POISONED`; `leave_out_lost` lets the next push go on without it. "drop" pushes again, at
         once, to those that are left. `PushReport.left_out` names the lost ones. A later push includes them when they
         answer again.
+    encoding: with transport="broadcast" and tensors on CPUs. "auto" sends what has changed since the last push, where
+        the link is so slow that this is faster. "delta" does so over any link. Both ends keep what was sent last:
+        docs/deltas.md says how much memory that takes. None, the default, sends everything.
     progress: a progress bar on rank 0 for long pushes. None means only on a terminal.
     megatron_bridge: for backend="megatron", the family whose checkpoint names are used ("mixtral"). None means that the
         names follow from the model, as for all known families but Mixtral. Any other family needs an object that
@@ -100,6 +103,7 @@ class WeightSync:
         verify: str | None = None,
         quantize: str | None = None,
         on_engine_failure: str | None = None,
+        encoding: str | None = None,
         progress: bool | None = None,
         megatron_bridge: Any = None,
         vocab_size: int | None = None,
@@ -133,6 +137,7 @@ class WeightSync:
             vocab_size=vocab_size,
             timeout_s=timeout_s,
             on_engine_failure=on_engine_failure,
+            encoding=encoding,
         )
         self._drops = on_engine_failure == "drop"
         self._lost: list[str] = []

@@ -249,6 +249,8 @@ def test_what_a_worker_was_not_told_of_memory_is_a_protocol_error(file: SharedFi
     [
         ({"runs": [[[0, 0, 9]]]}, "does not lie in a slot of 8 bytes"),
         ({"runs": [[[0, 5, 4]]]}, "does not lie in a slot of 8 bytes"),
+        ({"runs": [[[0, 0, 8]]], "encoders": [0], "origins": [[]]}, "says which rank it is of"),
+        ({"slots": 0}, "what came is no"),
         ({"slot_bytes": -1}, "what came is no"),
         ({"slot_bytes": None}, "what came is no"),
         ({"place": ["127.0.0.1", "0", "x"]}, "what came is no"),
@@ -258,7 +260,7 @@ def test_what_a_worker_was_not_told_of_memory_is_a_protocol_error(file: SharedFi
 )
 def test_runs_that_lie_in_no_slot_are_a_protocol_error(changes: dict[str, Any], words: str):
     fields = {"runs": [], "slot_bytes": 8, "place": ["127.0.0.1", 1, "x"], "rank": 1, "size": 2, "senders": [0]}
-    fields |= {"onward": None, "before": [], "after": []}
+    fields |= {"slots": 2, "onward": None, "before": [], "after": [], "encoders": [], "origins": []}
     with pytest.raises(ProtocolError, match=words):
         NcclReceiver(CPU).connect([], {**fields, **changes}, lambda seconds: None, Deadline(1))
 

@@ -46,6 +46,7 @@ class Options:
     vocab_size: int | None
     timeout_s: float
     on_engine_failure: str | None
+    encoding: str | None
 
     def refuse(self, strategy: str, *names: str) -> None:
         """Raise `ConfigError` for those of the named options that were given: they have no effect on `strategy`."""

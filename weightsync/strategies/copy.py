@@ -67,6 +67,11 @@ class CopyWeights(FleetStrategy):
         """
         super().__init__(options)
         self._transport, self._another = transport, another
+        if options.encoding is not None and options.encoding not in transport.encodings:
+            raise ConfigError(
+                f"encoding={options.encoding!r}, and transport {transport.name!r} knows "
+                f"{', '.join(map(repr, transport.encodings)) or 'none'}: leave it out"
+            )
         self._source: WeightSource = options.source
         if options.quantize is not None:
             self._source = QuantizingSource(
@@ -132,7 +137,8 @@ class CopyWeights(FleetStrategy):
         with timeline.during("load"), update.blaming_ranks():
             patience_s = max(self._done_s(link.plan, due) for link, due in zip(links, dues, strict=True))
             done = fleet.done(patience_s) if fleet is not None else []
-            ranks.gather(None, "transfer")  # every rank has sent its part
+            own_bytes = sum(link.transport.sent_bytes for link in links)
+            sent_bytes = sum(ranks.gather(own_bytes, "transfer"))  # every rank has sent its part
         loaded = time.perf_counter()
         report: PushReport | None = None
         if fleet is not None:
@@ -146,6 +152,7 @@ class CopyWeights(FleetStrategy):
                 version=version,
                 nbytes=nbytes,
                 chunks=sum(map(len, dues)),
+                sent_bytes=sent_bytes,
                 plan_s=planned - started,
                 control_s=opened - started + now - loaded,
                 gather_s=sent - opened,
@@ -269,6 +276,7 @@ class CopyWeights(FleetStrategy):
                 link.transport.abort()
         if course.connects:
             transport = again or (self._transport if self._another is None else self._another())
+            transport.encoding = self._options.encoding
             self._joining = [transport]
             link = self._negotiate(update, model, shards, transport, late)
             self._links, self._joining, self._shards = [*self._links, link], [], shards

@@ -92,7 +92,9 @@ class LoraTransport:
 
         if not isinstance(options.source, ModuleSource) or options.quantize is not None:
             raise ConfigError('adapters are those of PEFT: backend="fsdp" or "deepspeed", without quantize')
-        options.refuse("this LoraTransport", "bucketer", "max_bytes", "verify", "on_engine_failure", "pause")
+        options.refuse(
+            "this LoraTransport", "bucketer", "max_bytes", "verify", "on_engine_failure", "encoding", "pause"
+        )
         return LoraAdapters(options, options.source, self)
 
 

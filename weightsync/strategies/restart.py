@@ -92,7 +92,9 @@ class SaveAndRestart(UpdateStrategy):
     def __init__(self, options: Options, transport: CheckpointTransport) -> None:
         if options.quantize is not None:
             raise ConfigError("restart=True saves the trainer's own tensors; leave quantize out")
-        options.refuse("this CheckpointTransport", "bucketer", "max_bytes", "verify", "on_engine_failure", "pause")
+        options.refuse(
+            "this CheckpointTransport", "bucketer", "max_bytes", "verify", "on_engine_failure", "encoding", "pause"
+        )
         self._options = options
         self._transport = transport
         self._folder = Path(transport.folder).absolute()

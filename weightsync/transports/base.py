@@ -91,6 +91,12 @@ class Transport(ABC):
     """False: what is frozen travels in every push too."""
     least_bytes: int = 0
     """What a chunk must have for its time to pass that of its messages, known to rank 0 after `route`."""
+    encodings: tuple[str, ...] = ()
+    """The values of `encoding` that it knows."""
+    encoding: str | None = None
+    """How what travels is written. Set before `route`; None stands for bytes as they are."""
+    sent_bytes: int = 0
+    """How many bytes the last `send` of this rank has sent. Zero where workers read them themselves."""
     newest_version: int = 0
     """The newest version that outlives engines, known to rank 0 after `prepare`. A push must be newer."""
 

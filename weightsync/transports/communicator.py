@@ -11,6 +11,7 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -317,3 +318,19 @@ class Pending:
             self._work.wait()
         except RuntimeError as error:
             raise PeerError(f"the {self._what} broke: {error}", phase=phase) from error
+
+
+class UnderWay:
+    """Operations that were begun and have not been seen to end, the oldest first."""
+
+    def __init__(self) -> None:
+        self._pending: deque[Pending] = deque()
+
+    def add(self, pending: Pending) -> None:
+        """Note an operation."""
+        self._pending.append(pending)
+
+    def bound(self, count: int, wait: Wait, deadline: Deadline) -> None:
+        """Wait for the oldest until at most `count` are left."""
+        while len(self._pending) > count:
+            self._pending.popleft().wait(wait, deadline, "transfer")
