@@ -103,13 +103,14 @@ def test_roles_live_in_the_same_processes(actor: WorkerGroup):
 
 
 def test_errors_name_the_rank_and_show_where(actor: WorkerGroup):
+    address = ray.util.get_node_ip_address()
     with pytest.raises(WorkerError, match=r"Policy\.fail raised KeyError") as theirs:
         actor.fail("theirs", 1)
-    assert theirs.value.who == "Policy rank 1"
+    assert theirs.value.who == f"Policy rank 1 on {address}"
     assert "hybrid_workers.py" in str(theirs.value)
     with pytest.raises(ManifestError, match="one is missing") as ours:
         actor.fail("ours", 0)
-    assert (ours.value.who, ours.value.missing) == ("Policy rank 0", ["q"])
+    assert (ours.value.who, ours.value.missing) == (f"Policy rank 0 on {address}", ["q"])
     assert "hybrid_workers.py" in str(ours.value.__cause__)
     assert actor.nothing() == 0  # the processes go on
 
@@ -203,11 +204,18 @@ def test_what_cannot_work_is_refused_before_anything_starts(pool: ResourcePool, 
     refused: list[tuple[type[Exception], str, Any]] = [
         (PlacementError, "larger than the cluster", lambda: ResourcePool([NODE_CPUS + 1])),
         (PlacementError, "larger than the cluster", lambda: ResourcePool([1], gpus=1)),
-        (PlacementError, "was not free within 1 s", lambda: ResourcePool([NODE_CPUS - 1], timeout_s=1.0)),
+        (
+            PlacementError,
+            r"found no node for \[2\] of them within 1 s",
+            lambda: ResourcePool([NODE_CPUS - 1], timeout_s=1.0),
+        ),
         (ConfigError, "expected the number of processes", lambda: ResourcePool([])),
+        (ConfigError, "expected 0 or 1", lambda: ResourcePool([1], gpus=2)),
         (ConfigError, "two WorkerGroups claim the same places", lambda: WorkerGroup(pool, Policy, 1)),
         (ConfigError, "two RolloutGroups claim the same places", lambda: RolloutGroup(pool, model="none")),
         (ConfigError, "does not fit a pool", lambda: RolloutGroup(pool, model="none", tensor_parallel_size=4)),
+        (ConfigError, "pipeline_parallel_size=2", lambda: RolloutGroup(pool, model="none", pipeline_parallel_size=2)),
+        (ConfigError, "without rows", lambda: engine.generate(prompts_of(0), n=1)),
         (ConfigError, "no subclass of", lambda: WorkerGroup(pool, StandIn)),
     ]
     for kind, words, call in refused:
@@ -257,7 +265,7 @@ def alone_in_this_process(role: type[Worker], *arguments: Any) -> Worker:
 def test_a_worker_that_dies_is_noticed_and_replaced(actor: WorkerGroup, engine: RolloutGroup):
     # The last test, because the group is closed.
     begun = time.monotonic()
-    with pytest.raises(PeerError, match=r"Policy rank 1 died before it answered Policy\.fail"):
+    with pytest.raises(PeerError, match=r"Policy rank 1 on [\d.]+ died before it answered Policy\.fail"):
         actor.fail("kill", 1)
     assert time.monotonic() - begun < 20
     with pytest.raises(PeerError):
