@@ -12,7 +12,7 @@ import pytest
 import ray
 import torch
 from fake_engine import checkpoint, cold
-from hybrid_workers import FailingRole, Neighbour, Policy, StandIn
+from hybrid_workers import FailingRole, Neighbour, Policy, StandIn, prompts_of
 from tensordict import TensorDict
 
 from weightsync.errors import ConfigError, ManifestError, PeerError, PlacementError
@@ -176,13 +176,6 @@ def test_a_push_that_fails_leaves_the_cache_asleep(actor: WorkerGroup, engine: R
 def woken(engine: RolloutGroup) -> list[list[str]]:
     """Return what was woken since the calls were asked for."""
     return [call[1] for call in ray.get(engine.actors[0].calls.remote()) if call[0] == "wake_up"]
-
-
-def prompts_of(count: int) -> TensorDict:
-    ids = torch.arange(count)[:, None] + torch.arange(4)
-    mask = torch.arange(4) >= (torch.arange(count) % 4)[:, None]  # padded on the left
-    columns = {"prompts": ids, "prompt_mask": mask, "text": column([f"prompt {n}" for n in range(count)])}
-    return TensorDict(columns, [count])
 
 
 def test_engines_answer_in_the_order_of_the_prompts(pool: ResourcePool, engine: RolloutGroup):

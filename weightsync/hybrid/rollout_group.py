@@ -32,6 +32,10 @@ class RolloutGroup:
     options: what vLLM's `LLM` takes. weightsync's plug-in is set up, and sleep mode where the GPUs are shared.
     actor: the class of the Ray actor, in place of `weightsync.vllm.rollout.RolloutEngine`.
     timeout_s: how long each call may take.
+    names: what errors call each engine, with the address of its node.
+
+    A call raises what one of a `WorkerGroup` does. After the death of an engine `close` the group, make another on the
+    same pool, and let it follow. Its engines serve the weights of `model` until the next push.
     """
 
     def __init__(
@@ -56,7 +60,7 @@ class RolloutGroup:
         self._asleep: set[str] = set()
         self._closed = False
         self.actors: list[Any] = []
-        self._names = [f"engine {number}" for number in range(len(first_places))]
+        self.names = [f"engine {number}" for number in range(len(first_places))]
         options = {
             "model": model,
             "tensor_parallel_size": tensor_parallel_size,
@@ -136,7 +140,7 @@ class RolloutGroup:
             self.actors.append(ray.remote(cls).options(**self.pool.options(first)).remote(own, options))
         where = self._ask("start", "__ray_call__", _node)
         self.nodes = [node for node, _ in where]
-        self._names = [f"{name} on {address}" for name, (_, address) in zip(self._names, where, strict=True)]
+        self.names = [f"{name} on {address}" for name, (_, address) in zip(self.names, where, strict=True)]
 
     def _begin_generate(self, prompts: TensorDict, **sampling: Any) -> Later:
         if self._asleep:
@@ -149,16 +153,14 @@ class RolloutGroup:
         parts = balance([len(each) for each in lists], len(self.actors))
         refs = {
             name: actor.generate.remote([lists[row] for row in part], sampling)
-            for name, actor, part in zip(self._names, self.actors, parts, strict=True)
+            for name, actor, part in zip(self.names, self.actors, parts, strict=True)
             if part
         }
         pending = Pending("generate", refs, self._timeout_s)
         return Later(pending, partial(_batch_of, prompts, [part for part in parts if part]))
 
     def _ask(self, doing: str, method: str, *args: Any) -> list[Any]:
-        refs = {
-            name: getattr(actor, method).remote(*args) for name, actor in zip(self._names, self.actors, strict=True)
-        }
+        refs = {name: getattr(actor, method).remote(*args) for name, actor in zip(self.names, self.actors, strict=True)}
         return Pending(doing, refs, self._timeout_s).results()
 
 
