@@ -28,14 +28,21 @@ def cluster() -> Iterator[None]:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         root = Path(__file__).parents[2]
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (root, root / "examples", root / "tests" / "support"))))
-        ray.init(num_cpus=NODE_CPUS, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 10**6)
+        # A GPU by which Ray counts, and no more.
+        ray.init(
+            num_cpus=NODE_CPUS,
+            num_gpus=1,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=200 * 10**6,
+        )
         yield
         ray.shutdown()
 
 
 @pytest.fixture(scope="module")
 def pool(cluster: None) -> ResourcePool:
-    return ResourcePool([2])
+    return ResourcePool([2], gpus=0)
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +180,26 @@ def test_a_push_that_fails_leaves_the_cache_asleep(actor: WorkerGroup, engine: R
         assert not engine.is_asleep
 
 
+def test_workers_and_engines_take_turns_on_a_gpu(cluster: None):
+    pool = ResourcePool([1])
+    engine = RolloutGroup(pool, model="none", actor=StandIn, timeout_s=120.0)
+    with WorkerGroup(pool, Policy, 1, timeout_s=120.0) as actor:
+        with pytest.raises(ConfigError, match="make the WorkerGroup before the RolloutGroup"):
+            engine.follow(actor)
+        engine.close()
+        with RolloutGroup(pool, model="none", actor=StandIn, timeout_s=120.0) as engine:
+            assert ray.get(engine.actors[0].gpus_and_sleep_mode.remote()) == ("0", True)
+            with pytest.raises(PlacementError, match="'broadcast' needs a GPU for each"):
+                engine.follow(actor, transport="broadcast")
+            with engine.follow(actor) as sync:
+                sync.sleep()
+                assert engine.is_asleep
+                sync.push()
+                assert not engine.is_asleep
+                check_states(engine, 1)
+    pool.close()
+
+
 def woken(engine: RolloutGroup) -> list[list[str]]:
     """Return what was woken since the calls were asked for."""
     return [call[1] for call in ray.get(engine.actors[0].calls.remote()) if call[0] == "wake_up"]
@@ -196,7 +223,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(pool: ResourcePool, 
     before = ray.available_resources().get("CPU")
     refused: list[tuple[type[Exception], str, Any]] = [
         (PlacementError, "larger than the cluster", lambda: ResourcePool([NODE_CPUS + 1])),
-        (PlacementError, "larger than the cluster", lambda: ResourcePool([1], gpus=1)),
+        (PlacementError, "larger than the cluster", lambda: ResourcePool([2], gpus=1)),
         (
             PlacementError,
             r"found no node for \[2\] of them within 1 s",

@@ -145,6 +145,7 @@ class StandIn:
     """What `weightsync.vllm.rollout.RolloutEngine` is, without vLLM."""
 
     def __init__(self, devices: str, options: dict[str, Any]) -> None:
+        self.given = devices, options["enable_sleep_mode"]
         self.llm = LLM()
 
     def generate(self, prompts: list[list[int]], sampling: dict[str, Any]) -> Any:
@@ -159,6 +160,9 @@ class StandIn:
     def wake_up(self, tags: list[str]) -> None:
         self.llm.log.append(("wake_up", tags))
         self.llm.host.sleeps &= "weights" not in tags
+
+    def gpus_and_sleep_mode(self) -> tuple[str, bool]:
+        return self.given
 
     def calls(self) -> list[Any]:
         log, self.llm.log = self.llm.log, []

@@ -134,13 +134,20 @@ class RolloutGroup:
         self.close()
 
     def _start(self, first_places: list[int], size: int, cls: type, options: dict[str, Any]) -> None:
-        devices = _devices(self.pool) if self.pool.gpus else []
+        devices = self._devices() if self.pool.gpus else []
         for first in first_places:
             own = ",".join(devices[first : first + size])
             self.actors.append(ray.remote(cls).options(**self.pool.options(first)).remote(own, options))
         where = self._ask("start", "__ray_call__", _node)
         self.nodes = [node for node, _ in where]
         self.names = [f"{name} on {address}" for name, (_, address) in zip(self.names, where, strict=True)]
+
+    def _devices(self) -> list[str]:
+        """Return what CUDA calls the GPUs of each place of the pool."""
+        ask = ray.remote(_visible_devices)
+        places = range(self.pool.size)
+        refs = {f"place {place}": ask.options(**self.pool.options(place)).remote() for place in places}
+        return Pending("start", refs, self._timeout_s).results()
 
     def _begin_generate(self, prompts: TensorDict, **sampling: Any) -> Later:
         if self._asleep:
@@ -202,13 +209,6 @@ def _engine_class() -> type:
 def _node(actor: Any) -> tuple[str, str]:
     """Return the id and the address of an engine's node."""
     return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-
-
-def _devices(pool: ResourcePool) -> list[str]:
-    """Return what CUDA calls the GPUs of each place of a pool."""
-    ask = ray.remote(_visible_devices)
-    found: list[str] = ray.get([ask.options(**pool.options(place)).remote() for place in range(pool.size)])
-    return found
 
 
 def _visible_devices() -> str:
