@@ -59,7 +59,8 @@ test-fake: $(INSTALLED) ## Those with rank processes and engines without vLLM, i
 	$(PYTEST) tests/fake $(ARGS)
 
 test-hosts: $(INSTALLED) ## Pushes between hosts, made of namespaces: all cases of blocked ports and addresses. Needs root.
-	TEST_HOSTS=1 $(PY) -m pytest -q tests/fake/test_hosts.py tests/engine/test_push_between_hosts.py $(ARGS)
+	TEST_HOSTS=1 $(PY) -m pytest -q tests/fake/test_hosts.py tests/fake/test_hybrid_hosts.py \
+	    tests/engine/test_push_between_hosts.py $(ARGS)
 
 matrix: $(INSTALLED) ## All failures at all moments, in an hour or two: writes docs/failure-matrix.md. What is in .matrix is not run again.
 	$(PY) tests/matrix/run.py --transport ipc broadcast checkpoint single_copy
