@@ -455,7 +455,7 @@ def descriptors(pid: int) -> Counter[str]:
     found: Counter[str] = Counter()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
-            found[re.sub(r"[0-9a-f]{6,}|\d+", "N", os.readlink(link))] += 1
+            found[re.sub(r"(?<=^/dev/shm/).*|[0-9a-f]{6,}|\d+", "N", os.readlink(link))] += 1
     return found
 
 

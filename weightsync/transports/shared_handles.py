@@ -134,7 +134,7 @@ def take_back(storage: torch.UntypedStorage) -> None:
     fd, nbytes = storage._share_fd_cpu_()
     other = SharedFile(nbytes)
     other.data.untyped_storage().copy_(storage)
-    os.dup2(other.fileno(), fd)  # the descriptor that torch exports next
+    os.dup2(other.fileno(), fd, inheritable=False)  # the descriptor that torch exports next
     other.close()
     address, shared_and_fixed = storage.data_ptr(), mmap.MAP_SHARED | _MAP_FIXED
     if _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, shared_and_fixed, fd, 0) != address:
