@@ -34,7 +34,7 @@ PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorde
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help chaos endurance fuzz matrix test test-unit test-fake test-hosts demo lint clean
+.PHONY: help chaos endurance fleet fuzz matrix test test-unit test-fake test-hosts demo lint clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,10 @@ fuzz: $(INSTALLED) ## Say spoilt messages to both ends in each of their states: 
 chaos: $(INSTALLED) ## Kill, stop and delay trainers and engines for longer: `make chaos STEPS=300 SEED=7`.
 	CHAOS_STEPS=$(or $(STEPS),300) CHAOS_S=1e9 CHAOS_SEED=$(or $(SEED),1) $(PY) -m pytest -q -s --timeout 0 \
 	    -o faulthandler_timeout=0 tests/fake/test_chaos.py $(ARGS)
+
+fleet: $(INSTALLED) ## Pushes while engines are added, removed, killed, stopped and revived: `make fleet PUSHES=200 SEED=7`.
+	FLEET_PUSHES=$(or $(PUSHES),200) FLEET_SEED=$(or $(SEED),1) $(PY) -m pytest -q -s --timeout 0 \
+	    -o faulthandler_timeout=0 tests/fake/test_fleet_chaos.py $(ARGS)
 
 endurance: $(INSTALLED) ## What 10,000 pushes and 100 reconnects leave behind: `make endurance PUSHES=500 RECONNECTS=5`.
 	PYTHONPATH=. $(PY) tests/support/endurance.py $(or $(PUSHES),10000) $(or $(RECONNECTS),100) --svg docs/endurance.svg $(ARGS)
