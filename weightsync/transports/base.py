@@ -89,7 +89,7 @@ class Transport(ABC):
     name: str
     keeps_frozen: bool = True
     """False: what is frozen travels in every push too."""
-    least_bytes: int = 0
+    least_bytes: int = 1
     """What a chunk must have for its time to pass that of its messages, known to rank 0 after `route`."""
     encodings: tuple[str, ...] = ()
     """The values of `encoding` that it knows."""
