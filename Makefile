@@ -34,7 +34,7 @@ PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorde
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help chaos endurance fleet fuzz matrix test test-unit test-fake test-hosts demo lint clean
+.PHONY: help chaos deltas endurance fleet fuzz matrix test test-unit test-fake test-hosts demo lint clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,10 @@ test-fake: $(INSTALLED) ## Those with rank processes and engines without vLLM, i
 test-hosts: $(INSTALLED) ## Pushes between hosts, made of namespaces: all cases of blocked ports and addresses. Needs root.
 	TEST_HOSTS=1 $(PY) -m pytest -q tests/fake/test_hosts.py tests/fake/test_hybrid_hosts.py \
 	    tests/engine/test_push_between_hosts.py $(ARGS)
+
+deltas: $(INSTALLED) ## How much a step changes of a policy, and what sending the changes gains on slow links. Needs root.
+	PYTHONPATH=. $(PY) tests/support/delta_density.py
+	TEST_HOSTS=1 $(PY) -m pytest -q -s tests/fake/test_deltas_between_hosts.py $(ARGS)
 
 matrix: $(INSTALLED) ## All failures at all moments, in an hour or two: writes docs/failure-matrix.md. What is in .matrix is not run again.
 	$(PY) tests/matrix/run.py --transport ipc broadcast checkpoint single_copy

@@ -61,11 +61,11 @@ def serve(host: Host, layers: int) -> None:
 class Trainer:
     """A policy in float32, of which bfloat16 is pushed."""
 
-    def __init__(self, layers: int, url: str, encoding: str | None) -> None:
+    def __init__(self, layers: int, urls: list[str], encoding: str | None) -> None:
         self.master = weights(layers, 1)
         self.model = module_of({name: tensor.bfloat16() for name, tensor in self.master.items()})
         self.sync = WeightSync(
-            "fsdp", "broadcast", url, encoding=encoding, timeout_s=TIMEOUT_S, max_bytes=4 * LAYER_BYTES
+            "fsdp", "broadcast", urls, encoding=encoding, timeout_s=TIMEOUT_S, max_bytes=4 * LAYER_BYTES
         )
 
     def step(self, lr: float, seed: int) -> None:
@@ -124,7 +124,7 @@ def test_a_slow_link_carries_what_has_changed_alone(tmp_path: Path):
         engine.call(serve, layers)
         for name in "AB":
             hosts.link(name, rate=RATE)
-        trainer.call(connect, layers, f"http://B:{PORT}", "auto")
+        trainer.call(connect, layers, [f"http://B:{PORT}"], "auto")
         for seed in (2, 3):
             before = left(hosts, "A")
             trainer.call(step_and_push, 1e-6, seed)
@@ -133,20 +133,21 @@ def test_a_slow_link_carries_what_has_changed_alone(tmp_path: Path):
 
 
 @all_hosts
-@pytest.mark.parametrize("rate", [RATE, "1gbit", ""])
-def test_seconds_of_a_push(tmp_path: Path, rate: str):
+@pytest.mark.parametrize(("rate", "of_each"), [(RATE, 1), (RATE, 3), ("1gbit", 1), ("", 1)])
+def test_seconds_of_a_push(tmp_path: Path, rate: str, of_each: int):
     """Print a row of docs/deltas.md's table for each learning rate: medians, in turns, so that a load is on all."""
-    layers, count = 28, 5
-    with Hosts("A", "B", "C", shared=tmp_path) as hosts:
-        engines = [hosts.python(name) for name in "BC"]
+    layers, count = 28, 9
+    fleets = "BCD"[:of_each], "EFG"[:of_each]
+    with Hosts("A", *"".join(fleets), shared=tmp_path) as hosts:
+        engines = [[hosts.python(name) for name in fleet] for fleet in fleets]
         trainers = [hosts.python("A") for _ in engines]
-        for engine in engines:
+        for engine in [*engines[0], *engines[1]]:
             engine.call(serve, layers)
-        for name in "ABC" if rate else "":
+        for name in "A" + "".join(fleets) if rate else "":
             hosts.link(name, rate=rate)
-        for trainer, name, encoding in zip(trainers, "BC", (None, "auto"), strict=True):
-            trainer.call(connect, layers, f"http://{name}:{PORT}", encoding)
-        print(f"\n{rate or 'no limit'}, {layers * LAYER_BYTES / 1e6:.1f} MB")
+        for trainer, fleet, encoding in zip(trainers, fleets, (None, "auto"), strict=True):
+            trainer.call(connect, layers, [f"http://{name}:{PORT}" for name in fleet], encoding)
+        print(f"\n{rate or 'no limit'}, engines: {of_each}, {layers * LAYER_BYTES / 1e6:.1f} MB")
         for lr in (1e-6, 1e-5, 1e-4, ALL_OTHER):
             rows = [[trainer.call(step_and_push, lr, 10 + n) for trainer in trainers] for n in range(count)]
             dense, encoded = ([median(row[end][at] for row in rows) for at in range(3)] for end in range(2))
@@ -155,5 +156,6 @@ def test_seconds_of_a_push(tmp_path: Path, rate: str):
                 f"| {dense[0] / encoded[0]:.1f} | processor {dense[2]:.3f} s, {encoded[2]:.3f} s",
                 flush=True,
             )
-            for engine, trainer in zip(engines, trainers, strict=True):
-                assert engine.call(served) == trainer.call(pushed)
+            for fleet, trainer in zip(engines, trainers, strict=True):
+                held = trainer.call(pushed)
+                assert all(engine.call(served) == held for engine in fleet)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+from array import array
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -60,6 +64,50 @@ def check(new: torch.Tensor, base: torch.Tensor, bytes_per_s: float = 0.0) -> to
 def test_any_bytes_come_back(words, share, units, seed, bytes_per_s):
     base = noise(2 * words, seed)
     check(changed(base, share, seed + 1, units), base, bytes_per_s)
+
+
+def inflated(plane: bytes, nbytes: int) -> bytes:
+    return plane if len(plane) == nbytes else zlib.decompress(plane, -15)
+
+
+def written(encoded: bytes, base: bytes) -> bytes:
+    """Apply a difference as docs/wire.md describes it, in plain Python."""
+    old = array("H", base)
+    starts = range(0, len(old), BLOCK)
+    blocks = [old[at : at + BLOCK] for at in starts]
+    (*sizes,) = struct.unpack_from("<3i", encoded)
+    rows = struct.unpack_from(f"<{len(blocks)}i", encoded, 12)
+    at = [12 + 4 * len(blocks)]
+    at += [at[0] + sum(sizes[:number]) for number in (1, 2, 3)]
+    masks = [-(-len(block) // 8) if row % 2 else row // 2 for row, block in zip(rows, blocks, strict=True)]
+    lengths = [sum(masks), sum(row // 2 for row in rows), sum(row // 2 for row in rows)]
+    where, low, high = (inflated(encoded[i:j], n) for (i, j), n in zip(pairwise(at), lengths, strict=True))
+    value = 0
+    for row, block, nbytes in zip(rows, blocks, masks, strict=True):
+        own, where = where[:nbytes], where[nbytes:]
+        if row % 2:
+            places = [8 * number + bit for number, byte in enumerate(own) for bit in range(8) if byte >> bit & 1]
+        else:
+            places = [sum(own[: number + 1]) + number for number in range(nbytes)]
+        for place in places:
+            folded = low[value] + 256 * high[value]
+            block[place] = (block[place] + (folded // 2 if folded % 2 == 0 else -(folded + 1) // 2)) % 65536
+            value += 1
+    return b"".join(block.tobytes() for block in blocks)
+
+
+@given(
+    words=st.integers(1, WORDS),
+    share=st.sampled_from([0.0, 0.001, 0.05, 0.5]),
+    units=st.sampled_from([0, 2]),
+    bytes_per_s=st.sampled_from([0.0, NEVER_DEFLATED]),
+)
+@settings(deadline=None, max_examples=50)
+def test_it_is_what_the_specification_says(words, share, units, bytes_per_s):
+    base = noise(2 * words, words)
+    new = changed(base, share, words + 1, units)
+    if (encoded := encode(new, base, bytes_per_s)) is not None:
+        assert written(bytes(encoded.tolist()), bytes(base.tolist())) == bytes(new.tolist())
 
 
 @given(st.binary(min_size=2, max_size=200), st.binary(min_size=2, max_size=200))

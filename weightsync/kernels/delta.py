@@ -24,6 +24,7 @@ BLOCK_WORDS = 1 << 20
 _MOST_EQUAL = 255
 """Equal words before a changed one, at most. Behind more of them an equal word is written, with the difference 0."""
 _PLANES = 3
+_GATHER_BITS = 0x0102040810204080
 _TRIED_BYTES = 1 << 16
 
 
@@ -54,7 +55,7 @@ def decode(encoded: torch.Tensor, base: torch.Tensor) -> None:
     for block, part in zip(blocks, parts, strict=True):
         if part.differences.numel():
             where = part.where(block.numel())
-            block.index_copy_(0, where, block[where] + _signed(part.differences))
+            block.index_copy_(0, where, block.index_select(0, where) + _signed(part.differences))
 
 
 class _Block(NamedTuple):
@@ -86,18 +87,21 @@ class _Block(NamedTuple):
 
 def _changed(words: torch.Tensor, old: torch.Tensor) -> _Block:
     difference = words - old
-    where = difference.nonzero().view(-1)
-    changed = difference[where]
+    mask = difference != 0
+    where = mask.nonzero().view(-1)
+    changed = _folded(difference.index_select(0, where))
     equal = torch.diff(where, prepend=where.new_full((1,), -1)) - 1
-    fillers = equal // (_MOST_EQUAL + 1)
+    fillers = equal >> 8
     count = where.numel() + int(fillers.sum())
-    if count > (mask_bytes := -(-words.numel() // 8)):
-        return _Block(True, _packed(difference != 0, mask_bytes), _folded(changed))
+    if count > -(-words.numel() // 8):
+        return _Block(True, _packed(mask), changed)
+    if count == where.numel():
+        return _Block(False, equal.to(torch.uint8), changed)
     at = (fillers + 1).cumsum(0) - 1
     positions = torch.full((count,), _MOST_EQUAL, dtype=torch.uint8, device=words.device)
-    positions[at] = (equal - fillers * (_MOST_EQUAL + 1)).to(torch.uint8)
+    positions[at] = (equal & 0xFF).to(torch.uint8)
     differences = torch.zeros(count, dtype=torch.int16, device=words.device)
-    differences[at] = _folded(changed)
+    differences[at] = changed
     return _Block(False, positions, differences)
 
 
@@ -110,15 +114,18 @@ def _signed(folded: torch.Tensor) -> torch.Tensor:
     return ((folded >> 1) & 0x7FFF) ^ -(folded & 1)
 
 
-def _packed(mask: torch.Tensor, nbytes: int) -> torch.Tensor:
-    bits = torch.zeros(8 * nbytes, dtype=torch.uint8, device=mask.device)
-    bits[: mask.numel()] = mask
-    return (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(1, dtype=torch.uint8)
+def _packed(mask: torch.Tensor) -> torch.Tensor:
+    """Return a bit for each bool, padded to bytes, the first in the lowest bit."""
+    bools = torch.zeros(-(-mask.numel() // 8), 8, dtype=torch.uint8, device=mask.device)
+    bools.view(-1)[: mask.numel()] = mask
+    # The product has each byte's lowest bit once in its highest byte, at the place of the byte's number.
+    return ((bools.view(torch.int64).view(-1) * _GATHER_BITS) >> 56).to(torch.uint8)
 
 
-def _unpacked(positions: torch.Tensor) -> torch.Tensor:
-    shifts = torch.arange(8, dtype=torch.uint8, device=positions.device)
-    return ((positions.view(-1, 1) >> shifts) & 1).view(-1)
+def _unpacked(bits: torch.Tensor) -> torch.Tensor:
+    """Return a byte for each bit."""
+    bytes_of = (torch.arange(256).view(-1, 1) >> torch.arange(8) & 1).to(torch.uint8).view(torch.int64).view(-1)
+    return bytes_of.to(bits.device)[bits.int()].view(torch.uint8)
 
 
 def _deflated(plane: torch.Tensor, bytes_per_s: float) -> torch.Tensor:
