@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -42,8 +42,8 @@ class WeightSync:
     succeeds.
 
     backend: how the trainer holds its weights. "fsdp" stands for FSDP2, FSDP1, DDP and plain modules, "deepspeed" for
-        ZeRO 0 to 3, "megatron" for a Megatron-core `GPTModel` or the list of its chunks. A `WeightSource` of your own
-        works too.
+        ZeRO 0 to 3, "megatron" for a Megatron-core `GPTModel` or the list of its chunks. "stream" takes pairs of a
+        checkpoint name and a whole tensor, one after the other. A `WeightSource` of your own works too.
     transport: "ipc" (engines on this host) or "broadcast" (any host). "cuda_ipc" and "nccl" do the same and refuse
         CPU tensors. `CheckpointTransport(folder)` leaves a checkpoint of each version behind. "lora", or
         `LoraTransport(...)`, pushes a LoRA adapter alone, under a new name each time. "single_copy", or
@@ -81,6 +81,9 @@ class WeightSync:
         exports the model, such as Megatron-Bridge's `AutoBridge` or mbridge's `Bridge`. It gathers every tensor.
     vocab_size: for backend="megatron", how many rows of the embedding the checkpoint has. None means all rows, with
         Megatron's padding.
+    stream_tensors: for backend="stream", what streams give, in their order: an object with `shape` and `dtype` for each
+        name, such as a tensor on the meta device. None learns it from the first stream, which is read twice, or is kept
+        in CPU memory where it is an iterator. Every rank gives the same.
 
     Raises `ConfigError` for options that cannot work together, and for an option that would have no effect.
     """
@@ -102,6 +105,7 @@ class WeightSync:
         progress: bool | None = None,
         megatron_bridge: Any = None,
         vocab_size: int | None = None,
+        stream_tensors: Mapping[str, Any] | None = None,
     ) -> None:
         if pause not in (None, *PAUSE_MODES):
             raise ConfigError(f"pause={pause!r}; choose one of {', '.join(PAUSE_MODES)}")
@@ -119,7 +123,9 @@ class WeightSync:
             )
         options = Options(
             backend=backend,
-            source=open_source(backend, selection, bridge=megatron_bridge, vocab_size=vocab_size),
+            source=open_source(
+                backend, selection, bridge=megatron_bridge, vocab_size=vocab_size, stream_tensors=stream_tensors
+            ),
             engine=engine,
             selection=selection,
             bucketer=bucketer,
@@ -141,6 +147,9 @@ class WeightSync:
 
     def push(self, model: Model, version: int | None = None) -> PushReport:
         """Make every engine serve the weights that `model` has now. Collective: every trainer rank calls this.
+
+        With backend="stream" `model` is the stream of this push: a list, a dict, a function that returns an iterable,
+        or an iterator. Rank 0's is sent. The other ranks give the same, since giving may take collectives, or None.
 
         Blocks until every engine serves them. `version` must be greater than any that an engine has had, from earlier
         trainers too. None takes the next. Returns the same report on every rank. Raises the same `WeightSyncError` on

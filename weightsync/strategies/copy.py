@@ -84,7 +84,7 @@ class CopyWeights(FleetStrategy):
             )
         bucketer = options.bucketer
         if bucketer is None:
-            by_module = transport.name in ("ipc", "cuda_ipc") and options.backend != "megatron"
+            by_module = transport.name in ("ipc", "cuda_ipc") and options.backend not in ("megatron", "stream")
             bucketer = "module" if by_module else "threshold"
         if isinstance(bucketer, str):
             default = None if bucketer == "parameter" else DEFAULT_MAX_BYTES
@@ -124,6 +124,7 @@ class CopyWeights(FleetStrategy):
             Progress(self._options.progress, f"push {version}", due, ranks.rank == 0) as bar,
         ):
             self._transport.send(bar, sample, update)
+            self._source.gather(())
         sent = time.perf_counter()
         with timeline.during("load"), update.blaming_ranks():
             done = fleet.done(self._done_s(link.plan, due)) if fleet is not None else []
