@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from weightsync.config import WeightSyncConfig, read_config
 from weightsync.control.ranks import Ranks, collective
 from weightsync.control.update import Update
 from weightsync.engines import LoraAdapter
@@ -23,10 +24,6 @@ from weightsync.strategies.base import Options, StrategyOption
 from weightsync.transports.base import Transport
 
 logger = logging.getLogger(__name__)
-
-ENGINE_FAILURES = ("raise", "drop")
-PAUSE_MODES = ("keep", "wait", "abort")
-VERIFY_MODES = ("sampled", "full", "none")
 
 
 class WeightSync:
@@ -107,43 +104,45 @@ class WeightSync:
         vocab_size: int | None = None,
         stream_tensors: Mapping[str, Any] | None = None,
     ) -> None:
-        if pause not in (None, *PAUSE_MODES):
-            raise ConfigError(f"pause={pause!r}; choose one of {', '.join(PAUSE_MODES)}")
-        if verify not in (None, *VERIFY_MODES):
-            raise ConfigError(f"verify={verify!r}; choose one of {', '.join(VERIFY_MODES)}")
-        if on_engine_failure not in (None, *ENGINE_FAILURES):
-            raise ConfigError(f"on_engine_failure={on_engine_failure!r}; choose one of {', '.join(ENGINE_FAILURES)}")
-        if not timeout_s > 0:
-            raise ConfigError(f"timeout_s={timeout_s!r}; it must be positive seconds")
-        if selection is None:
-            selection = TensorSelection()
-        elif not isinstance(selection, TensorSelection):
-            raise ConfigError(
-                f"selection={selection!r}; expected a TensorSelection, such as TensorSelection(**options)"
-            )
-        options = Options(
-            backend=backend,
-            source=open_source(
-                backend, selection, bridge=megatron_bridge, vocab_size=vocab_size, stream_tensors=stream_tensors
-            ),
-            engine=engine,
-            selection=selection,
-            bucketer=bucketer,
-            max_bytes=max_bytes,
-            pause=pause,
-            verify=verify,
-            quantize=quantize,
-            progress=progress,
+        given: dict[str, Any] = {
+            "backend": backend,
+            "transport": transport,
+            "engine": engine,
+            "bucketer": bucketer,
+            "max_bytes": max_bytes,
+            "selection": selection,
+            "pause": pause,
+            "timeout_s": timeout_s,
+            "verify": verify,
+            "quantize": quantize,
+            "on_engine_failure": on_engine_failure,
+            "progress": progress,
+            "megatron_bridge": megatron_bridge,
+            "vocab_size": vocab_size,
+        }
+        config = WeightSyncConfig(**given)
+        source = open_source(
+            backend,
+            config.selection,
+            bridge=megatron_bridge,
             vocab_size=vocab_size,
-            timeout_s=timeout_s,
-            on_engine_failure=on_engine_failure,
+            stream_tensors=stream_tensors,
         )
         self._drops = on_engine_failure == "drop"
         self._lost: list[str] = []
-        self._strategy = open_strategy(transport, options)
+        self._strategy = open_strategy(transport, Options(**vars(config), source=source))
         self._ranks = Ranks(timeout_s)
         self.last_report: PushReport | None = None
         """The report of the last `push` or `writing` that succeeded, on every rank."""
+
+    @classmethod
+    def from_config(cls, config: WeightSyncConfig | Mapping[str, Any], **objects: Any) -> WeightSync:
+        """Return the `WeightSync` of a config, such as one that OmegaConf has read.
+
+        `objects` are options that no file holds, such as `engine=llm`, and take the place of the config's. Raises
+        `ConfigError` as `WeightSync` does, and for a field that is no option.
+        """
+        return cls(**{**read_config(config), **objects})
 
     def push(self, model: Model, version: int | None = None) -> PushReport:
         """Make every engine serve the weights that `model` has now. Collective: every trainer rank calls this.

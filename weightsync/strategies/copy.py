@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from msgspec import Struct
@@ -82,7 +83,7 @@ class CopyWeights(FleetStrategy):
             self._source = QuantizingSource(
                 options.source, options.quantize, options.selection, wait=self._wait, timeout_s=options.timeout_s
             )
-        bucketer = options.bucketer
+        bucketer: Any = options.bucketer
         if bucketer is None:
             by_module = transport.name in ("ipc", "cuda_ipc") and options.backend not in ("megatron", "stream")
             bucketer = "module" if by_module else "threshold"
