@@ -58,8 +58,8 @@ class Timeline:
 class Update:
     """One collective step on one trainer rank.
 
-    `check` raises when an engine worker or an engine call has failed; rank 0 sets it once there are engines. `report`
-    is the `PushReport` of a step that has no return value.
+    `check` raises when an engine worker or an engine call has failed; rank 0 sets it once there are engines. `label` is
+    what engines report in the place of the version. `report` is the `PushReport` of a step that has no return value.
     """
 
     def __init__(self, ranks: Group, timeout_s: float, version: int | None = None) -> None:
@@ -68,6 +68,7 @@ class Update:
         self.version = version
         self.timeline = Timeline()
         self.check: Callable[[], None] = lambda: None
+        self.label: str | None = None
         self.report: Any = None
 
     def deadline(self) -> Deadline:
