@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightsync import telemetry
 from weightsync.config import WeightSyncConfig, read_config
 from weightsync.control.ranks import Ranks, collective
-from weightsync.control.update import Update
+from weightsync.control.update import Timeline, Update
 from weightsync.control.wire import POISONED
 from weightsync.engines import LoraAdapter
 from weightsync.errors import ConfigError, FrozenLostError, WeightSyncError
@@ -171,7 +172,7 @@ class WeightSync:
             try:
                 with self._collective(version) as update:
                     update.label = None if label is None else str(label)
-                    report = self.last_report = self._strategy.run(update, model)
+                    report = update.report = self._strategy.run(update, model)
                 return report
             except FrozenLostError as error:
                 logger.warning("sending everything: %s", error)
@@ -241,7 +242,6 @@ class WeightSync:
         """
         with self._collective(version) as update, self._strategy.writing(update):
             yield
-        self.last_report = update.report
 
     @property
     def adapter(self) -> LoraAdapter | None:
@@ -268,8 +268,18 @@ class WeightSync:
             raise ConfigError(f"version={version!r}; it must be a whole number, or None for the next")
         if not self._busy.acquire(blocking=False):
             raise ConfigError("this WeightSync is pushing already, in another thread or task: wait for that push first")
+        timeline = Timeline()
         try:
             with collective(self._ranks, version, self._strategy.explain, self._strategy.reset) as update:
+                timeline = update.timeline
                 yield update
+        except WeightSyncError as error:
+            if self._ranks.rank == 0:
+                telemetry.push_failed(timeline, error)
+            raise
         finally:
             self._busy.release()
+        if update.report is not None:
+            self.last_report = update.report
+            if self._ranks.rank == 0:
+                telemetry.push_succeeded(timeline, update.report)

@@ -37,21 +37,26 @@ class Group(Protocol):
 
 
 class Timeline:
-    """The phase that an error happened in, and the seconds of each phase."""
+    """The phase that an error happened in, the seconds of each phase, and when each began and ended."""
 
     def __init__(self) -> None:
         self.phase = "connect"
         self.seconds: dict[str, float] = defaultdict(float)
+        self.started_ns = time.time_ns()
+        self.spans: list[tuple[str, int, int]] = []
+        self.sent_s: list[float] = []
+        """Rank 0: how long each rank has sent."""
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Enter a phase. Return to the outer one on success, and keep the inner one when an exception leaves."""
         outer, self.phase = self.phase, phase
-        started = time.perf_counter()
+        started, started_ns = time.perf_counter(), time.time_ns()
         try:
             yield
         finally:
             self.seconds[phase] += time.perf_counter() - started
+            self.spans.append((phase, started_ns, time.time_ns()))
         self.phase = outer
 
 

@@ -131,7 +131,7 @@ class CopyWeights(FleetStrategy):
         sent = time.perf_counter()
         with timeline.during("load"), update.blaming_ranks():
             done = fleet.done(self._done_s(link.plan, due)) if fleet is not None else []
-            ranks.gather(None, "transfer")  # every rank has sent its part
+            timeline.sent_s = ranks.gather(sent - opened, "transfer")  # every rank has sent its part
         loaded = time.perf_counter()
         report: PushReport | None = None
         if fleet is not None:
