@@ -42,6 +42,7 @@ class WeightSyncConfig:
     progress: bool | None = None
     megatron_bridge: str | None = None
     vocab_size: int | None = None
+    ranks: str | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from weightsync import telemetry
 from weightsync.config import WeightSyncConfig, read_config
@@ -84,6 +85,9 @@ class WeightSync:
         exports the model, such as Megatron-Bridge's `AutoBridge` or mbridge's `Bridge`. It gathers every tensor.
     vocab_size: for backend="megatron", how many rows of the embedding the checkpoint has. None means all rows, with
         Megatron's padding.
+    ranks: which processes push together, as "every rank" and "rank 0" mean here. None: the default process group, or
+        this process where there is none. A process group: its ranks alone. "alone": this process, which must hold whole
+        tensors; so one rank of a job, or each for itself, may push.
     stream_tensors: for backend="stream", what streams give, in their order: an object with `shape` and `dtype` for each
         name, such as a tensor on the meta device. None learns it from the first stream, which is read twice, or is kept
         in CPU memory where it is an iterator. Every rank gives the same.
@@ -108,6 +112,7 @@ class WeightSync:
         progress: bool | None = None,
         megatron_bridge: Any = None,
         vocab_size: int | None = None,
+        ranks: str | ProcessGroup | None = None,
         stream_tensors: Mapping[str, Any] | None = None,
     ) -> None:
         given: dict[str, Any] = {
@@ -125,6 +130,7 @@ class WeightSync:
             "progress": progress,
             "megatron_bridge": megatron_bridge,
             "vocab_size": vocab_size,
+            "ranks": ranks,
         }
         config = WeightSyncConfig(**given)
         source = open_source(
@@ -133,12 +139,13 @@ class WeightSync:
             bridge=megatron_bridge,
             vocab_size=vocab_size,
             stream_tensors=stream_tensors,
+            ranks=ranks,
         )
         self._drops = on_engine_failure == "drop"
         self._lost: list[str] = []
         self._busy = threading.Lock()
         self._strategy = open_strategy(transport, Options(**vars(config), source=source))
-        self._ranks = Ranks(timeout_s)
+        self._ranks = Ranks(timeout_s, ranks)
         self.last_report: PushReport | None = None
         """The report of the last `push` or `writing` that succeeded, on every rank."""
 

@@ -83,7 +83,12 @@ class CopyWeights(FleetStrategy):
         self._source = renamed(options.source, options.selection)
         if options.quantize is not None:
             self._source = QuantizingSource(
-                self._source, options.quantize, options.selection, wait=self._wait, timeout_s=options.timeout_s
+                self._source,
+                options.quantize,
+                options.selection,
+                wait=self._wait,
+                timeout_s=options.timeout_s,
+                ranks=options.ranks,
             )
         bucketer: Any = options.bucketer
         if bucketer is None:
