@@ -47,6 +47,7 @@ ORDER = [
     ["weightsync.control.runtime", "weightsync.report", "weightsync.vllm.compat"],
     ["weightsync.control.wire", "weightsync.control.wire_memory", "weightsync.planning", "weightsync.selection"],
     ["weightsync.control"],
+    ["weightsync.telemetry"],
     ["weightsync.engines"],
     ["weightsync.control.fleet", "weightsync.control.member"],
     ["weightsync.kernels"],
@@ -55,6 +56,7 @@ ORDER = [
     ["weightsync.transports"],
     ["weightsync.receiver"],
     ["weightsync.vllm"],
+    ["weightsync.config"],
     ["weightsync.strategies"],
     ["weightsync.sync"],
     ["weightsync.hybrid"],
@@ -122,11 +124,24 @@ ROOM = {
     "ray": ["weightsync.engines.ray_actor", "weightsync.hybrid"],
     "tensordict": ["weightsync.hybrid"],
     "peft": ["weightsync.sources.peft"],
+    "prometheus_client": ["weightsync.telemetry"],
+    "opentelemetry": ["weightsync.telemetry"],
     "triton": TRITON,
 }
 
 # Not on `import`, but inside the function that needs it. A room that is all about its package may import it at the top.
-LAZY = ["vllm", "deepspeed", "megatron", "ray", "tensordict", "transformers", "peft", "triton"]
+LAZY = [
+    "vllm",
+    "deepspeed",
+    "megatron",
+    "ray",
+    "tensordict",
+    "transformers",
+    "peft",
+    "triton",
+    "prometheus_client",
+    "opentelemetry",
+]
 AT_THE_TOP = [
     "weightsync.hybrid",
     "weightsync.vllm",

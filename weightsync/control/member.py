@@ -14,8 +14,10 @@ from weightsync.control.listener import Listener
 from weightsync.control.runtime import Deadline
 from weightsync.control.wire import POISONED, Hello, MachineInfo, Release
 from weightsync.engines import Engine
-from weightsync.errors import EngineUnreachableError, FencedError, WeightSyncError
+from weightsync.errors import EngineError, EngineUnreachableError, FencedError, WeightSyncError
 
+CALLER = "caller"
+"""The pause of a caller that pauses and resumes engines itself."""
 _SILENT = 2
 """A busy server may not answer once."""
 _FAREWELL_S = 3.0
@@ -128,6 +130,9 @@ class Member:
     def pause(self, mode: str) -> None:
         if self.is_over:
             return
+        if mode == CALLER:
+            self._check_paused()
+            return
         self.is_paused = True
         try:
             self.engine.pause(mode)
@@ -136,6 +141,16 @@ class Member:
             if self.is_over:  # the fleet did not wait for this call; what it resumed was not paused yet
                 self.is_paused = True
                 self.take_back()
+
+    def _check_paused(self) -> None:
+        """Raise where the engine says that it generates. Not every engine can say so."""
+        is_paused = getattr(self.engine, "is_paused", lambda: None)()
+        if is_paused is False:
+            raise EngineError(
+                f'pause="{CALLER}", but the engine generates: pause it before each push, and resume it afterwards',
+                who=self.engine.name,
+            )
+        self.paused_at = time.perf_counter()
 
     def start(self) -> None:
         if self.is_over:
@@ -151,11 +166,11 @@ class Member:
             self.is_marked = True
             self.engine.set_version(f"{POISONED}: a push is under way, or its trainer has died")
 
-    def finish(self, version: str) -> None:
-        """Finish the update. The engine then reports `version`."""
-        self._finish(version)
-        self.version, self.is_marked = version if self.version is not None else None, False
-        self.is_poisoned, self.served = False, int(version)
+    def finish(self, version: int, label: str) -> None:
+        """Finish the update. The engine serves `version`, and reports `label`."""
+        self._finish(label)
+        self.version, self.is_marked = label if self.version is not None else None, False
+        self.is_poisoned, self.served = False, version
 
     def withdraw(self) -> None:
         """Finish the update, in which nothing was written. The engine then reports its version as before."""
@@ -165,8 +180,9 @@ class Member:
             self.engine.set_version(self.version)
 
     def resume(self) -> None:
-        self.is_paused = False
-        self.engine.resume()
+        if self.is_paused:
+            self.is_paused = False
+            self.engine.resume()
 
     def give_up(self, is_unwritten: bool) -> None:
         """Note that the push has failed, and whether it has written anything."""

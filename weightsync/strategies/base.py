@@ -6,11 +6,12 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import nn
 
+from weightsync.config import WeightSyncConfig
 from weightsync.control.fleet import Fleet
 from weightsync.control.ranks import Ranks
 from weightsync.control.update import Update
@@ -19,10 +20,8 @@ from weightsync.engines import Engine, EngineList, LoraAdapter
 from weightsync.engines.lost_engines import LostEngines
 from weightsync.engines.other_ranks import OtherRanks
 from weightsync.errors import ConfigError, WeightSyncError
-from weightsync.planning.bucketing import Bucketer
 from weightsync.planning.layout import ShardLocation
 from weightsync.report import PushReport
-from weightsync.selection import TensorSelection
 from weightsync.sources.base import Model, TensorShard, WeightSource
 from weightsync.transports.base import LocalTensor
 
@@ -30,28 +29,21 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(WeightSyncConfig):
     """What `WeightSync` was given, checked. None stands for what the user left out."""
 
-    backend: str | WeightSource
-    source: WeightSource
-    engines: EngineList
-    selection: TensorSelection
-    bucketer: str | Bucketer | None
-    max_bytes: int | None
-    pause: str | None
-    verify: str | None
-    quantize: str | None
-    progress: bool | None
-    vocab_size: int | None
-    timeout_s: float
-    on_engine_failure: str | None
-    encoding: str | None
+    source: WeightSource = field(kw_only=True)
+    engines: EngineList = field(kw_only=True)
 
     def refuse(self, strategy: str, *names: str) -> None:
         """Raise `ConfigError` for those of the named options that were given: they have no effect on `strategy`."""
         if given := [name for name in names if getattr(self, name) is not None]:
             raise ConfigError(f"{', '.join(given)}: no effect with {strategy}; leave out what is given for it")
+
+    def refuse_rename(self, strategy: str) -> None:
+        """Raise `ConfigError` where tensors are renamed."""
+        if self.selection.rename is not None:
+            raise ConfigError(f"TensorSelection.rename: no effect with {strategy}; leave it out")
 
 
 class UpdateStrategy(ABC):
@@ -60,6 +52,8 @@ class UpdateStrategy(ABC):
 
     adapter: LoraAdapter | None = None
     """The adapter that was pushed last, where the strategy pushes adapters."""
+    takes_labels = False
+    """Whether engines can report something else than the version."""
 
     @abstractmethod
     def run(self, update: Update, model: Model) -> PushReport:
@@ -101,6 +95,8 @@ class UpdateStrategy(ABC):
 
 class FleetStrategy(UpdateStrategy):
     """A strategy that keeps the engines' workers connected from one push to the next."""
+
+    takes_labels = True
 
     def __init__(self, options: Options) -> None:
         self._options = options

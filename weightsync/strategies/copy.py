@@ -11,11 +11,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from msgspec import Struct
 
 from weightsync.control.fleet import Fleet
-from weightsync.control.member import Member, Worker
+from weightsync.control.member import CALLER, Member, Worker
 from weightsync.control.ranks import Ranks
 from weightsync.control.update import Update
 from weightsync.control.wire import Connect, Done, Go, typed
@@ -28,8 +29,9 @@ from weightsync.planning.layout import ShardLocation, merge_manifests
 from weightsync.planning.rows import Run, Storage
 from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES, TransferPlan, make_chunks
 from weightsync.report import Progress, PushReport, WorkerReport
-from weightsync.sources.base import LastShards, Model, TensorShard, WeightSource
+from weightsync.sources.base import LastShards, Model, TensorShard
 from weightsync.sources.quantize import QuantizingSource, pairs
+from weightsync.sources.rename import renamed
 from weightsync.strategies.base import FleetStrategy, Options, locate, warn_of_kept
 from weightsync.strategies.inventory import Inventory, frozen_everywhere, take_inventory
 from weightsync.strategies.link import Course, Link, choose_course
@@ -51,9 +53,10 @@ class Memory(Struct):
 
 @dataclass
 class _Pushed:
-    """The version that was pushed last, and how often this rank's shards had been written then."""
+    """The version that was pushed last, its label, and how often this rank's shards had been written then."""
 
     version: int
+    label: str | None
     writes: list[int]
 
 
@@ -72,14 +75,19 @@ class CopyWeights(FleetStrategy):
                 f"encoding={options.encoding!r}, and transport {transport.name!r} knows "
                 f"{', '.join(map(repr, transport.encodings)) or 'none'}: leave it out"
             )
-        self._source: WeightSource = options.source
+        self._source = renamed(options.source, options.selection)
         if options.quantize is not None:
             self._source = QuantizingSource(
-                options.source, options.quantize, options.selection, wait=self._wait, timeout_s=options.timeout_s
+                self._source,
+                options.quantize,
+                options.selection,
+                wait=self._wait,
+                timeout_s=options.timeout_s,
+                ranks=options.ranks,
             )
-        bucketer = options.bucketer
+        bucketer: Any = options.bucketer
         if bucketer is None:
-            by_module = transport.name in ("ipc", "cuda_ipc") and options.backend != "megatron"
+            by_module = transport.name in ("ipc", "cuda_ipc") and options.backend not in ("megatron", "stream")
             bucketer = "module" if by_module else "threshold"
         if isinstance(bucketer, str):
             default = None if bucketer == "parameter" else DEFAULT_MAX_BYTES
@@ -118,6 +126,7 @@ class CopyWeights(FleetStrategy):
             return None
         planned = opened = time.perf_counter()
         fleet, dues = self._fleet, [link.due for link in links]
+        label = self._pushed.label if late and self._pushed is not None else update.label
         nbytes = max(link.plan.nbytes(link.pushes == 0) for link in links)
         if fleet is not None:
             with timeline.during("pause"):
@@ -133,19 +142,22 @@ class CopyWeights(FleetStrategy):
                 Progress(self._options.progress, f"push {version}", due, ranks.rank == 0) as bar,
             ):
                 link.transport.send(bar, link.sample, update)
+        self._source.gather(())
         sent = time.perf_counter()
         with timeline.during("load"), update.blaming_ranks():
             patience_s = max(self._done_s(link.plan, due) for link, due in zip(links, dues, strict=True))
             done = fleet.done(patience_s) if fleet is not None else []
-            own_bytes = sum(link.transport.sent_bytes for link in links)
-            sent_bytes = sum(ranks.gather(own_bytes, "transfer"))  # every rank has sent its part
+            own = sent - opened, sum(link.transport.sent_bytes for link in links)
+            everyone = ranks.gather(own, "transfer")  # every rank has sent its part
+            timeline.sent_s = [seconds for seconds, _ in everyone]
+            sent_bytes = sum(nbytes for _, nbytes in everyone)
         loaded = time.perf_counter()
         report: PushReport | None = None
         if fleet is not None:
             with timeline.during("commit"):
                 for link in links:
                     link.transport.complete(version)
-                commit_s = [answer.load_s for answer in fleet.commit()]
+                commit_s = [answer.load_s for answer in fleet.commit(label)]
             now = time.perf_counter()
             workers = _worker_reports(fleet, done, commit_s)
             report = PushReport(
@@ -170,7 +182,7 @@ class CopyWeights(FleetStrategy):
             report = PushReport.from_dict(ranks.broadcast(asdict(report) if report is not None else None, "commit"))
         for link in links:
             link.pushes += 1
-        self._pushed = _Pushed(version, _writes(self._shards or ()))
+        self._pushed = _Pushed(version, label, _writes(self._shards or ()))
         return report
 
     def reset(self, error: WeightSyncError) -> None:
@@ -202,7 +214,7 @@ class CopyWeights(FleetStrategy):
         Engines are paused meanwhile where that ends no request: a model has seldom moved.
         """
         ranks = update.ranks
-        is_early = self._take_stock(update) and bool(self._links) and self._pause == "keep" and not late
+        is_early = self._take_stock(update) and bool(self._links) and self._pause in ("keep", CALLER) and not late
         if is_early:
             self._choose_version(update, self._links, late)  # one that cannot be is refused before anything is paused
             self._open(update, self._links)
