@@ -34,7 +34,7 @@ PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorde
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help chaos endurance fuzz matrix test test-unit test-fake test-hosts demo lint clean
+.PHONY: help chaos endurance fuzz matrix test test-unit test-fake test-hosts test-integrations demo lint clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ matrix: $(INSTALLED) ## All failures at all moments, in an hour or two: writes d
 	$(PY) tests/matrix/run.py --client HTTP --timeout-s 8 --transport ipc broadcast
 	$(PY) tests/matrix/run.py --page
 
+test-integrations: .venv-trl/.installed ## Train with TRL's own trainers, in an environment over $(VENV) that has TRL.
+	.venv-trl/bin/python -m pytest -q --durations=25 tests/integrations $(ARGS)
+
 demo: $(INSTALLED) ## Push to a live vLLM, prove it equal to a cold start, then learn from reward: `make demo TRANSPORT=ipc|broadcast`.
 	$(PY) -m weightsync demo --transport $(TRANSPORT) $(ARGS)
 	$(PY) examples/grpo.py --transport $(TRANSPORT) --output-dir grpo-output
@@ -96,4 +99,12 @@ $(VENV)/.installed: $(LOCK) setup.py
 	@grep '^torchvision==' $(LOCK) | xargs -r $(PIP) --no-deps --upgrade --target $(VENV)/torchvision
 	@DS_BUILD_OPS=0 $(PIP) --no-deps --no-build-isolation "$$(grep '^deepspeed==' $(LOCK))"
 	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# It sees what $(PY) has: frameworks take vLLM and torch from there.
+.venv-trl/.installed: requirements-trl.lock $(INSTALLED)
+	@test -x .venv-trl/bin/python || $$($(PY) -c 'import sys; print(sys._base_executable)') -m venv .venv-trl
+	@$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > $$(.venv-trl/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
+	@.venv-trl/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --requirement $<
 	@touch $@

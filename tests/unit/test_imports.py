@@ -57,7 +57,7 @@ ORDER = [
     ["weightsync.vllm"],
     ["weightsync.strategies"],
     ["weightsync.sync"],
-    ["weightsync.hybrid"],
+    ["weightsync.hybrid", "weightsync.integrations"],
     ["weightsync"],
     ["weightsync.tools", "weightsync.__main__"],
 ]
@@ -122,13 +122,15 @@ ROOM = {
     "ray": ["weightsync.engines.ray_actor", "weightsync.hybrid"],
     "tensordict": ["weightsync.hybrid"],
     "peft": ["weightsync.sources.peft"],
+    "trl": ["weightsync.integrations.trl"],
     "triton": TRITON,
 }
 
 # Not on `import`, but inside the function that needs it. A room that is all about its package may import it at the top.
-LAZY = ["vllm", "deepspeed", "megatron", "ray", "tensordict", "transformers", "peft", "triton"]
+LAZY = ["vllm", "deepspeed", "megatron", "ray", "tensordict", "transformers", "peft", "trl", "triton"]
 AT_THE_TOP = [
     "weightsync.hybrid",
+    "weightsync.integrations",
     "weightsync.vllm",
     "weightsync.sources.deepspeed",
     "weightsync.sources.megatron",
@@ -356,6 +358,12 @@ def test_the_product_imports_no_controller():
         i for i in ours() if inside(i.target, "weightsync.hybrid") and not inside(i.module, "weightsync.hybrid")
     ]
     fail_on(violations, "Who pushes from a trainer of their own needs neither Ray nor a controller.")
+
+
+def test_the_product_imports_no_integration():
+    integrations = "weightsync.integrations"
+    violations = [i for i in ours() if inside(i.target, integrations) and not inside(i.module, integrations)]
+    fail_on(violations, "Frameworks change with each release, and weightsync works without any of them.")
 
 
 @pytest.mark.parametrize("package", ROOM)

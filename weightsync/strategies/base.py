@@ -17,6 +17,7 @@ from weightsync.control.update import Update
 from weightsync.control.wire import LoadPlan
 from weightsync.engines import Engine, LoraAdapter, connect
 from weightsync.engines.other_ranks import OtherRanks
+from weightsync.engines.parts import join
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.planning.bucketing import Bucketer
 from weightsync.planning.layout import ShardLocation
@@ -114,7 +115,7 @@ class FleetStrategy(UpdateStrategy):
 
     def _find_engines(self) -> list[Engine]:
         """Return all engines, on rank 0."""
-        return [*connect(self._options.engine, self._options.timeout_s), *self._others.engines]
+        return join([*connect(self._options.engine, self._options.timeout_s), *self._others.engines])
 
     def _call_in(self, update: Update) -> Fleet:
         """Rank 0: return the engines, whose workers wait for messages until they are released."""

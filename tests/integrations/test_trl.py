@@ -1,0 +1,71 @@
+"""TRL's own trainers, whose engines answer as cold ones after three steps through `weightsync.integrations.trl`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl_ranks
+from engines import ANSWER_TOKENS, NOT_COMPILED, PROMPTS, Answer, Engines, Remote, answer_of, assert_same, noted
+from ranks import run_ranks
+
+from weightsync.engines.child import free_port
+from weightsync.engines.server import VllmServer
+
+pytest_plugins = ["engine_fixtures"]
+pytestmark = pytest.mark.engine
+
+# As TRL starts its engines; a kernel of vLLM's that only eager engines take rounds otherwise.
+AS_TRL = {"enforce_eager": False, "logprobs_mode": "processed_logprobs"}
+
+
+def cold(engines: Engines, checkpoint: Path, options: dict[str, Any]) -> Answer:
+    engines.start(checkpoint, **AS_TRL, **options)
+    return engines.ask()
+
+
+def cold_with_adapter(engines: Engines, checkpoint: Path, adapter: Path) -> Answer:
+    from vllm.lora.request import LoRARequest
+
+    engines.start(checkpoint, **AS_TRL, enable_lora=True)
+    asked = {"lora_request": LoRARequest("adapter", 1, str(adapter)), "use_tqdm": False}
+    sampling = engines.sampling(ANSWER_TOKENS)
+    return [answer_of(engines.llm.generate([{"prompt_token_ids": p}], sampling, **asked)[0]) for p in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks", "options"),
+    [
+        pytest.param("GRPO", 1, {}, id="one rank"),
+        pytest.param("GRPO", 2, {}, id="an engine in each rank"),
+        pytest.param("GRPO", 2, {"vllm_tensor_parallel_size": 2}, id="an engine of two ranks"),
+        pytest.param("RLOO", 1, {"adapters": True}, id="merged adapters"),
+    ],
+)
+def test_colocated_engine_equals_a_cold_one(
+    engines: Remote, tmp_path: Path, method: str, ranks: int, options: dict[str, Any]
+) -> None:
+    checkpoint = trl_ranks.save(tmp_path / "tiny")
+    run_ranks(trl_ranks.colocate, ranks, ranks, free_port(), method, checkpoint, options, timeout_s=240)
+    parallel = {"tensor_parallel_size": options.get("vllm_tensor_parallel_size", 1)}
+    trained = engines.call(cold, tmp_path / "trained", parallel)
+    assert trained != engines.call(cold, checkpoint, parallel), "three steps changed nothing"
+    for rank in range(ranks):
+        assert_same(noted(tmp_path / f"pushed-{rank}.json"), trained, f"the engine of rank {rank}")
+
+
+def test_server_equals_a_cold_engine(engines: Remote, tmp_path: Path) -> None:
+    first, second = (trl_ranks.save(tmp_path / name / "tiny") for name in ("adapters", "weights"))
+    options = ("--enable-lora", "--max-model-len=256", "--dtype=bfloat16", "--logprobs-mode=processed_logprobs")
+    with VllmServer(first, *options, log=tmp_path / "log", environment=NOT_COMPILED) as server:
+        run_ranks(
+            trl_ranks.serve, 1, 1, free_port(), "GRPO", first, server.url, "lora", {"adapters": True}, timeout_s=200
+        )
+        run_ranks(trl_ranks.serve, 2, 2, free_port(), "GRPO", second, server.url, "ipc", {}, timeout_s=200)
+    adapted = engines.call(cold_with_adapter, first, first.parent / "trained")
+    trained = engines.call(cold, second.parent / "trained", {"enable_lora": True})
+    untrained = engines.call(cold, first, {"enable_lora": True})
+    assert untrained not in (adapted, trained), "three steps changed nothing"
+    assert_same(noted(first.parent / "pushed-0.json"), adapted, "the server with the adapter")
+    assert_same(noted(second.parent / "pushed-0.json"), trained, "the server with new weights")

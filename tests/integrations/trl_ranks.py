@@ -1,0 +1,130 @@
+"""What a rank of a TRL trainer does in the tests: three steps of a tiny model, then answers of its engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tiny_models
+import torch
+from engines import NOT_COMPILED, PROMPTS, Answer, answer_of, note
+
+STEPS = 3
+
+
+def save(folder: Path) -> Path:
+    """Leave the checkpoint of a model of 251 words, and its tokenizer, in `folder`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"t{i}": i for i in range(3, 251)}}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    marks = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **marks).save_pretrained(folder)
+    return tiny_models.save(tiny_models.build("qwen3", "A"), folder)
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(word < "t2" for word in text.split())) for text in completions]
+
+
+def place(rank: int, size: int, port: int) -> None:
+    """Set what accelerate and vLLM's external launcher read, and what the engines of all tests have."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in names.items()} | NOT_COMPILED | {"VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+def make(method: str, checkpoint: Path, **options: Any) -> Any:
+    """Return TRL's trainer of this method."""
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    adapters = options.pop("adapters", None)
+    config = getattr(trl, f"{method}Config")(
+        output_dir=str(checkpoint.parent / "out"),
+        use_cpu=True,
+        bf16=False,
+        use_vllm=True,
+        max_steps=STEPS,
+        learning_rate=0.01,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=8,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        **options,
+    )
+    prompts = Dataset.from_dict({"prompt": [f"t{3 + i} t{7 + i} t9" for i in range(32)]})
+    return getattr(trl, f"{method}Trainer")(
+        model=str(checkpoint),
+        args=config,
+        train_dataset=prompts,
+        reward_funcs=reward,
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]) if adapters else None,
+    )
+
+
+def ask(llm: Any) -> Answer:
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(max_tokens=4, temperature=0, logprobs=5, ignore_eos=True, detokenize=False)
+    return [answer_of(llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)[0]) for prompt in PROMPTS]
+
+
+def colocate(rank: int, size: int, port: int, method: str, checkpoint: Path, options: dict[str, Any]) -> None:
+    """Train with an engine of TRL's in each rank. Leave its answers and the trained model beside the checkpoint."""
+    place(rank, size, port)
+    trainer = make(method, checkpoint, vllm_mode="colocate", vllm_max_model_length=256, **options)
+    train(trainer, "ipc", checkpoint.parent, lambda: ask(trainer.vllm_generation.llm))
+
+
+def serve(
+    rank: int, size: int, port: int, method: str, checkpoint: Path, url: str, transport: str, options: dict[str, Any]
+) -> None:
+    """Train with a server, as `colocate`."""
+    from weightsync.integrations.trl import no_communicator
+
+    place(rank, size, port)
+    with no_communicator():
+        trainer = make(method, checkpoint, vllm_mode="server", vllm_server_base_url=url, **options)
+    train(
+        trainer, transport, checkpoint.parent, lambda: [] if rank else ask_server(trainer.vllm_generation.vllm_client)
+    )
+
+
+def train(trainer: Any, transport: str, folder: Path, asked: Callable[[], Answer]) -> None:
+    from weightsync.integrations.trl import attach
+
+    rank = torch.distributed.get_rank()
+    with attach(trainer, transport) as sync:
+        trainer.train()
+        assert sync.last_report is not None
+        trained = sync.last_report.version
+        trainer.vllm_generation.sync_weights()
+        assert sync.last_report.version == trained + 1
+        note(asked(), folder / f"pushed-{rank}.json")
+        torch.distributed.barrier()  # none closes while another looks
+    if rank == 0:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if transport != "lora" and hasattr(model, "merge_and_unload"):
+            model = model.merge_and_unload()
+        model.save_pretrained(folder / "trained")
+    torch.distributed.barrier()
+
+
+def ask_server(client: Any) -> Answer:
+    """Return what `ask` does of an engine that TRL calls over HTTP."""
+    answers: Answer = []
+    for prompt in PROMPTS:
+        said = client.generate([prompt], max_tokens=4, temperature=0.0, logprobs=5, generation_kwargs=KEPT)
+        (tokens,), (logprobs,), (ids,) = said["completion_ids"], said["logprobs"], said["logprob_token_ids"]
+        answers.append((tokens, [dict(zip(*row, strict=True)) for row in zip(ids, logprobs, strict=True)]))
+    return answers
+
+
+KEPT = {"ignore_eos": True}
