@@ -10,6 +10,7 @@ import trl_ranks
 from engines import ANSWER_TOKENS, NOT_COMPILED, PROMPTS, Answer, Engines, Remote, answer_of, assert_same, noted
 from ranks import run_ranks
 
+from weightsync import ConfigError, UnsupportedError
 from weightsync.engines.child import free_port
 from weightsync.engines.server import VllmServer
 
@@ -53,6 +54,27 @@ def test_colocated_engine_equals_a_cold_one(
     assert trained != engines.call(cold, checkpoint, parallel), "three steps changed nothing"
     for rank in range(ranks):
         assert_same(noted(tmp_path / f"pushed-{rank}.json"), trained, f"the engine of rank {rank}")
+
+
+def test_callback_pushes_from_a_trainer_that_does_not_generate(engines: Remote, tmp_path: Path) -> None:
+    checkpoint = trl_ranks.save(tmp_path / "tiny")
+    options = {"dtype": "bfloat16", "max_model_len": 256, "distributed_executor_backend": "external_launcher"}
+    run_ranks(trl_ranks.fine_tune, 1, free_port(), checkpoint, {**AS_TRL, **options}, timeout_s=200)
+    trained = engines.call(cold, tmp_path / "trained", {})
+    assert trained != engines.call(cold, checkpoint, {}), "three steps changed nothing"
+    assert_same(noted(tmp_path / "pushed-0.json"), trained, "the engine")
+
+
+def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightsync.integrations import trl
+
+    with pytest.raises(ConfigError, match="no vLLM engine to push to; make it with use_vllm=True"):
+        trl.attach(object())
+    monkeypatch.setattr(trl, "version", lambda name: "1.17.0")
+    with pytest.raises(UnsupportedError, match=r"TRL 1\.17\.0 may synchronise"):
+        trl.attach(object())
+    with pytest.raises(UnsupportedError, match=r"TRL 1\.17\.0 may synchronise"), trl.no_communicator():
+        raise AssertionError("the body must not run")
 
 
 def test_server_equals_a_cold_engine(engines: Remote, tmp_path: Path) -> None:

@@ -97,6 +97,29 @@ def serve(
     )
 
 
+def fine_tune(rank: int, port: int, checkpoint: Path, options: dict[str, Any]) -> None:
+    """Train without a method that generates. A callback pushes to an engine of the user's, which `options` start."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+    from vllm import LLM
+
+    from weightsync import WeightSync
+    from weightsync.integrations.trl import PushCallback
+
+    place(rank, 1, port)
+    llm = LLM(str(checkpoint), weight_transfer_config={"backend": "weightsync"}, **options)
+    given = {"use_cpu": True, "bf16": False, "max_steps": STEPS, "learning_rate": 0.01, "report_to": []}
+    config = SFTConfig(output_dir=str(checkpoint.parent / "out"), save_strategy="no", disable_tqdm=True, **given)
+    texts = Dataset.from_dict({"text": [f"t{3 + i} t{7 + i} t9" for i in range(32)]})
+    with WeightSync("fsdp", "ipc", llm) as sync:
+        trainer = SFTTrainer(str(checkpoint), args=config, train_dataset=texts, callbacks=[PushCallback(sync, every=3)])
+        trainer.train()
+        assert sync.last_report is not None
+        assert sync.last_report.version == 2
+        note(ask(llm), checkpoint.parent / "pushed-0.json")
+    trainer.model.save_pretrained(checkpoint.parent / "trained")
+
+
 def train(trainer: Any, transport: str, folder: Path, asked: Callable[[], Answer]) -> None:
     from weightsync.integrations.trl import attach
 
