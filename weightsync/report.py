@@ -62,6 +62,15 @@ class PushReport:
             + ", ".join(f"{part} {format_seconds(getattr(self, part + '_s'))}" for part in parts)
         )
 
+    def metrics(self, prefix: str = "weightsync/") -> dict[str, float]:
+        """Return the report as numbers by name, such as "weightsync/total_s", for a tracker of experiments."""
+        numbers: dict[str, float] = {
+            name: float(value) for name, value in vars(self).items() if isinstance(value, (int, float))
+        }
+        numbers |= {f"load_paths/{path}": float(count) for path, count in self.load_paths.items()}
+        numbers["left_out"] = float(len(self.left_out))
+        return {prefix + name: number for name, number in numbers.items()}
+
     @classmethod
     def from_dict(cls, fields: dict[str, object]) -> PushReport:
         """Return the report that `dataclasses.asdict` or `json.loads` gave the fields of."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
 
+from weightsync.config import WeightSyncConfig, read_config
 from weightsync.control.ranks import Ranks, collective
 from weightsync.control.update import Update
 from weightsync.engines import LoraAdapter
@@ -24,10 +25,6 @@ from weightsync.transports.base import Transport
 
 logger = logging.getLogger(__name__)
 
-ENGINE_FAILURES = ("raise", "drop")
-PAUSE_MODES = ("keep", "wait", "abort")
-VERIFY_MODES = ("sampled", "full", "none")
-
 
 class WeightSync:
     """A trainer's connection to the vLLM engines that serve its weights.
@@ -42,8 +39,8 @@ class WeightSync:
     succeeds.
 
     backend: how the trainer holds its weights. "fsdp" stands for FSDP2, FSDP1, DDP and plain modules, "deepspeed" for
-        ZeRO 0 to 3, "megatron" for a Megatron-core `GPTModel` or the list of its chunks. A `WeightSource` of your own
-        works too.
+        ZeRO 0 to 3, "megatron" for a Megatron-core `GPTModel` or the list of its chunks. "stream" takes pairs of a
+        checkpoint name and a whole tensor, one after the other. A `WeightSource` of your own works too.
     transport: "ipc" (engines on this host) or "broadcast" (any host). "cuda_ipc" and "nccl" do the same and refuse
         CPU tensors. `CheckpointTransport(folder)` leaves a checkpoint of each version behind. "lora", or
         `LoraTransport(...)`, pushes a LoRA adapter alone, under a new name each time. "single_copy", or
@@ -81,6 +78,9 @@ class WeightSync:
         exports the model, such as Megatron-Bridge's `AutoBridge` or mbridge's `Bridge`. It gathers every tensor.
     vocab_size: for backend="megatron", how many rows of the embedding the checkpoint has. None means all rows, with
         Megatron's padding.
+    stream_tensors: for backend="stream", what streams give, in their order: an object with `shape` and `dtype` for each
+        name, such as a tensor on the meta device. None learns it from the first stream, which is read twice, or is kept
+        in CPU memory where it is an iterator. Every rank gives the same.
 
     Raises `ConfigError` for options that cannot work together, and for an option that would have no effect.
     """
@@ -102,45 +102,53 @@ class WeightSync:
         progress: bool | None = None,
         megatron_bridge: Any = None,
         vocab_size: int | None = None,
+        stream_tensors: Mapping[str, Any] | None = None,
     ) -> None:
-        if pause not in (None, *PAUSE_MODES):
-            raise ConfigError(f"pause={pause!r}; choose one of {', '.join(PAUSE_MODES)}")
-        if verify not in (None, *VERIFY_MODES):
-            raise ConfigError(f"verify={verify!r}; choose one of {', '.join(VERIFY_MODES)}")
-        if on_engine_failure not in (None, *ENGINE_FAILURES):
-            raise ConfigError(f"on_engine_failure={on_engine_failure!r}; choose one of {', '.join(ENGINE_FAILURES)}")
-        if not timeout_s > 0:
-            raise ConfigError(f"timeout_s={timeout_s!r}; it must be positive seconds")
-        if selection is None:
-            selection = TensorSelection()
-        elif not isinstance(selection, TensorSelection):
-            raise ConfigError(
-                f"selection={selection!r}; expected a TensorSelection, such as TensorSelection(**options)"
-            )
-        options = Options(
-            backend=backend,
-            source=open_source(backend, selection, bridge=megatron_bridge, vocab_size=vocab_size),
-            engine=engine,
-            selection=selection,
-            bucketer=bucketer,
-            max_bytes=max_bytes,
-            pause=pause,
-            verify=verify,
-            quantize=quantize,
-            progress=progress,
+        given: dict[str, Any] = {
+            "backend": backend,
+            "transport": transport,
+            "engine": engine,
+            "bucketer": bucketer,
+            "max_bytes": max_bytes,
+            "selection": selection,
+            "pause": pause,
+            "timeout_s": timeout_s,
+            "verify": verify,
+            "quantize": quantize,
+            "on_engine_failure": on_engine_failure,
+            "progress": progress,
+            "megatron_bridge": megatron_bridge,
+            "vocab_size": vocab_size,
+        }
+        config = WeightSyncConfig(**given)
+        source = open_source(
+            backend,
+            config.selection,
+            bridge=megatron_bridge,
             vocab_size=vocab_size,
-            timeout_s=timeout_s,
-            on_engine_failure=on_engine_failure,
+            stream_tensors=stream_tensors,
         )
         self._drops = on_engine_failure == "drop"
         self._lost: list[str] = []
-        self._strategy = open_strategy(transport, options)
+        self._strategy = open_strategy(transport, Options(**vars(config), source=source))
         self._ranks = Ranks(timeout_s)
         self.last_report: PushReport | None = None
         """The report of the last `push` or `writing` that succeeded, on every rank."""
 
+    @classmethod
+    def from_config(cls, config: WeightSyncConfig | Mapping[str, Any], **objects: Any) -> WeightSync:
+        """Return the `WeightSync` of a config, such as one that OmegaConf has read.
+
+        `objects` are options that no file holds, such as `engine=llm`, and take the place of the config's. Raises
+        `ConfigError` as `WeightSync` does, and for a field that is no option.
+        """
+        return cls(**{**read_config(config), **objects})
+
     def push(self, model: Model, version: int | None = None) -> PushReport:
         """Make every engine serve the weights that `model` has now. Collective: every trainer rank calls this.
+
+        With backend="stream" `model` is the stream of this push: a list, a dict, a function that returns an iterable,
+        or an iterator. Rank 0's is sent. The other ranks give the same, since giving may take collectives, or None.
 
         Blocks until every engine serves them. `version` must be greater than any that an engine has had, from earlier
         trainers too. None takes the next. Returns the same report on every rank. Raises the same `WeightSyncError` on

@@ -55,6 +55,7 @@ ORDER = [
     ["weightsync.transports"],
     ["weightsync.receiver"],
     ["weightsync.vllm"],
+    ["weightsync.config"],
     ["weightsync.strategies"],
     ["weightsync.sync"],
     ["weightsync.hybrid", "weightsync.integrations"],

@@ -117,6 +117,7 @@ def save_tensors(
                 source.gather(names)
                 own = (part for name in names for part in by_name[name])
                 write(incoming, files, ((location, shard.values()) for location, shard in own))
+            source.gather(())
             update.barrier("save")
             if ranks.rank == 0:
                 publish(incoming, target)

@@ -119,6 +119,8 @@ class QuantizingSource:
 
     def gather(self, names: Sequence[str]) -> None:
         self._source.gather([name for name in names if name not in self._made])
+        if not names:
+            return
         device = _meeting_place()
         rows = torch.tensor([self._cut_rows(name) for name in names], device=device)
         self._largest_of_all_ranks(rows)

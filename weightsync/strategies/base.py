@@ -6,11 +6,12 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import nn
 
+from weightsync.config import WeightSyncConfig
 from weightsync.control.fleet import Fleet
 from weightsync.control.ranks import Ranks
 from weightsync.control.update import Update
@@ -19,10 +20,8 @@ from weightsync.engines import Engine, LoraAdapter, connect
 from weightsync.engines.other_ranks import OtherRanks
 from weightsync.engines.parts import join
 from weightsync.errors import ConfigError, WeightSyncError
-from weightsync.planning.bucketing import Bucketer
 from weightsync.planning.layout import ShardLocation
 from weightsync.report import PushReport
-from weightsync.selection import TensorSelection
 from weightsync.sources.base import Model, TensorShard, WeightSource
 from weightsync.transports.base import LocalTensor
 
@@ -30,22 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(WeightSyncConfig):
     """What `WeightSync` was given, checked. None stands for what the user left out."""
 
-    backend: str | WeightSource
-    source: WeightSource
-    engine: Any
-    selection: TensorSelection
-    bucketer: str | Bucketer | None
-    max_bytes: int | None
-    pause: str | None
-    verify: str | None
-    quantize: str | None
-    progress: bool | None
-    vocab_size: int | None
-    timeout_s: float
-    on_engine_failure: str | None
+    source: WeightSource = field(kw_only=True)
 
     def refuse(self, strategy: str, *names: str) -> None:
         """Raise `ConfigError` for those of the named options that were given: they have no effect on `strategy`."""

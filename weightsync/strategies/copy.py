@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from msgspec import Struct
@@ -82,9 +83,9 @@ class CopyWeights(FleetStrategy):
             self._source = QuantizingSource(
                 options.source, options.quantize, options.selection, wait=self._wait, timeout_s=options.timeout_s
             )
-        bucketer = options.bucketer
+        bucketer: Any = options.bucketer
         if bucketer is None:
-            by_module = transport.name in ("ipc", "cuda_ipc") and options.backend != "megatron"
+            by_module = transport.name in ("ipc", "cuda_ipc") and options.backend not in ("megatron", "stream")
             bucketer = "module" if by_module else "threshold"
         if isinstance(bucketer, str):
             default = None if bucketer == "parameter" else DEFAULT_MAX_BYTES
@@ -124,6 +125,7 @@ class CopyWeights(FleetStrategy):
             Progress(self._options.progress, f"push {version}", due, ranks.rank == 0) as bar,
         ):
             self._transport.send(bar, sample, update)
+            self._source.gather(())
         sent = time.perf_counter()
         with timeline.during("load"), update.blaming_ranks():
             done = fleet.done(self._done_s(link.plan, due)) if fleet is not None else []
