@@ -34,7 +34,7 @@ PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorde
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help chaos endurance fuzz matrix test test-unit test-fake test-hosts test-integrations demo lint clean
+.PHONY: help chaos endurance fuzz matrix test test-unit test-fake test-hosts test-integrations test-verl demo lint clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,10 @@ matrix: $(INSTALLED) ## All failures at all moments, in an hour or two: writes d
 test-integrations: .venv-trl/.installed ## Train with TRL's own trainers, in an environment over $(VENV) that has TRL.
 	.venv-trl/bin/python -m pytest -q --durations=25 tests/integrations $(ARGS)
 
+test-verl: .venv-verl/.installed ## Update weights with verl's own manager, workers and servers, in an environment that has verl.
+	VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=verl_cpu PYTHONPATH=.:tests/integrations:tests/integrations_verl \
+	    .venv-verl/bin/python -m pytest -q tests/integrations_verl $(ARGS)
+
 demo: $(INSTALLED) ## Push to a live vLLM, prove it equal to a cold start, then learn from reward: `make demo TRANSPORT=ipc|broadcast`.
 	$(PY) -m weightsync demo --transport $(TRANSPORT) $(ARGS)
 	$(PY) examples/grpo.py --transport $(TRANSPORT) --output-dir grpo-output
@@ -101,10 +105,12 @@ $(VENV)/.installed: $(LOCK) setup.py
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# It sees what $(PY) has: frameworks take vLLM and torch from there.
-.venv-trl/.installed: requirements-trl.lock $(INSTALLED)
-	@test -x .venv-trl/bin/python || $$($(PY) -c 'import sys; print(sys._base_executable)') -m venv .venv-trl
+# Environments of frameworks. They see what $(PY) has, and what their lock file names comes first. torch goes with its
+# dependencies: see above.
+.venv-%/.installed: requirements-%.lock $(INSTALLED)
+	@test -x $(@D)/bin/python || $$($(PY) -c 'import sys; print(sys._base_executable)') -m venv $(@D)
 	@$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	    > $$(.venv-trl/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
-	@.venv-trl/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --requirement $<
+	    > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
+	@grep '^torch==' $< | xargs -r $(@D)/bin/python -m pip --disable-pip-version-check install --quiet
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --requirement $<
 	@touch $@

@@ -78,16 +78,22 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_server_equals_a_cold_engine(engines: Remote, tmp_path: Path) -> None:
-    first, second = (trl_ranks.save(tmp_path / name / "tiny") for name in ("adapters", "weights"))
+    adapters, weights, streams = (
+        trl_ranks.save(tmp_path / name / "tiny") for name in ("adapters", "weights", "streams")
+    )
     options = ("--enable-lora", "--max-model-len=256", "--dtype=bfloat16", "--logprobs-mode=processed_logprobs")
-    with VllmServer(first, *options, log=tmp_path / "log", environment=NOT_COMPILED) as server:
-        run_ranks(
-            trl_ranks.serve, 1, 1, free_port(), "GRPO", first, server.url, "lora", {"adapters": True}, timeout_s=200
+    with VllmServer(adapters, *options, log=tmp_path / "log", environment=NOT_COMPILED) as server:
+        url, limit = server.url, {"timeout_s": 200}
+        run_ranks(trl_ranks.serve, 1, 1, free_port(), "GRPO", adapters, url, "lora", {"adapters": True}, **limit)
+        run_ranks(trl_ranks.serve, 2, 2, free_port(), "GRPO", weights, url, "ipc", {}, **limit)
+        run_ranks(trl_ranks.asynchronous, 1, free_port(), streams, url, **limit)
+    untrained = engines.call(cold, adapters, {"enable_lora": True})
+    adapted = engines.call(cold_with_adapter, adapters, adapters.parent / "trained")
+    assert untrained != adapted, "three steps changed nothing"
+    assert_same(noted(adapters.parent / "pushed-0.json"), adapted, "the server with the adapter")
+    for checkpoint in (weights, streams):
+        trained = engines.call(cold, checkpoint.parent / "trained", {"enable_lora": True})
+        assert untrained != trained, "three steps changed nothing"
+        assert_same(
+            noted(checkpoint.parent / "pushed-0.json"), trained, f"the server with new {checkpoint.parent.name}"
         )
-        run_ranks(trl_ranks.serve, 2, 2, free_port(), "GRPO", second, server.url, "ipc", {}, timeout_s=200)
-    adapted = engines.call(cold_with_adapter, first, first.parent / "trained")
-    trained = engines.call(cold, second.parent / "trained", {"enable_lora": True})
-    untrained = engines.call(cold, first, {"enable_lora": True})
-    assert untrained not in (adapted, trained), "three steps changed nothing"
-    assert_same(noted(first.parent / "pushed-0.json"), adapted, "the server with the adapter")
-    assert_same(noted(second.parent / "pushed-0.json"), trained, "the server with new weights")

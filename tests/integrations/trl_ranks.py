@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import tiny_models
 import torch
 from engines import NOT_COMPILED, PROMPTS, Answer, answer_of, note
+from torch.nn.functional import scaled_dot_product_attention
 
 STEPS = 3
 
@@ -118,6 +122,74 @@ def fine_tune(rank: int, port: int, checkpoint: Path, options: dict[str, Any]) -
         assert sync.last_report.version == 2
         note(ask(llm), checkpoint.parent / "pushed-0.json")
     trainer.model.save_pretrained(checkpoint.parent / "trained")
+
+
+def asynchronous(rank: int, port: int, checkpoint: Path, url: str) -> None:
+    """Train TRL's asynchronous trainer on samples that are no server's. Only its attention cannot run on a CPU."""
+    import numpy as np
+    from datasets import Dataset
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+    from trl.generation.vllm_client import VLLMClient
+
+    from weightsync import WeightSync
+    from weightsync.integrations.trl import Transfer
+
+    class Worker:
+        rollout_buffer: Queue[Any] = Queue()
+        metrics_queue: Queue[Any] = Queue()
+
+        def start(self) -> None: ...
+
+        def stop(self) -> None: ...
+
+        def check_health(self, stale_after_s: float) -> None: ...
+
+        def update_model_version(self, model_version: int) -> None:
+            for number in range(4):
+                ids = np.arange(3 + number, 11 + number)
+                made = np.ones(8, dtype=np.int64), np.full(8, -5.0, dtype=np.float32), float(number % 2) - 0.5
+                self.rollout_buffer.put(RolloutSample([], [], ids, *made, model_version, number, {}))
+
+    place(rank, 1, port)
+    packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attend)
+    config = AsyncGRPOConfig(
+        output_dir=str(checkpoint.parent / "out"),
+        use_cpu=True,
+        bf16=False,
+        max_steps=STEPS,
+        learning_rate=0.01,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=1,
+        vllm_server_base_url=url,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    sync = WeightSync("stream", "ipc", url)
+    trainer = AsyncGRPOTrainer(
+        str(checkpoint),
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": ["t3"] * 32}),
+        reward_funcs=reward,
+        rollout_worker=Worker(),
+        weight_transfer=Transfer(sync),
+    )
+    trainer.train()
+    assert sync.last_report is not None
+    note(ask_server(VLLMClient(url)), checkpoint.parent / "pushed-0.json")
+    trainer.accelerator.unwrap_model(trainer.model).save_pretrained(checkpoint.parent / "trained")
+
+
+def attend(q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, *_: Any, softmax_scale: float, **__: Any) -> Any:
+    """Compute what FlashAttention does for sequences behind each other, each of which ends with its queries."""
+    attended = []
+    for (a, b), (c, d) in zip(pairwise(starts_q.tolist()), pairwise(starts_k.tolist()), strict=True):
+        mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - b + a)
+        rows = (x.transpose(0, 1) for x in (q[a:b], k[c:d], v[c:d]))
+        out = scaled_dot_product_attention(*rows, attn_mask=mask, scale=softmax_scale, enable_gqa=True)
+        attended.append(out.transpose(0, 1))
+    return torch.cat(attended)
 
 
 def train(trainer: Any, transport: str, folder: Path, asked: Callable[[], Answer]) -> None:

@@ -120,15 +120,16 @@ ROOM = {
     "vllm": ["weightsync.vllm", "weightsync.tools.bench.engines", "weightsync.tools.bench.peers"],
     "deepspeed": ["weightsync.sources.deepspeed", "weightsync.tools.bench.models"],
     "megatron": ["weightsync.sources.megatron", "weightsync.tools.bench.models"],
-    "ray": ["weightsync.engines.ray_actor", "weightsync.hybrid"],
+    "ray": ["weightsync.engines.ray_actor", "weightsync.hybrid", "weightsync.integrations.verl"],
     "tensordict": ["weightsync.hybrid"],
     "peft": ["weightsync.sources.peft"],
     "trl": ["weightsync.integrations.trl"],
+    "verl": ["weightsync.integrations.verl", "weightsync.integrations.verl_worker"],
     "triton": TRITON,
 }
 
 # Not on `import`, but inside the function that needs it. A room that is all about its package may import it at the top.
-LAZY = ["vllm", "deepspeed", "megatron", "ray", "tensordict", "transformers", "peft", "trl", "triton"]
+LAZY = ["vllm", "deepspeed", "megatron", "ray", "tensordict", "transformers", "peft", "trl", "verl", "triton"]
 AT_THE_TOP = [
     "weightsync.hybrid",
     "weightsync.integrations",

@@ -84,6 +84,34 @@ def no_communicator() -> Iterator[None]:
         VLLMClient.init_communicator = opened
 
 
+class Transfer:
+    """What `AsyncGRPOTrainer(weight_transfer=...)` takes: TRL's `WeightTransferProtocol`.
+
+        sync = WeightSync("stream", "ipc", "http://localhost:8000", ranks="alone")
+        trainer = AsyncGRPOTrainer(model, ..., weight_transfer=Transfer(sync))
+
+    TRL gathers each tensor, merges adapters, and calls rank 0 alone. A push pauses the server and resumes it.
+    """
+
+    def __init__(self, sync: WeightSync) -> None:
+        self._sync = sync
+
+    def init_weight_transfer(self) -> None:
+        return
+
+    def pause(self) -> None:
+        return
+
+    def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
+        self._sync.push(iterator)
+
+    def resume(self) -> None:
+        return
+
+    def destroy(self) -> None:
+        self._sync.close()
+
+
 class PushCallback(TrainerCallback):
     """A callback for any trainer of transformers or TRL that pushes when training begins and after every step.
 
