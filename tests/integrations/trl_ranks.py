@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 STEPS = 3
 
 
-def save(folder: Path) -> Path:
+def save(folder: Path, **sizes: int) -> Path:
     """Leave the checkpoint of a model of 251 words, and its tokenizer, in `folder`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -28,7 +28,28 @@ def save(folder: Path) -> Path:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     marks = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<pad>"}
     PreTrainedTokenizerFast(tokenizer_object=words, **marks).save_pretrained(folder)
-    return tiny_models.save(tiny_models.build("qwen3", "A"), folder)
+    return tiny_models.save(build(**sizes), folder)
+
+
+def build(**sizes: int) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_models.CONFIGS["qwen3"]()
+    config.update(sizes)
+    if "num_hidden_layers" in sizes:
+        config.layer_types = ["full_attention"] * sizes["num_hidden_layers"]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    tiny_models.fill(model, "A")
+    return model
+
+
+def save_state(state: dict[str, Any], like: Path, folder: Path) -> None:
+    """Leave a checkpoint of these tensors and of the configuration of another."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(like, dtype=torch.float32)
+    model.load_state_dict(state)
+    model.save_pretrained(folder)
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
