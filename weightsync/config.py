@@ -10,7 +10,7 @@ from weightsync.errors import ConfigError
 from weightsync.selection import TensorSelection
 
 _CHOICES = {
-    "pause": ("keep", "wait", "abort"),
+    "pause": ("keep", "wait", "abort", "caller"),
     "verify": ("sampled", "full", "none"),
     "on_engine_failure": ("raise", "drop"),
 }

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
+from weightsync import telemetry
 from weightsync.config import WeightSyncConfig, read_config
 from weightsync.control.ranks import Ranks, collective
-from weightsync.control.update import Update
+from weightsync.control.update import Timeline, Update
+from weightsync.control.wire import POISONED
 from weightsync.engines import LoraAdapter
 from weightsync.errors import ConfigError, FrozenLostError, WeightSyncError
 from weightsync.planning.bucketing import Bucketer
@@ -58,7 +63,8 @@ class WeightSync:
     selection: which tensors travel, how often, and in which dtype. None means all of them, at every push, in the
         narrower of the trainer's and the engine's dtype.
     pause: what happens to running requests. "keep", the default, freezes them and recomputes their KV cache with the
-        new weights. "wait" lets them finish first, "abort" ends them.
+        new weights. "wait" lets them finish first, "abort" ends them. "caller": the caller has paused every engine, and
+        resumes it after the push. An engine that says that it generates is refused.
     timeout_s: the timeout of each wait, the wait for all ranks to call `push` included. Ranks other than 0 may wait a
         few times longer, because rank 0 performs several waits for them.
     verify: which bytes are compared by digests before the push commits. "full": all. "sampled", the default: all in
@@ -130,6 +136,7 @@ class WeightSync:
         )
         self._drops = on_engine_failure == "drop"
         self._lost: list[str] = []
+        self._busy = threading.Lock()
         self._strategy = open_strategy(transport, Options(**vars(config), source=source))
         self._ranks = Ranks(timeout_s)
         self.last_report: PushReport | None = None
@@ -144,20 +151,28 @@ class WeightSync:
         """
         return cls(**{**read_config(config), **objects})
 
-    def push(self, model: Model, version: int | None = None) -> PushReport:
+    def push(self, model: Model, version: int | None = None, *, label: object = None) -> PushReport:
         """Make every engine serve the weights that `model` has now. Collective: every trainer rank calls this.
 
         With backend="stream" `model` is the stream of this push: a list, a dict, a function that returns an iterable,
         or an iterator. Rank 0's is sent. The other ranks give the same, since giving may take collectives, or None.
 
         Blocks until every engine serves them. `version` must be greater than any that an engine has had, from earlier
-        trainers too. None takes the next. Returns the same report on every rank. Raises the same `WeightSyncError` on
-        every rank; docs/failures.md says what each leaves behind.
+        trainers too. None takes the next. `label` is what engines report with their answers in the place of the
+        version, such as the trainer's step, and may repeat.
+
+        Returns the same report on every rank. Raises the same `WeightSyncError` on every rank; docs/failures.md says
+        what each leaves behind.
         """
+        if label is not None and (str(label).startswith(POISONED) or not self._strategy.takes_labels):
+            raise ConfigError(
+                f"label={label!r}; it must not begin with {POISONED}, and has no effect with adapters and restarts"
+            )
         while True:
             try:
                 with self._collective(version) as update:
-                    report = self.last_report = self._strategy.run(update, model)
+                    update.label = None if label is None else str(label)
+                    report = update.report = self._strategy.run(update, model)
                 return report
             except FrozenLostError as error:
                 logger.warning("sending everything: %s", error)
@@ -167,6 +182,25 @@ class WeightSync:
                     raise
                 logger.warning("pushing again, without %s: %s", ", ".join(self._lost), error)
                 self.leave_out_lost()
+
+    async def push_async(self, model: Model, version: int | None = None, *, label: object = None) -> PushReport:
+        """Push as `push` does, in a thread, while the event loop goes on. Collective, with ranks that call `push` too.
+
+        The model must not change meanwhile. What the caller's current stream of a GPU has queued is waited for. A task
+        that is cancelled ends when the push has ended. Raises as `push` does.
+        """
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+        def run() -> PushReport:
+            with torch.cuda.stream(stream) if stream is not None else nullcontext():
+                return self.push(model, version, label=label)
+
+        pushing = asyncio.ensure_future(asyncio.to_thread(run))
+        try:
+            return await asyncio.shield(pushing)
+        except asyncio.CancelledError:
+            await asyncio.wait([pushing])
+            raise
 
     def leave_out_lost(self) -> list[str]:
         """Leave the engines that the last push has lost out of the next ones, until these answer again.
@@ -208,7 +242,6 @@ class WeightSync:
         """
         with self._collective(version) as update, self._strategy.writing(update):
             yield
-        self.last_report = update.report
 
     @property
     def adapter(self) -> LoraAdapter | None:
@@ -229,7 +262,24 @@ class WeightSync:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _collective(self, version: int | None = None) -> AbstractContextManager[Update]:
+    @contextmanager
+    def _collective(self, version: int | None = None) -> Iterator[Update]:
         if version is not None and not isinstance(version, int):
             raise ConfigError(f"version={version!r}; it must be a whole number, or None for the next")
-        return collective(self._ranks, version, self._strategy.explain, self._strategy.reset)
+        if not self._busy.acquire(blocking=False):
+            raise ConfigError("this WeightSync is pushing already, in another thread or task: wait for that push first")
+        timeline = Timeline()
+        try:
+            with collective(self._ranks, version, self._strategy.explain, self._strategy.reset) as update:
+                timeline = update.timeline
+                yield update
+        except WeightSyncError as error:
+            if self._ranks.rank == 0:
+                telemetry.push_failed(timeline, error)
+            raise
+        finally:
+            self._busy.release()
+        if update.report is not None:
+            self.last_report = update.report
+            if self._ranks.rank == 0:
+                telemetry.push_succeeded(timeline, update.report)

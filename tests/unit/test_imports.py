@@ -47,6 +47,7 @@ ORDER = [
     ["weightsync.control.runtime", "weightsync.report", "weightsync.vllm.compat"],
     ["weightsync.control.wire", "weightsync.control.wire_memory", "weightsync.planning", "weightsync.selection"],
     ["weightsync.control"],
+    ["weightsync.telemetry"],
     ["weightsync.engines"],
     ["weightsync.control.fleet", "weightsync.control.member"],
     ["weightsync.kernels"],
@@ -123,13 +124,28 @@ ROOM = {
     "ray": ["weightsync.engines.ray_actor", "weightsync.hybrid", "weightsync.integrations.verl"],
     "tensordict": ["weightsync.hybrid"],
     "peft": ["weightsync.sources.peft"],
+    "prometheus_client": ["weightsync.telemetry"],
+    "opentelemetry": ["weightsync.telemetry"],
     "trl": ["weightsync.integrations.trl"],
     "verl": ["weightsync.integrations.verl", "weightsync.integrations.verl_worker"],
     "triton": TRITON,
 }
 
 # Not on `import`, but inside the function that needs it. A room that is all about its package may import it at the top.
-LAZY = ["vllm", "deepspeed", "megatron", "ray", "tensordict", "transformers", "peft", "trl", "verl", "triton"]
+LAZY = [
+    "vllm",
+    "deepspeed",
+    "megatron",
+    "ray",
+    "tensordict",
+    "transformers",
+    "peft",
+    "trl",
+    "verl",
+    "triton",
+    "prometheus_client",
+    "opentelemetry",
+]
 AT_THE_TOP = [
     "weightsync.hybrid",
     "weightsync.integrations",

@@ -255,15 +255,15 @@ class Fleet:
         """Wait until every worker has verified and loaded everything; at most `timeout_s`, or one wait's time."""
         return self._collect(Done, Deadline(timeout_s or self._timeout_s), "load")
 
-    def commit(self) -> list[Committed]:
-        """Declare the version complete: reset caches, stamp the version, resume generation."""
+    def commit(self, label: str | None = None) -> list[Committed]:
+        """Declare the version complete: reset caches, stamp the version or its `label`, resume generation."""
         deadline = Deadline(self._timeout_s)
         self._send(Commit(self._version), deadline, "commit")
         # An engine does one thing after the other: this one waits behind the update, and saves a round trip.
         resets = [self._call("commit", one, lambda each: each.engine.reset_caches()) for one in self._members]
         answers = self._collect(Committed, deadline, "commit")
         self._await_calls(deadline, "commit")
-        version = str(self._version)
+        version = str(self._version) if label is None else label
         self._all("commit", self._members, lambda one: one.finish(version))
         self._wait(resets, Deadline(self._timeout_s), "commit")
         # Only now: an engine that remembers what old weights computed must not resume.

@@ -13,8 +13,10 @@ from weightsync.control.listener import Listener
 from weightsync.control.runtime import Deadline
 from weightsync.control.wire import POISONED, Hello, MachineInfo
 from weightsync.engines import Engine
-from weightsync.errors import EngineAsleepError, EngineUnreachableError, FencedError, WeightSyncError
+from weightsync.errors import EngineAsleepError, EngineError, EngineUnreachableError, FencedError, WeightSyncError
 
+CALLER = "caller"
+"""The pause of a caller that pauses and resumes engines itself."""
 _SILENT = 2
 """A busy server may not answer once."""
 _ANSWER_S = 2.0
@@ -89,6 +91,9 @@ class Member:
     def pause(self, mode: str) -> None:
         if self.is_over:
             return
+        if mode == CALLER:
+            self._check_paused()
+            return
         self.is_paused = True
         try:
             self.engine.pause(mode)
@@ -97,6 +102,16 @@ class Member:
             if self.is_over:  # the fleet did not wait for this call; what it resumed was not paused yet
                 self.is_paused = True
                 self.take_back()
+
+    def _check_paused(self) -> None:
+        """Raise where the engine says that it generates. Not every engine can say so."""
+        is_paused = getattr(self.engine, "is_paused", lambda: None)()
+        if is_paused is False:
+            raise EngineError(
+                f'pause="{CALLER}", but the engine generates: pause it before each push, and resume it afterwards',
+                who=self.engine.name,
+            )
+        self.paused_at = time.perf_counter()
 
     def start(self) -> None:
         if self.is_over:
@@ -125,8 +140,9 @@ class Member:
             self.engine.set_version(self.version)
 
     def resume(self) -> None:
-        self.is_paused = False
-        self.engine.resume()
+        if self.is_paused:
+            self.is_paused = False
+            self.engine.resume()
 
     def has_refused(self) -> bool:
         """Return whether the engine has refused the push since its weights are asleep, as those of all its workers."""

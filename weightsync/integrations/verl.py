@@ -9,7 +9,6 @@ verl gives every trainer rank a generator of gathered tensors for each update, a
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
@@ -18,7 +17,6 @@ import ray
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
-from weightsync.engines import RayEngine
 from weightsync.sync import WeightSync
 
 _SERVER = re.compile(r"vllm_server_\d+_0")
@@ -55,9 +53,8 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
         self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, Any]:
         """Push what `weights` gives to the replicas that there are. Returns what verl's trackers show."""
-        # In another thread, since a push blocks, and this actor answers others meanwhile.
-        report = await asyncio.to_thread(self._connect().push, weights)
-        return {f"weightsync/{name}": getattr(report, name) for name in ("total_s", "pause_s", "nbytes", "version")}
+        report = await self._connect().push_async(weights, label=global_steps)
+        return report.metrics()
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yield nothing: vLLM's workers have the weights already."""
@@ -70,21 +67,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
         if self._sync is None or servers != self._servers:
             if self._sync is not None:
                 self._sync.close()
-            engines = [VerlServer(ray.get_actor(name), name=name, timeout_s=300.0) for name in servers]
-            self._sync = WeightSync("stream", self._transport, engines, **self._options)
+            engines = [ray.get_actor(name) for name in servers]
+            self._sync = WeightSync("stream", self._transport, engines, **{"pause": "caller", **self._options})
             self._servers = servers
         return self._sync
-
-
-class VerlServer(RayEngine):
-    """A replica of verl's, whose `CheckpointEngineManager` pauses it before an update, and resumes it and resets its
-    caches afterwards."""
-
-    def pause(self, mode: str) -> None:
-        return
-
-    def resume(self) -> None:
-        return
-
-    def reset_caches(self) -> None:
-        return

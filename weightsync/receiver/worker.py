@@ -20,6 +20,7 @@ import secrets
 from contextlib import suppress
 from typing import Any
 
+from weightsync import telemetry
 from weightsync.control.connection import Connection, dial
 from weightsync.control.runtime import Deadline, boot_id, describe_device, is_running
 from weightsync.control.wire import (
@@ -29,6 +30,7 @@ from weightsync.control.wire import (
     Committed,
     Connect,
     Connected,
+    Done,
     ExportParameters,
     Failure,
     Go,
@@ -86,7 +88,10 @@ class WorkerSession:
         """The processes that may write into the parameters."""
         self.has_refused = False
         """The model has refused to answer since this was set to False."""
+        self._loaded: Done | None = None
+        """What the push under way has loaded."""
         model.guard(self._check_whole)
+        telemetry.engine_serves(model.identity.name, self.receiver.version)
 
     def init(self, info: dict[str, Any]) -> None:
         """Meet the trainer that `info` describes, an `InitInfo` as plain values. Then answer it until it releases us.
@@ -240,6 +245,7 @@ class WorkerSession:
             if not connection.is_open():  # else the engine stays the trainer's, until it has ended the update
                 self.close()
             logger.error("%s gave up: %s; it is %s", self._name, problem, self.status())
+            telemetry.engine_failed(self._model.identity.name, problem, self.receiver.state == POISONED)
             if not isinstance(error, Exception):
                 raise
         finally:
@@ -278,9 +284,12 @@ class WorkerSession:
             case Go():
                 # Ranks wait for each other less long, and for a worker longer. It knows for which rank it waits.
                 chunk_s = self._timeout_s + min(_GRACE_S / 2, self._timeout_s / 4)
-                return self.receiver.run(message, wait, lambda: Deadline(chunk_s))
+                self._loaded = self.receiver.run(message, wait, lambda: Deadline(chunk_s))
+                return self._loaded
             case Commit():
-                return Committed(message.version, self.receiver.commit(message.version))
+                committed = Committed(message.version, self.receiver.commit(message.version))
+                telemetry.engine_serves(self._model.identity.name, message.version, self._loaded)
+                return committed
         raise ProtocolError(f"the trainer sent {type(message).__name__}, which a worker does not expect")
 
     def _deadline(self) -> Deadline:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import ItemsView, Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -77,14 +76,14 @@ class StreamSource:
         self._forget_run()
         self._learn(model)
         if self._kept is not None:
-            coming, self._kept = _drained(self._kept), None
+            coming, self._kept = _all_of(self._kept), None
         else:
             coming = self._pairs(model)
         first = next(coming, None)
         if first is not None:
             self._check(first[0], 0)
             self._device = self._device or first[1].device
-            self._coming = chain([first], coming)
+            self._coming = _all_of(deque([first]), coming)
         elif _rank() == 0:
             raise ManifestError("the stream gives no tensors", missing=list(self._places))
         if not self._shards and self._device is not None and _rank() == 0:
@@ -195,9 +194,11 @@ def _arrival(name: str, tensor: torch.Tensor) -> _Arrival:
         raise UnsupportedError(f"the stream gives {name}: {error.message}", tensors={name: error.message}) from None
 
 
-def _drained(kept: deque[_Arrival]) -> Iterator[_Arrival]:
+def _all_of(kept: deque[_Arrival], coming: Iterable[_Arrival] = ()) -> Iterator[_Arrival]:
+    """Yield what was kept, which is let go, and what is coming."""
     while kept:
         yield kept.popleft()
+    yield from coming
 
 
 def _described(meta: TensorMeta) -> str:

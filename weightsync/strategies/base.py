@@ -39,6 +39,11 @@ class Options(WeightSyncConfig):
         if given := [name for name in names if getattr(self, name) is not None]:
             raise ConfigError(f"{', '.join(given)}: no effect with {strategy}; leave out what is given for it")
 
+    def refuse_rename(self, strategy: str) -> None:
+        """Raise `ConfigError` where tensors are renamed."""
+        if self.selection.rename is not None:
+            raise ConfigError(f"TensorSelection.rename: no effect with {strategy}; leave it out")
+
 
 class UpdateStrategy(ABC):
     """One way to make engines serve a new version. `run`, `attach` and `writing` are collective; `explain` and `reset`
@@ -46,6 +51,8 @@ class UpdateStrategy(ABC):
 
     adapter: LoraAdapter | None = None
     """The adapter that was pushed last, where the strategy pushes adapters."""
+    takes_labels = False
+    """Whether engines can report something else than the version."""
 
     @abstractmethod
     def run(self, update: Update, model: Model) -> PushReport:
@@ -78,6 +85,8 @@ class UpdateStrategy(ABC):
 
 class FleetStrategy(UpdateStrategy):
     """A strategy that keeps the engines' workers connected from one push to the next."""
+
+    takes_labels = True
 
     def __init__(self, options: Options) -> None:
         self._options = options

@@ -17,6 +17,7 @@ from msgspec import Struct
 from torch import distributed
 
 from weightsync.control.fleet import Fleet
+from weightsync.control.member import CALLER
 from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import boot_id, describe_device
 from weightsync.control.update import Update
@@ -29,8 +30,9 @@ from weightsync.planning.layout import Manifest, ShardLocation, merge_manifests
 from weightsync.planning.rows import Run, Storage
 from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES, Route, TransferPlan, make_chunks
 from weightsync.report import Progress, PushReport, WorkerReport
-from weightsync.sources.base import LastShards, Model, TensorShard, WeightSource
+from weightsync.sources.base import LastShards, Model, TensorShard
 from weightsync.sources.quantize import QuantizingSource, pairs
+from weightsync.sources.rename import renamed
 from weightsync.strategies.base import FleetStrategy, Options, locate, warn_of_kept
 from weightsync.transports.base import LocalTensor, LocalTensors, Transport
 
@@ -78,10 +80,10 @@ class CopyWeights(FleetStrategy):
     def __init__(self, options: Options, transport: Transport) -> None:
         super().__init__(options)
         self._transport = transport
-        self._source: WeightSource = options.source
+        self._source = renamed(options.source, options.selection)
         if options.quantize is not None:
             self._source = QuantizingSource(
-                options.source, options.quantize, options.selection, wait=self._wait, timeout_s=options.timeout_s
+                self._source, options.quantize, options.selection, wait=self._wait, timeout_s=options.timeout_s
             )
         bucketer: Any = options.bucketer
         if bucketer is None:
@@ -129,13 +131,13 @@ class CopyWeights(FleetStrategy):
         sent = time.perf_counter()
         with timeline.during("load"), update.blaming_ranks():
             done = fleet.done(self._done_s(link.plan, due)) if fleet is not None else []
-            ranks.gather(None, "transfer")  # every rank has sent its part
+            timeline.sent_s = ranks.gather(sent - opened, "transfer")  # every rank has sent its part
         loaded = time.perf_counter()
         report: PushReport | None = None
         if fleet is not None:
             with timeline.during("commit"):
                 self._transport.complete(version)
-                commit_s = [answer.load_s for answer in fleet.commit()]
+                commit_s = [answer.load_s for answer in fleet.commit(update.label)]
             now = time.perf_counter()
             workers = _worker_reports(fleet, done, commit_s)
             report = PushReport(
@@ -195,7 +197,7 @@ class CopyWeights(FleetStrategy):
         Engines are paused meanwhile where that ends no request: a model has seldom moved.
         """
         ranks, link = update.ranks, self._link
-        early = link is not None and self._pause == "keep"
+        early = link is not None and self._pause in ("keep", CALLER)
         if early:
             self._open(update)
         shards = self._last.of(self._source.shards(model))

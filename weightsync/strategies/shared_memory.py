@@ -53,6 +53,7 @@ class SingleCopyTransport:
                 'single_copy works on a plain model, or one that `parallelize_module` has sharded: backend="fsdp", and '
                 f"quantize=None. Got backend={options.backend!r}, quantize={options.quantize!r}"
             )
+        options.refuse_rename("this SingleCopyTransport")
         options.refuse("this SingleCopyTransport", "bucketer", "max_bytes", "verify", "on_engine_failure")
         return SharedMemory(options, self)
 
@@ -145,7 +146,7 @@ class SharedMemory(FleetStrategy):
             if fleet is not None:
                 workers = tuple(
                     WorkerReport(worker.connection.peer, 0, 0.0, 0.0, answer.load_s)
-                    for worker, answer in zip(fleet.workers, fleet.commit(), strict=True)
+                    for worker, answer in zip(fleet.workers, fleet.commit(update.label), strict=True)
                 )
                 now = time.perf_counter()
                 total_s = now - started - (written - paused)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeAlias
 import torch
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
+from torch.multiprocessing.reductions import StorageWeakRef, shared_cache, storage_from_cache
 
 from weightsync.control.runtime import describe_device
 from weightsync.control.wire import typed
@@ -151,6 +152,7 @@ def _export_cuda(storage: torch.UntypedStorage) -> CudaHandle:
         raise PlacementError(
             f"{storage.nbytes()} bytes on {storage.device} cannot be exported by CUDA IPC: {error}. {what_to_do}"
         ) from error
+    shared_cache[given[1], given[3]] = StorageWeakRef(storage)  # for a reader in this process, which cannot open it
     plain = [each.hex() if isinstance(each, bytes) else each for each in (*given, describe_device(storage.device)[1])]
     return typed(dict(zip(CudaHandle.__struct_fields__, plain, strict=True)), CudaHandle)
 
@@ -169,6 +171,10 @@ def _open_cuda(fields: CudaHandle, device: torch.device, owner: str) -> torch.Te
     handle, counter, event = map(bytes.fromhex, (fields.handle, fields.counter_handle, fields.event_handle))
     given = handle, fields.nbytes, fields.offset_bytes, counter, fields.counter_offset, event, fields.event_sync
     torch.cuda.init()  # or a process that has not used its GPU yet crashes in the next call
+    own = storage_from_cache(torch.UntypedStorage, (handle, fields.offset_bytes))
+    if own is not None and own.device == device:
+        torch.UntypedStorage._release_ipc_counter(counter, fields.counter_offset, device=device)
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(own)
     try:
         storage = torch.UntypedStorage._new_shared_cuda(device.index, *given)
     except RuntimeError as error:
