@@ -34,7 +34,8 @@ PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorde
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help chaos deltas endurance fleet fuzz matrix test test-unit test-fake test-hosts demo lint clean
+.PHONY: help chaos deltas endurance fleet fuzz matrix test test-unit test-fake test-hosts test-integrations test-verl demo \
+    lint clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +77,13 @@ matrix: $(INSTALLED) ## All failures at all moments, in an hour or two: writes d
 	$(PY) tests/matrix/run.py --client HTTP --timeout-s 8 --transport ipc broadcast
 	$(PY) tests/matrix/run.py --page
 
+test-integrations: .venv-trl/.installed ## Train with TRL's own trainers, in an environment over $(VENV) that has TRL.
+	.venv-trl/bin/python -m pytest -q --durations=25 tests/integrations $(ARGS)
+
+test-verl: .venv-verl/.installed ## Update weights with verl's own manager, workers and servers, in an environment that has verl.
+	VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=verl_cpu PYTHONPATH=.:tests/integrations:tests/integrations_verl \
+	    .venv-verl/bin/python -m pytest -q tests/integrations_verl $(ARGS)
+
 demo: $(INSTALLED) ## Push to a live vLLM, prove it equal to a cold start, then learn from reward: `make demo TRANSPORT=ipc|broadcast`.
 	$(PY) -m weightsync demo --transport $(TRANSPORT) $(ARGS)
 	$(PY) examples/grpo.py --transport $(TRANSPORT) --output-dir grpo-output
@@ -105,4 +113,14 @@ $(VENV)/.installed: $(LOCK) setup.py
 	@grep '^torchvision==' $(LOCK) | xargs -r $(PIP) --no-deps --upgrade --target $(VENV)/torchvision
 	@DS_BUILD_OPS=0 $(PIP) --no-deps --no-build-isolation "$$(grep '^deepspeed==' $(LOCK))"
 	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# Environments of frameworks. They see what $(PY) has, and what their lock file names comes first. torch goes with its
+# dependencies: see above.
+.venv-%/.installed: requirements-%.lock $(INSTALLED)
+	@test -x $(@D)/bin/python || $$($(PY) -c 'import sys; print(sys._base_executable)') -m venv $(@D)
+	@$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
+	@grep '^torch==' $< | xargs -r $(@D)/bin/python -m pip --disable-pip-version-check install --quiet
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --requirement $<
 	@touch $@

@@ -26,8 +26,9 @@ from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import Deadline, in_thread
 from weightsync.control.wire import Value, typed
 from weightsync.engines import EngineList, connect, public_name
-from weightsync.engines.base import Engine
+from weightsync.engines.base import CalledEngine, Engine
 from weightsync.engines.calls import HEALTH_TIMEOUT_S, LOCAL, as_ours, wait
+from weightsync.engines.parts import Part
 from weightsync.errors import (
     ConfigError,
     EngineUnreachableError,
@@ -60,15 +61,21 @@ class EngineAnswer(Struct, frozen=True, forbid_unknown_fields=True):
     error: ErrorFields | None
 
 
+class OwnEngine(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    host: str
+    part: Part | None
+
+
 class Offer(Struct, frozen=True, forbid_unknown_fields=True):
     """What engines a rank was given.
 
     named: those that every process can reach, so that rank 0 must have been given them too.
-    own: name and host of each that lives in this rank's process.
+    own: those that live in this rank's process.
     """
 
     named: list[str]
-    own: list[tuple[str, str]]
+    own: list[OwnEngine]
 
 
 class OtherRanks:
@@ -119,7 +126,10 @@ class OtherRanks:
             of = f" of trainer rank {ranks.rank}"
             self._own = connect(self._private, self._timeout_s, of) if self._private else []
         here = LOCAL if is_loopback(ranks.host) else address_facing(ranks.host)
-        own = [(one.name, here if one.host == LOCAL else one.host) for one in self._own]
+        own = [
+            OwnEngine(one.name, here if one.host == LOCAL else one.host, getattr(one, "part", None))
+            for one in self._own
+        ]
         return Offer([name for name in named if name], own)
 
     def check_unchanged(self, rank: int) -> None:
@@ -143,56 +153,28 @@ class OtherRanks:
                 )
             if offer.own and refuse:
                 raise ConfigError(
-                    f"trainer rank {rank} was given an engine of its own, {offer.own[0][0]}, and {refuse} reaches only "
-                    "what rank 0 was given: give the other ranks none, or push with another transport"
+                    f"trainer rank {rank} was given an engine of its own, {offer.own[0].name}, and {refuse} reaches "
+                    "only what rank 0 was given: give the other ranks none, or push with another transport"
                 )
 
     def _is_connected(self, rank: int) -> bool:
         return rank in self._found and self._found[rank][0].end is None
 
-    def _admit(self, ranks: Ranks, rank: int, own: Sequence[tuple[str, str]]) -> tuple[_Calls, list[Engine]]:
+    def _admit(self, ranks: Ranks, rank: int, own: Sequence[OwnEngine]) -> tuple[_Calls, list[Engine]]:
         assert ranks.listener is not None
         ranks.listener.expect(_ROLE)
         deadline = Deadline(self._timeout_s)
         ((_, connection),) = ranks.listener.admit(_ROLE, rank, deadline, "plan", partial(ranks.wait, 0.0))
         calls = _Calls(connection)
-        return calls, [RankEngine(calls, i, name, host, self._timeout_s) for i, (name, host) in enumerate(own)]
+        return calls, [RankEngine(calls, i, about, self._timeout_s) for i, about in enumerate(own)]
 
 
-class RankEngine:
+class RankEngine(CalledEngine):
     """An engine in another rank's process, as rank 0 calls it."""
 
-    def __init__(self, calls: _Calls, number: int, name: str, host: str, timeout_s: float) -> None:
-        self.name, self.host = name, host
+    def __init__(self, calls: _Calls, number: int, about: OwnEngine, timeout_s: float) -> None:
+        self.name, self.host, self.part = about.name, about.host, about.part
         self._calls, self._number, self._timeout_s = calls, number, timeout_s
-
-    def init(self, init_info: dict[str, Any]) -> None:
-        self._call("init", init_info)
-
-    def start(self) -> None:
-        self._call("start")
-
-    def update(self, update_info: dict[str, Any]) -> None:
-        self._call("update", update_info)
-
-    def finish(self, version: str | None) -> None:
-        self._call("finish", version)
-
-    def pause(self, mode: str) -> None:
-        self._call("pause", mode)
-
-    def resume(self) -> None:
-        self._call("resume")
-
-    def reset_caches(self) -> None:
-        self._call("reset_caches")
-
-    def set_version(self, version: str) -> None:
-        self._call("set_version", version)
-
-    def version(self) -> str | None:
-        version: str | None = self._call("version")
-        return version
 
     def is_alive(self) -> bool:
         try:
@@ -205,7 +187,7 @@ class RankEngine:
         return wait(answer, method, (timeout_s or self._timeout_s) + _GRACE_S, self.name, lambda: False)
 
 
-_METHODS = frozenset(name for name in vars(RankEngine) if not name.startswith("_"))
+_METHODS = frozenset(name for name in vars(CalledEngine) if not name.startswith("_"))
 
 
 class _Calls:

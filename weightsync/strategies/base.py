@@ -19,6 +19,7 @@ from weightsync.control.wire import LoadPlan
 from weightsync.engines import Engine, EngineList, LoraAdapter
 from weightsync.engines.lost_engines import LostEngines
 from weightsync.engines.other_ranks import OtherRanks
+from weightsync.engines.parts import join
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.planning.layout import ShardLocation
 from weightsync.report import PushReport
@@ -121,7 +122,7 @@ class FleetStrategy(UpdateStrategy):
 
     def _find_engines(self) -> list[Engine]:
         """Return all engines that are not lost, on rank 0."""
-        return self._lost.present([*self._options.engines.engines(), *self._others.engines])
+        return self._lost.present(join([*self._options.engines.engines(), *self._others.engines]))
 
     def _call_in(self, update: Update) -> Fleet:
         """Rank 0: return the engines, whose workers wait for messages until they are released."""
