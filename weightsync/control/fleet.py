@@ -168,6 +168,8 @@ class Fleet:
                 admitted = self._listener.admit("worker", number, deadline, "init", check)
                 one.workers = [Worker(hello, connection) for hello, connection in admitted]
                 self.workers += one.workers
+            for worker in self.workers:  # some transports lead past the network, and would not miss it
+                worker.connection.watch_host(self._timeout_s)
             for name, method, every_s in (
                 ("lease", self._answer_pings, _PING_LOOK_S),
                 ("health", self._ask_whether_alive, _HEALTH_LOOK_S),

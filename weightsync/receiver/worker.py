@@ -132,6 +132,7 @@ class WorkerSession:
             connection.send(Failure(held.to_fields()), deadline, "init")
             connection.close()
             return
+        connection.watch_host(info.timeout_s)
         self._fence_off()
         if info.process != self._trainer:
             self._mapped_by.clear()
