@@ -163,6 +163,11 @@ class Fleet:
             name = f"init of {one.engine.name}"
             self._calls.append(BackgroundCall(self._listener, name, one.engine.init, info))
         if not self.workers:
+            for name, method, every_s in (
+                ("lease", self._answer_pings, _PING_LOOK_S),
+                ("health", self._ask_whether_alive, _HEALTH_LOOK_S),
+            ):
+                in_thread(name, partial(repeat, weakref.WeakMethod(method), every_s, self._ended))
             for number, one in enumerate(self._members):
                 check = self._check_arrivals(deadline)
                 admitted = self._listener.admit("worker", number, deadline, "init", check)
@@ -170,11 +175,6 @@ class Fleet:
                 self.workers += one.workers
             for worker in self.workers:  # some transports lead past the network, and would not miss it
                 worker.connection.watch_host(self._timeout_s)
-            for name, method, every_s in (
-                ("lease", self._answer_pings, _PING_LOOK_S),
-                ("health", self._ask_whether_alive, _HEALTH_LOOK_S),
-            ):
-                in_thread(name, partial(repeat, weakref.WeakMethod(method), every_s, self._ended))
             # The trainer that pushed last may have died between start and finish, or with the weights half loaded.
             left_open = {worker.hello.group for worker in self.workers if worker.hello.update_open}
             self._left_open = [self._members[number] for number in left_open]
