@@ -115,3 +115,23 @@ def lose(rank: int, kind: str, what: str, gone: int, folder: str) -> None:
 @pytest.mark.parametrize(("what", "gone"), [("broadcast", 1), ("broadcast", 0), ("send", 1), ("send", 0)])
 def test_a_member_that_dies(kind: str, what: str, gone: int, tmp_path: Path):
     run_ranks(lose, 2, kind, what, gone, str(tmp_path), timeout_s=60)
+
+
+def leave(rank: int, folder: str) -> None:
+    """Each waits for what the other does not send, until rank 0 leaves."""
+    data = torch.zeros(1000, dtype=torch.uint8)
+    for number in range(2):  # the first opens what a process keeps
+        before = len(os.listdir("/proc/self/fd"))
+        communicator = meet(rank, torch.device("cpu"), Path(folder, f"port{number}"), "send")
+        patience, error = (0.5, SyncTimeoutError) if rank == 0 else (60.0, PeerError)
+        with pytest.raises(error):
+            communicator.exchange(rank, [], [(data, 1 - rank)]).wait(time.sleep, Deadline(patience), "transfer")
+        communicator.abort()
+    deadline = Deadline(10.0)
+    while len(os.listdir("/proc/self/fd")) > before:
+        assert not deadline.passed(), "gloo keeps its sockets"
+        time.sleep(0.05)
+
+
+def test_a_member_that_leaves_ends_what_is_under_way_and_gives_its_sockets_back(tmp_path: Path):
+    run_ranks(leave, 2, str(tmp_path), timeout_s=60)

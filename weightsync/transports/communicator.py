@@ -100,6 +100,7 @@ class Communicator:
         self._broadcasts = sends_to is None and receives_from is None
         self._partners = list(sends_to or ()), list(receives_from or ())
         self._group: Any = None
+        self._under_way: list[_Watched] = []
         self._left = False
         self._missing = _ABSENT
         self._error: Exception | None = None
@@ -200,7 +201,9 @@ class Communicator:
         if self.device.type == "cpu" or not (sends or receives):
             # gloo ends the process when what arrives under a number is not of the size that was expected.
             works = [group.send([data], member, number) for data, member in sends]
-            return _Watched([*works, *(group.recv([data], member, number) for data, member in receives)])
+            watched = _Watched([*works, *(group.recv([data], member, number) for data, member in receives)])
+            self._under_way = [*(each for each in self._under_way if not each.is_completed()), watched]
+            return watched
         # As a batch, though of one: others get a communicator for their two members, and meet there, blocking.
         group._start_coalescing()
         try:
@@ -231,14 +234,24 @@ class Communicator:
         if self.device.type == "cuda":
             group.pop().abort()
         else:
-            # gloo has no abort. Letting go of the group is all there is, and that waits for the operations under way
-            # here, which end when the others have gone, or at their deadline.
-            leaving = threading.Thread(target=group.clear, name="weightsync-gloo", daemon=True)
+            # Letting go of the group waits for the operations under way here. Collectives end when the others have
+            # gone, or at their deadline.
+            leaving = threading.Thread(
+                target=_leave, args=(group, self._under_way), name="weightsync-gloo", daemon=True
+            )
             leaving.start()
             # Most often there are none. An interpreter that ends meanwhile would abort the process.
             leaving.join(_LEAVE_S)
             if leaving.is_alive():
                 atexit.register(leaving.join, _LEAVE_S)
+
+
+def _leave(group: list[Any], under_way: list[_Watched]) -> None:
+    """Break what is under way in a group of gloo's, and close the group."""
+    for each in under_way:
+        each.abort()
+    under_way.clear()
+    group.clear()
 
 
 def _nccl(store: dist.Store, rank: int, size: int) -> Any:
@@ -265,7 +278,7 @@ class _Watched:
     def __init__(self, works: list[Any]) -> None:
         self._works = works
         self._done = threading.Event()
-        self._error: RuntimeError | None = None
+        self._error = ""
         if works:
             in_thread("gloo", self._run)
         else:
@@ -276,15 +289,22 @@ class _Watched:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            self._error = error
+            self._error = str(error)  # the error itself would keep this frame, and with it the group's sockets
+        self._works.clear()
         self._done.set()
+
+    def abort(self) -> None:
+        """Break them, and all that the group's members do. Gloo has no other way than a wait that is too short."""
+        for work in tuple(self._works):
+            with suppress(RuntimeError):
+                work.wait(timedelta(milliseconds=1))
 
     def is_completed(self) -> bool:
         return self._done.is_set()
 
     def wait(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self._error:
+            raise RuntimeError(self._error)
 
 
 class Pending:
