@@ -279,7 +279,7 @@ class WorkerSession:
             case Go():
                 # Ranks wait for each other less long, and for a worker longer. It knows for which rank it waits.
                 chunk_s = self._timeout_s + min(_GRACE_S / 2, self._timeout_s / 4)
-                return self.receiver.run(message, wait, lambda: Deadline(chunk_s))
+                return self.receiver.run(message, wait, lambda: Deadline(chunk_s), tell)
             case Commit():
                 return Committed(message.version, self.receiver.commit(message.version))
         raise ProtocolError(f"the trainer sent {type(message).__name__}, which a worker does not expect")
