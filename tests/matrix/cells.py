@@ -16,6 +16,9 @@ version is stamped and generation is still paused."""
 UNTOUCHED, MUTE, NEW, PAUSED, DEAD = "as it was", "mute", "new", "new, paused", "dead"
 
 ON_HOSTS = "stand-in on another host"
+IN_ONE_PROCESS = "LLM in one process"
+IN_RANK = ("LLM", "AsyncLLM", IN_ONE_PROCESS)
+"""Clients whose engine is in the process of the only rank."""
 RANKS = ("rank 0", "rank 1")
 LINKS = ("rank 0 - rank 1", "rank 0 - worker")
 CUT_OFF = ("dropped", "refused")
@@ -102,6 +105,7 @@ def expected(cell: Cell) -> Expected:
         ("worker", "stopped"),
         ("worker", "killed"),
     )
+    may_return |= cell.phase == "close" and cell.client.startswith("LLM")  # which is not paused, so nothing is asked
     return Expected(states, kinds, words, may_return)
 
 
@@ -111,12 +115,16 @@ def _named(who: str) -> tuple[str, ...]:
 
 def cells_of(client: str, transport: str) -> Iterator[Cell]:
     """Yield the cells of one client and transport, those that spare processes first."""
-    whos: dict[str, tuple[str, ...]] = {
-        ON_HOSTS: (),
+    victims: dict[str, tuple[str, ...]] = {
         "stand-in": ("core", "worker"),
         "HTTP": ("core", "worker", "server"),
+        "Ray": ("core", "worker", "actor"),
+        **dict.fromkeys(IN_RANK, ("core", "worker")),
+        IN_ONE_PROCESS: (),
     }
-    hows = [(who, how) for how in CUT_OFF for who in LINKS] if client == ON_HOSTS else hows_of(whos[client])
+    hows = [(who, how) for how in CUT_OFF for who in LINKS] if client == ON_HOSTS else hows_of(victims[client])
+    if client in IN_RANK:
+        hows = [(who, how) for who, how in hows if who != LINKS[0] and who not in RANKS]
     for who, how in hows:
         for phase in PHASES:
             yield Cell(client, transport, who, how, phase)

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cells import CUT_OFF, DEAD, LINKS, NEW, ON_HOSTS, RANKS, Cell, expected
+from cells import CUT_OFF, DEAD, IN_RANK, LINKS, NEW, ON_HOSTS, RANKS, Cell, expected
 from engines import Remote
 from hosts import Host, Hosts
 from looks import KNOWN, Look, state_of
+from own_engine import OwnEngineSide, RaySide
 from servers import ServerSide
 from stand_in import TP, StandInWorker
-from trainer import Outcome, Rank
+from trainer import RAY, Outcome, Rank
 
 from weightsync.control.wire import POISONED
 
@@ -111,7 +112,7 @@ class StandIn:
             end(worker)
 
 
-ENGINES: dict[str, Callable[..., Any]] = {"stand-in": StandIn, ON_HOSTS: StandIn, "HTTP": ServerSide}
+ENGINES: dict[str, Callable[..., Any]] = {"stand-in": StandIn, ON_HOSTS: StandIn, "HTTP": ServerSide, RAY: RaySide}
 
 
 class Bench:
@@ -121,11 +122,16 @@ class Bench:
         self.client, self.transport, self.folder, self.timeout_s = client, transport, folder, timeout_s
         self.short_s = timeout_s
         self.hosts = Hosts("A", "B", "C", shared=folder).__enter__() if client == ON_HOSTS else None
-        self.engine: Any = ENGINES[client](folder, transport, self.hosts)
+        self.engine: Any = None
+        if client in IN_RANK:
+            self.engine = OwnEngineSide(folder, client)
+        else:
+            self.engine = ENGINES[client](folder, transport, self.hosts)
         self._count = itertools.count()
         self.ranks: list[Remote] = []
         self.pids: set[int] = set()  # of all that there were
-        self.healer = process(self.hosts, "A", Rank, 0, 1, folder / "none")
+        self.healers: list[Remote] = []  # a new trainer, where the engine is in nobody's process
+        self.start_healer()
         self.held: dict[int, Counter[str]] = {}
         # gloo keeps the sockets of what it has not done until its own deadline, which is 8 times ours.
         self.gloo_s = 9 * PATIENT_S if transport == "broadcast" else 0.0
@@ -147,9 +153,14 @@ class Bench:
 
     def start_anew(self) -> None:
         self.end_ranks()
-        end(self.healer)
-        self.healer = process(self.hosts, "A", Rank, 0, 1, self.folder / "none")
+        self.start_healer()
         self.engine.start()
+
+    def start_healer(self) -> None:
+        for healer in self.healers:
+            end(healer)
+        if self.client not in IN_RANK:
+            self.healers = [process(self.hosts, "A", Rank, 0, 1, self.folder / "none")]
 
     def settle_descriptors(self) -> list[Result]:
         """Wait until gloo has given back what it kept. Return the results of the cells where it has not."""
@@ -201,7 +212,9 @@ class Bench:
             result.faults.append(f"the engine is {result.state}, not {' or '.join(states)}")
         if result.state == DEAD:
             self.engine.start()
-            if self.transport == "single_copy":  # whose model is the old engine's memory
+            if self.client in IN_RANK:  # and its trainer with it
+                self.make_ready()
+            if self.client in (*IN_RANK, RAY) or self.transport == "single_copy":  # they have the old one
                 self.connect(self.ranks)
         self.heal(cell, result, next(weights for weights in KNOWN if weights not in (before, failing)))
         self.release()
@@ -212,7 +225,7 @@ class Bench:
     def fail(self, cell: Cell, result: Result, weights: str, healing: str) -> list[Outcome]:
         """Let the cell's failure happen in a push, and return what the ranks that are left raise."""
         there = self.folder / f"there-{next(self._count)}"
-        conductor, second = self.ranks
+        conductor, second = self.ranks[0], self.ranks[-1]
         conductor.call(Rank.arm, cell.phase, there, cell.who if cell.how == "closed" else "")
         for rank in self.ranks:
             rank.begin(Rank.push, weights)
@@ -238,8 +251,8 @@ class Bench:
                 with Stopped(pid_of(conductor)):
                     go_on()
                     self.engine.wait_until_given_up(1.5 * self.timeout_s + GRACE_S + BUSY_S)
-                    self.connect([self.healer])
-                    (taken,) = self.push([self.healer], healing)
+                    self.connect(self.healers)
+                    (taken,) = self.push(self.healers, healing)
                     if taken[0] != expected(cell).taken:
                         result.faults.append(f"another trainer got {taken}")
                 return [self.outcome(rank) for rank in self.ranks]
@@ -295,12 +308,12 @@ class Bench:
         """Push again, by the ranks if both are left, or else by a new trainer: the engine then serves these weights."""
         healers = self.ranks
         if (cell.who, cell.how) == ("rank 0", "stopped"):
-            self.healer.call(Rank.release)  # while it holds the engine, the ranks are turned away
+            self.healers[0].call(Rank.release)  # while it holds the engine, the ranks are turned away
         elif cell.how == "killed" and cell.who in RANKS:
             self.release()  # the rank that is left
             if self.transport == "single_copy":  # which has the engine's memory mapped
                 self.end_ranks()
-            healers = [self.healer]
+            healers = self.healers
             self.connect(healers)
         told = self.push(healers, weights)
         # An engine that went away when the last push was complete is found out by the next one, which says so.
@@ -320,12 +333,16 @@ class Bench:
     # What there is before and after
 
     def make_ready(self) -> None:
-        if not self.ranks:
+        if self.client in IN_RANK:
+            self.ranks = [self.engine.trainer]
+        elif not self.ranks:
             store = self.folder / f"store-{next(self._count)}"
             self.ranks = [process(self.hosts, host, Rank, rank, 2, store) for rank, host in enumerate("AC")]
         pids = self.now()
         if pids != set(self.held):  # one is new, and has not opened all that it keeps open
-            for trainers in ([self.healer], self.ranks):
+            for trainers in (self.healers, self.ranks):
+                if not trainers:
+                    continue
                 self.connect(trainers)
                 for weights in (*self.engine.unknown(), self.engine.weights):
                     self.push_well(trainers, weights)
@@ -339,13 +356,13 @@ class Bench:
         return {*map(pid_of, alive), *self.engine.pids().values()}
 
     def processes(self) -> list[Remote]:
-        return [*self.ranks, self.healer]
+        return [*self.ranks, *self.healers]
 
     def connect(self, trainers: list[Remote]) -> None:
         # Alone it cannot share the memory of two workers.
-        transport = "ipc" if trainers == [self.healer] and self.transport == "single_copy" else self.transport
+        transport = "ipc" if trainers == self.healers and self.transport == "single_copy" else self.transport
         # One folder of checkpoints is one trainer's.
-        folder = self.folder / ("healing" if trainers == [self.healer] else "failing")
+        folder = self.folder / ("healing" if trainers == self.healers else "failing")
         for each in trainers:
             each.begin(Rank.connect, self.client, transport, self.engine.address, self.timeout_s, folder)
         for each in trainers:
@@ -391,7 +408,7 @@ class Bench:
         return found
 
     def end_ranks(self) -> None:
-        for rank in self.ranks:
+        for rank in self.ranks if self.client not in IN_RANK else ():  # whose engine ends with it
             end(rank)
         self.ranks = []
 

@@ -21,6 +21,7 @@ from weightsync import CheckpointTransport, ModuleBucketer, WeightSync, WeightSy
 from weightsync.control.fleet import Fleet
 from weightsync.report import Progress
 
+RAY, RAY_NAMESPACE, RAY_ACTOR = "Ray", "failure-matrix", "the engine"
 MAX_BYTES = 48
 """Of a chunk, so that there is a middle."""
 
@@ -47,15 +48,22 @@ class Rank:
         copies = self.copies = transport in ("ipc", "broadcast", "checkpoint")
         self.model = model_of(client, transport, self.size)
         self.is_attached = transport != "single_copy"
-        if client.startswith("stand-in"):
-            engine = stand_in.StandInEngine(*engine, timeout_s)
         self.sync = WeightSync(
             "fsdp",
             CheckpointTransport(folder, keep_last=2) if transport == "checkpoint" else transport,
-            engine if self.rank == 0 else None,
+            self.reach(client, engine, timeout_s) if self.rank == 0 else None,
             timeout_s=timeout_s,
             bucketer=bucketer_of(client) if copies else None,
         )
+
+    def reach(self, client: str, engine: Any, timeout_s: float) -> Any:
+        """Return the engine at an address, as `WeightSync` takes it."""
+        if client == RAY:
+            import ray
+
+            ray.init(engine, namespace=RAY_NAMESPACE, ignore_reinit_error=True, log_to_driver=False)
+            return ray.get_actor(RAY_ACTOR)
+        return stand_in.StandInEngine(*engine, timeout_s) if client.startswith("stand-in") else engine
 
     def push(self, weights: str) -> Outcome:
         started = time.monotonic()
