@@ -19,9 +19,9 @@ from engines import Remote
 from hosts import Host, Hosts
 from looks import KNOWN, Look, state_of
 from own_engine import OwnEngineSide, RaySide
-from servers import ServerSide
+from servers import AdapterServer, ServerSide
 from stand_in import TP, StandInWorker
-from trainer import RAY, Outcome, Rank
+from trainer import RAY, Outcome, Rank, memory_of
 
 from weightsync.control.wire import POISONED
 
@@ -62,7 +62,7 @@ class StandIn:
     def __init__(self, folder: Path, transport: str, hosts: Hosts | None) -> None:
         self._paths = [str(folder / f"engine-{rank}") for rank in range(TP)]
         self.address = self._paths, "127.0.0.1" if hosts is None else hosts.address("B")
-        self._hosts = hosts
+        self._hosts, self._transport = hosts, transport
         self._workers: list[Remote] = []
         self.weights, self.version = "", 0
         self.start()
@@ -85,10 +85,13 @@ class StandIn:
         """Return None where the engine is dead, or a part of it."""
         try:
             looks = [worker.call(StandInWorker.look, KNOWN, timeout_s=20) for worker in self._workers]
+            newest = self._workers[0].call(StandInWorker.look_at_adapter, KNOWN, timeout_s=60)
         except (AssertionError, OSError, EOFError):
             return None
         weights = {found for _, found, *_ in looks}
         _, _, is_paused, version, _ = looks[0]
+        if self._transport == "lora":
+            return Look(newest[0] if weights == {"A"} else "", False, is_paused, newest[1])
         return Look(
             weights.pop() if len(weights) == 1 else "",
             any(state == POISONED for state, *_ in looks),
@@ -112,7 +115,13 @@ class StandIn:
             end(worker)
 
 
-ENGINES: dict[str, Callable[..., Any]] = {"stand-in": StandIn, ON_HOSTS: StandIn, "HTTP": ServerSide, RAY: RaySide}
+ENGINES: dict[str, Callable[..., Any]] = {
+    "stand-in": StandIn,
+    ON_HOSTS: StandIn,
+    "HTTP": ServerSide,
+    "HTTP, lora": AdapterServer,
+    RAY: RaySide,
+}
 
 
 class Bench:
@@ -126,7 +135,8 @@ class Bench:
         if client in IN_RANK:
             self.engine = OwnEngineSide(folder, client)
         else:
-            self.engine = ENGINES[client](folder, transport, self.hosts)
+            kind = ENGINES.get(f"{client}, {transport}", ENGINES[client])
+            self.engine = kind(folder, transport, self.hosts)
         self._count = itertools.count()
         self.ranks: list[Remote] = []
         self.pids: set[int] = set()  # of all that there were
@@ -192,7 +202,7 @@ class Bench:
         before = self.engine.weights
         failing, healing = [weights for weights in KNOWN if weights != before]
         self.connect(self.ranks)
-        if cell.phase not in ("connect", "plan"):
+        if cell.phase not in ("connect", "plan") or self.transport == "lora":
             self.push_well(self.ranks, before)
         version = self.engine.version
         outcomes = self.fail(cell, result, failing, healing)
@@ -405,7 +415,7 @@ class Bench:
             self.end_ranks()
         names = [path.name for path in Path("/dev/shm").glob("weightsync-[0-9]*")]
         found += [f"/dev/shm/{name} is left" for name in names if int(name.split("-")[1]) in self.pids]
-        return found
+        return found + [f"{path} is left" for path in memory_of(self.folder / "any").iterdir()]
 
     def end_ranks(self) -> None:
         for rank in self.ranks if self.client not in IN_RANK else ():  # whose engine ends with it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import time
@@ -13,11 +14,13 @@ import tiny_models
 from looks import KNOWN, Look, look_at
 
 from weightsync.engines import HttpEngine
+from weightsync.errors import WeightSyncError
 from weightsync.tools.processes import Server, generate
 
 PROMPTS = [[5, 6, 7, 8], [9, 9, 3], [(7 * i * i + 11) % 120 for i in range(40)]]
 _START_S = 240.0
 _ASK_S = 20.0
+_BASE = "the base"
 
 
 def below(pid: int) -> dict[str, int]:
@@ -76,13 +79,21 @@ class ServerSide(Cold):
     def __init__(self, folder: Path, transport: str, hosts: None) -> None:
         self._log = folder / "server.log"
         super().__init__(tiny_models.save(tiny_models.build("qwen3", "A"), folder / "A"))
-        self._options = {"quantization": "weightsync_plain"} if transport == "single_copy" else {}
+        options: dict[str, dict[str, Any]] = {
+            "single_copy": {"quantization": "weightsync_plain"},
+            "lora": {"enable_lora": True, "max_lora_rank": 8},
+        }
+        self._options = options.get(transport, {})
         self._server: Server | None = None
         self.start()
 
     def start(self) -> None:
         if self._server is None:
-            environment = {"TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+            environment = {
+                "TORCHDYNAMO_DISABLE": "1",
+                "VLLM_LOGGING_LEVEL": "WARNING",
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+            }
             self._server = Server(self.checkpoint, "auto", self._log, environment, self._options)
         else:  # at the same address
             self._server.stop()
@@ -121,3 +132,43 @@ class ServerSide(Cold):
     def close(self) -> None:
         if self._server is not None:
             self._server.stop()
+
+
+class AdapterServer(ServerSide):
+    """A server that is pushed adapters. What it answers without one must stay as it was."""
+
+    def begin_cold(self) -> None:
+        self.weights, self.version = "A", 0
+        base = super().ask()
+        assert self.answers.setdefault(_BASE, base) == base
+
+    def ask(self) -> Any:
+        """Return what the newest adapter answers."""
+        return [self._answer(self._engine(), prompt) for prompt in PROMPTS]
+
+    def look(self) -> Look | None:
+        engine = self._engine()
+        with suppress(WeightSyncError, OSError, http.client.HTTPException):
+            if not engine.is_alive():
+                return None
+            if super().ask() != self.answers[_BASE]:
+                return Look("", False, False, "the base answers otherwise")
+            if not self._newest(engine):
+                return Look("", False, False, "0")
+            found = self.ask()
+            weights = next((each for each, answer in self.answers.items() if answer == found), "")
+            return Look(weights, False, False, self._newest(engine).split("-")[1])
+        return None
+
+    def _engine(self) -> HttpEngine:
+        return HttpEngine(self.address, name="the engine", timeout_s=_ASK_S)
+
+    @staticmethod
+    def _newest(engine: HttpEngine) -> str:
+        names = [name for name in engine._adapters() if name.startswith("policy-")]
+        return names[-1] if names else ""
+
+    def _answer(self, engine: HttpEngine, prompt: list[int]) -> Any:
+        asked = {"model": self._newest(engine), "prompt": prompt, "temperature": 0, "ignore_eos": True}
+        body = {**asked, "max_tokens": 4, "logprobs": 1, "return_tokens_as_token_ids": True}
+        return engine.call("POST", "/v1/completions", body)["choices"][0]["logprobs"]
