@@ -108,7 +108,7 @@ class Listener:
     def _admit(
         self, role: str, group: int, deadline: Deadline, phase: str, check: Callable[[], None]
     ) -> list[tuple[Hello, Connection]]:
-        kind = f"workers of engine {group}" if role == "worker" else "trainer ranks"
+        kind = f"workers of engine {group}" if role == "worker" else f"trainer rank {group}"
         while True:
             present = sorted(key for key in self._arrived if key[:2] == (role, group))
             worlds = {self._arrived[key][0].world for key in present}
