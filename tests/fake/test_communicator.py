@@ -117,21 +117,37 @@ def test_a_member_that_dies(kind: str, what: str, gone: int, tmp_path: Path):
     run_ranks(lose, 2, kind, what, gone, str(tmp_path), timeout_s=60)
 
 
-def leave(rank: int, folder: str) -> None:
-    """Each waits for what the other does not send, until rank 0 leaves."""
+def leave(rank: int, what: str, folder: str) -> None:
+    """Rank 1 leaves while it waits for what rank 0 never sends."""
     data = torch.zeros(1000, dtype=torch.uint8)
+
+    def receive(communicator: Communicator, patience_s: float) -> None:
+        if what == "broadcast":
+            pending = communicator.broadcast(data)
+        else:
+            pending = communicator.exchange(0, [], [(data, 1 - rank)])
+        pending.wait(time.sleep, Deadline(patience_s), "transfer")
+
     for number in range(2):  # the first opens what a process keeps
         before = len(os.listdir("/proc/self/fd"))
-        communicator = meet(rank, torch.device("cpu"), Path(folder, f"port{number}"), "send")
-        patience, error = (0.5, SyncTimeoutError) if rank == 0 else (60.0, PeerError)
-        with pytest.raises(error):
-            communicator.exchange(rank, [], [(data, 1 - rank)]).wait(time.sleep, Deadline(patience), "transfer")
+        communicator = meet(rank, torch.device("cpu"), Path(folder, f"port{number}"), what)
+        has_left = Path(folder, f"left{number}")
+        if rank == 1:
+            with pytest.raises(SyncTimeoutError):
+                receive(communicator, 0.5)
+        elif what == "send":
+            with pytest.raises(PeerError):
+                receive(communicator, 60.0)
+        while rank == 0 and not has_left.exists():
+            time.sleep(0.01)
         communicator.abort()
-    deadline = Deadline(10.0)
-    while len(os.listdir("/proc/self/fd")) > before:
-        assert not deadline.passed(), "gloo keeps its sockets"
-        time.sleep(0.05)
+        deadline = Deadline(10.0)
+        while number and len(os.listdir("/proc/self/fd")) > before:
+            assert not deadline.passed(), "gloo keeps its sockets"
+            time.sleep(0.05)
+        has_left.touch()
 
 
-def test_a_member_that_leaves_ends_what_is_under_way_and_gives_its_sockets_back(tmp_path: Path):
-    run_ranks(leave, 2, str(tmp_path), timeout_s=60)
+@pytest.mark.parametrize("what", ["broadcast", "send"])
+def test_a_member_that_leaves_ends_what_is_under_way_and_gives_its_sockets_back(what: str, tmp_path: Path):
+    run_ranks(leave, 2, what, str(tmp_path), timeout_s=60)

@@ -35,6 +35,8 @@ _UNCONNECTED = (
     "they have met at {host}, and cannot all reach each other. Does a firewall close ports that gloo or NCCL choose?"
 )
 _LEAVE_S = 1.0
+_NO_NUMBER = 2**31 - 1
+"""Of no chunk."""
 _PATIENCE = 8
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -100,7 +102,6 @@ class Communicator:
         self._broadcasts = sends_to is None and receives_from is None
         self._partners = list(sends_to or ()), list(receives_from or ())
         self._group: Any = None
-        self._under_way: list[_Watched] = []
         self._left = False
         self._missing = _ABSENT
         self._error: Exception | None = None
@@ -154,7 +155,7 @@ class Communicator:
                 options._timeout = timedelta(seconds=_PATIENCE * deadline.timeout_s)
                 self._group = group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
         except Exception as error:
-            self._error = error
+            self._error = error.with_traceback(None)  # which would keep this frame, and with it the store's socket
         else:
             if self._left:  # `abort` came while there was nothing to break
                 self.abort()
@@ -201,9 +202,7 @@ class Communicator:
         if self.device.type == "cpu" or not (sends or receives):
             # gloo ends the process when what arrives under a number is not of the size that was expected.
             works = [group.send([data], member, number) for data, member in sends]
-            watched = _Watched([*works, *(group.recv([data], member, number) for data, member in receives)])
-            self._under_way = [*(each for each in self._under_way if not each.is_completed()), watched]
-            return watched
+            return _Watched([*works, *(group.recv([data], member, number) for data, member in receives)])
         # As a batch, though of one: others get a communicator for their two members, and meet there, blocking.
         group._start_coalescing()
         try:
@@ -234,11 +233,8 @@ class Communicator:
         if self.device.type == "cuda":
             group.pop().abort()
         else:
-            # Letting go of the group waits for the operations under way here. Collectives end when the others have
-            # gone, or at their deadline.
-            leaving = threading.Thread(
-                target=_leave, args=(group, self._under_way), name="weightsync-gloo", daemon=True
-            )
+            beside = (self.rank + 1) % self.size
+            leaving = threading.Thread(target=_leave, args=(group, beside), name="weightsync-gloo", daemon=True)
             leaving.start()
             # Most often there are none. An interpreter that ends meanwhile would abort the process.
             leaving.join(_LEAVE_S)
@@ -246,11 +242,11 @@ class Communicator:
                 atexit.register(leaving.join, _LEAVE_S)
 
 
-def _leave(group: list[Any], under_way: list[_Watched]) -> None:
-    """Break what is under way in a group of gloo's, and close the group."""
-    for each in under_way:
-        each.abort()
-    under_way.clear()
+def _leave(group: list[Any], member: int) -> None:
+    """Break what is under way in a group of gloo's, and close the group, which waits for that."""
+    # gloo has no abort. A wait that runs out breaks all that the group does, here and on the other members.
+    with suppress(RuntimeError):
+        group[0].recv([torch.empty(1, dtype=torch.uint8)], member, _NO_NUMBER).wait(timedelta(milliseconds=1))
     group.clear()
 
 
@@ -292,12 +288,6 @@ class _Watched:
             self._error = str(error)  # the error itself would keep this frame, and with it the group's sockets
         self._works.clear()
         self._done.set()
-
-    def abort(self) -> None:
-        """Break them, and all that the group's members do. Gloo has no other way than a wait that is too short."""
-        for work in tuple(self._works):
-            with suppress(RuntimeError):
-                work.wait(timedelta(milliseconds=1))
 
     def is_completed(self) -> bool:
         return self._done.is_set()
