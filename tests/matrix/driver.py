@@ -136,8 +136,8 @@ class Bench:
         else:
             kind = ENGINES.get(f"{client}, {transport}", ENGINES[client])
             self.engine = kind(folder, transport, self.hosts)
-        # torch seeks a store that has gone until the deadline of whoever seeks it.
-        self.settles_s = PATIENT_S + GRACE_S if transport == "broadcast" else 3.0
+        # gloo may not miss who has gone before its own deadline, which is 8 times ours.
+        self.settles_s = 9 * timeout_s if transport == "broadcast" else 6.0
         self._count = itertools.count()
         self.ranks: list[Remote] = []
         self.pids: set[int] = set()  # of all that there were
@@ -389,7 +389,7 @@ class Bench:
         found: list[str] = []
         for number, rank in enumerate(self.ranks):
             if rank._process.is_alive():
-                found += [f"rank {number} has a thread {name}" for name in set(rank.call(Rank.threads))]
+                found += [f"rank {number} has a thread {name}" for name in set(rank.call(Rank.threads, self.settles_s))]
         for pid, before in self.held.items():
             if pid in self.now() and (more := grown(pid, before, self.settles_s)):
                 found.append(f"process {pid} has more open: {dict(more)}")

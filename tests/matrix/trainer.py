@@ -132,9 +132,9 @@ class Rank:
         fleet: Any = self.sync._strategy._fleet  # type: ignore[attr-defined]
         return fleet.workers[0].connection
 
-    def threads(self) -> list[str]:
-        """Return the threads of weightsync that are busy, after a moment."""
-        deadline = time.monotonic() + 6
+    def threads(self, settles_s: float = 6.0) -> list[str]:
+        """Return the threads of weightsync that are busy, and still are after a while."""
+        deadline = time.monotonic() + settles_s
         while busy := [t.name for t in threading.enumerate() if t.name.startswith("weightsync ")]:
             busy = [name for name in busy if name != "weightsync idle"]
             if not busy or time.monotonic() > deadline:

@@ -34,6 +34,7 @@ _ABSENT = "not all have met at {host}, which every one of them must reach"
 _UNCONNECTED = (
     "they have met at {host}, and cannot all reach each other. Does a firewall close ports that gloo or NCCL choose?"
 )
+_VISIT = timedelta(seconds=5)
 _LEAVE_S = 1.0
 _NO_NUMBER = 2**31 - 1
 """Of no chunk."""
@@ -69,10 +70,18 @@ class Rendezvous:
 
 def visit(host: str, port: int, deadline: Deadline) -> dist.Store:
     """Open the store of a `Rendezvous` from another process. Raises `PeerError` within seconds when that cannot be."""
-    # A store would try until its timeout, and not say why it failed.
-    reach(host, port, "a member of a communicator", "trainer rank 0", deadline).close()
-    patience = timedelta(seconds=deadline.left_s())
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
+    while True:
+        # A store would try until its timeout, and not say why it failed. Nor can it be told to stop.
+        reach(host, port, "a member of a communicator", "trainer rank 0", deadline).close()
+        patience = timedelta(seconds=deadline.left_s())
+        try:
+            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=min(patience, _VISIT))
+        except dist.DistError:
+            if deadline.passed():
+                raise
+        else:
+            store.set_timeout(patience)
+            return store
 
 
 class Communicator:
@@ -233,8 +242,8 @@ class Communicator:
         if self.device.type == "cuda":
             group.pop().abort()
         else:
-            beside = (self.rank + 1) % self.size
-            leaving = threading.Thread(target=_leave, args=(group, beside), name="weightsync-gloo", daemon=True)
+            others = [member for member in range(self.size) if member != self.rank]
+            leaving = threading.Thread(target=_leave, args=(group, others), name="weightsync-gloo", daemon=True)
             leaving.start()
             # Most often there are none. An interpreter that ends meanwhile would abort the process.
             leaving.join(_LEAVE_S)
@@ -242,11 +251,13 @@ class Communicator:
                 atexit.register(leaving.join, _LEAVE_S)
 
 
-def _leave(group: list[Any], member: int) -> None:
+def _leave(group: list[Any], others: Sequence[int]) -> None:
     """Break what is under way in a group of gloo's, and close the group, which waits for that."""
-    # gloo has no abort. A wait that runs out breaks all that the group does, here and on the other members.
-    with suppress(RuntimeError):
-        group[0].recv([torch.empty(1, dtype=torch.uint8)], member, _NO_NUMBER).wait(timedelta(milliseconds=1))
+    # gloo has no abort. A wait that runs out breaks all that the group does, here and on the other members. Where the
+    # other member has gone there is none.
+    for member in others:
+        with suppress(RuntimeError):
+            group[0].recv([torch.empty(1, dtype=torch.uint8)], member, _NO_NUMBER).wait(timedelta(milliseconds=1))
     group.clear()
 
 
