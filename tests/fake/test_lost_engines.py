@@ -105,16 +105,17 @@ def test_last_engine_is_not_left_out(engines: list[MortalEngine]) -> None:
             sync.push(trainer_model(checkpoint(3)))
 
 
-@pytest.mark.parametrize("method", ["init", "update"])
+@pytest.mark.parametrize(("method", "come"), [("init", False), ("init", True), ("update", True)])
 def test_engine_that_dies_and_leaves_its_call_unanswered_is_noticed(
-    engines: list[MortalEngine], method: str, monkeypatch: pytest.MonkeyPatch
+    engines: list[MortalEngine], method: str, come: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So does vLLM's server when the process of its engine core is killed, and the workers' are not."""
     monkeypatch.setattr(fleet, "_HEALTH_LOOK_S", 0.05)
     over = threading.Event()
 
     def call(engine: MortalEngine, info: dict[str, Any]) -> None:
-        getattr(RecordedEngine, method)(engine, info)
+        if come:  # the engine's workers
+            getattr(RecordedEngine, method)(engine, info)
         engine.is_dead = True
         over.wait()
 

@@ -46,6 +46,7 @@ _MESSAGE_BYTES = 512
 """What the smallest message takes in memory while it waits."""
 _MOST_WAITING = 2
 """How many of the largest messages may wait. Each is asked for, so no peer of good faith has so many under way."""
+_HOST_S = 30.0
 _KEEPALIVE_S = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 """A host that loses power closes no connection; the kernel asks after it, and gives it up after half a minute."""
 
@@ -76,6 +77,21 @@ class Connection:
     def fileno(self) -> int:
         return self._sock.fileno()
 
+    def watch_host(self, timeout_s: float) -> None:
+        """Give the connection up when the peer's host is silent for `timeout_s`, or half a minute.
+
+        The peer must read what it is sent by then. Its kernel alone answers while nothing is sent.
+        """
+        limit_s = min(_HOST_S, timeout_s)
+        sixth_s = max(1, int(limit_s / 6))
+        options = {
+            socket.TCP_KEEPIDLE: 3 * sixth_s,
+            socket.TCP_KEEPINTVL: sixth_s,
+            socket.TCP_USER_TIMEOUT: max(1, int(1000 * limit_s)),
+        }
+        for option, value in options.items():
+            self._sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
     def send(self, message: Message, deadline: Deadline, phase: str) -> None:
         """Send one message, taking in meanwhile what the peer sends: two that send at once do not block each other.
         Raises `PeerError` when the peer is gone, or what it reported before it went, and `SyncTimeoutError` when it
@@ -95,7 +111,7 @@ class Connection:
                     raise timed_out([self.peer], phase, deadline) from None
                 self._read(phase)
             except OSError as error:
-                raise self._gone(phase) from error
+                raise self._gone(phase, error) from error
 
     def receive(self, deadline: Deadline, phase: str) -> Message:
         """Return the next message.
@@ -144,7 +160,7 @@ class Connection:
             except BlockingIOError:
                 return False
             except OSError as error:
-                raise self._gone(phase) from error
+                raise self._gone(phase, error) from error
             if not data:
                 raise self._gone(phase)
             self._take(data)
@@ -241,7 +257,7 @@ class Connection:
             self._closed = True
             hang_up(self._sock)
 
-    def _gone(self, phase: str) -> WeightSyncError:
+    def _gone(self, phase: str, error: OSError | None = None) -> WeightSyncError:
         """Return why the peer is gone.
 
         What it said before it went is the better cause, and may not have been read yet.
@@ -249,9 +265,10 @@ class Connection:
         with suppress(OSError, ProtocolError), self._reading:
             while data := self._sock.recv(1 << 20):
                 self._take(data)
-        return self.reported() or PeerError(
-            f"{self.peer} closed its connection: it has died or given up", who=self.peer, phase=phase
-        )
+        how = "closed its connection: it has died or given up"
+        if isinstance(error, TimeoutError):
+            how = "does not answer: its host, or the network to it, is down"
+        return self.reported() or PeerError(f"{self.peer} {how}", who=self.peer, phase=phase)
 
 
 def dial(host: str, port: int, token: str, hello: Hello, peer: str, deadline: Deadline) -> Connection:

@@ -191,6 +191,8 @@ class Fleet:
                 check = arrivals(self._calls, self._listener, self._check_everyone, deadline)
                 one.meet(self._listener.admit("worker", one.number, deadline, "init", check))
                 self.newest_version = max(self.newest_version, one.newest_version)
+                for worker in one.workers:  # some transports lead past the network, and would not miss it
+                    worker.connection.watch_host(self._timeout_s)
         return self.workers
 
     def plan(self, manifest: Manifest) -> list[LoadPlan]:
@@ -430,12 +432,7 @@ class Fleet:
 
     def _all(self, phase: str, members: Sequence[Member], *methods: _Method, in_opening: bool = False) -> None:
         """Call these methods with each of these engines, all at once, and wait."""
-        jobs = [(method, one) for method in methods for one in members]
-        here = jobs.pop() if len(members) == 1 else None  # saves a thread
-        calls = [self._call(phase, one, method) for method, one in jobs]
-        if here is not None:
-            method, one = here
-            one.call(method)
+        calls = [self._call(phase, one, method) for method in methods for one in members]
         self._wait(calls, Deadline(self._timeout_s), phase, in_opening)
 
     def _try_all(

@@ -138,6 +138,7 @@ class WorkerSession:
             connection.send(Failure(held.to_fields()), deadline, "init")
             connection.close()
             return
+        connection.watch_host(info.timeout_s)
         self._fence_off()
         if info.process != self._trainer:
             self._take_memory_back()
@@ -296,7 +297,7 @@ class WorkerSession:
             case Go():
                 # Ranks wait for each other less long, and for a worker longer. It knows for which rank it waits.
                 chunk_s = self._timeout_s + min(_GRACE_S / 2, self._timeout_s / 4)
-                self._loaded = self.receiver.run(message, wait, lambda: Deadline(chunk_s))
+                self._loaded = self.receiver.run(message, wait, lambda: Deadline(chunk_s), tell)
                 return self._loaded
             case Commit():
                 committed = Committed(message.version, self.receiver.commit(message.version))

@@ -268,6 +268,9 @@ class LoraAdapters(UpdateStrategy):
 
     def _give_back(self, folder: AdapterFolder) -> None:
         if _forgotten(self._engines, self._loaded + self._unloaded):
+            for adapter in self._loaded + self._unloaded:  # also those of trainers that were killed
+                with suppress(OSError):
+                    folder.remove(Path(adapter.path))
             shutil.rmtree(folder.path, ignore_errors=True)
         else:
             logger.warning(
