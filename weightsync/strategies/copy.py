@@ -24,16 +24,16 @@ from weightsync.engines import EngineList
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.kernels.digest import WHOLE
 from weightsync.planning.bucketing import open_bucketer
-from weightsync.planning.checks import check_plans, check_quantized, cut, reads_of, wire_manifest
-from weightsync.planning.layout import ShardLocation, merge_manifests
+from weightsync.planning.layout import ShardLocation
 from weightsync.planning.rows import Run, Storage
-from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES, TransferPlan, make_chunks
+from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES, TransferPlan
 from weightsync.report import Progress, PushReport, WorkerReport
 from weightsync.sources.base import LastShards, Model, TensorShard
-from weightsync.sources.quantize import QuantizingSource, pairs
+from weightsync.sources.quantize import QuantizingSource
 from weightsync.sources.rename import renamed
-from weightsync.strategies.base import FleetStrategy, Options, locate, warn_of_kept
-from weightsync.strategies.inventory import Inventory, frozen_everywhere, take_inventory
+from weightsync.strategies.base import FleetStrategy, Options, locate
+from weightsync.strategies.compile import compile_plan
+from weightsync.strategies.inventory import Inventory, take_inventory
 from weightsync.strategies.link import Course, Link, choose_course
 from weightsync.transports.base import LocalTensor, LocalTensors, Transport
 
@@ -321,59 +321,11 @@ class CopyWeights(FleetStrategy):
             linked = [one for link in self._links for one in link.members]
             members = [one for one in fleet.members if one not in linked and not (late and self._is_served(one))]
             workers = fleet.connect(members)
-            made = self._plan(fleet, everyone, transport)
+            made = compile_plan(fleet, everyone, transport, self._bucketer, options)
         plan = typed(ranks.broadcast(made, "plan"), TransferPlan)
         with update.timeline.during("connect"):
             self._connect(update, plan, held, transport)
         return Link(transport, plan, self._verify, workers, members)
-
-    def _plan(self, fleet: Fleet, everyone: Sequence[Inventory], transport: Transport) -> TransferPlan:
-        """Rank 0: ask the engines that were called in, and compile their part of a push."""
-        options = self._options
-        manifest = merge_manifests([own.manifest for own in everyone])
-        locations = [location for own in everyone for location in own.locations]
-        together = pairs(manifest) if options.quantize is not None else []
-        if options.quantize is not None and not together:
-            raise ConfigError(
-                f"quantize={options.quantize!r}, but none of the {len(manifest)} tensors is a matrix `....weight` "
-                "that is not named in TensorSelection.unquantized"
-            )
-        plans = fleet.plan(manifest)
-        check_quantized(manifest, together, plans)
-        is_padded = options.backend == "megatron" and options.vocab_size is None
-        if unused := check_plans(manifest, plans, is_padded):
-            logger.info(
-                "%d tensors are not pushed, such as %s: the engine does not run that part of the model",
-                len(unused),
-                unused[0],
-            )
-        warn_of_kept(plans)
-        as_it_is = {name for pair in together for name in pair}
-        travelling = wire_manifest(manifest, plans, options.selection, as_it_is)
-        locations = [location for location in locations if location.name in travelling]
-        together = [pair for pair in together if pair[0] in travelling]
-        reads = [reads_of(travelling, plan) for plan in plans]
-        machines = [own.machine for own in everyone]
-        workers = [worker.machine for worker in fleet.workers]
-        chains = transport.route(machines, workers, travelling, locations, reads)
-        frozen = frozen_everywhere(everyone).intersection(travelling.names) if transport.keeps_frozen else set()
-        buckets, last = cut(self._bucketer, travelling, plans, together, frozen)
-        in_place: frozenset[str] = frozenset()
-        if not chains:
-            in_place = frozenset(travelling.names).difference(*(own.unmapped for own in everyone))
-        chunks = make_chunks(
-            travelling,
-            chains,
-            [bucket.names for bucket in buckets],
-            last,
-            in_place,
-            locations,
-            getattr(self._bucketer, "max_bytes", None),
-            dict(together),
-            transport.least_bytes,
-        )
-        load_paths = {path: sum(plan.load_paths[path] for plan in plans) for path in plans[0].load_paths}
-        return TransferPlan(travelling, chains, chunks, len(reads), fleet.host, load_paths)
 
     def _connect(
         self, update: Update, plan: TransferPlan, held: dict[ShardLocation, LocalTensor], transport: Transport
