@@ -62,9 +62,10 @@ test-hosts: $(INSTALLED) ## Pushes between hosts, made of namespaces: all cases 
 	TEST_HOSTS=1 $(PY) -m pytest -q tests/fake/test_hosts.py tests/engine/test_push_between_hosts.py $(ARGS)
 
 matrix: $(INSTALLED) ## All failures at all moments, in an hour or two: writes docs/failure-matrix.md. What is in .matrix is not run again.
-	$(PY) tests/matrix/run.py --transport ipc broadcast checkpoint single_copy
+	$(PY) tests/matrix/run.py --transport ipc broadcast checkpoint single_copy lora
 	$(PY) tests/matrix/run.py --client "stand-in on another host" --transport broadcast checkpoint
-	$(PY) tests/matrix/run.py --client HTTP --timeout-s 8 --transport ipc broadcast
+	$(PY) tests/matrix/run.py --client HTTP --timeout-s 8 --transport ipc broadcast lora
+	for client in LLM AsyncLLM Ray "LLM in one process"; do $(PY) tests/matrix/run.py --client "$$client" --timeout-s 8; done
 	$(PY) tests/matrix/run.py --page
 
 demo: $(INSTALLED) ## Push to a live vLLM, prove it equal to a cold start, then learn from reward: `make demo TRANSPORT=ipc|broadcast`.
