@@ -73,8 +73,8 @@ rank is lost.
 
 _REASON = """\
 A worker of vLLM may be stopped while its engine's core answers that it is alive. Rank 0 waits for such a worker half of
-`timeout_s` longer than for others, and then 5 s for the engine's calls. Where it has sent all, it waits until the worker
-may have taken all chunks, up to 7 times `timeout_s`.
+`timeout_s` longer than for others, and then 5 s for the engine's calls. Where it has sent all, it waits until the
+worker may have taken all chunks, up to 7 times `timeout_s`.
 """
 
 
