@@ -72,9 +72,10 @@ deltas: $(INSTALLED) ## How much a step changes of a policy, and what sending th
 	TEST_HOSTS=1 $(PY) -m pytest -q -s tests/fake/test_deltas_between_hosts.py $(ARGS)
 
 matrix: $(INSTALLED) ## All failures at all moments, in an hour or two: writes docs/failure-matrix.md. What is in .matrix is not run again.
-	$(PY) tests/matrix/run.py --transport ipc broadcast checkpoint single_copy
+	$(PY) tests/matrix/run.py --transport ipc broadcast checkpoint single_copy lora
 	$(PY) tests/matrix/run.py --client "stand-in on another host" --transport broadcast checkpoint
-	$(PY) tests/matrix/run.py --client HTTP --timeout-s 8 --transport ipc broadcast
+	$(PY) tests/matrix/run.py --client HTTP --timeout-s 8 --transport ipc broadcast lora
+	for client in LLM AsyncLLM Ray "LLM in one process"; do $(PY) tests/matrix/run.py --client "$$client" --timeout-s 8; done
 	$(PY) tests/matrix/run.py --page
 
 test-integrations: .venv-trl/.installed ## Train with TRL's own trainers, in an environment over $(VENV) that has TRL.
