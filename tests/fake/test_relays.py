@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterable
@@ -78,11 +79,19 @@ def wrong(host: Host, seed: int) -> list[str]:
     return found
 
 
-def connect(host: Host, rank: int, size: int, engines: list[str], on_engine_failure: str | None) -> None:
+def dial(host: Host, address: str, port: int) -> float:
+    """Return how long it takes to connect to another host."""
+    started = time.monotonic()
+    socket.create_connection((address, port), timeout=10).close()
+    return time.monotonic() - started
+
+
+def connect(host: Host, rank: int, size: int, engines: list[str], on_engine_failure: str | None) -> int:
     os.environ |= {KEY: "k" * 32, "MASTER_ADDR": "A", "MASTER_PORT": str(GROUP_PORT)}
     if size > 1:
         dist.init_process_group("gloo", rank=rank, world_size=size)
     host.kept.append(WeightSync("fsdp", "broadcast", engines, timeout_s=TIMEOUT_S, on_engine_failure=on_engine_failure))
+    return os.getpid()
 
 
 def push(host: Host, seed: int) -> tuple[str, float, tuple[str, ...]]:
@@ -118,8 +127,7 @@ class Fleet:
         self.ranks = [hosts.python(name) for name in ranks]
         for number, rank in enumerate(self.ranks):
             rank.begin(connect, number, len(ranks), self.urls, on_engine_failure)
-        for rank in self.ranks:
-            rank.result(120)
+        self.rank_pids = [rank.result(120) for rank in self.ranks]
 
     def push(self, seed: int) -> list[tuple[str, float, tuple[str, ...]]]:
         for rank in self.ranks:
@@ -194,6 +202,36 @@ def test_a_relay_that_stalls_is_named_on_every_rank_in_time(tmp_path: Path, stal
         for name in fleet.names:
             hosts.link(name)
         fleet.push_and_count(3)
+
+
+@all_hosts
+def test_a_rank_that_stalls_is_named_however_long_the_chain(tmp_path: Path) -> None:
+    with Hosts("A", "B", "C", "D", "E", shared=tmp_path) as hosts:
+        fleet = Fleet(hosts, "AB", "CDE")
+        fleet.push_and_count(1)
+        begin_slowly(fleet, 2)
+        pid = fleet.rank_pids[1]
+        hosts.sh("B", f"kill -STOP {pid}")
+        text, took_s, lost = fleet.ranks[0].result(60)
+        assert ("trainer rank 1" in text, lost) == (True, ()), text
+        assert took_s < TIMEOUT_S + 15
+        hosts.sh("B", f"kill -CONT {pid}")
+        assert "trainer rank 1" in fleet.ranks[1].result(60)[0]
+        for name in fleet.names:
+            hosts.link(name)
+        fleet.push_and_count(3)
+
+
+@all_hosts
+def test_a_push_over_long_cables_that_lose_packets_ends_and_is_right(tmp_path: Path) -> None:
+    with Hosts("A", "C", "D", shared=tmp_path) as hosts:
+        fleet = Fleet(hosts, "A", "CD")
+        fleet.push_and_count(1)
+        for name in "CD":
+            hosts.move_away(name, delay_ms=10, loss=0.01)
+        assert min(fleet.ranks[0].call(dial, fleet.hosts.address("D"), PORT + 1) for _ in range(3)) > 0.02
+        took_s, _ = fleet.push_and_count(2)
+        print(f"10 ms and 1 % in each direction: {took_s:.1f} s")
 
 
 @all_hosts
