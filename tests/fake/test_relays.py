@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fake_engine import FakeEngine, ModuleHost, module_of
+from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, module_of, trainer_model
 from fake_server import FakeServer
 from hosts import Host, Hosts
 from torch import nn
@@ -164,6 +164,24 @@ def test_each_link_carries_the_model_once_and_a_second_engine_of_a_host_costs_no
         for name, each in expected.items():
             for found, least in zip(times[name], each, strict=True):
                 assert least <= found <= least * HEADERS + LITTLE / NBYTES, (name, times)
+
+
+def test_engines_of_other_sizes_are_one_chain_of_one_rank() -> None:
+    engines = [
+        FakeEngine(
+            *(ModuleHost(partial(TinyEngineModel, rank, tp), checkpoint(1), rank=rank, world=tp) for rank in range(tp))
+        )
+        for tp in (1, 2)
+    ]
+    with WeightSync("fsdp", "broadcast", engines, timeout_s=TIMEOUT_S) as sync:
+        for seed in (2, 3):
+            sync.push(trainer_model(checkpoint(seed)))
+            for engine in engines:
+                for host in engine.hosts:
+                    expected = cold(checkpoint(seed), rank=host.identity.rank, tp=host.identity.world)
+                    assert all(map(torch.equal, host.live.parameters(), expected.parameters()))
+    for engine in engines:
+        engine.close()
 
 
 def begin_slowly(fleet: Fleet, seed: int) -> None:
