@@ -97,7 +97,8 @@ class Encoder:
 
 
 class Mailbox:
-    """Room for the messages of two chunks, in a worker."""
+    """Room for the messages of two chunks, in a worker. A message says itself how much of its room it takes, and gloo
+    receives what is shorter than the room for it."""
 
     def __init__(self, slot_bytes: int, runs: int) -> None:
         """Allocate for chunks of so many bytes and runs. Without runs there are no messages."""
