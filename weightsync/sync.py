@@ -11,7 +11,7 @@ from torch import nn
 
 from weightsync.control.ranks import Ranks, collective
 from weightsync.control.update import Update
-from weightsync.engines import LoraAdapter
+from weightsync.engines import EngineList, LoraAdapter
 from weightsync.errors import ConfigError, FrozenLostError, WeightSyncError
 from weightsync.planning.bucketing import Bucketer
 from weightsync.report import PushReport
@@ -51,8 +51,9 @@ class WeightSync:
         A `Transport` of your own, or the name of one in the entry point group "weightsync.transports", works too.
     engine: an `LLM`, an `AsyncLLM`, a Ray actor handle of either, an "http://..." address, a
         `weightsync.engines.server.VllmServer`, an object with the methods of `weightsync.engines.Engine`, or a list of
-        these. None means $WEIGHTSYNC_ENGINE, or else http://localhost:8000. Rank 0 gives what every process can reach,
-        and the other ranks give the same or None. What lives in a rank's process, such as an `LLM`, that rank gives.
+        these; or a callable that returns them, or the `Path` of a file of addresses, which each push reads anew. None
+        means $WEIGHTSYNC_ENGINE, or else http://localhost:8000. Rank 0 gives what every process can reach, and the
+        other ranks give the same or None. What lives in a rank's process, such as an `LLM`, that rank gives.
     bucketer: "module", "threshold" or "parameter", or an object with a `bucket` method. It decides the order in which
         tensors travel and which travel together. None means modules for ipc, and full buckets for everything else and
         for backend="megatron".
@@ -121,10 +122,11 @@ class WeightSync:
             raise ConfigError(
                 f"selection={selection!r}; expected a TensorSelection, such as TensorSelection(**options)"
             )
+        engines = EngineList(engine, timeout_s)
         options = Options(
             backend=backend,
             source=open_source(backend, selection, bridge=megatron_bridge, vocab_size=vocab_size),
-            engine=engine,
+            engines=engines,
             selection=selection,
             bucketer=bucketer,
             max_bytes=max_bytes,
@@ -164,6 +166,23 @@ class WeightSync:
                     raise
                 logger.warning("pushing again, without %s: %s", ", ".join(self._lost), error)
                 self.leave_out_lost()
+
+    def catch_up(self, model: Model) -> PushReport | None:
+        """Push the version of the last push to the engines that lack it, while the others generate on. Collective.
+
+            sync.engines.add("http://10.0.0.7:8000")
+            sync.catch_up(model)
+
+        Without it, the next push reaches them as well. `model` must be as it was pushed. Blocks until they serve it.
+        Returns the report, of these engines alone, or None where none lacks it. Raises as `push` does.
+        """
+        with self._collective() as update:
+            return self._strategy.catch_up(update, model)
+
+    @property
+    def engines(self) -> EngineList:
+        """The engines, to add some and to remove some. Raises `ConfigError` where the transport has one engine."""
+        return self._strategy.engines
 
     def leave_out_lost(self) -> list[str]:
         """Leave the engines that the last push has lost out of the next ones, until these answer again.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import socket
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint
+from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, open_shared_files
 from ranks import run_ranks
 from tcp_transport import TcpReceiver, TcpTransport
 from torch import nn
@@ -195,7 +194,7 @@ def ends_of(name: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize("name", WRONG_PAIRINGS)
 def test_check_transport_of_each_name_finds_every_promise_kept(name: str):
     check_transport(*ends_of(name), wrong_pairings=WRONG_PAIRINGS[name], timeout_s=20.0)
-    assert not list(Path("/dev/shm").glob(f"weightsync-{os.getpid()}-*")), "shared memory was left behind"
+    assert not open_shared_files(), "shared memory was left behind"
 
 
 def test_check_transport_of_three_workers_finds_a_broadcast_to_all_right():

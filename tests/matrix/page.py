@@ -26,10 +26,10 @@ the moment that the column names. [failures.md](failures.md) says what users see
   not done it keeps, with a thread, until a deadline of its own, which is 8 times `timeout_s`; that was waited for.
 
 A new trainer makes the next push where a rank was killed, and else the same one. Where rank 0 is stopped, another
-trainer takes the engine over meanwhile, and rank 0 finds that out when it goes on. With `single_copy` that trainer is
-turned away. What is stopped or cut off comes back after the others have raised. The push after that may fail once more
-where the failure was in `close`, or packets were refused. What broke behind the last message is found by the next one,
-and a worker that hears nothing waits for it.
+trainer takes the engine over meanwhile, and rank 0 finds that out when it goes on. With `single_copy` the ranks then
+attach models anew. What is stopped or cut off comes back after the others have raised. The push after that may fail
+once more where the failure was in `close`, or packets were refused. What broke behind the last message is found by the
+next one, and a worker that hears nothing waits for it.
 
 | sign | the engine after the failure |
 | --- | --- |

@@ -23,7 +23,7 @@ _ABOUT = 1.25
 """How much more than the model a participant may hold before all workers become one chain. Workers that read different
 parts repeat what all of them read, such as norms, and some heads of keys and values."""
 
-_CHUNKS_PER_HOP = 32
+CHUNKS_PER_HOP = 32
 """Chunks for each time that one is passed on. The last worker of a chain waits so many chunks for its first."""
 
 _FINENESS = 4
@@ -153,7 +153,7 @@ def make_chunks(
     locations: Sequence[ShardLocation],
     max_bytes: int | None,
     together: Mapping[str, str],
-    least_bytes: int = 0,
+    least_bytes: int = 1,
 ) -> tuple[Chunk, ...]:
     """Cut what travels into chunks, in the order of the buckets.
 
@@ -171,7 +171,7 @@ def make_chunks(
     hops = max((len(chain.workers) for chain in chains), default=1) - 1
     if max_bytes is not None and hops:
         whole = _peak([piece for pieces in owned.values() for piece in pieces], load)
-        max_bytes = min(max_bytes, max(whole // (_CHUNKS_PER_HOP * hops), least_bytes))
+        max_bytes = min(max_bytes, max(whole // (CHUNKS_PER_HOP * hops), least_bytes))
     chunks: list[Chunk] = []
     for is_frozen in (False, True):
         alike = [bucket for bucket in buckets if bucket and (bucket[0] in frozen) is is_frozen]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from weightsync.errors import ConfigError
@@ -32,4 +33,6 @@ def open_strategy(transport: Any, options: Options) -> UpdateStrategy:
     if hasattr(transport, "open"):
         strategy: UpdateStrategy = transport.open(options)
         return strategy
-    return CopyWeights(options, open_transport(transport))
+    return CopyWeights(
+        options, open_transport(transport), partial(open_transport, transport) if isinstance(transport, str) else None
+    )

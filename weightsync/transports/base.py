@@ -20,7 +20,7 @@ nothing about weight sources, models or engines.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +89,7 @@ class Transport(ABC):
     name: str
     keeps_frozen: bool = True
     """False: what is frozen travels in every push too."""
-    least_bytes: int = 0
+    least_bytes: int = 1
     """What a chunk must have for its time to pass that of its messages, known to rank 0 after `route`."""
     encodings: tuple[str, ...] = ()
     """The values of `encoding` that it knows."""
@@ -144,6 +144,13 @@ class Transport(ABC):
         `sample` is `WHOLE` for all bytes, None for no digest.
         """
         return 0
+
+    def leave_out(self, workers: Collection[int]) -> bool:
+        """Send nothing to these workers from now on, whose engines have left. Every rank calls it, rank 0 first.
+
+        Return False where that cannot be done: those that stay are then connected anew.
+        """
+        return False
 
     @abstractmethod
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:

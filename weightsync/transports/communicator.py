@@ -24,6 +24,7 @@ from weightsync.control.addresses import ends, listen, reach
 from weightsync.control.runtime import Deadline, in_thread
 from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
 from weightsync.transports.base import Wait
+from weightsync.transports.gloo_port import close_to_newcomers
 
 _GPU_POLL_S = 0.00002
 """A chunk takes NCCL less than a millisecond."""
@@ -150,6 +151,7 @@ class Communicator:
                 # Deadlines are kept here, and an operation may be posted long before its peer is told of it.
                 options._timeout = timedelta(seconds=_PATIENCE * deadline.timeout_s)
                 self._group = group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+                close_to_newcomers(store, self.rank)
         except Exception as error:
             self._error = error
         else:
