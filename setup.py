@@ -14,6 +14,7 @@ extras = {
     "hybrid": ["ray>=2.9", "tensordict>=0.10"],
     "prometheus": ["prometheus-client>=0.20"],
     "otel": ["opentelemetry-api>=1.20"],
+    "trl": ["trl>=1.16,<1.17"],
     "dev": [
         "build>=1.2",
         "hypothesis>=6.100",
