@@ -78,8 +78,8 @@ class WeightSync:
         quantises does so itself, with the same outcome.
     on_engine_failure: what a push does when an engine of several is lost. "raise", the default, raises, and leaves the
         others paused and `POISONED`; `leave_out_lost` lets the next push go on without it. "drop" pushes again, at
-        once, to those that are left. `PushReport.left_out` names the lost ones. A later push includes them when they
-        answer again.
+        once, to those that are left, but raises where a stream is an iterator. `PushReport.left_out` names the lost
+        ones. A later push includes them when they answer again.
     encoding: with transport="broadcast" and tensors on CPUs. "auto" sends what has changed since the last push, where
         the link is so slow that this is faster. "delta" does so over any link. Both ends keep what was sent last:
         docs/deltas.md says how much memory that takes. None, the default, sends everything.
@@ -192,7 +192,8 @@ class WeightSync:
                 logger.warning("sending everything: %s", error)
             except WeightSyncError as error:
                 self._lost = getattr(error, "lost", [])
-                if not self._drops or not self._lost or not getattr(error, "survivors", []):
+                is_spent = isinstance(model, Iterator)  # a stream that cannot be read again
+                if not self._drops or not self._lost or not getattr(error, "survivors", []) or is_spent:
                     raise
                 logger.warning("pushing again, without %s: %s", ", ".join(self._lost), error)
                 self.leave_out_lost()

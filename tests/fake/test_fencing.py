@@ -149,9 +149,9 @@ def test_trainer_that_stalls_before_the_commit_holds_the_engine_no_longer_than_a
             first.push(trainer_model(checkpoint(2)))
         outcome.append(raised.value)
 
-    def stall(those: fleet.Fleet) -> Any:
+    def stall(those: fleet.Fleet, label: str | None) -> Any:
         going_on.wait()
-        return commit(those)
+        return commit(those, label)
 
     with stalled(monkeypatch):
         monkeypatch.setattr(fleet.Fleet, "commit", stall)
