@@ -72,7 +72,7 @@ test-integrations: .venv-trl/.installed ## Train with TRL's own trainers, in an 
 
 test-verl: .venv-verl/.installed ## Update weights with verl's own manager, workers and servers, in an environment that has verl.
 	VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=verl_cpu PYTHONPATH=.:tests/integrations:tests/integrations_verl \
-	    .venv-verl/bin/python -m pytest -q tests/integrations_verl $(ARGS)
+	    .venv-verl/bin/python -m pytest -q -W default tests/integrations_verl $(ARGS)
 
 demo: $(INSTALLED) ## Push to a live vLLM, prove it equal to a cold start, then learn from reward: `make demo TRANSPORT=ipc|broadcast`.
 	$(PY) -m weightsync demo --transport $(TRANSPORT) $(ARGS)
