@@ -156,7 +156,6 @@ class WeightSync:
             except FrozenLostError as error:
                 logger.warning("sending everything: %s", error)
             except WeightSyncError as error:
-                self._lost = getattr(error, "lost", [])
                 if not self._drops or not self._lost or not getattr(error, "survivors", []):
                     raise
                 logger.warning("pushing again, without %s: %s", ", ".join(self._lost), error)
@@ -243,4 +242,8 @@ class WeightSync:
     def _collective(self, version: int | None = None) -> AbstractContextManager[Update]:
         if version is not None and not isinstance(version, int):
             raise ConfigError(f"version={version!r}; it must be a whole number, or None for the next")
-        return collective(self._ranks, version, self._strategy.explain, self._strategy.reset)
+        return collective(self._ranks, version, self._strategy.explain, self._reset)
+
+    def _reset(self, error: WeightSyncError) -> None:
+        self._lost = getattr(error, "lost", [])
+        self._strategy.reset(error)

@@ -18,7 +18,7 @@ from weightsync.control.wire import LoadPlan
 from weightsync.engines import Engine, EngineList, LoraAdapter
 from weightsync.engines.lost_engines import LostEngines
 from weightsync.engines.other_ranks import OtherRanks
-from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.errors import ConfigError, EngineUnreachableError, WeightSyncError
 from weightsync.planning.bucketing import Bucketer
 from weightsync.planning.layout import ShardLocation
 from weightsync.report import PushReport
@@ -124,7 +124,10 @@ class FleetStrategy(UpdateStrategy):
 
     def _find_engines(self) -> list[Engine]:
         """Return all engines that are not lost, on rank 0."""
-        return self._lost.present([*self._options.engines.engines(), *self._others.engines])
+        engines = [*self._options.engines.engines(), *self._others.engines]
+        if not (present := self._lost.present(engines)):
+            raise EngineUnreachableError(f"all engines are lost: {', '.join(one.name for one in engines)}")
+        return present
 
     def _call_in(self, update: Update) -> Fleet:
         """Rank 0: return the engines, whose workers wait for messages until they are released."""
