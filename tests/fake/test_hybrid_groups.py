@@ -227,7 +227,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(pool: ResourcePool, 
         (
             PlacementError,
             r"found no node for \[2\] of them within 1 s",
-            lambda: ResourcePool([NODE_CPUS - 1], timeout_s=1.0),
+            lambda: ResourcePool([NODE_CPUS - 1], gpus=0, timeout_s=1.0),
         ),
         (ConfigError, "expected the number of processes", lambda: ResourcePool([])),
         (ConfigError, "expected 0 or 1", lambda: ResourcePool([1], gpus=2)),

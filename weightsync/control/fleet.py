@@ -84,7 +84,7 @@ _HEALTH_LOOK_S = 1.0
 """How often an engine is asked during a push whether it is alive. vLLM leaves the calls of a dead one unanswered."""
 _REFUSALS = FencedError, EngineAsleepError, FrozenLostError
 """What a worker says before it leaves a push, so that the others' part of it breaks."""
-_NEWS_S = 0.2
+_NEWS_S = 0.5
 """How long it may take until what a worker has said is here, once its part of a transfer has broken."""
 
 
@@ -305,7 +305,7 @@ class Fleet:
         self._check_calls()
 
     def explain(self, error: WeightSyncError) -> WeightSyncError:
-        """Return the cause of `error`: why a worker has refused the push, or `error` with the engines that are lost.
+        """Return the cause of `error`: what a worker has said of it, or `error` with the engines that are lost.
 
         They are its `lost`, by name, and the others are its `survivors`.
         """
@@ -317,6 +317,10 @@ class Fleet:
         for kind in _REFUSALS:
             if (refusal := next((each for each in said if isinstance(each, kind)), None)) is not None:
                 return refusal
+        if isinstance(error, PeerError):  # what breaks a transfer is what made a member leave it
+            causes = [each for each in said if each is not None and not isinstance(each, PeerError)]
+            if causes:
+                return causes[0]
         may_be_engines = isinstance(error, (PeerError, EngineError, SyncTimeoutError))
         if may_be_engines and (lost := find_lost(self.members, error, self._listener)):
             error.add_facts(lost=lost, survivors=[o.engine.name for o in self.members if o.engine.name not in lost])
