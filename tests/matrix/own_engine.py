@@ -206,7 +206,7 @@ class RaySide(Cold):
 
     victims = ("core", "worker", "actor")
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, transport: str, hosts: None) -> None:
         super().__init__(tiny_models.save(tiny_models.build("qwen3", "A"), folder / "A"))
         self._host = Remote(RayHost)
         self._actor = 0
