@@ -58,8 +58,9 @@ endurance: $(INSTALLED) ## What 10,000 pushes and 100 reconnects leave behind: `
 test-fake: $(INSTALLED) ## Those with rank processes and engines without vLLM, in a few minutes.
 	$(PYTEST) tests/fake $(ARGS)
 
-test-hosts: $(INSTALLED) ## Pushes between hosts, made of namespaces: all cases of blocked ports and addresses. Needs root.
-	TEST_HOSTS=1 $(PY) -m pytest -q tests/fake/test_hosts.py tests/engine/test_push_between_hosts.py $(ARGS)
+test-hosts: $(INSTALLED) ## Pushes between hosts, made of namespaces: addresses, blocked ports, chains of engines. Needs root.
+	TEST_HOSTS=1 $(PY) -m pytest -q tests/fake/test_hosts.py tests/fake/test_relays.py \
+	    tests/engine/test_push_between_hosts.py $(ARGS)
 
 matrix: $(INSTALLED) ## All failures at all moments, in an hour or two: writes docs/failure-matrix.md. What is in .matrix is not run again.
 	$(PY) tests/matrix/run.py --transport ipc broadcast checkpoint single_copy
