@@ -15,7 +15,7 @@ from torch import nn
 
 from weightsync.control.wire import LoadPlan
 from weightsync.kernels.quantize import fp8_per_block, fp8_per_channel, int8_per_channel
-from weightsync.receiver.checkpoint_quantize import int8_packed
+from weightsync.receiver.checkpoint_quantize import int8_packed, mxfp4_experts
 from weightsync.receiver.load_plan import IN_PLACE, NATIVE_LOADER
 from weightsync.receiver.receiver import Receiver
 
@@ -239,3 +239,79 @@ def test_scales_of_packed_weights_are_the_same_where_a_division_is_a_product(dty
     every = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
     every = every[every.isfinite()]
     assert torch.equal(every / 127.5, (every.float() * torch.tensor(127.5).reciprocal()).to(dtype))
+
+
+# --- GPT-OSS's experts in 4 bits
+
+
+class Experts(nn.Module):
+    """What vLLM has of GPT-OSS's experts: 4 of them, in and out of 64, and as many `padding` columns more."""
+
+    def __init__(self, padding: int = 0) -> None:
+        super().__init__()
+        for key, columns in (("w13", 128), ("w2", 64)):
+            for suffix, rows in (("", 32 + padding // 2), ("_scale", 2 + padding // 32)):
+                data = torch.zeros(4, columns + padding, rows, dtype=torch.uint8)
+                self.register_parameter(f"{key}_weight{suffix}", nn.Parameter(data, requires_grad=False))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        params = dict(self.named_parameters())
+        for name, tensor in weights:
+            key = "w13_weight" if "gate_up" in name else "w2_weight"
+            if name.endswith(("_blocks", "_scales")):
+                whole = params[key + "_scale" * name.endswith("_scales")].data
+                rows = tensor.flatten(2)
+                whole[:, : rows.shape[1], : rows.shape[2]].copy_(rows)
+            else:
+                params[key].data.copy_(tensor)
+
+
+def experts(seed: int, inputs: int = 64) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {"mlp.experts.gate_up_proj": (4, inputs, 128), "mlp.experts.down_proj": (4, 64, 64)}
+    return {name: torch.randn(shape, generator=draw).bfloat16() for name, shape in shapes.items()}
+
+
+def in_4_bits(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    made = {name: mxfp4_experts(tensor) for name, tensor in tensors.items()}
+    return {f"{name}_{key}": pair[n] for name, pair in made.items() for n, key in enumerate(("blocks", "scales"))}
+
+
+@pytest.mark.parametrize("padding", [0, 32])
+@pytest.mark.parametrize("quantised_by", ["the engine", "the trainer"])
+def test_experts_become_what_a_checkpoint_has_of_them(quantised_by: str, padding: int):
+    make = functools.partial(Experts, padding)
+    made, new = ModuleHost(make, in_4_bits(experts(0))), experts(1)
+    made.dtype = torch.bfloat16
+    trainer = MemoryTrainer(made, tensors=new if quantised_by == "the engine" else in_4_bits(new))
+    trainer.push()
+    expected = make()
+    expected.load_weights(in_4_bits(new).items())
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(made.live.state_dict()[name], tensor), name
+
+
+def test_experts_are_laid_out_as_transformers_reads_them():
+    from transformers.integrations.mxfp4 import dequantize_convertops
+
+    weight = experts(2)["mlp.experts.gate_up_proj"]
+    blocks, scales = mxfp4_experts(weight)
+    read = dequantize_convertops(blocks, scales)
+    assert read.shape == weight.shape
+    steps = 2.0 ** (scales.float() - 127).repeat_interleave(32, 2).transpose(1, 2)
+    assert ((read.float() - weight.float()).abs() <= steps).all()
+    again = dequantize_convertops(*mxfp4_experts(read))
+    assert torch.equal(again, read)  # an untrained model comes back as it was
+
+
+def test_experts_of_which_one_is_missing_are_no_padding():
+    made = ModuleHost(functools.partial(Experts, 32), in_4_bits(experts(0)))
+    made.dtype = torch.bfloat16
+    plan = plan_of(made, {"mlp.experts.down_proj": experts(1)["mlp.experts.down_proj"]})
+    assert [name.partition("[")[0] for name in plan.missing] == ["w13_weight", "w13_weight_scale"]
+
+
+def test_experts_that_are_no_whole_blocks_are_refused():
+    made = ModuleHost(Experts, in_4_bits(experts(0)))
+    made.dtype = torch.bfloat16
+    assert "mlp.experts.gate_up_proj" in plan_of(made, experts(1, inputs=48)).refused

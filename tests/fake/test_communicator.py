@@ -113,3 +113,27 @@ def lose(rank: int, kind: str, gone: int, folder: str) -> None:
 @pytest.mark.parametrize("gone", [1, 0])
 def test_a_member_that_dies(kind: str, gone: int, tmp_path: Path):
     run_ranks(lose, 2, kind, gone, str(tmp_path), timeout_s=60)
+
+
+def leave(rank: int, folder: str) -> None:
+    """Rank 0 leaves while it waits for what rank 1 never sends."""
+    data = torch.zeros(1000, dtype=torch.uint8)
+    for number in range(2):  # the first opens what a process keeps
+        before = len(os.listdir("/proc/self/fd"))
+        communicator = meet(rank, torch.device("cpu"), Path(folder, f"port{number}"))
+        has_left = Path(folder, f"left{number}")
+        if rank == 0:
+            with pytest.raises(SyncTimeoutError):
+                communicator.exchange(0, [], [(data, 1)]).wait(time.sleep, Deadline(0.5), "transfer")
+        while rank == 1 and not has_left.exists():
+            time.sleep(0.01)
+        communicator.abort()
+        deadline = Deadline(10.0)
+        while number and len(os.listdir("/proc/self/fd")) > before:
+            assert not deadline.passed(), "gloo keeps its sockets"
+            time.sleep(0.05)
+        has_left.touch()
+
+
+def test_a_member_that_leaves_ends_what_is_under_way_and_gives_its_sockets_back(tmp_path: Path):
+    run_ranks(leave, 2, str(tmp_path), timeout_s=60)

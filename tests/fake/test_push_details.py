@@ -26,6 +26,7 @@ from fake_engine import (
     checkpoint,
     cold,
     fail_once_after,
+    open_shared_files,
     trainer_model,
 )
 from ranks import run_ranks
@@ -665,7 +666,7 @@ def test_shared_memory_that_cannot_be_mapped_is_given_back(monkeypatch: pytest.M
         pytest.raises(PlacementError, match="unable to mmap"),
     ):
         sync.push(trainer_model(checkpoint(2)))
-    assert not list(Path("/dev/shm").glob(f"weightsync-{os.getpid()}-*"))
+    assert not open_shared_files()
 
 
 def test_a_mapped_file_is_staged(tmp_path: Path) -> None:

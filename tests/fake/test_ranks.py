@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,8 +13,7 @@ import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
-from weightsync.control.ranks import Ranks, _Texts
-from weightsync.control.runtime import Deadline
+from weightsync.control.ranks import Ranks
 from weightsync.errors import (
     ConfigError,
     DigestError,
@@ -185,42 +183,49 @@ def _death_of_the_root(rank: int) -> None:
     os._exit(0)
 
 
-def test_a_rank_that_does_not_come_is_missed(tmp_path: Path):
-    run_ranks(_absence, RANKS, tmp_path)
+def test_a_rank_that_does_not_come_is_missed():
+    run_ranks(_absence, RANKS)
 
 
-def _absence(rank: int, folder: Path) -> None:
-    if rank == 2:
-        # It takes part in the default group's steps, so that these stay in order, and never connects.
-        for _ in range(3):
-            _Texts("", Deadline(60)).wait()
-    else:
-        with (
-            pytest.raises(SyncTimeoutError, match=r"trainer ranks \(1 of 2 have connected"),
-            group_of(rank, 1.0) as group,
-        ):
-            group.broadcast(None, "plan")
-    dist.barrier()
-    # And everything is in order again.
-    with group_of(rank) as group:
-        assert group.broadcast(3, "plan") == 3
-    told = [Path(folder, f"told-{other}") for other in (1, 2)]
+def _absence(rank: int) -> None:
+    # Before the ranks have ever met, and when one of them has left.
+    for absent in (r"trainer rank 1 within 1 s: every rank", r"trainer rank 1 \(0 of unknown have connected"):
+        if rank == 0:
+            with pytest.raises(SyncTimeoutError, match=absent), group_of(rank, 1.0):
+                pass
+        dist.barrier()
+        if rank:  # they come late, and hear what became of it
+            with pytest.raises(PeerError, match=absent), group_of(rank, 1.0):
+                pass
+        dist.barrier()
+        with group_of(rank) as group:
+            assert group.broadcast(3, "plan") == 3
     if rank == 0:
-        wait_for(lambda: all(path.exists() for path in told))
+        dist.barrier()
     else:
         with pytest.raises(SyncTimeoutError, match="every rank must call push") as raised:
             Ranks(1.0).begin("connect")
         assert raised.value.waiting_for == ["trainer rank 0"]
-        told[rank - 1].touch()
-        wait_for(lambda: all(path.exists() for path in told))
-    os._exit(0)  # a step of the default group is left open
+        dist.barrier()  # the job's collectives are in step
+    with group_of(rank) as group:
+        assert group.broadcast(4, "plan") == 4
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = Deadline(60)
-    while not condition():
-        assert not deadline.passed()
-        time.sleep(0.01)
+def test_ranks_find_each_other_again_when_one_alone_has_left():
+    run_ranks(_found_again, RANKS)
+
+
+def _found_again(rank: int) -> None:
+    with group_of(rank) as group:
+        for leaving in (1, 2, 0):
+            group.broadcast(group.gather(rank, "plan"), "plan")
+            if rank == leaving:
+                group.disconnect()
+            dist.barrier()
+            assert group.begin("connect")
+            told = group.broadcast(group.gather(rank, "plan"), "plan")
+            assert told == [0, 1, 2]
+            assert not group.begin("plan")
 
 
 def test_a_rank_that_begins_alone_is_told_so():

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from weightsync.kernels.quantize import BLOCK, fp8_per_block, fp8_per_channel, int8_per_channel
+from weightsync.receiver.checkpoint_quantize import mxfp4_experts
 
 SCHEMES: dict[str, tuple[str, str, Any]] = {
     "FP8-dynamic": ("float-quantized", "float", fp8_per_channel),
@@ -56,6 +57,27 @@ def save(model: nn.Module, scheme: str, folder: Path, cache_scale: float | None 
         scales = {"weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
         config["quantization_config"] = {"quant_method": "fp8", "ignored_layers": ["lm_head"], **scales}
     config["architectures"] = [type(model).__name__]
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, default=str))
+    return folder
+
+
+def save_mxfp4(model: nn.Module, folder: Path) -> Path:
+    """GPT-OSS with its experts in MXFP4, as its own checkpoints have them."""
+    from safetensors.torch import save_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith((".gate_up_proj", ".down_proj")):
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = mxfp4_experts(tensor.detach())
+        else:
+            tensors[name] = tensor.detach().contiguous()
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config = model.config.to_dict() | {  # type: ignore[union-attr, operator]
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": skipped},
+        "architectures": [type(model).__name__],
+    }
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, default=str))

@@ -1,4 +1,4 @@
-"""8-bit weights: plain arithmetic gives the same bits."""
+"""Quantised weights: plain arithmetic gives the same bits."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from weightsync.kernels.quantize import (
     fp8_per_channel,
     fp8_per_tensor,
     int8_per_channel,
+    mxfp4,
     row_maxima,
 )
 from weightsync.tools.testing.assertions import same_bytes
@@ -185,3 +186,30 @@ def test_what_is_not_a_number_does_not_become_one() -> None:
     weight[1, 2] = float("nan")
     for form in (fp8_per_channel, int8_per_channel):
         assert form(weight)[1].isnan().flatten().tolist() == [False, True, False, False]
+
+
+# --- MXFP4
+
+FP4_GRID = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mxfp4_is_the_nearest_under_the_least_power_of_two(dtype: torch.dtype) -> None:
+    halves = torch.tensor([6.0, -5.0, 3.5, 2.5, -1.75, 1.25, 0.75, -0.25, 0.0, 0.1] + 22 * [1.0]).repeat(12, 1)
+    weight = torch.cat([noise(12, 96, dtype), halves.to(dtype)], dim=1)
+    values, scales = mxfp4(weight)
+    assert values.shape == (12, 4, 16)
+    assert scales.shape == (12, 4)
+    groups = weight.float().view(12, 4, 32)
+    for group, packed, exponent in zip(
+        groups.flatten(0, 1).tolist(), values.view(-1, 16), scales.flatten(), strict=True
+    ):
+        largest, scale = max(map(abs, group)), 2.0 ** (int(exponent) - 127)
+        assert largest <= 6 * scale
+        assert largest == 0 or largest > 3 * scale or exponent == 1
+        bits = [half for byte in packed.tolist() for half in (byte & 15, byte >> 4)]
+        for number, found in zip(group, bits, strict=True):
+            distances = [abs(abs(number) / scale - each) for each in FP4_GRID]
+            away_from_zero = max(at for at in range(8) if distances[at] == min(distances))
+            assert found & 7 == away_from_zero, number
+            assert number == 0 or (found >> 3) == (number < 0)

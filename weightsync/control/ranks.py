@@ -10,57 +10,69 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from weightsync.control.addresses import LOOPBACK, ends, is_loopback
 from weightsync.control.connection import Connection, dial
 from weightsync.control.listener import Listener
+from weightsync.control.meeting import ALL_PUSH, Meeting
 from weightsync.control.runtime import Deadline
 from weightsync.control.update import Update
 from weightsync.control.wire import PROTOCOL, Failure, Hello, Value
 from weightsync.errors import ConfigError, PeerError, SyncTimeoutError, WeightSyncError, foreign
 
+ALONE = "alone"
+_ROLE = "rank"
 _VERDICT_S = 5.0
 """How long rank 0's verdict on a failure may take to reach the others."""
 _PATIENCE = 8
 """Between two steps rank 0 may wait this many times, for engines and for ranks. Each of its waits has a deadline of its
 own, and an error that says more than "no answer from rank 0", so the others give it this many times as long."""
-_POLL_S = 0.01
-_ALL_PUSH = "every rank must call push, and none may take longer for its part"
 
 
 class Ranks:
-    """All ranks of the default process group, or this process alone when there is none.
+    """All ranks of a process group, or this process alone.
+
+    members: the group. None: the default group, or this process where there is none. "alone": this process.
 
     `gather` and `broadcast` are collective. An error on any rank is raised on all, from whichever step they are in.
     `listener` is where the engines' workers connect to rank 0; None on other ranks, and while disconnected.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self.rank, self.size = 0, 1
+    def __init__(self, timeout_s: float, members: Any = None) -> None:
+        self.rank, self.size = place_among(members)
+        self._members = members
         self.host = LOOPBACK
         self.timeout_s = timeout_s
         self.listener: Listener | None = None
-        self.connections: list[Connection] = []  # rank 0: to ranks 1, 2, ...; elsewhere: to rank 0
-        self._connected = False
+        self._peers: dict[int, Connection] = {}  # rank 0: to ranks 1, 2, ...; elsewhere: to rank 0
         self._address = "", 0, ""  # elsewhere than on rank 0: where it listens, and its token
 
-    def begin(self, phase: str) -> None:
-        """Begin a step together; the first one connects the ranks. Collective.
+    @property
+    def connections(self) -> list[Connection]:
+        """Those to the other ranks, in rank order, on rank 0. Elsewhere that to rank 0."""
+        return list(self._peers.values())
 
-        Raises `SyncTimeoutError` when a rank has not come within `timeout_s`.
+    def begin(self, phase: str) -> bool:
+        """Begin a step together, and connect the ranks that are not connected. Collective.
+
+        Returns whether some were not, on all ranks. What such a rank knew of earlier steps may be lost. Raises
+        `SyncTimeoutError` when a rank has not come within `timeout_s`.
         """
-        if not self._connected:
-            self._connect()
-            self._connected = True
-        elif self.rank == 0:
-            self.broadcast(None, phase)
-        else:
-            with _hint(_ALL_PUSH):
-                self.connections[0].expect(Value, Deadline(self.timeout_s), phase)
+        self.rank, self.size = place_among(self._members)
+        if self.rank:
+            if self._has_lost(0):
+                self._join()
+            with _hint(ALL_PUSH):
+                return bool(self._peers[0].expect(Value, Deadline(self.timeout_s), phase).value)
+        self.listener = self.listener or Listener()
+        lost = [rank for rank in range(1, self.size) if self._has_lost(rank)]
+        if lost:
+            self._call(lost, self.listener)
+        return bool(self.broadcast(bool(lost), phase))
 
     def gather(self, value: Any, phase: str) -> list[Any]:
         """Return every rank's value, in rank order, on rank 0; an empty list elsewhere.
@@ -69,11 +81,11 @@ class Ranks:
         """
         deadline = Deadline(self.timeout_s)
         if self.rank:
-            self.connections[0].send(Value(value), deadline, phase)
+            self._peers[0].send(Value(value), deadline, phase)
             return []
-        if self.listener is None or not self.connections:
+        if self.listener is None or not self._peers:
             return [value]
-        with _hint(_ALL_PUSH):
+        with _hint(ALL_PUSH):
             return [value, *(m.value for m in self.listener.collect(self.connections, Value, deadline, phase))]
 
     def broadcast(self, value: Any, phase: str, away_s: float = 0.0) -> Any:
@@ -82,7 +94,7 @@ class Ranks:
         The other ranks wait `away_s` longer than usual, for what rank 0 does before.
         """
         if self.rank:
-            return self.connections[0].expect(Value, Deadline(_PATIENCE * self.timeout_s + away_s), phase).value
+            return self._peers[0].expect(Value, Deadline(_PATIENCE * self.timeout_s + away_s), phase).value
         deadline = Deadline(self.timeout_s)
         for connection in self.connections:
             connection.send(Value(value), deadline, phase)
@@ -100,16 +112,16 @@ class Ranks:
         for connection in self.connections:
             with suppress(WeightSyncError):  # it is gone, and knows
                 connection.send(Failure(error.to_fields()), deadline, "fail")
-        return self._verdict(error, deadline) if self.rank and self.connections else error
+        return self._verdict(error, deadline) if self.rank and self._peers else error
 
     def _verdict(self, error: WeightSyncError, deadline: Deadline) -> WeightSyncError:
         """Return what rank 0 says the first failure was; `error` when it says the same, or nothing."""
         try:
             while True:
-                self.connections[0].receive(deadline, "fail")
+                self._peers[0].receive(deadline, "fail")
         except WeightSyncError:
-            verdict = self.connections[0].reported()
-        if verdict is None and self.connections[0].is_open() and "trainer rank 0" not in str(error):
+            verdict = self._peers[0].reported()
+        if verdict is None and self._peers[0].is_open() and "trainer rank 0" not in str(error):
             error.message += "; trainer rank 0 does not answer"
         return error if verdict is None or verdict.to_fields() == error.to_fields() else verdict
 
@@ -117,61 +129,60 @@ class Ranks:
         """Close all connections. The next `begin` makes new ones."""
         for connection in self.connections:
             connection.close()
-        self.connections.clear()
+        self._peers.clear()
         if self.listener is not None:
             self.listener.close()
-        self.listener, self._connected = None, False
+        self.listener = None
 
-    def _connect(self) -> None:
-        """Connect the ranks: rank 0 says where it listens, over the default group, and the others connect.
+    def _has_lost(self, rank: int) -> bool:
+        """Return whether nothing has come from a rank, and nothing can."""
+        connection = self._peers.get(rank)
+        return connection is None or not (connection.is_open() or connection.has_mail())
 
-        A rank that cannot connect tells all ranks why, and all of them raise.
-        """
-        alone = not dist.is_available() or not dist.is_initialized()
-        self.rank = 0 if alone else dist.get_rank()
-        self.size = 1 if alone else dist.get_world_size()
-        if self.rank == 0:
-            self.listener = Listener()
-        if self.size == 1:
-            return
-        deadline = Deadline(self.timeout_s)
-        # Rank 0's own name may be that of the loopback on its host. Its interface that faces another rank is not.
-        faced = [each for each in _Texts(_own_address(), deadline).wait()[1:] if each and not is_loopback(each)]
-        if self.listener is not None:
-            try:
-                self.host, port = self.listener.listen(faced[0] if faced else LOOPBACK)
-            except (OSError, ConfigError) as error:
-                _Texts(f"! {error}", deadline).wait()
-                raise PeerError(f"trainer rank 0 cannot listen for the other ranks: {error}") from error
-            _Texts(f"{self.host} {port} {self.listener.token}", deadline).wait()
-            outcome = _Texts("", deadline)
-            admitted = self.listener.admit("rank", 0, deadline, "connect", outcome.check)
-            outcome.wait()
-            self.connections = [connection for _, connection in admitted]
-            return
-        text = _Texts("", deadline).wait()[0]
-        if text.startswith("!"):
-            raise PeerError(f"trainer rank 0 cannot listen for the other ranks: {text[2:]}")
-        self.host, port_text, token = text.split()
-        self._address = self.host, int(port_text), token
+    def _call(self, lost: list[int], listener: Listener) -> None:
+        """Wait for these ranks, on rank 0. A rank that cannot connect says why, and all ranks raise."""
+        meeting, deadline = Meeting(self._members), Deadline(self.timeout_s)
+        meeting.call(lost)
         try:
-            self.connections = [self.dial("rank", deadline)]
+            # Rank 0's own name may be that of the loopback on its host. Its interface that faces another rank is not.
+            faced = [each for each in meeting.hosts(deadline) if each and not is_loopback(each)]
+            try:
+                self.host, port = listener.listen(faced[0] if faced else LOOPBACK)
+            except (OSError, ConfigError) as error:
+                raise PeerError(f"trainer rank 0 cannot listen for the other ranks: {error}") from error
+            offer = f"{self.host} {port} {listener.token}"
+            meeting.say(offer)
+            listener.expect(_ROLE)
+            for rank in lost:
+                with _hint(ALL_PUSH):
+                    ((_, connection),) = listener.admit(_ROLE, rank, deadline, "connect", partial(meeting.check, offer))
+                if rank in self._peers:
+                    self._peers[rank].close()
+                self._peers[rank] = connection
         except WeightSyncError as error:
-            _Texts(str(error), deadline).wait()
+            meeting.say("", refusal=error.message)
             raise
-        outcome = _Texts("", deadline)
-        outcome.wait()
-        outcome.check()
+
+    def _join(self) -> None:
+        """Connect to rank 0, on another rank. Both raise where that fails."""
+        self.disconnect()
+        meeting, deadline = Meeting(self._members), Deadline(self.timeout_s)
+        self.host, port, token = meeting.take(_own_address(), deadline).split()
+        self._address = self.host, int(port), token
+        try:
+            self._peers[0] = self.dial(_ROLE, deadline)
+        except WeightSyncError as error:
+            meeting.lose(str(error))
+            raise
 
     def dial(self, role: str, deadline: Deadline) -> Connection:
-        """Connect to rank 0, on another rank: as one of the ranks, or as a group of its own in any other role."""
-        group, world = (0, self.size - 1) if role == "rank" else (self.rank, 1)
+        """Connect to rank 0, on another rank, in this role."""
         hello = Hello(
             protocol=PROTOCOL,
             role=role,
-            group=group,
+            group=self.rank,
             rank=self.rank,
-            world=world,
+            world=1,
             boot_id="",
             device="",
             gpu_uuid="",
@@ -184,6 +195,23 @@ class Ranks:
         return dial(host, port, token, hello, "trainer rank 0", deadline)
 
 
+def place_among(members: Any) -> tuple[int, int]:
+    """Return this process's rank among the members of a `Ranks`, and how many these are.
+
+    Raises `ConfigError` for what is no group, and for a group without this process.
+    """
+    is_available = dist.is_available()
+    is_group = is_available and isinstance(members, dist.ProcessGroup)
+    is_outside = is_available and members == dist.GroupMember.NON_GROUP_MEMBER
+    if members not in (None, ALONE) and not is_group and not is_outside:
+        raise ConfigError(f'ranks={members!r}; give a process group, "{ALONE}", or None for the default group')
+    if members == ALONE or not is_available or not dist.is_initialized():
+        return 0, 1
+    if is_outside or dist.get_rank(members) < 0:
+        raise ConfigError("this process is not in the process group that `ranks` names: only its ranks push")
+    return dist.get_rank(members), dist.get_world_size(members)
+
+
 @contextmanager
 def collective(
     ranks: Ranks,
@@ -194,11 +222,13 @@ def collective(
     """Run the body as one step of all ranks: the first failure of any rank is raised on every rank. Collective.
 
     After a failure `explain` returns the better cause that this rank knows. `reset` is called with the error that all
-    ranks raise, and the ranks are disconnected. Neither may raise.
+    ranks raise, and the ranks are disconnected. `reset` is called before the body, too, when ranks connect anew.
+    Neither may raise.
     """
     update = Update(ranks, ranks.timeout_s, version)
     try:
-        ranks.begin(update.timeline.phase)
+        if ranks.begin(update.timeline.phase):
+            reset(PeerError("the trainer's ranks have connected anew"))
         yield update
     except BaseException as cause:
         if isinstance(cause, Exception):
@@ -232,51 +262,3 @@ def _own_address() -> str:
         return ends(os.environ.get("MASTER_ADDR", LOOPBACK))[0]
     except OSError:
         return ""
-
-
-_TEXT_BYTES = 512
-
-
-class _Texts:
-    """A short text of each rank, over the default process group, as tensors: nothing is pickled. Collective."""
-
-    def __init__(self, text: str, deadline: Deadline) -> None:
-        nccl = dist.get_backend() == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        content = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-        own = torch.tensor(list(content), dtype=torch.uint8, device=device)
-        self._all = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        self._deadline = deadline
-        with _broken():
-            self._work = dist.all_gather(self._all, own, async_op=True)
-
-    def wait(self) -> list[str]:
-        """Return the texts, in rank order. Raises `SyncTimeoutError`, or `PeerError` when a rank has gone."""
-        with _broken():
-            while not self._work.is_completed():
-                if self._deadline.passed():
-                    who = "trainer rank 0" if dist.get_rank() else "the other trainer ranks"
-                    raise SyncTimeoutError(
-                        f"no answer from {who} within {self._deadline.timeout_s:g} s: {_ALL_PUSH}",
-                        phase="connect",
-                        waiting_for=[who],
-                    )
-                time.sleep(_POLL_S)
-            self._work.wait()
-        return [bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in self._all]
-
-    def check(self) -> None:
-        """Raise what the first rank has said, if all have said something by now."""
-        if self._work.is_completed() and (said := next(filter(None, self.wait()), None)):
-            raise PeerError(said, phase="connect")
-
-
-@contextmanager
-def _broken() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerError(
-            f"another trainer rank has ended, or has not called push: the default process group is broken ({error})",
-            phase="connect",
-        ) from error

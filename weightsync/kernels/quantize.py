@@ -1,4 +1,4 @@
-"""Weights in 8 bits, as vLLM makes them: float8 (e4m3) and int8, with the scales that turn them back.
+"""Weights in 8 bits, as vLLM makes them: float8 (e4m3) and int8, with the scales that turn them back. And MXFP4.
 
 `values * scale` is roughly the weight again. All arithmetic is in float32, for weights in bfloat16, float16 or float32.
 A row or a block does not depend on its neighbours. A weight is taken in strips, so that its whole is never copied.
@@ -20,6 +20,11 @@ FP8_MAX = 448.0
 """The largest number of `torch.float8_e4m3fn`."""
 BLOCK = 128
 """Rows and columns of a block that has one scale."""
+MX_BLOCK = 32
+"""Columns that share a scale in MXFP4."""
+_FP4_MAX = 6.0
+_BETWEEN_FP4 = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Half-way between the magnitudes of 4-bit floats (e2m1): 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
 _STRIP_ELEMENTS = 1 << 24
 """Bounds the scratch memory: 64 MiB of float32, or one row, or one row of blocks."""
 
@@ -108,6 +113,25 @@ def fp8_per_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         found[strip] = scaled[: part.shape[0], :columns]
         scale[strip.start // BLOCK : strip.start // BLOCK + high] = scales.view(high, across)
     return found, scale
+
+
+def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the 4-bit floats of a weight, and a power of two for each 32 columns of a row (OCP Microscaling, MXFP4).
+
+    Both are uint8. Of a weight of shape (..., columns) the values have the shape (..., columns / 32, 16), two in a byte
+    with the first in the lower half, and the scales (..., columns / 32), as exponents with a bias of 127. GPT-OSS's
+    checkpoints have them so. The bits are those that transformers gives a bfloat16 weight: the scale is the least that
+    lets the largest value in, and half-way values go away from zero. Holds 16 bytes of scratch for each element.
+    """
+    groups = weight.float().contiguous().unflatten(-1, (-1, MX_BLOCK))
+    maxima = groups.abs().amax(-1)
+    mantissa = 0x7FFFFF  # which is rounded up, into the exponent
+    exponents = (maxima / torch.full_like(maxima, _FP4_MAX)).view(torch.int32).add_(mantissa) >> 23
+    scaled = groups * ((254 - exponents) << 23).view(torch.float32).unsqueeze(-1)
+    between = torch.tensor(_BETWEEN_FP4, device=weight.device)
+    values = torch.bucketize(scaled.abs(), between, out_int32=True, right=True).to(torch.uint8)
+    values |= scaled.signbit().to(torch.uint8) << 3
+    return values[..., 0::2] | values[..., 1::2] << 4, exponents.to(torch.uint8)
 
 
 def _strips(weight: torch.Tensor, multiple: int) -> Iterator[slice]:

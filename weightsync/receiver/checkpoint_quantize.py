@@ -3,8 +3,9 @@
 The engine's loader wants `q_proj.weight` in float8 or int8, and `q_proj.weight_scale` beside it. The trainer has
 `q_proj.weight` in bfloat16. The never loaded model tells the scheme, by the dtype of the parameter that the tensor
 lands in and by the shape of the scales beside it. Where int8 is packed into words, the loader wants
-`q_proj.weight_packed`, `q_proj.weight_scale` and `q_proj.weight_shape`, and the layer's `scheme` says how. Nothing here
-applies to a trainer that sends 8-bit tensors and their scales itself.
+`q_proj.weight_packed`, `q_proj.weight_scale` and `q_proj.weight_shape`, and the layer's `scheme` says how. GPT-OSS's
+experts in MXFP4 have names of their own, `experts.gate_up_proj_blocks` and `_scales`. Nothing here applies to a trainer
+that sends quantised tensors and their scales itself.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightsync.kernels.quantize import BLOCK, fp8_per_block, fp8_per_channel, int8_per_channel
+from weightsync.kernels.quantize import BLOCK, MX_BLOCK, fp8_per_block, fp8_per_channel, int8_per_channel, mxfp4
 from weightsync.planning.layout import Manifest, TensorMeta
-from weightsync.receiver.trace import Trace
+from weightsync.receiver.trace import Fill, Trace, uncovered
 
 Quantise = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
-"""Makes of a whole 2-D weight its 8-bit values, its scales, and what else the loader wants."""
+"""Makes of a whole weight its quantised values, its scales, and what else the loader wants."""
 
 _PER_CHANNEL: dict[torch.dtype, Quantise] = {torch.float8_e4m3fn: fp8_per_channel, torch.int8: int8_per_channel}
 _WIDE = ("bfloat16", "float16", "float32", "float64")
 _PER_WORD = 4
 """8-bit values in an int32."""
+_IN_4_BITS = (".experts.gate_up_proj", ".experts.down_proj")
+"""Experts that GPT-OSS's checkpoints have in MXFP4, by how their names in transformers end."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,58 @@ def find_pairs(model: nn.Module, manifest: Manifest, trace: Trace) -> tuple[dict
         elif comes != kept and (_in_8_bits(comes) or _in_8_bits(kept)):
             refused[name] = f"it comes in {comes}, and the engine holds it in {kept}; send it in {kept}, or in bfloat16"
     return pairs, refused
+
+
+def find_experts(model: nn.Module, manifest: Manifest) -> tuple[dict[str, Pair], dict[str, str]]:
+    """Return the experts that must become MXFP4, and those that cannot, with what is wrong, by name.
+
+    What they become has names that the loader of `model` knows. `model` was never loaded.
+    """
+    pairs: dict[str, Pair] = {}
+    refused: dict[str, str] = {}
+    if not any(_is_mxfp4(module._parameters) for module in model.modules()):
+        return pairs, refused
+    for meta in manifest:
+        if not meta.name.endswith(_IN_4_BITS) or meta.dtype not in _WIDE or len(meta.shape) != 3:
+            continue
+        experts, inputs, outputs = meta.shape
+        if inputs % MX_BLOCK:
+            refused[meta.name] = f"the engine holds it in MXFP4, and {inputs} inputs are no whole blocks of {MX_BLOCK}"
+            continue
+        scales = (experts, outputs, inputs // MX_BLOCK)
+        made = (
+            TensorMeta(f"{meta.name}_blocks", (*scales, MX_BLOCK // 2), "uint8"),
+            TensorMeta(f"{meta.name}_scales", scales, "uint8"),
+        )
+        pairs[meta.name] = Pair(made, mxfp4_experts)
+    return pairs, refused
+
+
+def expert_padding(model: nn.Module, trace: Trace) -> list[Fill]:
+    """Return the zeros around experts in MXFP4 that vLLM makes larger than the model's, for its kernels.
+
+    One tensor fills each of their parameters, so what a tensor leaves of one is padding. `trace` is that of their
+    quantised tensors. vLLM makes the parameters of zeros, which no loader writes.
+    """
+    holes, _ = uncovered(model, trace)
+    padded = {copy.param for copy in trace.copies if copy.param in holes} | trace.computed.keys()
+    return [
+        Fill(name, 0, tuple(param.shape), param.stride(), 0.0)
+        for path, module in model.named_modules()
+        if _is_mxfp4(module._parameters)
+        for key, param in module.named_parameters(recurse=False)
+        if (name := f"{path}.{key}".removeprefix(".")) in padded
+    ]
+
+
+def mxfp4_experts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the (`_blocks`, `_scales`) of experts, (experts, inputs, outputs) as transformers has them, one by one."""
+    experts, inputs, outputs = weight.shape
+    blocks = weight.new_empty((experts, outputs, inputs // MX_BLOCK, MX_BLOCK // 2), dtype=torch.uint8)
+    scales = weight.new_empty((experts, outputs, inputs // MX_BLOCK), dtype=torch.uint8)
+    for expert in range(experts):
+        blocks[expert], scales[expert] = mxfp4(weight[expert].t())
+    return blocks, scales
 
 
 def expand(manifest: Manifest, pairs: dict[str, Pair]) -> Manifest:
@@ -169,6 +224,17 @@ def _rename(names: Iterable[str], source: dict[str, str]) -> list[str]:
 def _in_8_bits(kept: str) -> bool:
     """Return whether numbers that are kept so mean nothing without a scale."""
     return kept.partition(" ")[0] == "int8" or kept.startswith("float8")
+
+
+def _is_mxfp4(params: Mapping[str, torch.Tensor | None]) -> bool:
+    """Return whether a module's weights are pairs of 4-bit values, with a scale for each 32."""
+    weight, scale = params.get("w13_weight"), params.get("w13_weight_scale")
+    return (
+        weight is not None
+        and scale is not None
+        and weight.dtype == scale.dtype == torch.uint8
+        and weight.shape[-1] == scale.shape[-1] * MX_BLOCK // 2
+    )
 
 
 def _pair(model: nn.Module, manifest: Manifest, name: str, param: str) -> Pair | str:

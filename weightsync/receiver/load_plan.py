@@ -14,7 +14,16 @@ from torch import nn
 from weightsync.control.wire import LoadPlan
 from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import Box, Manifest, coverage, fuse_groups, itemsize
-from weightsync.receiver.checkpoint_quantize import Pair, collapse, expand, find_pairs, renamed, unpacked
+from weightsync.receiver.checkpoint_quantize import (
+    Pair,
+    collapse,
+    expand,
+    expert_padding,
+    find_experts,
+    find_pairs,
+    renamed,
+    unpacked,
+)
 from weightsync.receiver.engine_model import DRAFTER, EngineModel
 from weightsync.receiver.experiment import choose_load_paths
 from weightsync.receiver.module_groups import Addresses, ModuleGroup, find_groups, moved_views
@@ -69,11 +78,15 @@ class LoadPlanner:
         Raises `UnsupportedError` for a model with modules that cannot be reloaded.
         """
         pristine = self._model.pristine()
+        experts, unfit = find_experts(pristine, manifest)
+        asked = expand(manifest, experts)
         with unpacked(pristine) as packs:
-            seen = self._trace(manifest)
-            pairs, unfit = find_pairs(pristine, manifest, seen)
+            seen = self._trace(asked)
+            pairs, more_unfit = find_pairs(pristine, asked, seen)
         if pairs or packs:
-            seen = self._trace(expand(manifest, pairs))
+            seen = self._trace(expand(asked, pairs))
+        pairs, unfit = pairs | experts, unfit | more_unfit
+        seen.fills += expert_padding(pristine, seen)
         for view, param in moved_views(self._model.live, pristine).items():
             seen.copies += [replace(copy, param=view) for copy in seen.copies if copy.param == param]
             if param in seen.computed:

@@ -11,6 +11,7 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -23,6 +24,7 @@ from weightsync.control.addresses import ends, listen, reach
 from weightsync.control.runtime import Deadline, in_thread
 from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
 from weightsync.transports.base import Wait
+from weightsync.transports.gloo_port import close_to_newcomers
 
 _GPU_POLL_S = 0.00002
 """A chunk takes NCCL less than a millisecond."""
@@ -35,7 +37,10 @@ _ABSENT = "not all have met at {host}, which every one of them must reach"
 _UNCONNECTED = (
     "they have met at {host}, and cannot all reach each other. Does a firewall close ports that gloo or NCCL choose?"
 )
+_VISIT = timedelta(seconds=5)
 _LEAVE_S = 1.0
+_NO_NUMBER = 2**31 - 1
+"""Of no chunk."""
 _PATIENCE = 8
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -68,10 +73,18 @@ class Rendezvous:
 
 def visit(host: str, port: int, deadline: Deadline) -> dist.Store:
     """Open the store of a `Rendezvous` from another process. Raises `PeerError` within seconds when that cannot be."""
-    # A store would try until its timeout, and not say why it failed.
-    reach(host, port, "a member of a communicator", "trainer rank 0", deadline).close()
-    patience = timedelta(seconds=deadline.left_s())
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
+    while True:
+        # A store would try until its timeout, and not say why it failed. Nor can it be told to stop.
+        reach(host, port, "a member of a communicator", "trainer rank 0", deadline).close()
+        patience = timedelta(seconds=deadline.left_s())
+        try:
+            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=min(patience, _VISIT))
+        except dist.DistError:
+            if deadline.passed():
+                raise
+        else:
+            store.set_timeout(patience)
+            return store
 
 
 class Communicator:
@@ -149,8 +162,9 @@ class Communicator:
                 # Deadlines are kept here, and an operation may be posted long before its peer is told of it.
                 options._timeout = timedelta(seconds=_PATIENCE * deadline.timeout_s)
                 self._group = group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+                close_to_newcomers(store, self.rank)
         except Exception as error:
-            self._error = error
+            self._error = error.with_traceback(None)  # which would keep this frame, and with it the store's socket
         else:
             if self._left:  # `abort` came while there was nothing to break
                 self.abort()
@@ -222,14 +236,23 @@ class Communicator:
         if self.device.type == "cuda":
             group.pop().abort()
         else:
-            # gloo has no abort. Letting go of the group is all there is, and that waits for the operations under way
-            # here, which end when the others have gone, or at their deadline.
-            leaving = threading.Thread(target=group.clear, name="weightsync-gloo", daemon=True)
+            others = [member for member in range(self.size) if member != self.rank]
+            leaving = threading.Thread(target=_leave, args=(group, others), name="weightsync-gloo", daemon=True)
             leaving.start()
             # Most often there are none. An interpreter that ends meanwhile would abort the process.
             leaving.join(_LEAVE_S)
             if leaving.is_alive():
                 atexit.register(leaving.join, _LEAVE_S)
+
+
+def _leave(group: list[Any], others: Sequence[int]) -> None:
+    """Break what is under way in a group of gloo's, and close the group, which waits for that."""
+    # gloo has no abort. A wait that runs out breaks all that the group does, here and on the other members. Where the
+    # other member has gone there is none.
+    for member in others:
+        with suppress(RuntimeError):
+            group[0].recv([torch.empty(1, dtype=torch.uint8)], member, _NO_NUMBER).wait(timedelta(milliseconds=1))
+    group.clear()
 
 
 def _nccl(store: dist.Store, rank: int, size: int) -> Any:
@@ -256,7 +279,7 @@ class _Watched:
     def __init__(self, works: list[Any]) -> None:
         self._works = works
         self.done = threading.Event()
-        self._error: RuntimeError | None = None
+        self._error = ""
         if works:
             in_thread("gloo", self._run)
         else:
@@ -267,15 +290,16 @@ class _Watched:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            self._error = error
+            self._error = str(error)  # the error itself would keep this frame, and with it the group's sockets
+        self._works.clear()
         self.done.set()
 
     def is_completed(self) -> bool:
         return self.done.is_set()
 
     def wait(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self._error:
+            raise RuntimeError(self._error)
 
 
 class Pending:
@@ -315,3 +339,19 @@ class Pending:
             self._work.wait()
         except RuntimeError as error:
             raise PeerError(f"the {self._what} broke: {error}", phase=phase) from error
+
+
+class UnderWay:
+    """Operations that were begun and have not been seen to end, the oldest first."""
+
+    def __init__(self) -> None:
+        self._pending: deque[Pending] = deque()
+
+    def add(self, pending: Pending) -> None:
+        """Note an operation."""
+        self._pending.append(pending)
+
+    def bound(self, count: int, wait: Wait, deadline: Deadline) -> None:
+        """Wait for the oldest until at most `count` are left."""
+        while len(self._pending) > count:
+            self._pending.popleft().wait(wait, deadline, "transfer")

@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -179,6 +179,9 @@ class FilesTransport(Transport):
             create(self._folder_of(self._pushes + 1), self._shards, self._beside)
             self._created += 1
         return 0
+
+    def leave_out(self, workers: Collection[int]) -> bool:
+        return True  # nothing is sent to a worker
 
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
         self._pushes += 1

@@ -13,19 +13,21 @@ worker of a chain gets it from the first, over NVLink, shared memory or the loop
 Both ends have two slots: one chunk travels while the next is filled, or the last one loaded. Sends and receives match,
 in the order of the plan, and so pace each other. A worker's slot takes the next chunk once the chunk in it has been
 loaded and passed on. What a worker waits for is always an earlier chunk, or the same one on an earlier member.
+
+With an `encoding`, workers have a slot for each chunk, which keeps the chunk for the next push. Each rank begins a push
+by telling the workers whether it sends messages, that say themselves how long they are, or runs of bytes as they are.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from weightsync.control.addresses import is_loopback
 from weightsync.control.runtime import Deadline
@@ -36,7 +38,8 @@ from weightsync.planning.layout import Count, Manifest, ShardLocation
 from weightsync.planning.rows import Reads, Storage
 from weightsync.planning.transfer_plan import Chain, TransferPlan, choose_chains
 from weightsync.transports.base import SLOTS, Endpoint, LocalTensors, Transport, TransportReceiver, Wait
-from weightsync.transports.communicator import Communicator, Pending, Rendezvous, visit
+from weightsync.transports.communicator import Communicator, Pending, Rendezvous, UnderWay, visit
+from weightsync.transports.encoding import Encoder, Mailbox, length, read
 from weightsync.transports.staging import Layout, Packer, arriving, endpoint, leaving, slot_bytes
 
 _AHEAD = 8
@@ -52,6 +55,8 @@ _COPY_PROGRAMS = 64
 class NcclTransport(Transport):
     """The trainer's end. `name` is "broadcast", or "nccl" to refuse CPU tensors."""
 
+    encodings = ("auto", "delta")
+
     def __init__(self, name: str = "broadcast") -> None:
         self.name = name
         self._forget()
@@ -63,6 +68,7 @@ class NcclTransport(Transport):
         self._posted: dict[int, Pending] = {}  # by slot
         self._slots: list[torch.Tensor] = []
         self._packer: Packer | None = None
+        self._encoder: Encoder | None = None
 
     def route(
         self,
@@ -96,11 +102,17 @@ class NcclTransport(Transport):
     def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
         ranks = self._ranks = update.ranks
         self._device = self._agree_on_device(tensors, ranks)
+        if self.encoding is not None and self._device.type != "cpu":
+            raise ConfigError(f"encoding={self.encoding!r} is for tensors on a CPU, found {self._device}: leave it out")
+        self._encoder = Encoder(self.encoding == "auto") if self.encoding is not None else None
+        self._changing = plan.due(first=False)
         self._packer, self._slots = None, []  # before there are others
         self._posted.clear()
         self._mine = leaving(plan, ranks.rank, SLOTS)
         self._first = [ranks.size + chain.workers[0] for chain in plan.chains]
-        layouts = [arriving(plan, chain, SLOTS) for chain in range(len(plan.chains))] if ranks.rank == 0 else []
+        self._slots_of_worker = SLOTS if self._encoder is None else max(len(plan.chunks), 1)
+        chains = range(len(plan.chains)) if ranks.rank == 0 else ()
+        layouts = [arriving(plan, chain, self._slots_of_worker) for chain in chains]
         self._join(plan, layouts)
         self._slots = [
             torch.empty(slot_bytes(self._mine), dtype=torch.uint8, device=self._device) for _ in range(SLOTS)
@@ -153,11 +165,13 @@ class NcclTransport(Transport):
         """Return what a worker of a chain is told."""
         members = [self._ranks.size + worker for worker in chain.workers]
         last, senders = len(members) - 1, _senders(layout)
-        fields: dict[str, Any] = {}
+        fields: dict[str, Any] = {"encoders": [], "origins": []}
+        if self._encoder is not None:  # then runs are passed on one by one
+            fields = {"encoders": senders, "origins": [[*those] for those in layout]}
         if position:
-            ends = [max((each.end for each in those.values()), default=0) for those in layout]
-            fields["runs"] = [[[members[position - 1], 0, end]] if end else [] for end in ends]
-            senders = [members[position - 1]]
+            before = members[position - 1]
+            rows = [[[before, each.first, each.end] for each in those.values()] for those in layout]
+            senders, fields["runs"] = [before], rows if self._encoder is not None else [*map(_joined_runs, rows)]
         assert self._meeting is not None
         return endpoint(
             layout,
@@ -166,6 +180,7 @@ class NcclTransport(Transport):
             rank=members[position],
             size=self._meeting.size,
             senders=senders,
+            slots=self._slots_of_worker,
             onward=members[position + 1] if position < last else None,
             before=[self._peers[member] for member in (reversed(members[:position]) if position else senders)],
             after=[self._peers[member] for member in members[position + 1 :]],
@@ -193,7 +208,13 @@ class NcclTransport(Transport):
                 raise WeightSyncError("the transport was closed while it was sending")
             update.wait(seconds)
 
-        under_way = _UnderWay()
+        under_way, encoder = UnderWay(), self._encoder
+        self.sent_bytes = 0
+        if encoder is not None:
+            encoder.begin()
+            told = torch.tensor([encoder.encodes]).view(torch.uint8)
+            chains = sorted({chain for those in self._mine for chain in those})
+            self._start(len(self._mine), [(told, chain) for chain in chains], under_way)
         for number in chunks:
             if (earlier := self._posted.pop(number % SLOTS, None)) is not None:
                 earlier.follow(wait, update.deadline_after_workers(), "transfer")
@@ -202,13 +223,27 @@ class NcclTransport(Transport):
                 raise WeightSyncError("the transport was closed while it was sending")
             packer.fill(number, sample)
             slot = self._slots[number % SLOTS]
-            sends = [(slot[each.first : each.end], self._first[chain]) for chain, each in self._mine[number].items()]
+            runs = [(slot[each.first : each.end], chain) for chain, each in self._mine[number].items()]
+            sends = runs
+            if encoder is not None and encoder.encodes:
+                sends = [(encoder.message((number, chain), run), chain) for run, chain in runs]
             if sends:
-                sending = _joined(self._meeting).exchange(number, sends, [], *self._after)
-                self._posted[number % SLOTS] = sending
-                under_way.add(sending)
+                self._posted[number % SLOTS] = self._start(number, sends, under_way)
+            if encoder is not None:
+                for run, chain in runs:
+                    encoder.keep((number, chain), run, number in self._changing)
         self._posted.clear()
         under_way.bound(0, wait, update.deadline_after_workers())
+        if encoder is not None:
+            encoder.end()
+
+    def _start(self, number: int, sends: Sequence[tuple[torch.Tensor, int]], under_way: UnderWay) -> Pending:
+        """Start sending bytes, each along the chain beside it."""
+        self.sent_bytes += sum(data.numel() for data, _ in sends)
+        to_first = [(data, self._first[chain]) for data, chain in sends]
+        sending = _joined(self._meeting).exchange(number, to_first, [], *self._after)
+        under_way.add(sending)
+        return sending
 
     def abort(self) -> None:
         if self._meeting is not None:
@@ -221,22 +256,33 @@ def _senders(layout: Layout) -> list[int]:
     return sorted({rank for those in layout for rank in those})
 
 
+def _joined_runs(runs: list[list[int]]) -> list[list[int]]:
+    """Return the runs of one chunk, which one member sends, as one run from the slot's first byte."""
+    return [[runs[0][0], 0, max(end for _, _, end in runs)]] if runs else []
+
+
 class _Endpoint(Struct, frozen=True, forbid_unknown_fields=True):
     """What a worker is told of its transport.
 
     place: [host, port, name] of the rendezvous.
     rank, size: its number among the communicator's members, and how many there are.
     runs: of each chunk, [member that sends it, first byte in the slot, end].
+    slots: how many there are, which chunks take in turn.
     senders, onward: the members that it receives from, and the one that it passes all on to.
+    encoders: the ranks that begin each push by saying whether they encode it; none where there is no encoding.
+    origins: then, of each chunk, the rank that each run is of.
     before, after: what people call those whose bytes it waits for, and those that wait for it, the nearest first.
     """
 
     runs: list[list[tuple[Count, Count, Count]]]
     slot_bytes: Count
+    slots: Annotated[int, Meta(ge=1)]
     place: tuple[str, Count, str]
     rank: Count
     size: Count
     senders: list[Count]
+    encoders: list[Count]
+    origins: list[list[Count]]
     onward: Count | None
     before: list[str]
     after: list[str]
@@ -256,9 +302,15 @@ class NcclReceiver(TransportReceiver):
         told = self._told = typed(fields, _Endpoint)
         if any(not first <= end <= told.slot_bytes for runs in told.runs for _, first, end in runs):
             raise ProtocolError(f"a run of bytes does not lie in a slot of {told.slot_bytes} bytes")
-        if not self._slots or self._slots[0].numel() != told.slot_bytes:
+        if told.encoders and [*map(len, told.origins)] != [*map(len, told.runs)]:
+            raise ProtocolError("not every run of bytes says which rank it is of")
+        nbytes = [told.slot_bytes] * told.slots
+        if [slot.numel() for slot in self._slots] != nbytes:
             self._slots = []  # before there are others
-            self._slots = [torch.empty(told.slot_bytes, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+            self._slots = [torch.empty(each, dtype=torch.uint8, device=self.device) for each in nbytes]
+        self._mailbox = Mailbox(told.slot_bytes, len(told.encoders))
+        self._encoding: set[int] = set()
+        self._pushes = 0
         if self._meeting is None or self._meeting.place != [*told.place]:
             if self._meeting is not None:
                 self._meeting.abort()
@@ -267,15 +319,17 @@ class NcclReceiver(TransportReceiver):
             self._meeting.meet(wait, deadline)
 
     def storage(self, rank: int, storage: int) -> torch.Tensor:
-        if storage not in range(SLOTS):
+        if storage not in range(len(self._slots)):
             raise ProtocolError(
-                f"something lies in storage {storage} of trainer rank {rank}, and there are {SLOTS} slots"
+                f"something lies in storage {storage} of trainer rank {rank}, and there are {len(self._slots)} slots"
             )
         return self._slots[storage]
 
     def chunks(self, numbers: Sequence[int], wait: Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
         on_gpu = self.device.type == "cuda"
-        under_way = _UnderWay()
+        under_way = UnderWay()
+        if self._told.encoders:
+            self._ask_ranks(under_way, wait, deadline())
         arriving = self._exchange(None, numbers[0])
         passing: Pending | None = None
         for number, following in zip(numbers, [*numbers[1:], None], strict=True):
@@ -288,26 +342,56 @@ class NcclReceiver(TransportReceiver):
             under_way.add(arriving)
             under_way.bound(_AHEAD, wait, deadline())
             passing = None if on_gpu else self._exchange(number, None)
+            for run, room, _ in self._runs(number):
+                if room is not run:
+                    read(room, run, self._pushes)
             yield number
             arriving = coming
         for last in (passing, arriving):
             if last is not None:
                 under_way.add(last)
         under_way.bound(0, wait, deadline())
+        self._pushes += 1
+
+    def _ask_ranks(self, under_way: UnderWay, wait: Wait, deadline: Deadline) -> None:
+        """Learn, and pass on, which ranks encode this push."""
+        told, number = self._told, len(self._told.runs)
+        said = torch.zeros(len(told.encoders), 1, dtype=torch.uint8)
+        members = told.senders if told.senders == told.encoders else told.senders * len(told.encoders)
+        self._start(number, [], [*zip(said, members, strict=True)]).wait(wait, deadline, "transfer")
+        self._encoding = {rank for rank, (encodes,) in zip(told.encoders, said.tolist(), strict=True) if encodes}
+        if told.onward is not None:
+            under_way.add(self._start(number, [(each, told.onward) for each in said], []))
+
+    def _runs(self, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+        """Yield, of each run of a chunk, its place in the slot, where it arrives, and the member that sends it."""
+        slot = self._slots[number % len(self._slots)]
+        for position, (member, first, end) in enumerate(self._told.runs[number]):
+            run = slot[first:end]
+            is_message = bool(self._encoding) and self._told.origins[number][position] in self._encoding
+            yield run, self._mailbox.room(number, position, first, end) if is_message else run, member
 
     def _exchange(self, leaving: int | None, arriving: int | None) -> Pending:
         """Start passing one chunk on, and receiving another."""
         told, sends, receives = self._told, [], []
         if leaving is not None and told.onward is not None and told.runs[leaving]:
-            end = max(end for _, _, end in told.runs[leaving])
-            sends = [(self._slots[leaving % SLOTS][:end], told.onward)]
+            data = [room if room is run else room[: length(room)] for run, room, _ in self._runs(leaving)]
+            if not told.encoders:
+                data = [self._slots[leaving % SLOTS][: max(end for _, _, end in told.runs[leaving])]]
+            sends = [(each, told.onward) for each in data]
         if arriving is not None:
-            slot = self._slots[arriving % SLOTS]
-            receives = [(slot[first:end], member) for member, first, end in told.runs[arriving]]
+            receives = [(room, member) for _, room, member in self._runs(arriving)]
+        number = (leaving or 0) if arriving is None else arriving  # on a CPU there is one of them at most
+        return self._start(number, sends, receives)
+
+    def _start(
+        self, number: int, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> Pending:
+        """Start sending and receiving, with the names of those that this worker waits for."""
+        told = self._told
         count = len(told.senders) if receives else 0
         names = [*told.before[:count], *(told.after[:1] if sends else ())]
         behind = [*(told.before[count:] if receives else ()), *(told.after[1:] if sends else ())]
-        number = (leaving or 0) if arriving is None else arriving  # on a CPU there is one of them at most
         return _joined(self._meeting).exchange(number, sends, receives, names, behind)
 
     def close(self) -> None:
@@ -315,22 +399,6 @@ class NcclReceiver(TransportReceiver):
             self._meeting.abort()
         self._meeting = None
         self._slots = []
-
-
-class _UnderWay:
-    """Operations that were begun and have not been seen to end, the oldest first."""
-
-    def __init__(self) -> None:
-        self._pending: deque[Pending] = deque()
-
-    def add(self, pending: Pending) -> None:
-        """Note an operation."""
-        self._pending.append(pending)
-
-    def bound(self, count: int, wait: Wait, deadline: Deadline) -> None:
-        """Wait for the oldest until at most `count` are left."""
-        while len(self._pending) > count:
-            self._pending.popleft().wait(wait, deadline, "transfer")
 
 
 class _Meeting:

@@ -34,6 +34,8 @@ PROVEN: dict[str, tuple[str, ...]] = {
     # and W8A16, with Machete's kernels and with Marlin's
     "CompressedTensorsLinearMethod/CompressedTensorsWNA16(8 bit, channel)": ("cuda",),
     "CompressedTensorsLinearMethod/CompressedTensorsWNA16(8 bit, group)": ("cuda",),
+    # GPT-OSS's own checkpoints, with Triton's kernels and with Marlin's
+    "GptOssMxfp4MoEMethod": ("cuda",),
 }
 """What `kind_of` says of a layer, to the types of device that its reload was tested on."""
 

@@ -1,0 +1,45 @@
+"""GPT-OSS in MXFP4, as it is published: the trainer has its experts in bfloat16, and the engine in 4 bits."""
+
+from __future__ import annotations
+
+import pytest
+import quantised_checkpoints
+import tiny_models
+from engines import TIMEOUT_S, Answer, Engines, Remote, assert_same
+
+from weightsync import WeightSync
+
+pytest_plugins = ["engine_fixtures"]
+pytestmark = [pytest.mark.engine, pytest.mark.gpu(1)]
+
+
+def serve(engines: Engines, model: str, kernel: str) -> dict[str, Answer]:
+    name = f"{model}-mxfp4"
+    for weights in "AB":
+        if not (folder := engines._folder / f"{name}-{weights}").exists():
+            quantised_checkpoints.save_mxfp4(tiny_models.build(model, weights), folder)
+    return engines.serve(name, moe_backend=kernel, enforce_eager=False)
+
+
+def push(engines: Engines, name: str, pushes: str) -> list[tuple[Answer, dict[str, int]]]:
+    model = tiny_models.build(name, "A").cuda()
+    found = []
+    with WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S) as sync:
+        for weights in pushes:
+            tiny_models.fill(model, weights)
+            load_paths = sync.push(model).load_paths
+            found.append((engines.ask(), load_paths))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "kernel"),
+    [("gpt-oss-wide", "auto"), ("gpt-oss-wide", "marlin"), ("gpt-oss", "marlin")],
+    ids=["vLLM's choice", "Marlin", "padded for Marlin"],
+)
+def test_pushed_equals_cold(engines: Remote, model: str, kernel: str) -> None:
+    cold = engines.call(serve, model, kernel, timeout_s=300)
+    assert cold["A"] != cold["B"]
+    for weights, (pushed, load_paths) in zip("BAAB", engines.call(push, model, "BAAB", timeout_s=240), strict=True):
+        assert_same(pushed, cold[weights], f"{weights} with the kernel {kernel}")
+        assert load_paths["native_loader"] == 2
