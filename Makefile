@@ -63,8 +63,8 @@ endurance: $(INSTALLED) ## What 10,000 pushes and 100 reconnects leave behind: `
 test-fake: $(INSTALLED) ## Those with rank processes and engines without vLLM, in a few minutes.
 	$(PYTEST) tests/fake $(ARGS)
 
-test-hosts: $(INSTALLED) ## Pushes between hosts, made of namespaces: all cases of blocked ports and addresses. Needs root.
-	TEST_HOSTS=1 $(PY) -m pytest -q tests/fake/test_hosts.py tests/fake/test_hybrid_hosts.py \
+test-hosts: $(INSTALLED) ## Pushes between hosts, made of namespaces: addresses, blocked ports, chains of engines. Needs root.
+	TEST_HOSTS=1 $(PY) -m pytest -q tests/fake/test_hosts.py tests/fake/test_hybrid_hosts.py tests/fake/test_relays.py \
 	    tests/engine/test_push_between_hosts.py $(ARGS)
 
 deltas: $(INSTALLED) ## How much a step changes of a policy, and what sending the changes gains on slow links. Needs root.
