@@ -47,13 +47,13 @@ class Trained(Worker):
     @register(Dispatch.DP)
     def update(self, batch: TensorDict) -> float:
         tokens = torch.cat([batch["prompts"], batch["answers"]], dim=1).to(self.device)
-        loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         if ON_GPU:
             torch.cuda.empty_cache()  # gives back what the engine needs when it wakes
-        return float(loss)
+        return loss.item()
 
     @register(Dispatch.RANK_ZERO)
     def memory_gib(self) -> dict[str, float]:
