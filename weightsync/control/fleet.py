@@ -305,7 +305,7 @@ class Fleet:
         self._check_calls()
 
     def explain(self, error: WeightSyncError) -> WeightSyncError:
-        """Return the cause of `error`: what a worker has said of it, or `error` with the engines that are lost.
+        """Return the cause of `error`: why a worker has refused or failed, or `error` with the engines that are lost.
 
         They are its `lost`, by name, and the others are its `survivors`.
         """
@@ -317,13 +317,12 @@ class Fleet:
         for kind in _REFUSALS:
             if (refusal := next((each for each in said if isinstance(each, kind)), None)) is not None:
                 return refusal
-        if isinstance(error, PeerError):  # what breaks a transfer is what made a member leave it
-            causes = [each for each in said if each is not None and not isinstance(each, PeerError)]
-            if causes:
-                return causes[0]
         may_be_engines = isinstance(error, (PeerError, EngineError, SyncTimeoutError))
         if may_be_engines and (lost := find_lost(self.members, error, self._listener)):
             error.add_facts(lost=lost, survivors=[o.engine.name for o in self.members if o.engine.name not in lost])
+        elif isinstance(error, PeerError):
+            # A worker that fails says why and leaves the transfer, which may be seen to break before its words come.
+            return next((e for e in said if e is not None and not isinstance(e, (PeerError, SyncTimeoutError))), error)
         return error
 
     def fail(self, error: WeightSyncError) -> None:
