@@ -49,6 +49,7 @@ def test_metrics_are_flat_and_numbers():
         "sync/version": 7.0,
         "sync/nbytes": 10.0,
         "sync/chunks": 0.0,
+        "sync/sent_bytes": 0.0,
         "sync/plan_s": 0.0,
         "sync/control_s": 0.5,
         "sync/gather_s": 0.0,
