@@ -34,8 +34,8 @@ PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorde
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help chaos deltas endurance fleet fuzz matrix test test-unit test-fake test-hosts test-integrations test-verl demo \
-    lint clean
+.PHONY: help chaos compare-trl deltas endurance fleet fuzz matrix test test-unit test-fake test-hosts test-integrations \
+    test-verl demo lint clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,17 +72,21 @@ deltas: $(INSTALLED) ## How much a step changes of a policy, and what sending th
 	TEST_HOSTS=1 $(PY) -m pytest -q -s tests/fake/test_deltas_between_hosts.py $(ARGS)
 
 matrix: $(INSTALLED) ## All failures at all moments, in an hour or two: writes docs/failure-matrix.md. What is in .matrix is not run again.
-	$(PY) tests/matrix/run.py --transport ipc broadcast checkpoint single_copy
+	$(PY) tests/matrix/run.py --transport ipc broadcast checkpoint single_copy lora
 	$(PY) tests/matrix/run.py --client "stand-in on another host" --transport broadcast checkpoint
-	$(PY) tests/matrix/run.py --client HTTP --timeout-s 8 --transport ipc broadcast
+	$(PY) tests/matrix/run.py --client HTTP --timeout-s 8 --transport ipc broadcast lora
+	for client in LLM AsyncLLM Ray "LLM in one process"; do $(PY) tests/matrix/run.py --client "$$client" --timeout-s 8; done
 	$(PY) tests/matrix/run.py --page
 
 test-integrations: .venv-trl/.installed ## Train with TRL's own trainers, in an environment over $(VENV) that has TRL.
 	.venv-trl/bin/python -m pytest -q --durations=25 tests/integrations $(ARGS)
 
+compare-trl: .venv-trl/.installed ## TRL's own way of synchronising weights beside weightsync's, in a few minutes.
+	PYTHONPATH=.:tests:tests/support:tests/integrations .venv-trl/bin/python tests/integrations/compare_trl.py
+
 test-verl: .venv-verl/.installed ## Update weights with verl's own manager, workers and servers, in an environment that has verl.
 	VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=verl_cpu PYTHONPATH=.:tests/integrations:tests/integrations_verl \
-	    .venv-verl/bin/python -m pytest -q tests/integrations_verl $(ARGS)
+	    .venv-verl/bin/python -m pytest -q -W default tests/integrations_verl $(ARGS)
 
 demo: $(INSTALLED) ## Push to a live vLLM, prove it equal to a cold start, then learn from reward: `make demo TRANSPORT=ipc|broadcast`.
 	$(PY) -m weightsync demo --transport $(TRANSPORT) $(ARGS)

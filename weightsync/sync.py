@@ -191,7 +191,6 @@ class WeightSync:
             except FrozenLostError as error:
                 logger.warning("sending everything: %s", error)
             except WeightSyncError as error:
-                self._lost = getattr(error, "lost", [])
                 is_spent = isinstance(model, Iterator)  # a stream that cannot be read again
                 if not self._drops or not self._lost or not getattr(error, "survivors", []) or is_spent:
                     raise
@@ -302,7 +301,7 @@ class WeightSync:
             raise ConfigError("this WeightSync is pushing already, in another thread or task: wait for that push first")
         timeline = Timeline()
         try:
-            with collective(self._ranks, version, self._strategy.explain, self._strategy.reset) as update:
+            with collective(self._ranks, version, self._strategy.explain, self._reset) as update:
                 timeline = update.timeline
                 yield update
         except WeightSyncError as error:
@@ -315,3 +314,7 @@ class WeightSync:
             self.last_report = update.report
             if self._ranks.rank == 0:
                 telemetry.push_succeeded(timeline, update.report)
+
+    def _reset(self, error: WeightSyncError) -> None:
+        self._lost = getattr(error, "lost", [])
+        self._strategy.reset(error)

@@ -184,6 +184,25 @@ def test_after_a_failed_push_everything_is_sent(host: ModuleHost, engine: FakeEn
     trainer.sync.close()
 
 
+def test_an_engine_that_joins_is_sent_everything_and_the_others_what_has_changed(host: ModuleHost, engine: FakeEngine):
+    late = engine_host()
+    with closing(FakeEngine(late)) as other:
+        trainer = Trainer([engine])
+        trainer.push()
+        trainer.step()
+        assert trainer.push().sent_bytes < NBYTES / 50
+        trainer.sync.engines.add(other)
+        for most_bytes in (1.1 * NBYTES, NBYTES / 25):
+            trainer.step()
+            assert trainer.push().sent_bytes < most_bytes
+            trainer.check(host, late)
+        trainer.sync.engines.remove(engine)
+        trainer.step()
+        assert trainer.push().sent_bytes < NBYTES / 50
+        trainer.check(late)
+        trainer.sync.close()
+
+
 def test_a_hundred_pushes_with_losses_in_between_arrive_to_the_bit(host: ModuleHost):
     chance = random.Random(7)
     losses = {"failure": 0, "restart": 0, "other trainer": 0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fake_engine import FakeEngine, ModuleHost, module_of
+from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, module_of, trainer_model
 from fake_server import FakeServer
 from hosts import Host, Hosts
 from torch import nn
@@ -78,11 +79,19 @@ def wrong(host: Host, seed: int) -> list[str]:
     return found
 
 
-def connect(host: Host, rank: int, size: int, engines: list[str], on_engine_failure: str | None) -> None:
+def dial(host: Host, address: str, port: int) -> float:
+    """Return how long it takes to connect to another host."""
+    started = time.monotonic()
+    socket.create_connection((address, port), timeout=10).close()
+    return time.monotonic() - started
+
+
+def connect(host: Host, rank: int, size: int, engines: list[str], on_engine_failure: str | None) -> int:
     os.environ |= {KEY: "k" * 32, "MASTER_ADDR": "A", "MASTER_PORT": str(GROUP_PORT)}
     if size > 1:
         dist.init_process_group("gloo", rank=rank, world_size=size)
     host.kept.append(WeightSync("fsdp", "broadcast", engines, timeout_s=TIMEOUT_S, on_engine_failure=on_engine_failure))
+    return os.getpid()
 
 
 def push(host: Host, seed: int) -> tuple[str, float, tuple[str, ...]]:
@@ -118,8 +127,7 @@ class Fleet:
         self.ranks = [hosts.python(name) for name in ranks]
         for number, rank in enumerate(self.ranks):
             rank.begin(connect, number, len(ranks), self.urls, on_engine_failure)
-        for rank in self.ranks:
-            rank.result(120)
+        self.rank_pids = [rank.result(120) for rank in self.ranks]
 
     def push(self, seed: int) -> list[tuple[str, float, tuple[str, ...]]]:
         for rank in self.ranks:
@@ -158,6 +166,24 @@ def test_each_link_carries_the_model_once_and_a_second_engine_of_a_host_costs_no
                 assert least <= found <= least * HEADERS + LITTLE / NBYTES, (name, times)
 
 
+def test_engines_of_other_sizes_are_one_chain_of_one_rank() -> None:
+    engines = [
+        FakeEngine(
+            *(ModuleHost(partial(TinyEngineModel, rank, tp), checkpoint(1), rank=rank, world=tp) for rank in range(tp))
+        )
+        for tp in (1, 2)
+    ]
+    with WeightSync("fsdp", "broadcast", engines, timeout_s=TIMEOUT_S) as sync:
+        for seed in (2, 3):
+            sync.push(trainer_model(checkpoint(seed)))
+            for engine in engines:
+                for host in engine.hosts:
+                    expected = cold(checkpoint(seed), rank=host.identity.rank, tp=host.identity.world)
+                    assert all(map(torch.equal, host.live.parameters(), expected.parameters()))
+    for engine in engines:
+        engine.close()
+
+
 def begin_slowly(fleet: Fleet, seed: int) -> None:
     """Begin a push that takes a few seconds, and return in the middle of it."""
     for name in fleet.names:
@@ -194,6 +220,36 @@ def test_a_relay_that_stalls_is_named_on_every_rank_in_time(tmp_path: Path, stal
         for name in fleet.names:
             hosts.link(name)
         fleet.push_and_count(3)
+
+
+@all_hosts
+def test_a_rank_that_stalls_is_named_however_long_the_chain(tmp_path: Path) -> None:
+    with Hosts("A", "B", "C", "D", "E", shared=tmp_path) as hosts:
+        fleet = Fleet(hosts, "AB", "CDE")
+        fleet.push_and_count(1)
+        begin_slowly(fleet, 2)
+        pid = fleet.rank_pids[1]
+        hosts.sh("B", f"kill -STOP {pid}")
+        text, took_s, lost = fleet.ranks[0].result(60)
+        assert ("trainer rank 1" in text, lost) == (True, ()), text
+        assert took_s < TIMEOUT_S + 15
+        hosts.sh("B", f"kill -CONT {pid}")
+        assert "trainer rank 1" in fleet.ranks[1].result(60)[0]
+        for name in fleet.names:
+            hosts.link(name)
+        fleet.push_and_count(3)
+
+
+@all_hosts
+def test_a_push_over_long_cables_that_lose_packets_ends_and_is_right(tmp_path: Path) -> None:
+    with Hosts("A", "C", "D", shared=tmp_path) as hosts:
+        fleet = Fleet(hosts, "A", "CD")
+        fleet.push_and_count(1)
+        for name in "CD":
+            hosts.move_away(name, delay_ms=10, loss=0.01)
+        assert min(fleet.ranks[0].call(dial, fleet.hosts.address("D"), PORT + 1) for _ in range(3)) > 0.02
+        took_s, _ = fleet.push_and_count(2)
+        print(f"10 ms and 1 % in each direction: {took_s:.1f} s")
 
 
 @all_hosts

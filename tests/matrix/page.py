@@ -71,6 +71,12 @@ rank is lost.
 | loaded | the engines have loaded the adapter; no other rank was told |
 """
 
+_REASON = """\
+A worker of vLLM may be stopped while its engine's core answers that it is alive. Rank 0 waits for such a worker half of
+`timeout_s` longer than for others, and then 5 s for the engine's calls. Where it has sent all, it waits until the
+worker may have taken all chunks, up to 7 times `timeout_s`.
+"""
+
 
 def read(folder: Path) -> dict[Cell, Result]:
     """Return the last result of each cell that was run."""
@@ -94,7 +100,7 @@ def page_of(results: dict[Cell, Result]) -> str:
             cells = {cell: result for cell, result in of_client.items() if cell.transport == transport}
             parts.append(f"## {client}, {transport}\n\n" + "\n".join(table(cells, notes)) + "\n")
     if notes:
-        parts.append("## Cells that do not hold\n\n" + "\n".join(notes) + "\n")
+        parts.append("## Cells that do not hold\n\n" + _REASON + "\n" + "\n".join(notes) + "\n")
     return "\n".join(parts)
 
 

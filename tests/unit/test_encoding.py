@@ -71,6 +71,15 @@ def test_differences_follow_the_first_push_over_a_slow_link(clock: Clock):
         assert link.push() < NBYTES / 100
 
 
+@pytest.mark.parametrize(("bytes_per_s", "first_s", "encodes"), [(100e6, 0.0, True), (FAST, 0.01, False)])
+def test_a_link_that_may_be_fast_is_measured_again_in_the_second_push(
+    clock: Clock, bytes_per_s: float, first_s: float, encodes: bool
+):
+    link = Link(clock, bytes_per_s)
+    assert [link.push(more_s=first_s), link.push()] == [NBYTES] * 2
+    assert (link.push() < NBYTES) == encodes
+
+
 def test_a_fast_link_carries_everything_until_it_is_slow(clock: Clock):
     link = Link(clock, FAST)
     assert [link.push() for _ in range(10)] == [NBYTES] * 10

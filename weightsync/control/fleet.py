@@ -113,10 +113,11 @@ class Fleet:
     ) -> None:
         """Take these engines. `after` is the fleet that failed before, whose last calls are waited for."""
         assert ranks.listener is not None, "a fleet is rank 0's"
-        if after is not None:
-            after._drain()
         self.members: list[Member] = []
         self.newest_version = 0
+        if after is not None:
+            after._drain()
+            self.newest_version = after.newest_version
         self.state = UpdateState.CLOSED
         self._audience: list[Member] = []
         self._numbers = itertools.count()
@@ -281,6 +282,8 @@ class Fleet:
     def commit(self, label: str | None = None) -> list[Committed]:
         """Declare the version complete: reset caches, stamp the version or its `label`, resume generation."""
         deadline = Deadline(self._timeout_s)
+        # From here on some worker may have it, and no other weights may get the number, whatever happens now.
+        self.newest_version = max(self.newest_version, self._version)
         self._send(Commit(self._version), deadline, "commit")
         # An engine does one thing after the other: this one waits behind the update, and saves a round trip.
         resets = [self._call("commit", one, lambda each: each.engine.reset_caches()) for one in self._audience]
@@ -290,7 +293,7 @@ class Fleet:
         self._all("commit", self._audience, lambda one: one.finish(version, text))
         self._wait(resets, Deadline(self._timeout_s), "commit")
         # Only now: an engine that remembers what old weights computed must not resume.
-        self.state, self.newest_version = UpdateState.COMMITTED, max(self.newest_version, self._version)
+        self.state = UpdateState.COMMITTED
         self._all("resume", self._audience, Member.resume)
         self.state = UpdateState.CLOSED
         return answers

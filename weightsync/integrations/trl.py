@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from weightsync.errors import ConfigError, UnsupportedError
@@ -53,6 +54,7 @@ def attach(trainer: Any, transport: Any = "ipc", **options: Any) -> WeightSync:
 
     def sync_weights() -> None:
         if colocated and generation.enable_sleep_mode:
+            torch.cuda.empty_cache()  # or what the trainer has freed is not there for the weights
             generation.llm.wake_up(tags=["weights"])
             generation._llm_weights_sleeping = False  # TRL's own note of it
         sync.push(trainer.model_wrapped)

@@ -66,8 +66,8 @@ _FAREWELL_S = 1.0
 _PONG_S = 10.0
 """How long the trainer that holds the engine has at most to show that it is alive, when another asks for the engine."""
 _PATIENCE = 8
-"""A worker that is done may wait this many times as long, for workers that have more to load, and a trainer that is
-alive."""
+"""A worker that is ready or done may wait this many times as long: for workers that are served before it, or that have
+more to load, and for a trainer that is alive."""
 
 
 class WorkerSession:
@@ -243,7 +243,7 @@ class WorkerSession:
         try:
             while True:
                 message = self._receive(connection, patience, phase)
-                patience = _PATIENCE if isinstance(message, Go) else 1
+                patience = _PATIENCE if isinstance(message, (Ready, Go)) else 1
                 if isinstance(message, Release):
                     return
                 deadline = self._deadline()  # for what is asked for, however late it came

@@ -20,7 +20,7 @@ from weightsync.engines import Engine, EngineList, LoraAdapter
 from weightsync.engines.lost_engines import LostEngines
 from weightsync.engines.other_ranks import OtherRanks
 from weightsync.engines.parts import join
-from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.errors import ConfigError, EngineUnreachableError, WeightSyncError
 from weightsync.planning.layout import ShardLocation
 from weightsync.report import PushReport
 from weightsync.sources.base import Model, TensorShard, WeightSource
@@ -122,7 +122,10 @@ class FleetStrategy(UpdateStrategy):
 
     def _find_engines(self) -> list[Engine]:
         """Return all engines that are not lost, on rank 0."""
-        return self._lost.present(join([*self._options.engines.engines(), *self._others.engines]))
+        engines = join([*self._options.engines.engines(), *self._others.engines])
+        if not (present := self._lost.present(engines)):
+            raise EngineUnreachableError(f"all engines are lost: {', '.join(one.name for one in engines)}")
+        return present
 
     def _call_in(self, update: Update) -> Fleet:
         """Rank 0: return the engines, whose workers wait for messages until they are released."""

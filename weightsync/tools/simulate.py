@@ -4,7 +4,7 @@
 engines' workers, `E` the engines, `C` the bytes of a chunk.
 
     ipc          S / tp / copying * max(here / device_copy, (1 - here) / peer_copy) + control
-    broadcast    busiest / link + c / busiest (busiest / link + (E - 1) S / tp / link) + control
+    broadcast    busiest / link + (E - 1) c / busiest S / tp / link + control
                  `busiest` is the larger of S / R and S / tp; c = C, or busiest / (32 (E - 1)) where that is less
     checkpoint   max(S / file_write, H S / file_read) + C / file_read + control; `H` is the engines' hosts
     control      fixed + (E - 1) engine_s + 4 (R - 1 + W) message_s
@@ -151,7 +151,7 @@ def _broadcast(nbytes: int, t: Topology) -> dict[str, float]:
         chunk = min(chunk, max(busiest / (CHUNKS_PER_HOP * hops), t.least_mib * 2**20))
     sending_s = max(sent_s, received_s)
     part = min(1.0, chunk / busiest)
-    return {"sending along chains": sending_s, "first chunk": part * (sending_s + hops * received_s)}
+    return {"sending along chains": sending_s, "passing on the first chunk": part * hops * received_s}
 
 
 def _checkpoint(nbytes: int, t: Topology) -> dict[str, float]:

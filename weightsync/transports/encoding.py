@@ -24,6 +24,8 @@ HEAD_BYTES = 32
 _WHOLE, _DIFFERENCE = 0, 1
 _PAYS_BELOW = 1.5e8
 """Bytes that a link carries in a second. Faster ones gain nothing, because both ends take longer to compare."""
+_SLOW_ANYWAY = 5e7
+"""The first push has more to do than others. A link that is faster than this in it is measured in the second again."""
 _FIRST_REST, _LONGEST_REST = 2, 64
 """Pushes."""
 
@@ -86,7 +88,9 @@ class Encoder:
         if not self.encodes:
             self._bytes_per_s = bytes_per_s
             self._whole_left -= 1
-            if self._whole_left == 0 and bytes_per_s > _PAYS_BELOW:
+            if self._pushes == 1 and _SLOW_ANYWAY < bytes_per_s < _PAYS_BELOW:
+                self._whole_left = 1
+            elif self._whole_left == 0 and bytes_per_s > _PAYS_BELOW:
                 self._whole_left = _LONGEST_REST
         elif bytes_per_s < self._bytes_per_s:
             self._whole_left, self._rest = self._rest, min(2 * self._rest, _LONGEST_REST)
@@ -97,7 +101,8 @@ class Encoder:
 
 
 class Mailbox:
-    """Room for the messages of two chunks, in a worker."""
+    """Room for the messages of two chunks, in a worker. A message says itself how much of its room it takes, and gloo
+    receives what is shorter than the room for it."""
 
     def __init__(self, slot_bytes: int, runs: int) -> None:
         """Allocate for chunks of so many bytes and runs. Without runs there are no messages."""
