@@ -250,6 +250,29 @@ def test_who_wakes_an_engine_whose_memory_sleeps_is_told(server, caplog):
     assert "its memory, which has been put to sleep" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("reply", "paused"),
+    [
+        ((200, '{"is_paused": true}'), True),
+        ((200, '{"is_paused": false}'), False),
+        ((404, '{"detail": "Not Found"}'), None),
+    ],
+)
+def test_a_server_says_whether_it_is_paused_where_it_can(server, reply, paused):
+    server.replies["/is_paused"] = reply
+    assert http_engine(server.url).is_paused() is paused
+
+
+def test_an_async_llm_says_whether_it_is_paused_where_it_can():
+    llm: Any = AsyncLLM()
+    (engine,) = connect(llm, 5.0)
+    with loop_in_a_thread() as loop:
+        serve(llm, loop)
+        assert engine.is_paused() is None
+        llm.is_paused = lambda: llm.record("is_paused")
+        assert engine.is_paused() is True
+
+
 def test_http_keeps_the_path_of_the_url(server):
     http_engine(server.url + "/replica/3/").start()
     assert server.requests == [("POST", "/replica/3/start_weight_update", None)]
@@ -889,7 +912,7 @@ def test_async_engine_must_not_be_called_from_its_own_loop():
     async def main():
         llm = AsyncLLM()  # without an output handler yet, so the loop is the one that connect ran in
         (engine,) = connect(llm, 5.0)
-        with pytest.raises(ConfigError, match=r"await sync\.push_async"):
+        with pytest.raises(ConfigError, match="push_async"):
             engine.start()
         assert llm.calls == []
         await asyncio.to_thread(engine.start)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold
+from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
 from ranks import run_ranks
 from recorders import RecordedEngine
 from safetensors.torch import load_file
@@ -187,6 +187,34 @@ def test_a_push_without_a_lost_engine_reads_the_stream_again_where_that_can_be(k
         report = sync.push(KINDS[kind](checkpoint(3)))
     assert report.left_out == ("first",)
     assert serves(engines[1], 3)
+    for engine in engines:
+        engine.close()
+
+
+class Bridge:
+    """What exports a Megatron model, whose state this is."""
+
+    def export_weights(self, chunks: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(chunks[0].state_dict().items())
+
+
+@pytest.mark.parametrize("backend", ["stream", "megatron"])
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_an_engine_that_joins_gets_what_the_others_get(backend: str, transport: str) -> None:
+    engines = [FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1))) for _ in range(2)]
+    options = {"megatron_bridge": Bridge()} if backend == "megatron" else {}
+
+    def pushed(seed: int) -> Any:
+        return trainer_model(checkpoint(seed)) if options else checkpoint(seed)
+
+    with WeightSync(backend, transport, [engines[0]], timeout_s=30.0, **options) as sync:
+        sync.push(pushed(2))
+        sync.engines.add(engines[1])
+        with pytest.raises(ConfigError, match="push it, to all engines"):
+            sync.catch_up(pushed(2))
+        for seed in (3, 4):
+            sync.push(pushed(seed))
+            assert all(serves(engine, seed) for engine in engines)
     for engine in engines:
         engine.close()
 

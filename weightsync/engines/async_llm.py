@@ -23,9 +23,9 @@ class AsyncEngine(VllmEngine):
     def resume(self) -> None:
         self._resume()
 
-    def is_paused(self) -> bool:
-        """Return whether the scheduler is paused, by whomever."""
-        return bool(self._call("is_paused"))
+    def is_paused(self) -> bool | None:
+        """Return whether generation is paused, by this trainer or another caller. None: vLLM does not say."""
+        return bool(self._call("is_paused")) if hasattr(self._engine, "is_paused") else None
 
     def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
         loop = self.loop()  # first: a coroutine that is made must run

@@ -112,11 +112,11 @@ class HttpEngine:
         self._reset_prefix_cache(connector=False)
 
     def is_paused(self) -> bool | None:
-        """Return whether the scheduler is paused, by whomever. None: the server does not say."""
-        try:
-            return bool(self.call("GET", "/is_paused")["is_paused"])
-        except UnsupportedError:
-            return None
+        """Return whether generation is paused, by this trainer or another caller. None: the server does not say."""
+        with suppress(UnsupportedError):
+            paused: bool | None = self.call("GET", "/is_paused").get("is_paused")
+            return paused
+        return None
 
     def resume(self) -> None:
         # This does not resume an engine whose memory has been put to sleep.

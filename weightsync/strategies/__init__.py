@@ -14,6 +14,7 @@ def open_strategy(transport: Any, options: Options) -> UpdateStrategy:
 
     Raises `ConfigError` for anything else, and for options that the strategy cannot work with.
     """
+    from weightsync.sources.stream import StreamSource
     from weightsync.strategies.copy import CopyWeights
     from weightsync.transports import open_transport
 
@@ -33,5 +34,6 @@ def open_strategy(transport: Any, options: Options) -> UpdateStrategy:
     if hasattr(transport, "open"):
         strategy: UpdateStrategy = transport.open(options)
         return strategy
-    has_others = isinstance(transport, str) and options.backend != "stream"  # a stream gives everything once
+    # A stream gives everything once, so that all engines share one link.
+    has_others = isinstance(transport, str) and not isinstance(options.source, StreamSource)
     return CopyWeights(options, open_transport(transport), partial(open_transport, transport) if has_others else None)

@@ -31,6 +31,7 @@ from weightsync.report import Progress, PushReport, WorkerReport
 from weightsync.sources.base import LastShards, Model, TensorShard
 from weightsync.sources.quantize import QuantizingSource
 from weightsync.sources.rename import renamed
+from weightsync.sources.stream import StreamSource
 from weightsync.strategies.base import FleetStrategy, Options, locate
 from weightsync.strategies.compile import compile_plan
 from weightsync.strategies.inventory import Inventory, take_inventory
@@ -112,6 +113,8 @@ class CopyWeights(FleetStrategy):
         return report
 
     def catch_up(self, update: Update, model: Model) -> PushReport | None:
+        if isinstance(self._options.source, StreamSource):
+            raise ConfigError("whether a stream gives what was pushed cannot be known: push it, to all engines")
         return self._push(update, model, True)
 
     def _push(self, update: Update, model: Model, late: bool) -> PushReport | None:
