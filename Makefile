@@ -34,7 +34,8 @@ PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorde
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help chaos compare-trl endurance fuzz matrix test test-unit test-fake test-hosts test-integrations test-verl demo lint clean
+.PHONY: help chaos compare-trl deltas endurance fleet fuzz matrix test test-unit test-fake test-hosts test-integrations test-verl demo \
+    lint clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +53,10 @@ chaos: $(INSTALLED) ## Kill, stop and delay trainers and engines for longer: `ma
 	CHAOS_STEPS=$(or $(STEPS),300) CHAOS_S=1e9 CHAOS_SEED=$(or $(SEED),1) $(PY) -m pytest -q -s --timeout 0 \
 	    -o faulthandler_timeout=0 tests/fake/test_chaos.py $(ARGS)
 
+fleet: $(INSTALLED) ## Pushes while engines are added, removed, killed, stopped and revived: `make fleet PUSHES=200 SEED=7`.
+	FLEET_PUSHES=$(or $(PUSHES),200) FLEET_SEED=$(or $(SEED),1) $(PY) -m pytest -q -s --timeout 0 \
+	    -o faulthandler_timeout=0 tests/fake/test_fleet_chaos.py $(ARGS)
+
 endurance: $(INSTALLED) ## What 10,000 pushes and 100 reconnects leave behind: `make endurance PUSHES=500 RECONNECTS=5`.
 	PYTHONPATH=. $(PY) tests/support/endurance.py $(or $(PUSHES),10000) $(or $(RECONNECTS),100) --svg docs/endurance.svg $(ARGS)
 
@@ -59,12 +64,18 @@ test-fake: $(INSTALLED) ## Those with rank processes and engines without vLLM, i
 	$(PYTEST) tests/fake $(ARGS)
 
 test-hosts: $(INSTALLED) ## Pushes between hosts, made of namespaces: all cases of blocked ports and addresses. Needs root.
-	TEST_HOSTS=1 $(PY) -m pytest -q tests/fake/test_hosts.py tests/engine/test_push_between_hosts.py $(ARGS)
+	TEST_HOSTS=1 $(PY) -m pytest -q tests/fake/test_hosts.py tests/fake/test_hybrid_hosts.py \
+	    tests/engine/test_push_between_hosts.py $(ARGS)
+
+deltas: $(INSTALLED) ## How much a step changes of a policy, and what sending the changes gains on slow links. Needs root.
+	PYTHONPATH=. $(PY) tests/support/delta_density.py
+	TEST_HOSTS=1 $(PY) -m pytest -q -s tests/fake/test_deltas_between_hosts.py $(ARGS)
 
 matrix: $(INSTALLED) ## All failures at all moments, in an hour or two: writes docs/failure-matrix.md. What is in .matrix is not run again.
-	$(PY) tests/matrix/run.py --transport ipc broadcast checkpoint single_copy
+	$(PY) tests/matrix/run.py --transport ipc broadcast checkpoint single_copy lora
 	$(PY) tests/matrix/run.py --client "stand-in on another host" --transport broadcast checkpoint
-	$(PY) tests/matrix/run.py --client HTTP --timeout-s 8 --transport ipc broadcast
+	$(PY) tests/matrix/run.py --client HTTP --timeout-s 8 --transport ipc broadcast lora
+	for client in LLM AsyncLLM Ray "LLM in one process"; do $(PY) tests/matrix/run.py --client "$$client" --timeout-s 8; done
 	$(PY) tests/matrix/run.py --page
 
 test-integrations: .venv-trl/.installed ## Train with TRL's own trainers, in an environment over $(VENV) that has TRL.

@@ -39,9 +39,11 @@ class WeightSyncConfig:
     verify: str | None = None
     quantize: str | None = None
     on_engine_failure: str | None = None
+    encoding: str | None = None
     progress: bool | None = None
     megatron_bridge: str | None = None
     vocab_size: int | None = None
+    ranks: str | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

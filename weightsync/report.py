@@ -25,6 +25,7 @@ class PushReport:
 
     nbytes: the size of the weights in the dtypes that travel, each tensor counted once.
     chunks: how many chunks they travelled in.
+    sent_bytes: how many bytes the trainer's ranks have sent. Zero where workers read them themselves.
     plan_s: agreeing on what travels and how; near zero when nothing has moved.
     control_s: everything before the engines were told to go and after the last of them was done, `plan_s` included.
     gather_s: rank 0's part of sending.
@@ -42,6 +43,7 @@ class PushReport:
     version: int
     nbytes: int
     chunks: int = 0
+    sent_bytes: int = 0
     plan_s: float = 0.0
     control_s: float
     gather_s: float = 0.0

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from weightsync import telemetry
 from weightsync.config import WeightSyncConfig, read_config
 from weightsync.control.ranks import Ranks, collective
 from weightsync.control.update import Timeline, Update
 from weightsync.control.wire import POISONED
-from weightsync.engines import LoraAdapter
+from weightsync.engines import EngineList, LoraAdapter
 from weightsync.errors import ConfigError, FrozenLostError, WeightSyncError
 from weightsync.planning.bucketing import Bucketer
 from weightsync.report import PushReport
@@ -53,8 +54,9 @@ class WeightSync:
         A `Transport` of your own, or the name of one in the entry point group "weightsync.transports", works too.
     engine: an `LLM`, an `AsyncLLM`, a Ray actor handle of either, an "http://..." address, a
         `weightsync.engines.server.VllmServer`, an object with the methods of `weightsync.engines.Engine`, or a list of
-        these. None means $WEIGHTSYNC_ENGINE, or else http://localhost:8000. Rank 0 gives what every process can reach,
-        and the other ranks give the same or None. What lives in a rank's process, such as an `LLM`, that rank gives.
+        these; or a callable that returns them, or the `Path` of a file of addresses, which each push reads anew. None
+        means $WEIGHTSYNC_ENGINE, or else http://localhost:8000. Rank 0 gives what every process can reach, and the
+        other ranks give the same or None. What lives in a rank's process, such as an `LLM`, that rank gives.
     bucketer: "module", "threshold" or "parameter", or an object with a `bucket` method. It decides the order in which
         tensors travel and which travel together. None means modules for ipc, and full buckets for everything else and
         for backend="megatron".
@@ -76,14 +78,20 @@ class WeightSync:
         quantises does so itself, with the same outcome.
     on_engine_failure: what a push does when an engine of several is lost. "raise", the default, raises, and leaves the
         others paused and `POISONED`; `leave_out_lost` lets the next push go on without it. "drop" pushes again, at
-        once, to those that are left. `PushReport.left_out` names the lost ones. A later push includes them when they
-        answer again.
+        once, to those that are left, but raises where a stream is an iterator. `PushReport.left_out` names the lost
+        ones. A later push includes them when they answer again.
+    encoding: with transport="broadcast" and tensors on CPUs. "auto" sends what has changed since the last push, where
+        the link is so slow that this is faster. "delta" does so over any link. Both ends keep what was sent last:
+        docs/deltas.md says how much memory that takes. None, the default, sends everything.
     progress: a progress bar on rank 0 for long pushes. None means only on a terminal.
     megatron_bridge: for backend="megatron", the family whose checkpoint names are used ("mixtral"). None means that the
         names follow from the model, as for all known families but Mixtral. Any other family needs an object that
         exports the model, such as Megatron-Bridge's `AutoBridge` or mbridge's `Bridge`. It gathers every tensor.
     vocab_size: for backend="megatron", how many rows of the embedding the checkpoint has. None means all rows, with
         Megatron's padding.
+    ranks: which processes push together, as "every rank" and "rank 0" mean here. None: the default process group, or
+        this process where there is none. A process group: its ranks alone. "alone": this process, which must hold whole
+        tensors; so one rank of a job, or each for itself, may push.
     stream_tensors: for backend="stream", what streams give, in their order: an object with `shape` and `dtype` for each
         name, such as a tensor on the meta device. None learns it from the first stream, which is read twice, or is kept
         in CPU memory where it is an iterator. Every rank gives the same.
@@ -105,9 +113,11 @@ class WeightSync:
         verify: str | None = None,
         quantize: str | None = None,
         on_engine_failure: str | None = None,
+        encoding: str | None = None,
         progress: bool | None = None,
         megatron_bridge: Any = None,
         vocab_size: int | None = None,
+        ranks: str | ProcessGroup | None = None,
         stream_tensors: Mapping[str, Any] | None = None,
     ) -> None:
         given: dict[str, Any] = {
@@ -122,9 +132,11 @@ class WeightSync:
             "verify": verify,
             "quantize": quantize,
             "on_engine_failure": on_engine_failure,
+            "encoding": encoding,
             "progress": progress,
             "megatron_bridge": megatron_bridge,
             "vocab_size": vocab_size,
+            "ranks": ranks,
         }
         config = WeightSyncConfig(**given)
         source = open_source(
@@ -133,12 +145,14 @@ class WeightSync:
             bridge=megatron_bridge,
             vocab_size=vocab_size,
             stream_tensors=stream_tensors,
+            ranks=ranks,
         )
         self._drops = on_engine_failure == "drop"
         self._lost: list[str] = []
         self._busy = threading.Lock()
-        self._strategy = open_strategy(transport, Options(**vars(config), source=source))
-        self._ranks = Ranks(timeout_s)
+        options = Options(**vars(config), source=source, engines=EngineList(engine, timeout_s))
+        self._strategy = open_strategy(transport, options)
+        self._ranks = Ranks(timeout_s, ranks)
         self.last_report: PushReport | None = None
         """The report of the last `push` or `writing` that succeeded, on every rank."""
 
@@ -178,7 +192,8 @@ class WeightSync:
                 logger.warning("sending everything: %s", error)
             except WeightSyncError as error:
                 self._lost = getattr(error, "lost", [])
-                if not self._drops or not self._lost or not getattr(error, "survivors", []):
+                is_spent = isinstance(model, Iterator)  # a stream that cannot be read again
+                if not self._drops or not self._lost or not getattr(error, "survivors", []) or is_spent:
                     raise
                 logger.warning("pushing again, without %s: %s", ", ".join(self._lost), error)
                 self.leave_out_lost()
@@ -201,6 +216,23 @@ class WeightSync:
         except asyncio.CancelledError:
             await asyncio.wait([pushing])
             raise
+
+    def catch_up(self, model: Model) -> PushReport | None:
+        """Push the version of the last push to the engines that lack it, while the others generate on. Collective.
+
+            sync.engines.add("http://10.0.0.7:8000")
+            sync.catch_up(model)
+
+        Without it, the next push reaches them as well. `model` must be as it was pushed. Blocks until they serve it.
+        Returns the report, of these engines alone, or None where none lacks it. Raises as `push` does.
+        """
+        with self._collective() as update:
+            return self._strategy.catch_up(update, model)
+
+    @property
+    def engines(self) -> EngineList:
+        """The engines, to add some and to remove some. Raises `ConfigError` where the transport has one engine."""
+        return self._strategy.engines
 
     def leave_out_lost(self) -> list[str]:
         """Leave the engines that the last push has lost out of the next ones, until these answer again.

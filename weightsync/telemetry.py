@@ -7,6 +7,7 @@ up. Where a package is not installed, nothing is kept. docs/metrics.md lists all
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from weightsync.control.wire import Done
 from weightsync.errors import WeightSyncError
 from weightsync.report import PushReport
 
+_MAKING = threading.Lock()
 _BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _PHASES = ("plan", "control", "gather", "transfer", "verify", "load", "pause", "total")
 _WORKER_PHASES = ("transfer", "verify", "load")
@@ -97,9 +99,14 @@ class _Metrics:
         )
 
 
-@cache
 def _metrics() -> Any:
     """Return the metrics of this process, or None where prometheus_client is not installed."""
+    with _MAKING:  # its registry takes each name once
+        return _make_metrics()
+
+
+@cache
+def _make_metrics() -> Any:
     try:
         return _Metrics()
     except ImportError:

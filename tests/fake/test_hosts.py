@@ -19,9 +19,10 @@ from hosts import Host, Hosts
 
 from weightsync import WeightSync, WeightSyncError
 from weightsync.control.addresses import HOST, PORTS
-from weightsync.control.handshake import KEY
-from weightsync.control.runtime import boot_id
-from weightsync.control.wire import PROTOCOL
+from weightsync.control.connection import Connection
+from weightsync.control.handshake import KEY, Seal
+from weightsync.control.runtime import Deadline, boot_id
+from weightsync.control.wire import PROTOCOL, Release
 from weightsync.tools.connections import connections
 
 all_hosts = pytest.mark.skipif("TEST_HOSTS" not in os.environ, reason="`make test-hosts` runs it")
@@ -46,6 +47,26 @@ def dial(host: Host, name: str, port: int) -> str:
     except OSError as error:
         return type(error).__name__
     return "reached"
+
+
+def hold_open(host: Host, name: str, port: int, speaks: bool) -> None:
+    """Connect as a worker does whose trainer waits for 2 s."""
+    connection = Connection(socket.create_connection((name, port)), "the other", Seal(b""), Seal(b""))
+    connection.watch_host(2.0)
+    host.kept.append((connection, speaks))
+
+
+def await_silence(host: Host) -> list[str]:
+    """Return what becomes of each connection. Those that speak do so now."""
+    told = []
+    for connection, speaks in host.kept:
+        try:
+            if speaks:
+                connection.send(Release(), Deadline(2.0), "transfer")
+            connection.receive(Deadline(SOON_S), "transfer")
+        except WeightSyncError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
 
 
 def what_is_seen(host: Host) -> tuple[str, str, list[str]]:
@@ -172,6 +193,19 @@ def test_ranks_on_two_hosts_push_to_engines_on_two_others(tmp_path: Path) -> Non
         # The hub and the store: one port each.
         listening = hosts.sh("A", "ss -Htln | awk '{print $4}'").split()
         assert {"10.77.0.1:29600", "10.77.0.1:29601"} <= {*listening}, listening
+
+
+def test_a_connection_breaks_soon_after_the_other_host_has_gone_silent(tmp_path: Path) -> None:
+    with Hosts("A", "B", shared=tmp_path) as hosts:
+        hosts.python("A").call(listen, PORT)
+        dialler = hosts.python("B")
+        for speaks in (True, False):
+            dialler.call(hold_open, "A", PORT, speaks)
+        hosts.cut("A")
+        started = time.monotonic()
+        told = dialler.call(await_silence)
+        assert time.monotonic() - started < SOON_S
+        assert [text.startswith("PeerError: the other does not answer: its host") for text in told] == [True, True]
 
 
 @pytest.mark.parametrize("refuse", [True, pytest.param(False, marks=all_hosts)], ids=["refused", "dropped"])

@@ -312,6 +312,20 @@ def test_older_adapters_go_after_their_last_request(model: Any, memory: Path):
     assert list(memory.iterdir()) == []
 
 
+def test_adapters_of_a_trainer_that_was_killed_go_with_the_next_one(model: Any, memory: Path):
+    engine = FakeEngine()
+    killed = WeightSync("fsdp", "lora", engine)
+    killed.push(model)
+    killed._strategy._folder.close()  # as its lock goes with its process
+    killed._strategy._folder = None
+    killed.close()
+    with WeightSync("fsdp", "lora", engine) as sync:
+        sync.push(model)
+        assert names_in(memory) == ["policy-1", "policy-1"]
+    assert engine.adapters == {}
+    assert list(memory.iterdir()) == []
+
+
 def test_files_in_use_outlive_their_trainer_and_are_removed_by_the_next(model: Any, memory: Path):
     engine = FakeEngine()
     with WeightSync("fsdp", "lora", engine) as sync:

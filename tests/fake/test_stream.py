@@ -13,12 +13,16 @@ import torch
 import torch.distributed as dist
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold
 from ranks import run_ranks
+from recorders import RecordedEngine
 from safetensors.torch import load_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightsync import ConfigError, ManifestError, TensorSelection, UnsupportedError, WeightSync, WeightSyncError, save
+from weightsync.errors import EngineUnreachableError
+from weightsync.kernels.quantize import int8_per_channel, row_maxima
 from weightsync.sources import open_source
+from weightsync.sources.quantize import QuantizingSource
 
 TENSORS = {name: tensor.to("meta") for name, tensor in checkpoint(1).items()}
 KINDS: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
@@ -149,6 +153,42 @@ def test_what_a_stream_raises_is_raised_by_push() -> None:
             sync.push(broken())
         sync.push(iter(checkpoint(4).items()))
         assert serves(engine, 4)
+
+
+def test_a_stream_is_quantised_as_it_comes() -> None:
+    matrices = {name: tensor for name, tensor in checkpoint(2).items() if name.endswith("q.weight")}
+    selection = TensorSelection()
+    inner = open_source("stream", selection)
+    source = QuantizingSource(inner, "int8", selection, wait=lambda seconds: None, timeout_s=1.0)
+    for _ in range(2):
+        shards = {shard.meta.name: shard for shard in source.shards(lambda: iter(matrices.items()))}
+        assert len(source.manifest(lambda: iter(matrices.items()))) == 2 * len(matrices)
+        for name, matrix in matrices.items():
+            source.gather([name, f"{name}_scale"])
+            scale = int8_per_channel.scale(row_maxima(matrix.bfloat16()))
+            assert torch.equal(shards[f"{name}_scale"].values(), scale)
+            assert torch.equal(shards[name].values(), int8_per_channel.values(matrix.bfloat16(), scale))
+        source.gather(())
+
+
+@pytest.mark.parametrize("kind", ["function", "iterator"])
+def test_a_push_without_a_lost_engine_reads_the_stream_again_where_that_can_be(kind: str) -> None:
+    engines = [RecordedEngine(ModuleHost(TinyEngineModel, checkpoint(1))) for _ in range(2)]
+    engines[0].name, engines[1].name = "first", "second"
+    options: dict[str, Any] = {"stream_tensors": TENSORS, "on_engine_failure": "drop", "timeout_s": 5.0}
+    with WeightSync("stream", "ipc", list(engines), **options) as sync:
+        sync.push(KINDS[kind](checkpoint(2)))
+        engines[0].start_error = EngineUnreachableError("it is gone", who="first")
+        engines[0].is_alive = lambda: False  # type: ignore[method-assign]
+        if kind == "iterator":
+            with pytest.raises(EngineUnreachableError):
+                sync.push(KINDS[kind](checkpoint(3)))
+            sync.leave_out_lost()
+        report = sync.push(KINDS[kind](checkpoint(3)))
+    assert report.left_out == ("first",)
+    assert serves(engines[1], 3)
+    for engine in engines:
+        engine.close()
 
 
 def gathered(weights: dict[str, torch.Tensor]) -> Any:

@@ -18,7 +18,8 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
 from ranks import run_ranks
 
 from weightsync import WeightSync, WeightSyncError, telemetry
@@ -77,6 +78,36 @@ def test_metrics_of_a_push_that_fails_and_of_the_one_that_heals(engine: FakeEngi
         assert sample("weightsync_push_failures_total", error="WeightSyncError", phase="update") == 1
         sync.push(model)
         assert value("weightsync_engine_poisoned", worker="tp=0") == 0
+
+
+WORKER = """
+import sys
+from weightsync import telemetry
+from weightsync.control.wire import Done
+from weightsync.errors import DigestError
+name = sys.argv[1]
+telemetry.engine_serves(name, 0)
+telemetry.engine_serves(name, 7, Done(7, 100, 0.5, 0.25, 1.0))
+telemetry.engine_serves(name, 8, Done(8, 100, 0.5, 0.25, 1.0))
+telemetry.engine_failed(name, DigestError("other bytes"), name == "tp=1")
+"""
+
+
+def test_a_servers_metrics_have_those_of_its_workers(tmp_path: Path) -> None:
+    """A server reads the files that its workers write, which are other processes."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    for worker in ("tp=0", "tp=1"):
+        subprocess.run([sys.executable, "-c", WORKER, worker], env=environment, check=True, timeout=120)
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, str(tmp_path))
+    for worker, poisoned in (("tp=0", 0), ("tp=1", 1)):
+        assert registry.get_sample_value("weightsync_engine_version", {"worker": worker}) == 8
+        assert registry.get_sample_value("weightsync_engine_poisoned", {"worker": worker}) == poisoned
+        assert registry.get_sample_value("weightsync_engine_bytes_total", {"worker": worker}) == 200
+        seconds = {"worker": worker, "phase": "load"}
+        assert registry.get_sample_value("weightsync_engine_seconds_sum", seconds) == 2
+        failures = {"worker": worker, "error": "DigestError"}
+        assert registry.get_sample_value("weightsync_engine_failures_total", failures) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -9,11 +9,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_engine import ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
+from fake_engine import Attention, Decay, ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
 from faults import FaultyTransport
+from msgspec import structs
 from recorders import RecordedEngine
+from test_fused_quantize import Workers as SharingWorkers
+from test_fused_quantize import assert_same_model
+from torch import nn
 
-from weightsync import ProtocolError, WeightSync
+from weightsync import DigestError, ProtocolError, WeightSync
 from weightsync.transports.base import Endpoint
 
 TIMEOUT_S = 30.0
@@ -24,11 +28,20 @@ class Workers:
 
     def __init__(self) -> None:
         self._barrier, self._seen = threading.Barrier(2, timeout=TIMEOUT_S), {}
+        self._have_started = False
+        self.engine = RecordedEngine(self._host(0), self._host(1))
+        self._have_started = True
 
-    def host(self, rank: int) -> ModuleHost:
-        made = ModuleHost(functools.partial(TinyEngineModel, rank, 2), checkpoint(1), rank=rank, world=2)
+    def _host(self, rank: int) -> ModuleHost:
+        make, post_process = functools.partial(TinyEngineModel, rank, 2), functools.partial(self._post_process, rank)
+        made = ModuleHost(make, checkpoint(1), post_process, rank=rank, world=2)
         made.all_reduce_max = functools.partial(self._largest, rank)
         return made
+
+    def _post_process(self, rank: int, module: nn.Module) -> None:
+        """Wait for the other worker, as layers do whose scale is that of all workers."""
+        if isinstance(module, Decay) and self._have_started:
+            self._largest(rank, torch.zeros(1))
 
     def _largest(self, rank: int, numbers: torch.Tensor) -> None:
         self._seen[rank] = numbers.clone()
@@ -43,8 +56,7 @@ def mislead(endpoints: list[Endpoint]) -> None:
 
 
 def test_worker_that_fails_before_it_joins_is_the_cause() -> None:
-    workers = Workers()
-    engine = RecordedEngine(*(workers.host(rank) for rank in (0, 1)))
+    engine = Workers().engine
     transport = FaultyTransport("broadcast")
     transport.change_endpoints = mislead
     with WeightSync("fsdp", transport, engine, timeout_s=TIMEOUT_S) as sync:
@@ -53,6 +65,62 @@ def test_worker_that_fails_before_it_joins_is_the_cause() -> None:
             sync.push(trainer_model(checkpoint(2)))
         assert time.monotonic() - started < TIMEOUT_S / 2
         sync.push(trainer_model(checkpoint(2)))
-    for rank, host in enumerate(engine.hosts):
-        assert torch.equal(host.live.embed.weight, cold(checkpoint(2), rank=rank, tp=2).embed.weight)
+    assert_serves(engine, 2)
     engine.close()
+
+
+def misplace(endpoints: list[Endpoint]) -> None:
+    """Tell worker 0 that everything arrives in a slot that there is not."""
+    arrivals = [
+        structs.replace(each, locations=tuple(structs.replace(at, storage=9) for at in each.locations))
+        for each in endpoints[0].arrivals
+    ]
+    endpoints[0] = replace(endpoints[0], arrivals=tuple(arrivals))
+
+
+def test_worker_that_cannot_bind_does_not_leave_the_others_where_they_agree_on_shared_scales() -> None:
+    sharing = SharingWorkers(functools.partial(TinyEngineModel, tp=2), Attention)
+    engine = RecordedEngine(*sharing.hosts(checkpoint(1)))
+    transport = FaultyTransport("broadcast")
+    transport.change_endpoints = misplace
+    with WeightSync("fsdp", transport, engine, timeout_s=TIMEOUT_S) as sync:
+        started = time.monotonic()
+        with pytest.raises(ProtocolError, match="something lies in storage 9"):
+            sync.push(trainer_model(checkpoint(2)))
+        assert time.monotonic() - started < TIMEOUT_S / 2
+        sync.push(trainer_model(checkpoint(2)))
+        assert sync.last_report.load_paths["fused_quantize"] > 0
+    for host, other in zip(engine.hosts, sharing.hosts(checkpoint(2)), strict=True):
+        assert_same_model(host.live, other.live)
+    engine.close()
+
+
+@pytest.mark.parametrize("chunk", [0, 7], ids=["before", "in the same chunk"])
+def test_worker_that_fails_does_not_leave_the_others_in_their_post_processing(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, model = Workers().engine, trainer_model(checkpoint(2))
+    with WeightSync("fsdp", "broadcast", engine, timeout_s=TIMEOUT_S, bucketer="parameter") as sync:
+        sync.push(model)
+        assert sync.last_report.load_paths["native_loader"] > 0
+        connection = engine.sessions[0].receiver._connection
+
+        def fail(number: int, sample: int | None) -> None:
+            if number == chunk:
+                raise DigestError("the bytes for one worker have changed on the way")
+
+        monkeypatch.setattr(connection._verifier, "check_chunk", fail)
+        started = time.monotonic()
+        with pytest.raises(DigestError):
+            sync.push(model)
+        assert time.monotonic() - started < TIMEOUT_S / 2
+        sync.push(trainer_model(checkpoint(4)))
+    assert_serves(engine, 4)
+    engine.close()
+
+
+def assert_serves(engine: RecordedEngine, seed: int) -> None:
+    for rank, host in enumerate(engine.hosts):
+        expected = cold(checkpoint(seed), rank=rank, tp=2).state_dict()
+        for name, tensor in host.live.state_dict().items():
+            assert torch.equal(tensor, expected[name]), name

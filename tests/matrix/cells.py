@@ -13,10 +13,17 @@ PHASES = ("connect", "plan", "open", "go", "run", "done", "commit", "close")
 """Where rank 0 is when it happens: the workers have come; they have answered how they load; the update is open and
 nothing is written; they were told to go; rank 0 is in the middle of its chunks; it has sent all; all have loaded; the
 version is stamped and generation is still paused."""
+ADAPTER_PHASES = ("plan", "save", "load", "loaded")
+"""The same where adapters alone are pushed: the engines were asked what they take; the files are made, and rank 0 has
+written nothing; all ranks have written; every engine has loaded the adapter."""
 UNTOUCHED, MUTE, NEW, PAUSED, DEAD = "as it was", "mute", "new", "new, paused", "dead"
 
 ON_HOSTS = "stand-in on another host"
+IN_ONE_PROCESS = "LLM in one process"
+IN_RANK = ("LLM", "AsyncLLM", IN_ONE_PROCESS)
+"""Clients whose engine is in the process of the only rank."""
 RANKS = ("rank 0", "rank 1")
+RANKS_NAMED = ("trainer rank 0", "trainer rank 1")
 LINKS = ("rank 0 - rank 1", "rank 0 - worker")
 CUT_OFF = ("dropped", "refused")
 """What becomes of the packets of a connection, and of new connections, until the others have raised."""
@@ -44,18 +51,39 @@ class Expected:
     kinds: the classes of error that the ranks that are left may raise. Empty: the push must return.
     words: any of these is in the error's text.
     may_return: the push may also be complete, which the order of two processes decides.
-    taken: what another trainer's push raises that comes while rank 0 is stopped, "" where it succeeds.
     """
 
     states: tuple[str, ...]
     kinds: tuple[str, ...]
     words: tuple[str, ...]
     may_return: bool = False
-    taken: str = ""
+
+
+def expected_of_adapter(cell: Cell) -> Expected:
+    """Return what must follow of a cell in which an adapter is pushed. The weights stay as they are."""
+    is_loaded = cell.phase == "loaded"
+    words = _named(cell.who) if cell.who != LINKS[0] else RANKS_NAMED
+    if cell.who not in RANKS and cell.how == "killed":
+        # Whether older adapters may go is asked after the new one is served, and left to the next push.
+        return Expected((DEAD,), ("EngineUnreachableError",), words, may_return=is_loaded)
+    if cell.who not in (*RANKS, *LINKS):  # stopped
+        states = (NEW,) if is_loaded else (UNTOUCHED,)
+        return Expected(states, ("SyncTimeoutError", "EngineUnreachableError"), words, may_return=is_loaded)
+    if (cell.who, cell.how) == ("rank 0", "killed"):
+        return Expected((NEW,) if is_loaded else (UNTOUCHED,), ("PeerError",), words)
+    # Engines load what all ranks have written. That a rank has gone since is found when it is told.
+    is_written = cell.phase in ("load", "loaded")
+    may_be_written = is_written or (cell.phase == "save" and cell.who == "rank 1")
+    if cell.how == "stopped":
+        kinds = () if is_written else ("SyncTimeoutError",)
+        return Expected((NEW,) if is_written else (UNTOUCHED,), kinds, words, may_be_written)
+    return Expected((NEW,) if is_written else (UNTOUCHED,), ("PeerError",), words, may_be_written)
 
 
 def expected(cell: Cell) -> Expected:
     """Return what must follow of a cell."""
+    if cell.transport == "lora":
+        return expected_of_adapter(cell)
     engine_dies = cell.how == "killed" and cell.who not in RANKS
     conductor_is_gone = (cell.who, cell.how) == ("rank 0", "killed")
     match cell.phase:
@@ -73,12 +101,6 @@ def expected(cell: Cell) -> Expected:
     if engine_dies:
         states = (DEAD,)
     if cell.how == "stopped":
-        if cell.who == "rank 0" and cell.transport == "single_copy" and cell.phase not in ("connect", "plan"):
-            # It could write into the engine when it goes on, so that nobody else gets the engine.
-            if cell.phase == "close":
-                return Expected((NEW,), (), (), taken="EngineBusyError")
-            states = (UNTOUCHED,) if cell.phase == "open" else (MUTE,)
-            return Expected(states, ("SyncTimeoutError",), ("trainer rank 0",), taken="EngineBusyError")
         if cell.who == "rank 0":  # another trainer takes the engine over meanwhile
             # The other rank has no verdict until then, and may have raised that rank 0 does not answer.
             words = ("another trainer has taken over this engine", "trainer rank 0")
@@ -92,7 +114,7 @@ def expected(cell: Cell) -> Expected:
         kinds = ("PeerError",)
     if cell.how in CUT_OFF:
         kinds = ("SyncTimeoutError", "PeerError", "EngineUnreachableError")
-    words = ("trainer rank 0", "trainer rank 1") if cell.who == LINKS[0] else _named(cell.who)
+    words = RANKS_NAMED if cell.who == LINKS[0] else _named(cell.who)
     # What all have loaded is not taken back, and a connection that breaks after its last message is not missed.
     may_return = cell.phase == "done" and cell.how in ("stopped", *CUT_OFF)
     may_return |= cell.how in CUT_OFF and (cell.phase == "close" or (cell.who, cell.phase) == (LINKS[0], "commit"))
@@ -102,6 +124,7 @@ def expected(cell: Cell) -> Expected:
         ("worker", "stopped"),
         ("worker", "killed"),
     )
+    may_return |= cell.phase == "close" and cell.client.startswith("LLM")  # which is not paused, so nothing is asked
     return Expected(states, kinds, words, may_return)
 
 
@@ -111,14 +134,22 @@ def _named(who: str) -> tuple[str, ...]:
 
 def cells_of(client: str, transport: str) -> Iterator[Cell]:
     """Yield the cells of one client and transport, those that spare processes first."""
-    whos: dict[str, tuple[str, ...]] = {
-        ON_HOSTS: (),
+    victims: dict[str, tuple[str, ...]] = {
         "stand-in": ("core", "worker"),
         "HTTP": ("core", "worker", "server"),
+        "Ray": ("core", "worker", "actor"),
+        **dict.fromkeys(IN_RANK, ("core", "worker")),
+        IN_ONE_PROCESS: (),
     }
-    hows = [(who, how) for how in CUT_OFF for who in LINKS] if client == ON_HOSTS else hows_of(whos[client])
+    hows = [(who, how) for how in CUT_OFF for who in LINKS] if client == ON_HOSTS else hows_of(victims[client])
+    if client in IN_RANK:
+        hows = [(who, how) for who, how in hows if who != LINKS[0] and who not in RANKS]
+    if transport == "lora":  # of which the workers know nothing, and another trainer may push beside this one
+        hows = [
+            (who, how) for who, how in hows if who not in (LINKS[1], "worker") and (who, how) != ("rank 0", "stopped")
+        ]
     for who, how in hows:
-        for phase in PHASES:
+        for phase in PHASES if transport != "lora" else ADAPTER_PHASES:
             yield Cell(client, transport, who, how, phase)
 
 

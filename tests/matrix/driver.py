@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cells import CUT_OFF, DEAD, LINKS, NEW, ON_HOSTS, RANKS, Cell, expected
+from cells import CUT_OFF, DEAD, IN_RANK, LINKS, NEW, ON_HOSTS, RANKS, Cell, expected
 from engines import Remote
 from hosts import Host, Hosts
 from looks import KNOWN, Look, state_of
-from servers import ServerSide
+from own_engine import OwnEngineSide, RaySide
+from servers import AdapterServer, ServerSide
 from stand_in import TP, StandInWorker
-from trainer import Outcome, Rank
+from trainer import RAY, Outcome, Rank, memory_of
 
 from weightsync.control.wire import POISONED
 
@@ -30,7 +31,6 @@ BUSY_S = 3.0
 """What all else may take on a machine that has more to do."""
 PATIENT_S = 30.0
 """The timeout where nothing is expected to take it."""
-GLOO = "weightsync gloo"
 _PORTS = "1024-65000"
 
 
@@ -61,7 +61,7 @@ class StandIn:
     def __init__(self, folder: Path, transport: str, hosts: Hosts | None) -> None:
         self._paths = [str(folder / f"engine-{rank}") for rank in range(TP)]
         self.address = self._paths, "127.0.0.1" if hosts is None else hosts.address("B")
-        self._hosts = hosts
+        self._hosts, self._transport = hosts, transport
         self._workers: list[Remote] = []
         self.weights, self.version = "", 0
         self.start()
@@ -84,10 +84,13 @@ class StandIn:
         """Return None where the engine is dead, or a part of it."""
         try:
             looks = [worker.call(StandInWorker.look, KNOWN, timeout_s=20) for worker in self._workers]
+            newest = self._workers[0].call(StandInWorker.look_at_adapter, KNOWN, timeout_s=60)
         except (AssertionError, OSError, EOFError):
             return None
         weights = {found for _, found, *_ in looks}
         _, _, is_paused, version, _ = looks[0]
+        if self._transport == "lora":
+            return Look(newest[0] if weights == {"A"} else "", False, is_paused, newest[1])
         return Look(
             weights.pop() if len(weights) == 1 else "",
             any(state == POISONED for state, *_ in looks),
@@ -111,7 +114,13 @@ class StandIn:
             end(worker)
 
 
-ENGINES: dict[str, Callable[..., Any]] = {"stand-in": StandIn, ON_HOSTS: StandIn, "HTTP": ServerSide}
+ENGINES: dict[str, Callable[..., Any]] = {
+    "stand-in": StandIn,
+    ON_HOSTS: StandIn,
+    "HTTP": ServerSide,
+    "HTTP, lora": AdapterServer,
+    RAY: RaySide,
+}
 
 
 class Bench:
@@ -121,15 +130,20 @@ class Bench:
         self.client, self.transport, self.folder, self.timeout_s = client, transport, folder, timeout_s
         self.short_s = timeout_s
         self.hosts = Hosts("A", "B", "C", shared=folder).__enter__() if client == ON_HOSTS else None
-        self.engine: Any = ENGINES[client](folder, transport, self.hosts)
+        self.engine: Any = None
+        if client in IN_RANK:
+            self.engine = OwnEngineSide(folder, client)
+        else:
+            kind = ENGINES.get(f"{client}, {transport}", ENGINES[client])
+            self.engine = kind(folder, transport, self.hosts)
+        # gloo may not miss who has gone before its own deadline, which is 8 times ours.
+        self.settles_s = 9 * timeout_s if transport == "broadcast" else 6.0
         self._count = itertools.count()
         self.ranks: list[Remote] = []
         self.pids: set[int] = set()  # of all that there were
-        self.healer = process(self.hosts, "A", Rank, 0, 1, folder / "none")
+        self.healers: list[Remote] = []  # a new trainer, where the engine is in nobody's process
+        self.start_healer()
         self.held: dict[int, Counter[str]] = {}
-        # gloo keeps the sockets of what it has not done until its own deadline, which is 8 times ours.
-        self.gloo_s = 9 * PATIENT_S if transport == "broadcast" else 0.0
-        self.owed: list[tuple[Result, int, Counter[str]]] = []
 
     def run(self, cell: Cell, tries: int = 3) -> Result:
         result = Result(cell)
@@ -147,23 +161,14 @@ class Bench:
 
     def start_anew(self) -> None:
         self.end_ranks()
-        end(self.healer)
-        self.healer = process(self.hosts, "A", Rank, 0, 1, self.folder / "none")
+        self.start_healer()
         self.engine.start()
 
-    def settle_descriptors(self) -> list[Result]:
-        """Wait until gloo has given back what it kept. Return the results of the cells where it has not."""
-        wrong = []
-        deadline = time.monotonic() + self.gloo_s
-        for result, pid, before in self.owed:
-            while pid in self.now() and (more := descriptors(pid) - before):
-                if time.monotonic() > deadline:
-                    result.faults.append(f"process {pid} has more open for good: {dict(more)}")
-                    wrong.append(result)
-                    break
-                time.sleep(0.2)
-        self.owed.clear()
-        return wrong
+    def start_healer(self) -> None:
+        for healer in self.healers:
+            end(healer)
+        if self.client not in IN_RANK:
+            self.healers = [process(self.hosts, "A", Rank, 0, 1, self.folder / "none")]
 
     def close(self) -> None:
         for each in self.processes():
@@ -181,38 +186,42 @@ class Bench:
         before = self.engine.weights
         failing, healing = [weights for weights in KNOWN if weights != before]
         self.connect(self.ranks)
-        if cell.phase not in ("connect", "plan"):
+        if cell.phase not in ("connect", "plan") or self.transport == "lora":
             self.push_well(self.ranks, before)
         version = self.engine.version
         outcomes = self.fail(cell, result, failing, healing)
         told = {outcome[:2] for outcome in outcomes}
         result.outcome = " / ".join(sorted(kind or "returned" for kind, _ in told))
-        returned = told == {("", "")}
-        if not (returned and (want.may_return or not want.kinds)):
+        has_pushed = ("", "") in told
+        if has_pushed and want.may_return and cell.who == LINKS[0]:  # what rank 0 could not tell the other
+            told.discard(("", ""))
+        if told - {("", "")} or not (want.may_return or not want.kinds):
             result.faults += wrong_errors(told, want.kinds, want.words, cell.who in ("rank 0", LINKS[0]))
         limit_s = self.timeout_s + GRACE_S
         if result.seconds > limit_s + BUSY_S:
             result.faults.append(f"the error came after {result.seconds:.1f} s, not within {limit_s:g} s")
-        states = (NEW,) if returned and DEAD not in want.states else want.states
-        if (cell.who, cell.how) == ("rank 0", "stopped") and not want.taken:
+        states = (NEW,) if has_pushed and DEAD not in want.states else want.states
+        if (cell.who, cell.how) == ("rank 0", "stopped"):
             failing, version = healing, self.engine.version - 1
         result.state = self.settle(states, before, failing, version)
         if result.state not in states:
             result.faults.append(f"the engine is {result.state}, not {' or '.join(states)}")
         if result.state == DEAD:
             self.engine.start()
-            if self.transport == "single_copy":  # whose model is the old engine's memory
+            if self.client in IN_RANK:  # and its trainer with it
+                self.make_ready()
+            if self.client in (*IN_RANK, RAY) or self.transport == "single_copy":  # they have the old one
                 self.connect(self.ranks)
         self.heal(cell, result, next(weights for weights in KNOWN if weights not in (before, failing)))
         self.release()
-        result.faults += self.leaks(result)
+        result.faults += self.leaks()
 
     # The failure
 
     def fail(self, cell: Cell, result: Result, weights: str, healing: str) -> list[Outcome]:
         """Let the cell's failure happen in a push, and return what the ranks that are left raise."""
         there = self.folder / f"there-{next(self._count)}"
-        conductor, second = self.ranks
+        conductor, second = self.ranks[0], self.ranks[-1]
         conductor.call(Rank.arm, cell.phase, there, cell.who if cell.how == "closed" else "")
         for rank in self.ranks:
             rank.begin(Rank.push, weights)
@@ -238,9 +247,9 @@ class Bench:
                 with Stopped(pid_of(conductor)):
                     go_on()
                     self.engine.wait_until_given_up(1.5 * self.timeout_s + GRACE_S + BUSY_S)
-                    self.connect([self.healer])
-                    (taken,) = self.push([self.healer], healing)
-                    if taken[0] != expected(cell).taken:
+                    self.connect(self.healers)
+                    (taken,) = self.push(self.healers, healing)
+                    if taken[0]:
                         result.faults.append(f"another trainer got {taken}")
                 return [self.outcome(rank) for rank in self.ranks]
             case "rank 1", "stopped":
@@ -295,12 +304,14 @@ class Bench:
         """Push again, by the ranks if both are left, or else by a new trainer: the engine then serves these weights."""
         healers = self.ranks
         if (cell.who, cell.how) == ("rank 0", "stopped"):
-            self.healer.call(Rank.release)  # while it holds the engine, the ranks are turned away
+            self.healers[0].call(Rank.release)  # while it holds the engine, the ranks are turned away
+            if self.transport == "single_copy":  # whose model is the engine's memory no more
+                self.connect(self.ranks)
         elif cell.how == "killed" and cell.who in RANKS:
             self.release()  # the rank that is left
             if self.transport == "single_copy":  # which has the engine's memory mapped
                 self.end_ranks()
-            healers = [self.healer]
+            healers = self.healers
             self.connect(healers)
         told = self.push(healers, weights)
         # An engine that went away when the last push was complete is found out by the next one, which says so.
@@ -320,12 +331,16 @@ class Bench:
     # What there is before and after
 
     def make_ready(self) -> None:
-        if not self.ranks:
+        if self.client in IN_RANK:
+            self.ranks = [self.engine.trainer]
+        elif not self.ranks:
             store = self.folder / f"store-{next(self._count)}"
             self.ranks = [process(self.hosts, host, Rank, rank, 2, store) for rank, host in enumerate("AC")]
         pids = self.now()
         if pids != set(self.held):  # one is new, and has not opened all that it keeps open
-            for trainers in ([self.healer], self.ranks):
+            for trainers in (self.healers, self.ranks):
+                if not trainers:
+                    continue
                 self.connect(trainers)
                 for weights in (*self.engine.unknown(), self.engine.weights):
                     self.push_well(trainers, weights)
@@ -339,13 +354,13 @@ class Bench:
         return {*map(pid_of, alive), *self.engine.pids().values()}
 
     def processes(self) -> list[Remote]:
-        return [*self.ranks, self.healer]
+        return [*self.ranks, *self.healers]
 
     def connect(self, trainers: list[Remote]) -> None:
         # Alone it cannot share the memory of two workers.
-        transport = "ipc" if trainers == [self.healer] and self.transport == "single_copy" else self.transport
+        transport = "ipc" if trainers == self.healers and self.transport == "single_copy" else self.transport
         # One folder of checkpoints is one trainer's.
-        folder = self.folder / ("healing" if trainers == [self.healer] else "failing")
+        folder = self.folder / ("healing" if trainers == self.healers else "failing")
         for each in trainers:
             each.begin(Rank.connect, self.client, transport, self.engine.address, self.timeout_s, folder)
         for each in trainers:
@@ -371,27 +386,23 @@ class Bench:
             with suppress(AssertionError, OSError):
                 each.call(Rank.release, timeout_s=30)
 
-    def leaks(self, result: Result) -> list[str]:
+    def leaks(self) -> list[str]:
         """Return what is left of a cell in the processes that are left, and in /dev/shm; forget those that are gone."""
         found: list[str] = []
         for number, rank in enumerate(self.ranks):
             if rank._process.is_alive():
-                names = set(rank.call(Rank.threads)) - ({GLOO} if self.gloo_s else set())
-                found += [f"rank {number} has a thread {name}" for name in names]
+                found += [f"rank {number} has a thread {name}" for name in set(rank.call(Rank.threads, self.settles_s))]
         for pid, before in self.held.items():
-            if pid in self.now() and (more := grown(pid, before)):
-                if self.gloo_s:
-                    self.owed.append((result, pid, before))
-                else:
-                    found.append(f"process {pid} has more open: {dict(more)}")
+            if pid in self.now() and (more := grown(pid, before, self.settles_s)):
+                found.append(f"process {pid} has more open: {dict(more)}")
         if not all(rank._process.is_alive() for rank in self.ranks):
             self.end_ranks()
         names = [path.name for path in Path("/dev/shm").glob("weightsync-[0-9]*")]
         found += [f"/dev/shm/{name} is left" for name in names if int(name.split("-")[1]) in self.pids]
-        return found
+        return found + [f"{path} is left" for path in memory_of(self.folder / "any").iterdir()]
 
     def end_ranks(self) -> None:
-        for rank in self.ranks:
+        for rank in self.ranks if self.client not in IN_RANK else ():  # whose engine ends with it
             end(rank)
         self.ranks = []
 
@@ -453,14 +464,14 @@ def descriptors(pid: int) -> Counter[str]:
     found: Counter[str] = Counter()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
-            found[re.sub(r"[0-9a-f]{6,}|\d+", "N", os.readlink(link))] += 1
+            found[re.sub(r"(?<=^/dev/shm/).*|[0-9a-f]{6,}|\d+", "N", os.readlink(link))] += 1
     return found
 
 
-def grown(pid: int, before: Counter[str]) -> Counter[str]:
-    """Return what a process has more of than before, and still has after a moment."""
+def grown(pid: int, before: Counter[str], settles_s: float) -> Counter[str]:
+    """Return what a process has more of than before, and still has after a while."""
     more = descriptors(pid) - before
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + settles_s
     while more and time.monotonic() < deadline:
         time.sleep(0.1)
         more = descriptors(pid) - before

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import http.client
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from cells import DEAD, MUTE, NEW, PAUSED, UNTOUCHED
 
 from weightsync.control.wire import POISONED
+from weightsync.engines import Engine
+from weightsync.errors import WeightSyncError
 
 KNOWN = "ABC"
 """The weights that are pushed, each by a letter."""
@@ -26,6 +32,26 @@ class Look:
     is_guarded: bool
     is_paused: bool
     version: str
+
+
+def look_at(
+    engine: Engine, is_paused: Callable[[], bool | None], ask: Callable[[], Any], answers: dict[str, Any]
+) -> Look | None:
+    """Return what a vLLM is, None where it is dead. `ask` says what it answers, and `answers` to which weights.
+
+    `is_paused` returns None where that cannot be: what is POISONED is not asked then either, since it would end.
+    """
+    with suppress(WeightSyncError, OSError, http.client.HTTPException):
+        if not engine.is_alive():
+            return None
+        version = str(engine.version())
+        is_poisoned = version.startswith(POISONED)
+        paused = bool(is_poisoned if (told := is_paused()) is None else told)
+        if paused or is_poisoned:
+            return Look(UNSEEN, paused and is_poisoned, paused, version)
+        found = ask()
+        return Look(next((each for each, answer in answers.items() if answer == found), ""), False, False, version)
+    return None
 
 
 def state_of(look: Look | None, before: str, failing: str, version: int) -> str:

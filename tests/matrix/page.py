@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from cells import DEAD, MUTE, NEW, PAUSED, PHASES, UNTOUCHED, Cell
+from cells import ADAPTER_PHASES, DEAD, MUTE, NEW, PAUSED, PHASES, UNTOUCHED, Cell
 from driver import Result
 
 SIGNS = {UNTOUCHED: "=", MUTE: "P", NEW: "n", PAUSED: "np", DEAD: "†"}
@@ -22,14 +22,20 @@ the moment that the column names. [failures.md](failures.md) says what users see
 - It is of the right class, names what failed, and is the same on every rank that is left.
 - The engine then is as it was, or mute. A push that was complete before the failure may also have left the new version.
 - The next push makes the engine serve its weights. A stand-in then has the bits of a cold start, and vLLM its answers.
-- Processes that are left have no thread and no open file more than before. Nothing is left in `/dev/shm`. What gloo has
-  not done it keeps, with a thread, until a deadline of its own, which is 8 times `timeout_s`; that was waited for.
+- Processes that are left have no thread and no open file more than before. Nothing is left in `/dev/shm`. With
+  `broadcast`, gloo may keep until its own deadline, which is 8 times `timeout_s`, what it has for a member that has
+  gone. That is waited for.
+
+The engine is a stand-in of two processes, a vLLM server, an `AsyncLLM` in a Ray actor, or an `LLM` or `AsyncLLM` in the
+process of the only rank. Else there are two ranks. The core is the process that vLLM's scheduler is in. An `LLM` may
+have it in the rank's process. An `LLM` cannot be paused: where it is mute, it is `POISONED`.
 
 A new trainer makes the next push where a rank was killed, and else the same one. Where rank 0 is stopped, another
-trainer takes the engine over meanwhile, and rank 0 finds that out when it goes on. With `single_copy` that trainer is
-turned away. What is stopped or cut off comes back after the others have raised. The push after that may fail once more
-where the failure was in `close`, or packets were refused. What broke behind the last message is found by the next one,
-and a worker that hears nothing waits for it.
+trainer takes the engine over meanwhile, and rank 0 finds that out when it goes on. With `single_copy` the ranks then
+attach models anew. What is stopped or cut off comes back after the others have raised. The push after that may fail
+once more where the failure was in `close`, or packets were refused. What broke behind the last message is found by the
+next one, and a worker that hears nothing waits for it. Where it is the connection between two ranks, rank 0 has pushed,
+and the other rank raises.
 
 | sign | the engine after the failure |
 | --- | --- |
@@ -52,15 +58,23 @@ A number is the seconds until the error came, where that took more than one.
 | done | it has sent all |
 | commit | all have loaded; nobody was told to commit |
 | close | the version is stamped; generation is still paused |
+
+With `lora` adapters alone are pushed, and the weights stay as they are. There "=" means that the newest adapter is the
+one before, and "n" that it is the pushed one. An adapter whose files all ranks have written is not taken back where a
+rank is lost.
+
+| column | where rank 0 is, with `lora` |
+| --- | --- |
+| plan | the engines were asked what they take |
+| save | the files are made, and rank 0 has written nothing |
+| load | all ranks have written |
+| loaded | the engines have loaded the adapter; no other rank was told |
 """
 
 _REASON = """\
-- Where the connection between two ranks breaks behind the last message, rank 0 has pushed and the other rank does not
-  know. The other rank then connects anew, which it does over the default process group, and rank 0 does not. From then
-  on their groups are out of step, and they do not find each other before they are started anew.
-- Files lead past the network. Where packets to a worker are dropped, and its engine answers, rank 0 waits until the
-  worker may have taken all chunks, up to 7 times `timeout_s`.
-- After some failures gloo has given its sockets back later than was waited for, or not at all.
+A worker of vLLM may be stopped while its engine's core answers that it is alive. Rank 0 waits for such a worker half of
+`timeout_s` longer than for others, and then 5 s for the engine's calls. Where it has sent all, it waits until the
+worker may have taken all chunks, up to 7 times `timeout_s`.
 """
 
 
@@ -91,7 +105,9 @@ def page_of(results: dict[Cell, Result]) -> str:
 
 
 def table(cells: dict[Cell, Result], notes: list[str]) -> Iterable[str]:
-    phases = [phase for phase in PHASES if any(cell.phase == phase for cell in cells)]
+    phases = [
+        phase for phase in dict.fromkeys((*PHASES, *ADAPTER_PHASES)) if any(cell.phase == phase for cell in cells)
+    ]
     yield f"| | {' | '.join(phases)} |"
     yield "| --- |" + " --- |" * len(phases)
     for who, how in dict.fromkeys((cell.who, cell.how) for cell in cells):

@@ -68,9 +68,6 @@ def run(due: Sequence[Cell], timeout_s: float, ends: float, file: TextIO) -> Non
             print(f"{cell}: {result.outcome} after {result.seconds:.1f} s, {result.state}", flush=True)
             for fault in result.faults:
                 print(f"    {fault}", flush=True)
-        for result in bench.settle_descriptors():
-            print(result)
-            file.write(json.dumps(asdict(result)) + "\n")
 
 
 if __name__ == "__main__":

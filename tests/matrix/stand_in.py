@@ -11,12 +11,14 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
 from typing import Any
 
 import tiny_models
 import torch
 from fake_engine import ModuleHost
 from recorders import RecordedEngine
+from safetensors.torch import load_file
 from torch import nn
 
 from weightsync.control.wire import CLEAN, POISONED
@@ -75,6 +77,25 @@ def tensors(weights: str) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+def adapted_model() -> nn.Module:
+    """Return a model with an adapter."""
+    import peft
+
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], bias="none")
+    return peft.get_peft_model(tiny_models.build("qwen3", "A"), config, autocast_adapter_dtype=False)
+
+
+@functools.cache
+def adapter(weights: str) -> dict[str, torch.Tensor]:
+    """Return what PEFT would save of the adapter of `weights`."""
+    import peft
+
+    model = adapted_model()
+    tiny_models.fill(model, weights)
+    state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    return {name: tensor.detach() for name, tensor in state.items()}
+
+
 class StandInWorker(RecordedEngine):
     """Lives in a worker's process, which `Remote` started: number `rank` of `TP`."""
 
@@ -84,6 +105,8 @@ class StandInWorker(RecordedEngine):
         super().__init__(ModuleHost(make, tensors(weights), rank=rank, world=TP))
         self.rank, self.is_paused = rank, False
         self.connections: list[Connection] = []
+        self._loaded: dict[str, dict[str, torch.Tensor]] = {}
+        """The adapters by name, the newest last."""
         self._one_at_a_time = threading.Lock()
         self._listener = Listener(address, "AF_UNIX", backlog=64)
         threading.Thread(target=self._serve, name="stand-in", daemon=True).start()
@@ -93,6 +116,27 @@ class StandInWorker(RecordedEngine):
 
     def resume(self) -> None:
         self.is_paused = False
+
+    def load_adapter(self, adapter: LoraAdapter) -> None:
+        super().load_adapter(adapter)
+        self._loaded[adapter.name] = load_file(Path(adapter.path) / "adapter_model.safetensors")
+
+    def unload_adapter(self, adapter: LoraAdapter) -> None:
+        super().unload_adapter(adapter)
+        self._loaded.pop(adapter.name, None)
+
+    def look_at_adapter(self, known: str) -> tuple[str, str]:
+        """Return which of the `known` the newest adapter is, and its version."""
+        if not self._loaded:
+            return "", "0"
+        name, found = [*self._loaded.items()][-1]
+        expected = {weights: adapter(weights) for weights in known}
+        alike = [
+            w
+            for w, own in expected.items()
+            if own.keys() == found.keys() and all(map(torch.equal, own.values(), (found[n] for n in own)))
+        ]
+        return "".join(alike), name.split("-")[1]
 
     def look(self, known: str) -> tuple[str, str, bool, str, bool]:
         """Return the worker's state, which of the `known` weights it has whole, whether it is paused, its version, and

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 from cells import MUTE, UNTOUCHED, Cell
@@ -35,6 +37,13 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 def test_cell_holds(bench: Bench, who: str, how: str, phase: str) -> None:
     result = bench.run(Cell("stand-in", "ipc", who, how, phase))
     assert result.holds, result
+
+
+def test_cells_of_adapters_hold(tmp_path: Path) -> None:
+    with closing(Bench("stand-in", "lora", tmp_path, 4.0)) as bench:
+        for who, how, phase in (("rank 0 - rank 1", "closed", "save"), ("rank 0", "killed", "loaded")):
+            result = bench.run(Cell("stand-in", "lora", who, how, phase))
+            assert result.holds, result
 
 
 @pytest.mark.parametrize(

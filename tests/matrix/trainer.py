@@ -17,10 +17,12 @@ import tiny_models
 import torch
 from torch import nn
 
-from weightsync import CheckpointTransport, ModuleBucketer, WeightSync, WeightSyncError
+from weightsync import CheckpointTransport, ModuleBucketer, WeightSync, WeightSyncError, strategies
 from weightsync.control.fleet import Fleet
 from weightsync.report import Progress
+from weightsync.strategies.lora import LoraAdapters
 
+RAY, RAY_NAMESPACE, RAY_ACTOR = "Ray", "failure-matrix", "the engine"
 MAX_BYTES = 48
 """Of a chunk, so that there is a middle."""
 
@@ -38,24 +40,33 @@ class Rank:
         self.sync: WeightSync | None = None
         self.model: Any = None
         self.is_attached = self.copies = True
+        self.transport = ""
         if size > 1:
             torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
 
     def connect(self, client: str, transport: str, engine: Any, timeout_s: float, folder: Path) -> None:
         """Make a new model and a new `WeightSync`."""
         self.release()
-        copies = self.copies = transport in ("ipc", "broadcast", "checkpoint")
+        self.transport, self.copies = transport, transport != "single_copy"
+        strategies.lora._MEMORY = memory_of(folder)
         self.model = model_of(client, transport, self.size)
         self.is_attached = transport != "single_copy"
-        if client.startswith("stand-in"):
-            engine = stand_in.StandInEngine(*engine, timeout_s)
         self.sync = WeightSync(
             "fsdp",
             CheckpointTransport(folder, keep_last=2) if transport == "checkpoint" else transport,
-            engine if self.rank == 0 else None,
+            self.reach(client, engine, timeout_s) if self.rank == 0 else None,
             timeout_s=timeout_s,
-            bucketer=bucketer_of(client) if copies else None,
+            bucketer=bucketer_of(client) if transport in ("ipc", "broadcast", "checkpoint") else None,
         )
+
+    def reach(self, client: str, engine: Any, timeout_s: float) -> Any:
+        """Return the engine at an address, as `WeightSync` takes it."""
+        if client == RAY:
+            import ray
+
+            ray.init(engine, namespace=RAY_NAMESPACE, ignore_reinit_error=True, log_to_driver=False)
+            return ray.get_actor(RAY_ACTOR)
+        return stand_in.StandInEngine(*engine, timeout_s) if client.startswith("stand-in") else engine
 
     def push(self, weights: str) -> Outcome:
         started = time.monotonic()
@@ -89,7 +100,7 @@ class Rank:
             while there.exists():
                 time.sleep(0.005)
 
-        owner, name, before = POINTS[phase]
+        owner, name, before = (ADAPTER_POINTS if self.transport == "lora" else POINTS)[phase]
         if owner is Progress and not self.copies:
             owner, name, before = sys.modules[__name__], "in_the_middle", always
         original = getattr(owner, name)
@@ -121,9 +132,9 @@ class Rank:
         fleet: Any = self.sync._strategy._fleet  # type: ignore[attr-defined]
         return fleet.workers[0].connection
 
-    def threads(self) -> list[str]:
-        """Return the threads of weightsync that are busy, after a moment."""
-        deadline = time.monotonic() + 6
+    def threads(self, settles_s: float = 6.0) -> list[str]:
+        """Return the threads of weightsync that are busy, and still are after a while."""
+        deadline = time.monotonic() + settles_s
         while busy := [t.name for t in threading.enumerate() if t.name.startswith("weightsync ")]:
             busy = [name for name in busy if name != "weightsync idle"]
             if not busy or time.monotonic() > deadline:
@@ -159,13 +170,35 @@ POINTS: dict[str, tuple[Any, str, Callable[[tuple[Any, ...]], bool] | None]] = {
     "close": (Fleet, "_all", lambda args: args[1] == "resume"),
 }
 """The method of rank 0 that stands for each phase: it stops when this has returned, or before a call that fits."""
+ADAPTER_POINTS: dict[str, tuple[Any, str, Callable[[tuple[Any, ...]], bool] | None]] = {
+    "plan": (LoraAdapters, "_open", None),
+    "save": (strategies.lora, "write", always),
+    "load": (LoraAdapters, "_deliver", always),
+    "loaded": (LoraAdapters, "_retire", always),
+}
 
 
 def bucketer_of(client: str) -> ModuleBucketer:
     return ModuleBucketer(MAX_BYTES) if client.startswith("stand-in") else ModuleBucketer()
 
 
+def memory_of(folder: Path) -> Path:
+    """Return what stands for `/dev/shm` where adapters are: other trainers of this machine have theirs there, too."""
+    memory = folder.parent / "memory"
+    memory.mkdir(exist_ok=True)
+    return memory
+
+
 def model_of(client: str, transport: str, size: int) -> nn.Module:
+    if transport == "lora":
+        model: Any = stand_in.adapted_model()
+        if size > 1:
+            from torch.distributed.fsdp import fully_shard
+
+            for layer in model.base_model.model.model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+        return model
     if not client.startswith("stand-in"):
         model = tiny_models.build("qwen3", "A")
         return tiny_models.shard(model) if size > 1 else model

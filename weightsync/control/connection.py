@@ -21,6 +21,7 @@ from typing import Protocol, TypeVar
 from weightsync.control.addresses import at, reach
 from weightsync.control.handshake import SEAL_BYTES, Seal, greet
 from weightsync.control.runtime import Deadline
+from weightsync.control.tls import read_certificates, wrap
 from weightsync.control.wire import (
     MAX_FRAME_BYTES,
     PREFIX_BYTES,
@@ -45,6 +46,7 @@ _MESSAGE_BYTES = 512
 """What the smallest message takes in memory while it waits."""
 _MOST_WAITING = 2
 """How many of the largest messages may wait. Each is asked for, so no peer of good faith has so many under way."""
+_HOST_S = 30.0
 _KEEPALIVE_S = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 """A host that loses power closes no connection; the kernel asks after it, and gives it up after half a minute."""
 
@@ -75,6 +77,21 @@ class Connection:
     def fileno(self) -> int:
         return self._sock.fileno()
 
+    def watch_host(self, timeout_s: float) -> None:
+        """Give the connection up when the peer's host is silent for `timeout_s`, or half a minute.
+
+        The peer must read what it is sent by then. Its kernel alone answers while nothing is sent.
+        """
+        limit_s = min(_HOST_S, timeout_s)
+        sixth_s = max(1, int(limit_s / 6))
+        options = {
+            socket.TCP_KEEPIDLE: 3 * sixth_s,
+            socket.TCP_KEEPINTVL: sixth_s,
+            socket.TCP_USER_TIMEOUT: max(1, int(1000 * limit_s)),
+        }
+        for option, value in options.items():
+            self._sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
     def send(self, message: Message, deadline: Deadline, phase: str) -> None:
         """Send one message, taking in meanwhile what the peer sends: two that send at once do not block each other.
         Raises `PeerError` when the peer is gone, or what it reported before it went, and `SyncTimeoutError` when it
@@ -94,7 +111,7 @@ class Connection:
                     raise timed_out([self.peer], phase, deadline) from None
                 self._read(phase)
             except OSError as error:
-                raise self._gone(phase) from error
+                raise self._gone(phase, error) from error
 
     def receive(self, deadline: Deadline, phase: str) -> Message:
         """Return the next message.
@@ -143,7 +160,7 @@ class Connection:
             except BlockingIOError:
                 return False
             except OSError as error:
-                raise self._gone(phase) from error
+                raise self._gone(phase, error) from error
             if not data:
                 raise self._gone(phase)
             self._take(data)
@@ -167,21 +184,23 @@ class Connection:
         self._buffer += data
         try:
             while len(self._buffer) >= PREFIX_BYTES:
-                end = PREFIX_BYTES + frame_length(bytes(self._buffer[:PREFIX_BYTES]), self.most_bytes)
+                prefix = bytes(self._buffer[:PREFIX_BYTES])
+                end = PREFIX_BYTES + frame_length(prefix, self.most_bytes)
                 if len(self._buffer) < end + SEAL_BYTES:
                     break
-                frame, seal = bytes(self._buffer[:end]), bytes(self._buffer[end : end + SEAL_BYTES])
+                body = bytes(memoryview(self._buffer)[PREFIX_BYTES:end])  # a plan has no room for a copy more
+                seal = bytes(self._buffer[end : end + SEAL_BYTES])
                 del self._buffer[: end + SEAL_BYTES]
-                if not hmac.compare_digest(self._received.of(frame), seal):
+                if not hmac.compare_digest(self._received.of(prefix, body), seal):
                     raise ProtocolError("a frame has come that this peer has not sent, or not as the next one")
-                message = decode(frame[PREFIX_BYTES:])
+                message = decode(body)
                 if isinstance(message, Ping):
                     self._owes_pong = True
                     continue
                 if isinstance(message, Pong):  # which may come late, when no answer is awaited any more
                     self._has_answered = True
                     continue
-                self._waiting_bytes = len(frame) + _MESSAGE_BYTES + (self._waiting_bytes if self._inbox else 0)
+                self._waiting_bytes = end + _MESSAGE_BYTES + (self._waiting_bytes if self._inbox else 0)
                 if self._waiting_bytes > _MOST_WAITING * self.most_bytes:
                     raise ProtocolError("more messages have come than anyone has asked for")
                 self._inbox.append(message)
@@ -238,7 +257,7 @@ class Connection:
             self._closed = True
             hang_up(self._sock)
 
-    def _gone(self, phase: str) -> WeightSyncError:
+    def _gone(self, phase: str, error: OSError | None = None) -> WeightSyncError:
         """Return why the peer is gone.
 
         What it said before it went is the better cause, and may not have been read yet.
@@ -246,17 +265,19 @@ class Connection:
         with suppress(OSError, ProtocolError), self._reading:
             while data := self._sock.recv(1 << 20):
                 self._take(data)
-        return self.reported() or PeerError(
-            f"{self.peer} closed its connection: it has died or given up", who=self.peer, phase=phase
-        )
+        how = "closed its connection: it has died or given up"
+        if isinstance(error, TimeoutError):
+            how = "does not answer: its host, or the network to it, is down"
+        return self.reported() or PeerError(f"{self.peer} {how}", who=self.peer, phase=phase)
 
 
 def dial(host: str, port: int, token: str, hello: Hello, peer: str, deadline: Deadline) -> Connection:
     """Connect to the `Listener` that has this token, and introduce yourself. Raises as `reach` and `greet` do."""
     limit = Deadline(min(deadline.left_s(), _GREETING_S))
+    certificates = read_certificates(is_listener=False)
     tries = 0
     while True:
-        sock = reach(host, port, name_of(hello), peer, limit)
+        sock = wrap(reach(host, port, name_of(hello), peer, limit), certificates, is_listener=False)
         try:
             connection = Connection(sock, peer, *greet(sock, token, f"{peer} at {at(host, port)}", limit))
             connection.send(hello, limit, "connect")

@@ -25,7 +25,7 @@ from weightsync.control.connection import Connection
 from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import Deadline, in_thread
 from weightsync.control.wire import Value, typed
-from weightsync.engines import connect, listed, public_name
+from weightsync.engines import EngineList, connect, public_name
 from weightsync.engines.base import CalledEngine, Engine
 from weightsync.engines.calls import HEALTH_TIMEOUT_S, LOCAL, as_ours, wait
 from weightsync.engines.parts import Part
@@ -81,9 +81,10 @@ class Offer(Struct, frozen=True, forbid_unknown_fields=True):
 class OtherRanks:
     """The engines that other ranks than rank 0 have in their processes. Every rank has one of these."""
 
-    def __init__(self, engine: object, timeout_s: float) -> None:
-        self._engine, self._timeout_s = engine, timeout_s
-        self._own: list[Engine] | None = None
+    def __init__(self, engines: EngineList, timeout_s: float) -> None:
+        self._engines, self._timeout_s = engines, timeout_s
+        self._private: list[object] | None = None
+        self._own: list[Engine] = []
         self._connection: Connection | None = None  # another rank's, to rank 0
         self._found: dict[int, tuple[_Calls, list[Engine]]] = {}  # rank 0's, by rank
 
@@ -106,7 +107,7 @@ class OtherRanks:
         if ranks.rank in strangers:
             self.close()
             self._connection = ranks.dial(_ROLE, Deadline(self._timeout_s))
-            in_thread("engines", partial(_serve, self._own or [], self._connection))
+            in_thread("engines", partial(_serve, self._own, self._connection))
         elif ranks.rank == 0:
             for rank in strangers:
                 self._found[rank] = self._admit(ranks, rank, everyone[rank].own)
@@ -119,11 +120,11 @@ class OtherRanks:
         self._connection, self._found = None, {}
 
     def _offer(self, ranks: Ranks) -> Offer:
-        given = [] if self._engine is None else listed(self._engine)
-        named = [public_name(one) for one in given]
-        if self._own is None:
-            private = [one for one, name in zip(given, named, strict=True) if name is None]
-            self._own = connect(private, self._timeout_s, f" of trainer rank {ranks.rank}") if private else []
+        named = [public_name(one) for one in self._engines.named()]
+        if self._private is None:
+            self._private = self._in_this_process()
+            of = f" of trainer rank {ranks.rank}"
+            self._own = connect(self._private, self._timeout_s, of) if self._private else []
         here = LOCAL if is_loopback(ranks.host) else address_facing(ranks.host)
         own = [
             OwnEngine(one.name, here if one.host == LOCAL else one.host, getattr(one, "part", None))
@@ -131,8 +132,19 @@ class OtherRanks:
         ]
         return Offer([name for name in named if name], own)
 
+    def check_unchanged(self, rank: int) -> None:
+        """Raise `ConfigError` where another rank than rank 0 has another engine in its process than at first."""
+        if rank and self._private is not None and self._private != self._in_this_process():
+            raise ConfigError(
+                f"an engine in the process of trainer rank {rank} was added or removed: only those that rank 0 reaches "
+                "may change. Make a new WeightSync"
+            )
+
+    def _in_this_process(self) -> list[object]:
+        return [one for one in self._engines.named() if public_name(one) is None]
+
     def _check(self, everyone: Sequence[Offer], refuse: str) -> None:
-        known = {public_name(one) for one in listed(self._engine)} if everyone else set()
+        known = {public_name(one) for one in self._engines.all()} if any(offer.named for offer in everyone) else set()
         for rank, offer in enumerate(everyone):
             if strange := [name for name in offer.named if name not in known]:
                 raise ConfigError(

@@ -48,11 +48,17 @@ def join(engines: Sequence[Engine]) -> list[Engine]:
 
 
 class EngineParts(CalledEngine):
-    """The parts of one engine. Each call is one of all parts at once."""
+    """The parts of one engine. Each call is one of all parts at once. Equal where the parts are the same."""
 
     def __init__(self, parts: Sequence[Engine]) -> None:
         self.name = f"{parts[0].name} and its parts in {len(parts) - 1} other ranks"
-        self._parts = parts
+        self._parts = tuple(parts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EngineParts) and self._parts == other._parts
+
+    def __hash__(self) -> int:
+        return hash(self._parts)
 
     @property
     def host(self) -> str:

@@ -100,6 +100,14 @@ class Arrivals:
             last = [int(chunk) for chunk in agreed.tolist()]
         self.last_chunk = dict(zip(self._needed, last, strict=True))
 
+    def collective_chunks(self) -> set[int]:
+        """Return the chunks in whose loading workers may wait for each other, the same on all workers."""
+        if self.model.all_reduce_max is None:
+            return set()
+        paths = self.traced.load_path.items()
+        waiting = {g for g, path in paths if path in (RELOAD, NATIVE_LOADER) or (g.recipe and g.recipe.shared)}
+        return {self.last_chunk[group] for group in waiting}
+
     def groups(self, path: str) -> list[ModuleGroup]:
         """Return the groups that take a load path, in the model's order."""
         return [group for group, own in self.traced.load_path.items() if own == path]
@@ -138,7 +146,10 @@ _Piece = tuple[ModuleGroup, CopyOp, torch.Tensor]
 
 
 class LoadPath(ABC):
-    """One way of loading, bound to what arrives over one connection."""
+    """One way of loading, bound to what arrives over one connection.
+
+    All that may fail on one worker alone is done before `bind`, in which workers wait for each other.
+    """
 
     name: str
 
@@ -147,9 +158,9 @@ class LoadPath(ABC):
         self._model = arrivals.model
         self._groups = arrivals.groups(self.name)
 
-    @abstractmethod
     def bind(self) -> None:
-        """Work out all that does not change between pushes. Collective among workers that share scales."""
+        """Work out what follows from the chunks of all workers. Collective among workers that share scales."""
+        return
 
     def begin(self, first: bool) -> None:
         """Begin a push, `first` over this connection. The model counts as a mixture from here on."""
@@ -172,7 +183,8 @@ class InPlace(LoadPath):
 
     name = IN_PLACE
 
-    def bind(self) -> None:
+    def __init__(self, arrivals: Arrivals) -> None:
+        super().__init__(arrivals)
         traced, live = self._arrivals.traced, named_tensors(self._model.live)
         copies: dict[int, list[Copy]] = defaultdict(list)
         self._nbytes: Counter[int] = Counter()
@@ -216,14 +228,18 @@ class FusedQuantize(LoadPath):
 
     name = FUSED_QUANTIZE
 
-    def bind(self) -> None:
+    def __init__(self, arrivals: Arrivals) -> None:
+        super().__init__(arrivals)
         self._loaded = named_tensors(self._model.pristine())
         ops = {group: self._arrivals.ops.get(group.weight, ()) for group in self._groups}
-        views = {group: [(op, self._arrivals.view(op)) for op in own] for group, own in ops.items()}
-        rows = {
+        self._views = {group: [(op, self._arrivals.view(op)) for op in own] for group, own in ops.items()}
+        self._rows = {
             group: [rows_of(op, seen, self._loaded[group.weight], self._model.device) for op, seen in those]
-            for group, those in views.items()
+            for group, those in self._views.items()
         }
+
+    def bind(self) -> None:
+        views, rows = self._views, self._rows
         direct = self._agree({group for group in self._groups if self._is_direct(group, views[group], rows[group])})
         jobs: dict[int, dict[tuple[Form, bool], list[Job]]] = defaultdict(lambda: defaultdict(list))
         self._nbytes: Counter[int] = Counter()
@@ -303,9 +319,12 @@ class FusedQuantize(LoadPath):
 class _Reloading(LoadPath):
     """What the two load paths that post-process modules have in common."""
 
+    def __init__(self, arrivals: Arrivals) -> None:
+        super().__init__(arrivals)
+        self._open: dict[ModuleGroup, Reload] = {}
+
     def bind(self) -> None:
         self._due = self._arrivals.due(self._groups)
-        self._open: dict[ModuleGroup, Reload] = {}
 
     def begin(self, first: bool) -> None:
         self._open.clear()
@@ -330,8 +349,8 @@ class ReloadPath(_Reloading):
 
     name = RELOAD
 
-    def bind(self) -> None:
-        super().bind()
+    def __init__(self, arrivals: Arrivals) -> None:
+        super().__init__(arrivals)
         self._pieces: dict[int, list[_Piece]] = defaultdict(list)
         for group in self._groups:
             for op in (op for param in group.params for op in self._arrivals.ops.get(param, ())):
@@ -354,8 +373,8 @@ class NativeLoader(_Reloading):
 
     name = NATIVE_LOADER
 
-    def bind(self) -> None:
-        super().bind()
+    def __init__(self, arrivals: Arrivals) -> None:
+        super().__init__(arrivals)
         self._pieces: dict[int, list[tuple[CopyOp, torch.Tensor]]] = defaultdict(list)
         self._dtypes = {name: ops[0].src_dtype for name, ops in self._arrivals.whole_ops.items()}
         for op in (op for ops in self._arrivals.whole_ops.values() for op in ops):
@@ -406,12 +425,3 @@ class NativeLoader(_Reloading):
         """Return a tensor for the loader, which may change what it is given. The next group wants what was sent."""
         tensor = self._tensor(name)
         return tensor.clone() if self._wanted[name] else self._tensors.pop(name)
-
-
-def bind_load_paths(arrivals: Arrivals) -> tuple[InPlace, list[LoadPath]]:
-    """Return the load paths of one connection, bound, the first of which is also returned by itself."""
-    in_place = InPlace(arrivals)
-    paths: list[LoadPath] = [in_place, FusedQuantize(arrivals), ReloadPath(arrivals), NativeLoader(arrivals)]
-    for path in paths:
-        path.bind()
-    return in_place, paths

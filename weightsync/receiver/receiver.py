@@ -10,7 +10,8 @@ any other way leaves it so, and only a whole push heals it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,13 +24,13 @@ from weightsync.errors import FrozenLostError, PeerError, ProtocolError, Unsuppo
 from weightsync.kernels.digest import Digests, warm_up
 from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.receiver.engine_model import EngineModel
-from weightsync.receiver.load_paths import Arrivals, bind_load_paths
+from weightsync.receiver.load_paths import Arrivals, FusedQuantize, InPlace, LoadPath, NativeLoader, ReloadPath
 from weightsync.receiver.load_plan import IN_PLACE, NATIVE_LOADER, RELOAD, LoadPlanner, TracedLoad
 from weightsync.receiver.trace import named_tensors
 from weightsync.receiver.verify import Verifier
 from weightsync.transports import open_receiver
 from weightsync.transports.base import TransportReceiver, Wait
-from weightsync.transports.shared_handles import export
+from weightsync.transports.shared_handles import export, take_back
 
 _NOTED_SAMPLE = 0
 """Which sample of the frozen parameters is compared. Sleep takes all of their memory, and any sample shows it."""
@@ -57,6 +58,7 @@ class Receiver:
         self._source_name = ""
         self._connection: _Connection | None = None
         self._is_exported = False
+        self._exported: dict[int, torch.UntypedStorage] = {}  # by identity
         self._done: int | None = None
         """The version that was loaded and awaits its commit."""
 
@@ -124,13 +126,23 @@ class Receiver:
                 if storage._cdata not in numbers:
                     numbers[storage._cdata] = len(storages)
                     storages.append((len(storages), *export(storage)))
+                    self._exported[storage._cdata] = storage
                 number, dtype = numbers[storage._cdata], str(live[copy.param].dtype).removeprefix("torch.")
                 locations.append(ShardLocation(copy.name, copy.box, rank, number, copy.offset, copy.stride, dtype))
             self._planner.locate()  # memory that is shared for the first time has moved; no graph has captured a CPU's
         self._is_exported = True
         return storages, locations
 
-    def run(self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline]) -> Done:
+    def take_back(self) -> None:
+        """Part the parameters, which are on a CPU, from the memory that was exported. Their addresses stay.
+
+        Raises `PlacementError`.
+        """
+        for number, storage in [*self._exported.items()]:
+            take_back(storage)
+            del self._exported[number]
+
+    def run(self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline], tell: Tell = lambda error: None) -> Done:
         """Run one whole push, or let the trainer write it where parameters were exported.
 
         Blocks until everything is verified and loaded. Marks the model `POISONED` before the first byte is written, and
@@ -143,14 +155,12 @@ class Receiver:
                 f"version {go.version} is not newer than {self.version}, which this engine serves: versions only grow"
             )
         self.state, self._done = POISONED, None
-        if self._connection is not None and go.sample is not None:
-            self._connection.check_frozen()
         done = Done(go.version, 0, 0.0, 0.0, 0.0)
         with self._model.scope():
             if self._connection is not None:
                 if self._connection.reloads:
                     self._planner.addresses.note()
-                done = self._connection.run(go, wait, new_deadline)
+                done = self._connection.run(go, wait, new_deadline, tell)
             started = time.perf_counter()
             self._check_addresses()
             _synchronise(self._model.device)
@@ -216,13 +226,19 @@ class _Connection:
         self._count = len(locations)
         self._live_frozen = Digests(frozen_tensors(model, traced, message) if message.frozen else [])
         self._noted: list[int] | None = None
+        self._model = model
         self._arrivals = Arrivals(model, traced, source, locations, message.frozen, nearest)
+        in_place = InPlace(self._arrivals)
+        self.buffers = in_place.buffers
+        kinds = FusedQuantize, ReloadPath, NativeLoader
+        self._paths: list[LoadPath] = [in_place, *(kind(self._arrivals) for kind in kinds)]
 
     def bind(self) -> None:
         """Work out every copy. Collective among workers that have parts of the same modules."""
         self._arrivals.agree_on_last_chunks()
-        in_place, self._paths = bind_load_paths(self._arrivals)
-        self.buffers = in_place.buffers
+        for path in self._paths:
+            path.bind()
+        self._collective = self._arrivals.collective_chunks()
 
     def note_frozen(self) -> None:
         """Note what the parameters hold that later pushes do not fill."""
@@ -240,11 +256,34 @@ class _Connection:
                 "everything is sent"
             )
 
-    def run(self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline]) -> Done:
-        """Verify and load every chunk of a push, as each arrives."""
-        is_first, self.is_committed = not self.is_committed, False
+    def run(self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline], tell: Tell) -> Done:
+        """Verify and load every chunk of a push, as each arrives.
+
+        Before the loading of a chunk in which workers wait for each other, they agree that none of them has failed.
+        """
+        is_first = not self.is_committed
         due = range(self._count if is_first else self._count - self._frozen)
-        self.is_whole_push = len(due) == self._count
+        meetings = deque(number for number in due if number in self._collective)
+        try:
+            if go.sample is not None:
+                self.check_frozen()
+            self.is_committed, self.is_whole_push = False, len(due) == self._count
+            return self._run(go, wait, new_deadline, due, is_first, meetings)
+        except Exception as error:
+            if meetings:  # where the others wait for this worker
+                tell(error)
+                _has_any_failed(self._model, True)
+            raise
+
+    def _run(
+        self,
+        go: Go,
+        wait: Wait,
+        new_deadline: Callable[[], Deadline],
+        due: Sequence[int],
+        is_first: bool,
+        meetings: deque[int],
+    ) -> Done:
         transfer_s = verify_s = load_s = 0.0
         nbytes, loaded = 0, []
         self._verifier.begin()
@@ -255,7 +294,14 @@ class _Connection:
             arrived = time.perf_counter()
             self._verifier.check_chunk(number, go.sample)
             verified = time.perf_counter()
+            later: list[int] = []
+            if meetings and number == meetings[0]:
+                later = [*meetings][1:]
+                meetings.clear()  # a worker that fails beside the others' collective must not begin another one
+                if _has_any_failed(self._model, False):
+                    _await_cause(wait, new_deadline())
             nbytes += sum(path.load(number) for path in self._paths)
+            meetings.extend(later)
             loaded.append(number)
             transfer_s, verify_s = transfer_s + arrived - since, verify_s + verified - arrived
             since = time.perf_counter()
@@ -294,15 +340,25 @@ def _together(model: EngineModel, wait: Wait, deadline: Deadline, tell: Tell) ->
         cause = error
         if model.all_reduce_max is not None:
             tell(error)
-    if model.all_reduce_max is not None:
-        failed = torch.tensor([float(cause is not None)], device=model.device)
-        model.all_reduce_max(failed)
-        while cause is None and failed.item():
-            if deadline.passed():
-                raise PeerError("another worker of this engine failed to connect, and the trainer did not say why")
-            wait(_LOOK_S)
+    if model.all_reduce_max is not None and _has_any_failed(model, cause is not None) and cause is None:
+        _await_cause(wait, deadline)
     if cause is not None:
         raise cause
+
+
+def _has_any_failed(model: EngineModel, failed: bool) -> bool:
+    """Return whether any worker has `failed`. Collective among workers that have parts of the same modules."""
+    assert model.all_reduce_max is not None
+    flag = torch.tensor([float(failed)], device=model.device)
+    model.all_reduce_max(flag)
+    return bool(flag.item())
+
+
+def _await_cause(wait: Wait, deadline: Deadline) -> None:
+    """Raise what the trainer says, which another worker has told what failed there."""
+    while not deadline.passed():
+        wait(_LOOK_S)
+    raise PeerError("another worker of this engine failed, and the trainer did not say why")
 
 
 def _synchronise(device: torch.device) -> None:

@@ -39,6 +39,7 @@ from weightsync.control.wire import (
     Message,
     ParametersExported,
     PlanRequest,
+    Ready,
     Release,
     typed,
 )
@@ -75,7 +76,7 @@ class WorkerSession:
     def __init__(self, model: EngineModel) -> None:
         self.receiver = Receiver(model)
         self.engine_instance = secrets.token_hex(8)
-        """Another one for each start of the engine."""
+        """Another one for each start of the engine, and after each trainer whose mapping was taken away."""
         self._model = model
         self._connection: Connection | None = None
         self._session = ""
@@ -137,9 +138,10 @@ class WorkerSession:
             connection.send(Failure(held.to_fields()), deadline, "init")
             connection.close()
             return
+        connection.watch_host(info.timeout_s)
         self._fence_off()
         if info.process != self._trainer:
-            self._mapped_by.clear()
+            self._take_memory_back()
         self._connection, self._session, self._timeout_s = connection, info.session, info.timeout_s
         self._trainer, self._name = info.process, f"engine {info.engine} worker {identity.name}"
 
@@ -156,7 +158,9 @@ class WorkerSession:
         if other is not None and isinstance(other.pop(), Release):  # it has closed its WeightSync
             self._mapped_by.clear()
         writers = [each for each in self._mapped_by if is_running(each)]
-        if writers and process != self._trainer:
+        # Memory on a GPU cannot be taken back: no driver call ends another process's mapping, and CUDA graphs have
+        # captured where the parameters lie.
+        if writers and process != self._trainer and self._model.device.type != "cpu":
             pids = ", ".join(each.split(":")[1] for each in writers)
             return EngineBusyError(
                 f"a trainer has this engine's memory mapped, does not answer, and may write there when it goes on: end "
@@ -174,6 +178,13 @@ class WorkerSession:
             with suppress(WeightSyncError):  # it is gone
                 self._connection.send(Failure(fenced.to_fields()), Deadline(_FAREWELL_S), "init")
         self.close()
+
+    def _take_memory_back(self) -> None:
+        """Part the parameters from the memory that processes of the trainer before may still write to."""
+        if any(map(is_running, self._mapped_by)):
+            self.engine_instance = secrets.token_hex(8)  # what they have mapped is no more this engine's
+            self.receiver.take_back()
+        self._mapped_by.clear()
 
     def _check_whole(self) -> None:
         """Raise where the weights are a mixture, so that the engine does not answer from them."""
@@ -281,10 +292,12 @@ class WorkerSession:
                 exported = self.receiver.export()
                 self._mapped_by = set(message.processes)
                 return ParametersExported(self.engine_instance, *exported)
+            case Ready():
+                return Ready()
             case Go():
                 # Ranks wait for each other less long, and for a worker longer. It knows for which rank it waits.
                 chunk_s = self._timeout_s + min(_GRACE_S / 2, self._timeout_s / 4)
-                self._loaded = self.receiver.run(message, wait, lambda: Deadline(chunk_s))
+                self._loaded = self.receiver.run(message, wait, lambda: Deadline(chunk_s), tell)
                 return self._loaded
             case Commit():
                 committed = Committed(message.version, self.receiver.commit(message.version))

@@ -19,6 +19,7 @@ def open_source(
     bridge: Any = None,
     vocab_size: int | None = None,
     stream_tensors: Mapping[str, Any] | None = None,
+    ranks: Any = None,
 ) -> WeightSource:
     """Return the weight source of a trainer backend. `backend` may be one itself.
 
@@ -30,7 +31,7 @@ def open_source(
 
         if bridge is not None or vocab_size is not None:
             raise ConfigError(_FOR_MEGATRON.format(backend))
-        return StreamSource(selection, stream_tensors)
+        return StreamSource(selection, stream_tensors, ranks=ranks)
     if stream_tensors is not None:
         raise ConfigError(f'stream_tensors is for backend="stream"; this is backend={backend!r}')
     if backend == "megatron":
@@ -39,7 +40,7 @@ def open_source(
 
             if vocab_size is not None:
                 raise ConfigError("a bridge that exports whole tensors knows the vocabulary: leave vocab_size out")
-            return BridgeSource(selection, bridge)
+            return BridgeSource(selection, bridge, ranks=ranks)
         from weightsync.sources.megatron import MegatronSource
 
         return MegatronSource(selection, bridge=bridge, vocab_size=vocab_size)

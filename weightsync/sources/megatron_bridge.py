@@ -32,13 +32,13 @@ class BridgeSource(StreamSource):
     time out. Raises `ConfigError` for an object without either interface, and as `StreamSource` does.
     """
 
-    def __init__(self, selection: TensorSelection, bridge: Any) -> None:
+    def __init__(self, selection: TensorSelection, bridge: Any, *, ranks: Any = None) -> None:
         if not (hasattr(bridge, "export_hf_weights") or hasattr(bridge, "export_weights")):
             raise ConfigError(
                 f"megatron_bridge={bridge!r} is neither the name of a family nor an object with `export_hf_weights` "
                 "(Megatron-Bridge) or `export_weights` (mbridge)"
             )
-        super().__init__(selection)
+        super().__init__(selection, ranks=ranks)
         self._bridge = bridge
         self._chunks: list[Any] = []
 

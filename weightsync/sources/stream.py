@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightsync.control.ranks import place_among
 from weightsync.errors import ConfigError, ManifestError, UnsupportedError
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.report import format_bytes
@@ -33,18 +34,23 @@ class StreamSource:
     tensors: what streams give, in their order: the `shape` and `dtype` of each name. None learns it from the first one.
         An iterator can be read once only, so that what it gives is kept in CPU memory for that push.
 
+    ranks: as for `WeightSync`.
+
     Rank 0's tensors travel. Another rank gives the same stream, which is advanced as rank 0's is and dropped, or None.
     Streams of lists and dicts may differ from push to push. Any other must give what the first one gave. A first tensor
     that differs is found in `shards`, and any later one in `gather`. A tensor keeps its values until it has been sent.
     Raises `ConfigError` for a selection that has no effect.
     """
 
-    def __init__(self, selection: TensorSelection, tensors: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, selection: TensorSelection, tensors: Mapping[str, Any] | None = None, *, ranks: Any = None
+    ) -> None:
         if selection.frozen or selection.only_trained:
             raise ConfigError("a stream gives all tensors in each push anyway: freeze none")
         if not selection.buffers:
             raise ConfigError("a stream decides what travels: leave buffers out, or exclude them by name")
         self.selection = selection
+        self._ranks = ranks
         self._given = [
             TensorMeta(name, tuple(each.shape), dtype_name(each))
             for name, each in (tensors or {}).items()
@@ -84,9 +90,9 @@ class StreamSource:
             self._check(first[0], 0)
             self._device = self._device or first[1].device
             self._coming = _all_of(deque([first]), coming)
-        elif _rank() == 0:
+        elif self._is_first():
             raise ManifestError("the stream gives no tensors", missing=list(self._places))
-        if not self._shards and self._device is not None and _rank() == 0:
+        if not self._shards and self._device is not None and self._is_first():
             empty = {
                 meta.dtype: torch.empty((), dtype=getattr(torch, meta.dtype), device=self._device)
                 for meta in self._known
@@ -119,8 +125,11 @@ class StreamSource:
                 return
             self._check(arrival[0], self._at)
             self._at += 1
-            if names and _rank() == 0:
+            if names and self._is_first():
                 self._arrived[arrival[0].name] = arrival[1]
+
+    def _is_first(self) -> bool:
+        return place_among(self._ranks)[0] == 0
 
     def _value(self, name: str) -> torch.Tensor:
         return self._arrived[name]
@@ -152,7 +161,7 @@ class StreamSource:
                 names.add(meta.name)
                 known.append(meta)
                 self._device = self._device or tensor.device
-                if kept is not None and _rank() == 0:
+                if kept is not None and self._is_first():
                     kept.append((meta, tensor.to("cpu", copy=True)))
             if kept:
                 logger.warning(
@@ -203,7 +212,3 @@ def _all_of(kept: deque[_Arrival], coming: Iterable[_Arrival] = ()) -> Iterator[
 
 def _described(meta: TensorMeta) -> str:
     return f"{meta.name} as {meta.shape} {meta.dtype}"
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

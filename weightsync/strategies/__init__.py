@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from weightsync.errors import ConfigError
@@ -32,4 +33,5 @@ def open_strategy(transport: Any, options: Options) -> UpdateStrategy:
     if hasattr(transport, "open"):
         strategy: UpdateStrategy = transport.open(options)
         return strategy
-    return CopyWeights(options, open_transport(transport))
+    has_others = isinstance(transport, str) and options.backend != "stream"  # a stream gives everything once
+    return CopyWeights(options, open_transport(transport), partial(open_transport, transport) if has_others else None)
