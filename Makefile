@@ -34,8 +34,8 @@ PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorde
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help chaos compare-trl deltas endurance fleet fuzz matrix test test-unit test-fake test-hosts test-integrations test-verl demo \
-    lint clean
+.PHONY: help chaos compare-trl deltas endurance fleet fuzz matrix test test-unit test-fake test-hosts test-integrations test-verl \
+    demo lint clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
