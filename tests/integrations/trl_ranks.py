@@ -187,7 +187,7 @@ def asynchronous(rank: int, port: int, checkpoint: Path, url: str) -> None:
         save_strategy="no",
         disable_tqdm=True,
     )
-    sync = WeightSync("stream", "ipc", url)
+    sync = WeightSync("stream", "ipc", url, ranks="alone")
     trainer = AsyncGRPOTrainer(
         str(checkpoint),
         args=config,

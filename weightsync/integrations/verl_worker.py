@@ -7,6 +7,7 @@ from typing import Any
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
+from weightsync.errors import ConfigError
 from weightsync.vllm.extension import WeightSyncWorkerExtension
 
 
@@ -19,12 +20,13 @@ class WorkerExtension(WeightSyncWorkerExtension, vLLMColocateWorkerExtension):
         """Receive verl's empty update, whose sender waits for that.
 
         verl's method would run vLLM's post-processing again, over weights that weightsync has brought into a kernel's
-        format.
+        format. Raises `ConfigError` for an update that is not empty.
         """
+        names: list[str] = []
         receiver = BucketedWeightReceiver(self._get_zmq_handle(), self.device, use_shm)
-        receiver.receive_weights(on_bucket_received=_refuse)
-
-
-def _refuse(weights: list[Any], is_last: bool) -> None:
-    if weights:
-        raise NotImplementedError(f"verl sent {weights[0][0]} itself, and weightsync is to send all weights")
+        receiver.receive_weights(on_bucket_received=lambda weights, is_last: names.extend(name for name, _ in weights))
+        if names:
+            raise ConfigError(
+                f"verl has sent {len(names)} tensors itself, such as {names[0]}, and they are dropped: choose "
+                "checkpoint_engine.backend=weightsync, or leave out weightsync's worker extension"
+            )
