@@ -34,7 +34,8 @@ PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorde
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help chaos endurance fuzz matrix test test-unit test-fake test-hosts demo lint clean
+.PHONY: help chaos compare-trl deltas endurance fleet fuzz matrix test test-unit test-fake test-hosts test-integrations \
+    test-verl demo lint clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,14 +53,23 @@ chaos: $(INSTALLED) ## Kill, stop and delay trainers and engines for longer: `ma
 	CHAOS_STEPS=$(or $(STEPS),300) CHAOS_S=1e9 CHAOS_SEED=$(or $(SEED),1) $(PY) -m pytest -q -s --timeout 0 \
 	    -o faulthandler_timeout=0 tests/fake/test_chaos.py $(ARGS)
 
+fleet: $(INSTALLED) ## Pushes while engines are added, removed, killed, stopped and revived: `make fleet PUSHES=200 SEED=7`.
+	FLEET_PUSHES=$(or $(PUSHES),200) FLEET_SEED=$(or $(SEED),1) $(PY) -m pytest -q -s --timeout 0 \
+	    -o faulthandler_timeout=0 tests/fake/test_fleet_chaos.py $(ARGS)
+
 endurance: $(INSTALLED) ## What 10,000 pushes and 100 reconnects leave behind: `make endurance PUSHES=500 RECONNECTS=5`.
 	PYTHONPATH=. $(PY) tests/support/endurance.py $(or $(PUSHES),10000) $(or $(RECONNECTS),100) --svg docs/endurance.svg $(ARGS)
 
 test-fake: $(INSTALLED) ## Those with rank processes and engines without vLLM, in a few minutes.
 	$(PYTEST) tests/fake $(ARGS)
 
-test-hosts: $(INSTALLED) ## Pushes between hosts, made of namespaces: all cases of blocked ports and addresses. Needs root.
-	TEST_HOSTS=1 $(PY) -m pytest -q tests/fake/test_hosts.py tests/engine/test_push_between_hosts.py $(ARGS)
+test-hosts: $(INSTALLED) ## Pushes between hosts, made of namespaces: addresses, blocked ports, chains of engines. Needs root.
+	TEST_HOSTS=1 $(PY) -m pytest -q tests/fake/test_hosts.py tests/fake/test_hybrid_hosts.py tests/fake/test_relays.py \
+	    tests/engine/test_push_between_hosts.py $(ARGS)
+
+deltas: $(INSTALLED) ## How much a step changes of a policy, and what sending the changes gains on slow links. Needs root.
+	PYTHONPATH=. $(PY) tests/support/delta_density.py
+	TEST_HOSTS=1 $(PY) -m pytest -q -s tests/fake/test_deltas_between_hosts.py $(ARGS)
 
 matrix: $(INSTALLED) ## All failures at all moments, in an hour or two: writes docs/failure-matrix.md. What is in .matrix is not run again.
 	$(PY) tests/matrix/run.py --transport ipc broadcast checkpoint single_copy lora
@@ -67,6 +77,16 @@ matrix: $(INSTALLED) ## All failures at all moments, in an hour or two: writes d
 	$(PY) tests/matrix/run.py --client HTTP --timeout-s 8 --transport ipc broadcast lora
 	for client in LLM AsyncLLM Ray "LLM in one process"; do $(PY) tests/matrix/run.py --client "$$client" --timeout-s 8; done
 	$(PY) tests/matrix/run.py --page
+
+test-integrations: .venv-trl/.installed ## Train with TRL's own trainers, in an environment over $(VENV) that has TRL.
+	.venv-trl/bin/python -m pytest -q --durations=25 tests/integrations $(ARGS)
+
+compare-trl: .venv-trl/.installed ## TRL's own way of synchronising weights beside weightsync's, in a few minutes.
+	PYTHONPATH=.:tests:tests/support:tests/integrations .venv-trl/bin/python tests/integrations/compare_trl.py
+
+test-verl: .venv-verl/.installed ## Update weights with verl's own manager, workers and servers, in an environment that has verl.
+	VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=verl_cpu PYTHONPATH=.:tests/integrations:tests/integrations_verl \
+	    .venv-verl/bin/python -m pytest -q -W default tests/integrations_verl $(ARGS)
 
 demo: $(INSTALLED) ## Push to a live vLLM, prove it equal to a cold start, then learn from reward: `make demo TRANSPORT=ipc|broadcast`.
 	$(PY) -m weightsync demo --transport $(TRANSPORT) $(ARGS)
@@ -97,4 +117,14 @@ $(VENV)/.installed: $(LOCK) setup.py
 	@grep '^torchvision==' $(LOCK) | xargs -r $(PIP) --no-deps --upgrade --target $(VENV)/torchvision
 	@DS_BUILD_OPS=0 $(PIP) --no-deps --no-build-isolation "$$(grep '^deepspeed==' $(LOCK))"
 	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# Environments of frameworks. They see what $(PY) has, and what their lock file names comes first. torch goes with its
+# dependencies: see above.
+.venv-%/.installed: requirements-%.lock $(INSTALLED)
+	@test -x $(@D)/bin/python || $$($(PY) -c 'import sys; print(sys._base_executable)') -m venv $(@D)
+	@$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
+	@grep '^torch==' $< | xargs -r $(@D)/bin/python -m pip --disable-pip-version-check install --quiet
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --requirement $<
 	@touch $@

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from weightsync.config import WeightSyncConfig
 from weightsync.errors import (
     ConfigError,
     DigestError,
@@ -59,6 +60,7 @@ __all__ = [
     "ThresholdBucketer",
     "UnsupportedError",
     "WeightSync",
+    "WeightSyncConfig",
     "WeightSyncError",
     "WorkerReport",
     "save",

@@ -25,6 +25,7 @@ class PushReport:
 
     nbytes: the size of the weights in the dtypes that travel, each tensor counted once.
     chunks: how many chunks they travelled in.
+    sent_bytes: how many bytes the trainer's ranks have sent. Zero where workers read them themselves.
     plan_s: agreeing on what travels and how; near zero when nothing has moved.
     control_s: everything before the engines were told to go and after the last of them was done, `plan_s` included.
     gather_s: rank 0's part of sending.
@@ -42,6 +43,7 @@ class PushReport:
     version: int
     nbytes: int
     chunks: int = 0
+    sent_bytes: int = 0
     plan_s: float = 0.0
     control_s: float
     gather_s: float = 0.0
@@ -61,6 +63,15 @@ class PushReport:
             f"{format_seconds(self.pause_s)}; overlapping: "
             + ", ".join(f"{part} {format_seconds(getattr(self, part + '_s'))}" for part in parts)
         )
+
+    def metrics(self, prefix: str = "weightsync/") -> dict[str, float]:
+        """Return the report as numbers by name, such as "weightsync/total_s", for a tracker of experiments."""
+        numbers: dict[str, float] = {
+            name: float(value) for name, value in vars(self).items() if isinstance(value, (int, float))
+        }
+        numbers |= {f"load_paths/{path}": float(count) for path, count in self.load_paths.items()}
+        numbers["left_out"] = float(len(self.left_out))
+        return {prefix + name: number for name, number in numbers.items()}
 
     @classmethod
     def from_dict(cls, fields: dict[str, object]) -> PushReport:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -39,6 +40,9 @@ class TensorSelection:
         trains, or a module that must be loaded whole, still travels. Where an engine has lost weights in between, as in
         vLLM's sleep at level 2, a push sends everything. With verify="none" that is not noticed.
     only_trained: whether parameters that need no gradient, and have no adapter, are frozen as well.
+    rename: regular expression to what takes the place of each match in a name, in this order; or a function that
+        returns the new name. `exclude` is of the names before, all other patterns are of those after. Where a push
+        copies weights or saves them.
     """
 
     exclude: Sequence[str] = ()
@@ -47,6 +51,7 @@ class TensorSelection:
     only_trained: bool = False
     dtypes: Mapping[str, str] = field(default_factory=dict)
     unquantized: Sequence[str] = UNQUANTIZED
+    rename: Mapping[str, str] | Callable[[str], str] | None = None
 
     def __post_init__(self) -> None:
         for name in ("exclude", "frozen", "unquantized"):
@@ -58,6 +63,29 @@ class TensorSelection:
                 itemsize(dtype)
             except ConfigError as error:
                 raise ConfigError(f"dtypes[{pattern!r}]: {error.message}") from None
+        if not isinstance(self.rename, Mapping):
+            if self.rename is not None and not callable(self.rename):
+                raise ConfigError(f"rename={self.rename!r}; expected pattern to replacement, or a function of a name")
+            return
+        for pattern, replacement in self.rename.items():
+            try:
+                re.sub(pattern, replacement, "")
+                re.compile(pattern)
+            except (re.error, TypeError) as error:
+                raise ConfigError(f"rename[{pattern!r}]={replacement!r}: {error}") from None
+
+    def renamed(self, name: str) -> str:
+        """Return the name under which `name` travels. Raises `ConfigError` where a function returns none."""
+        if self.rename is None:
+            return name
+        if isinstance(self.rename, Mapping):
+            for pattern, replacement in self.rename.items():
+                name = re.sub(pattern, replacement, name)
+            return name
+        found = self.rename(name)
+        if not isinstance(found, str):
+            raise ConfigError(f"rename gives {found!r} for {name}; expected a name. TensorSelection.exclude leaves out")
+        return found
 
     def excludes(self, name: str) -> bool:
         """Return whether `name` never travels."""

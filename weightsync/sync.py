@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
+from weightsync import telemetry
+from weightsync.config import WeightSyncConfig, read_config
 from weightsync.control.ranks import Ranks, collective
-from weightsync.control.update import Update
-from weightsync.engines import LoraAdapter
+from weightsync.control.update import Timeline, Update
+from weightsync.control.wire import POISONED
+from weightsync.engines import EngineList, LoraAdapter
 from weightsync.errors import ConfigError, FrozenLostError, WeightSyncError
 from weightsync.planning.bucketing import Bucketer
 from weightsync.report import PushReport
@@ -23,10 +30,6 @@ from weightsync.strategies.base import Options, StrategyOption
 from weightsync.transports.base import Transport
 
 logger = logging.getLogger(__name__)
-
-ENGINE_FAILURES = ("raise", "drop")
-PAUSE_MODES = ("keep", "wait", "abort")
-VERIFY_MODES = ("sampled", "full", "none")
 
 
 class WeightSync:
@@ -42,8 +45,8 @@ class WeightSync:
     succeeds.
 
     backend: how the trainer holds its weights. "fsdp" stands for FSDP2, FSDP1, DDP and plain modules, "deepspeed" for
-        ZeRO 0 to 3, "megatron" for a Megatron-core `GPTModel` or the list of its chunks. A `WeightSource` of your own
-        works too.
+        ZeRO 0 to 3, "megatron" for a Megatron-core `GPTModel` or the list of its chunks. "stream" takes pairs of a
+        checkpoint name and a whole tensor, one after the other. A `WeightSource` of your own works too.
     transport: "ipc" (engines on this host) or "broadcast" (any host). "cuda_ipc" and "nccl" do the same and refuse
         CPU tensors. `CheckpointTransport(folder)` leaves a checkpoint of each version behind. "lora", or
         `LoraTransport(...)`, pushes a LoRA adapter alone, under a new name each time. "single_copy", or
@@ -51,8 +54,9 @@ class WeightSync:
         A `Transport` of your own, or the name of one in the entry point group "weightsync.transports", works too.
     engine: an `LLM`, an `AsyncLLM`, a Ray actor handle of either, an "http://..." address, a
         `weightsync.engines.server.VllmServer`, an object with the methods of `weightsync.engines.Engine`, or a list of
-        these. None means $WEIGHTSYNC_ENGINE, or else http://localhost:8000. Rank 0 gives what every process can reach,
-        and the other ranks give the same or None. What lives in a rank's process, such as an `LLM`, that rank gives.
+        these; or a callable that returns them, or the `Path` of a file of addresses, which each push reads anew. None
+        means $WEIGHTSYNC_ENGINE, or else http://localhost:8000. Rank 0 gives what every process can reach, and the
+        other ranks give the same or None. What lives in a rank's process, such as an `LLM`, that rank gives.
     bucketer: "module", "threshold" or "parameter", or an object with a `bucket` method. It decides the order in which
         tensors travel and which travel together. None means modules for ipc, and full buckets for everything else and
         for backend="megatron".
@@ -61,7 +65,8 @@ class WeightSync:
     selection: which tensors travel, how often, and in which dtype. None means all of them, at every push, in the
         narrower of the trainer's and the engine's dtype.
     pause: what happens to running requests. "keep", the default, freezes them and recomputes their KV cache with the
-        new weights. "wait" lets them finish first, "abort" ends them.
+        new weights. "wait" lets them finish first, "abort" ends them. "caller": the caller has paused every engine, and
+        resumes it after the push. An engine that says that it generates is refused.
     timeout_s: the timeout of each wait, the wait for all ranks to call `push` included. Ranks other than 0 may wait a
         few times longer, because rank 0 performs several waits for them.
     verify: which bytes are compared by digests before the push commits. "full": all. "sampled", the default: all in
@@ -73,14 +78,23 @@ class WeightSync:
         quantises does so itself, with the same outcome.
     on_engine_failure: what a push does when an engine of several is lost. "raise", the default, raises, and leaves the
         others paused and `POISONED`; `leave_out_lost` lets the next push go on without it. "drop" pushes again, at
-        once, to those that are left. `PushReport.left_out` names the lost ones. A later push includes them when they
-        answer again.
+        once, to those that are left, but raises where a stream is an iterator. `PushReport.left_out` names the lost
+        ones. A later push includes them when they answer again.
+    encoding: with transport="broadcast" and tensors on CPUs. "auto" sends what has changed since the last push, where
+        the link is so slow that this is faster. "delta" does so over any link. Both ends keep what was sent last:
+        docs/deltas.md says how much memory that takes. None, the default, sends everything.
     progress: a progress bar on rank 0 for long pushes. None means only on a terminal.
     megatron_bridge: for backend="megatron", the family whose checkpoint names are used ("mixtral"). None means that the
         names follow from the model, as for all known families but Mixtral. Any other family needs an object that
         exports the model, such as Megatron-Bridge's `AutoBridge` or mbridge's `Bridge`. It gathers every tensor.
     vocab_size: for backend="megatron", how many rows of the embedding the checkpoint has. None means all rows, with
         Megatron's padding.
+    ranks: which processes push together, as "every rank" and "rank 0" mean here. None: the default process group, or
+        this process where there is none. A process group: its ranks alone. "alone": this process, which must hold whole
+        tensors; so one rank of a job, or each for itself, may push.
+    stream_tensors: for backend="stream", what streams give, in their order: an object with `shape` and `dtype` for each
+        name, such as a tensor on the meta device. None learns it from the first stream, which is read twice, or is kept
+        in CPU memory where it is an iterator. Every rank gives the same.
 
     Raises `ConfigError` for options that cannot work together, and for an option that would have no effect.
     """
@@ -99,66 +113,125 @@ class WeightSync:
         verify: str | None = None,
         quantize: str | None = None,
         on_engine_failure: str | None = None,
+        encoding: str | None = None,
         progress: bool | None = None,
         megatron_bridge: Any = None,
         vocab_size: int | None = None,
+        ranks: str | ProcessGroup | None = None,
+        stream_tensors: Mapping[str, Any] | None = None,
     ) -> None:
-        if pause not in (None, *PAUSE_MODES):
-            raise ConfigError(f"pause={pause!r}; choose one of {', '.join(PAUSE_MODES)}")
-        if verify not in (None, *VERIFY_MODES):
-            raise ConfigError(f"verify={verify!r}; choose one of {', '.join(VERIFY_MODES)}")
-        if on_engine_failure not in (None, *ENGINE_FAILURES):
-            raise ConfigError(f"on_engine_failure={on_engine_failure!r}; choose one of {', '.join(ENGINE_FAILURES)}")
-        if not timeout_s > 0:
-            raise ConfigError(f"timeout_s={timeout_s!r}; it must be positive seconds")
-        if selection is None:
-            selection = TensorSelection()
-        elif not isinstance(selection, TensorSelection):
-            raise ConfigError(
-                f"selection={selection!r}; expected a TensorSelection, such as TensorSelection(**options)"
-            )
-        options = Options(
-            backend=backend,
-            source=open_source(backend, selection, bridge=megatron_bridge, vocab_size=vocab_size),
-            engine=engine,
-            selection=selection,
-            bucketer=bucketer,
-            max_bytes=max_bytes,
-            pause=pause,
-            verify=verify,
-            quantize=quantize,
-            progress=progress,
+        given: dict[str, Any] = {
+            "backend": backend,
+            "transport": transport,
+            "engine": engine,
+            "bucketer": bucketer,
+            "max_bytes": max_bytes,
+            "selection": selection,
+            "pause": pause,
+            "timeout_s": timeout_s,
+            "verify": verify,
+            "quantize": quantize,
+            "on_engine_failure": on_engine_failure,
+            "encoding": encoding,
+            "progress": progress,
+            "megatron_bridge": megatron_bridge,
+            "vocab_size": vocab_size,
+            "ranks": ranks,
+        }
+        config = WeightSyncConfig(**given)
+        source = open_source(
+            backend,
+            config.selection,
+            bridge=megatron_bridge,
             vocab_size=vocab_size,
-            timeout_s=timeout_s,
-            on_engine_failure=on_engine_failure,
+            stream_tensors=stream_tensors,
+            ranks=ranks,
         )
         self._drops = on_engine_failure == "drop"
         self._lost: list[str] = []
+        self._busy = threading.Lock()
+        options = Options(**vars(config), source=source, engines=EngineList(engine, timeout_s))
         self._strategy = open_strategy(transport, options)
-        self._ranks = Ranks(timeout_s)
+        self._ranks = Ranks(timeout_s, ranks)
         self.last_report: PushReport | None = None
         """The report of the last `push` or `writing` that succeeded, on every rank."""
 
-    def push(self, model: Model, version: int | None = None) -> PushReport:
+    @classmethod
+    def from_config(cls, config: WeightSyncConfig | Mapping[str, Any], **objects: Any) -> WeightSync:
+        """Return the `WeightSync` of a config, such as one that OmegaConf has read.
+
+        `objects` are options that no file holds, such as `engine=llm`, and take the place of the config's. Raises
+        `ConfigError` as `WeightSync` does, and for a field that is no option.
+        """
+        return cls(**{**read_config(config), **objects})
+
+    def push(self, model: Model, version: int | None = None, *, label: object = None) -> PushReport:
         """Make every engine serve the weights that `model` has now. Collective: every trainer rank calls this.
 
+        With backend="stream" `model` is the stream of this push: a list, a dict, a function that returns an iterable,
+        or an iterator. Rank 0's is sent. The other ranks give the same, since giving may take collectives, or None.
+
         Blocks until every engine serves them. `version` must be greater than any that an engine has had, from earlier
-        trainers too. None takes the next. Returns the same report on every rank. Raises the same `WeightSyncError` on
-        every rank; docs/failures.md says what each leaves behind.
+        trainers too. None takes the next. `label` is what engines report with their answers in the place of the
+        version, such as the trainer's step, and may repeat.
+
+        Returns the same report on every rank. Raises the same `WeightSyncError` on every rank; docs/failures.md says
+        what each leaves behind.
         """
+        if label is not None and (str(label).startswith(POISONED) or not self._strategy.takes_labels):
+            raise ConfigError(
+                f"label={label!r}; it must not begin with {POISONED}, and has no effect with adapters and restarts"
+            )
         while True:
             try:
                 with self._collective(version) as update:
-                    report = self.last_report = self._strategy.run(update, model)
+                    update.label = None if label is None else str(label)
+                    report = update.report = self._strategy.run(update, model)
                 return report
             except FrozenLostError as error:
                 logger.warning("sending everything: %s", error)
             except WeightSyncError as error:
-                self._lost = getattr(error, "lost", [])
-                if not self._drops or not self._lost or not getattr(error, "survivors", []):
+                is_spent = isinstance(model, Iterator)  # a stream that cannot be read again
+                if not self._drops or not self._lost or not getattr(error, "survivors", []) or is_spent:
                     raise
                 logger.warning("pushing again, without %s: %s", ", ".join(self._lost), error)
                 self.leave_out_lost()
+
+    async def push_async(self, model: Model, version: int | None = None, *, label: object = None) -> PushReport:
+        """Push as `push` does, in a thread, while the event loop goes on. Collective, with ranks that call `push` too.
+
+        The model must not change meanwhile. What the caller's current stream of a GPU has queued is waited for. A task
+        that is cancelled ends when the push has ended. Raises as `push` does.
+        """
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+        def run() -> PushReport:
+            with torch.cuda.stream(stream) if stream is not None else nullcontext():
+                return self.push(model, version, label=label)
+
+        pushing = asyncio.ensure_future(asyncio.to_thread(run))
+        try:
+            return await asyncio.shield(pushing)
+        except asyncio.CancelledError:
+            await asyncio.wait([pushing])
+            raise
+
+    def catch_up(self, model: Model) -> PushReport | None:
+        """Push the version of the last push to the engines that lack it, while the others generate on. Collective.
+
+            sync.engines.add("http://10.0.0.7:8000")
+            sync.catch_up(model)
+
+        Without it, the next push reaches them as well. `model` must be as it was pushed. Blocks until they serve it.
+        Returns the report, of these engines alone, or None where none lacks it. Raises as `push` does.
+        """
+        with self._collective() as update:
+            return self._strategy.catch_up(update, model)
+
+    @property
+    def engines(self) -> EngineList:
+        """The engines, to add some and to remove some. Raises `ConfigError` where the transport has one engine."""
+        return self._strategy.engines
 
     def leave_out_lost(self) -> list[str]:
         """Leave the engines that the last push has lost out of the next ones, until these answer again.
@@ -200,7 +273,6 @@ class WeightSync:
         """
         with self._collective(version) as update, self._strategy.writing(update):
             yield
-        self.last_report = update.report
 
     @property
     def adapter(self) -> LoraAdapter | None:
@@ -221,7 +293,28 @@ class WeightSync:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _collective(self, version: int | None = None) -> AbstractContextManager[Update]:
+    @contextmanager
+    def _collective(self, version: int | None = None) -> Iterator[Update]:
         if version is not None and not isinstance(version, int):
             raise ConfigError(f"version={version!r}; it must be a whole number, or None for the next")
-        return collective(self._ranks, version, self._strategy.explain, self._strategy.reset)
+        if not self._busy.acquire(blocking=False):
+            raise ConfigError("this WeightSync is pushing already, in another thread or task: wait for that push first")
+        timeline = Timeline()
+        try:
+            with collective(self._ranks, version, self._strategy.explain, self._reset) as update:
+                timeline = update.timeline
+                yield update
+        except WeightSyncError as error:
+            if self._ranks.rank == 0:
+                telemetry.push_failed(timeline, error)
+            raise
+        finally:
+            self._busy.release()
+        if update.report is not None:
+            self.last_report = update.report
+            if self._ranks.rank == 0:
+                telemetry.push_succeeded(timeline, update.report)
+
+    def _reset(self, error: WeightSyncError) -> None:
+        self._lost = getattr(error, "lost", [])
+        self._strategy.reset(error)

@@ -1,4 +1,4 @@
-"""Pushed equals cold under one controller, on the trainer's own places and on others."""
+"""Pushed equals cold under one controller: an `LLM` on the trainer's own places, an `AsyncLLM` on others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import ray
 import tiny_models
 import torch
 from engines import NOT_COMPILED, PROMPTS
-from hybrid_trainers import Fsdp, Megatron
+from hybrid_trainers import AsyncRollout, Fsdp, Megatron
 from tensordict import TensorDict
 
 from weightsync.hybrid import ResourcePool, RolloutGroup, WorkerGroup
@@ -66,7 +66,7 @@ def test_pushed_equals_cold_in_both_placements(cluster: None, checkpoints: dict[
     with (
         WorkerGroup(shared, Fsdp, MODEL, "B", timeout_s=300.0) as fsdp,
         RolloutGroup(shared, model=str(checkpoints["A"]), tensor_parallel_size=2, **ENGINE) as colocated,
-        RolloutGroup(apart, model=str(checkpoints["B"]), **ENGINE) as split,
+        RolloutGroup(apart, model=str(checkpoints["B"]), actor=AsyncRollout, **ENGINE) as split,
     ):
         cold_of_a, cold_of_b = answers(colocated), answers(split)
         with colocated.follow(fsdp, max_bytes=1 << 16) as sync:

@@ -356,14 +356,16 @@ Mamba, whose convolution it has packed. vLLM has no Bamba since 0.23.
 With vLLM 0.26.0, transformers 5.17.0, CUDA graphs and a trainer in the engine's process, pushed equals cold for A, B
 and A, with requests before, between and after.
 
-On H100s these are 66 families of the 81 that were tried
-([results](../benchmarks/results/2026-11-25-h100-families.json)). [The registry](registry.md#equal-answers) lists them.
+On H200s these are 70 families of the 83 that were tried
+([results](../benchmarks/results/2026-11-25-h200-families.json)). [The registry](registry.md#equal-answers) lists them.
 Among them are DeepSeek-V2 and V3, dots.llm1, GLM-4.5, GPT-OSS, Mixtral, OLMoE and Qwen3-MoE, whose routers and sinks
-have state of their own, and the hybrids and state-space models but for Bamba, LFM2 and Qwen3-Next. None answered
-otherwise. vLLM 0.26 did not start there for the other 15: Bamba, BLOOM, Gemma 3n, Gemma 4, GLM-4 MoE Lite, Hunyuan,
-Hunyuan MoE, LFM2, Mellum, MiMo-V2, MiniMax-M2, MPT, Phi, PhiMoE and Qwen3-Next.
+have state of their own, and the hybrids and state-space models but for Qwen3-Next and Qwen3.5. None answered otherwise.
+vLLM 0.26 did not start there for the other 13: BLOOM, Gemma 3n, Gemma 4, GLM-4 MoE Lite, Hunyuan, Hunyuan MoE, Mellum,
+MiMo-V2, MPT, Phi, Qwen3-Next, Qwen3.5 and Qwen3.5 MoE.
 
     weightsync bench --families benchmarks/families.json --no-peers --num-iters 1 --jobs 11 --client extension
+
+GPT-OSS is equal in [MXFP4](quantized.md#which-engines) too, as its own checkpoints are (`tests/gpu/test_mxfp4.py`).
 
 Also on an H100, with pictures in the prompts (`tests/gpu/test_pictures.py`): Gemma 3, Qwen2-VL, Qwen2.5-VL and
 Qwen3-VL, with their towers and without.

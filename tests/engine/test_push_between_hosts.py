@@ -1,4 +1,4 @@
-"""FSDP2 ranks on two hosts push to vLLM on a third: it answers as one on a fourth that was started from the weights."""
+"""FSDP2 ranks on two hosts push to vLLM on two others: both answer as one that was started from the weights."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ START_S, TIMEOUT_S = 300.0, 60.0
 TRAINER = {KEY: "k" * 32, PORTS: f"{HUB_PORT}-{HUB_PORT + 3}"}
 
 
-def join(host: Host, rank: int, engine: str) -> None:
+def join(host: Host, rank: int, engines: list[str]) -> None:
     os.environ |= TRAINER
     os.environ |= {"MASTER_ADDR": "A", "MASTER_PORT": str(GROUP_PORT), "RANK": str(rank), "WORLD_SIZE": "2"}
     dist.init_process_group("gloo")
     model = tiny_models.shard(tiny_models.build("qwen3", "A"))
-    host.kept.append(WeightSync("fsdp", "broadcast", engine, timeout_s=TIMEOUT_S))
+    host.kept.append(WeightSync("fsdp", "broadcast", engines, timeout_s=TIMEOUT_S))
     host.model = model
 
 
@@ -71,20 +71,26 @@ def serve(hosts: Hosts, name: str, folder: Path, *options: str) -> subprocess.Po
 @pytest.mark.parametrize("tp", [1, 2])
 def test_pushed_equals_cold_between_hosts(tmp_path: Path, tp: int) -> None:
     folders = {weights: tiny_models.save(tiny_models.build("qwen3", weights), tmp_path / weights) for weights in "AB"}
-    with Hosts("A", "B", "C", "D", shared=tmp_path) as hosts:
-        serve(hosts, "C", folders["A"], f"--tensor-parallel-size={tp}")
+    with Hosts("A", "B", "C", "D", "E", shared=tmp_path) as hosts:
+        urls = [f"http://{name}:{PORT}" for name in "CE"]
         ranks = [hosts.python(name) for name in "AB"]
         for rank, remote in enumerate(ranks):
-            remote.begin(join, rank, f"http://C:{PORT}")
+            remote.begin(join, rank, urls)
         for remote in ranks:
             remote.result()
-        ranks[0].call(wait_for, f"http://C:{PORT}", timeout_s=START_S + 10)
-        first = ranks[0].call(ask, f"http://C:{PORT}")
+
+        def answers(url: str) -> list[Answer]:
+            ranks[0].call(wait_for, url, timeout_s=START_S + 10)
+            return ranks[0].call(ask, url)
+
         serve(hosts, "D", folders["B"], f"--tensor-parallel-size={tp}")
-        ranks[0].call(wait_for, f"http://D:{PORT}", timeout_s=START_S + 10)
-        cold = ranks[0].call(ask, f"http://D:{PORT}")
-        assert difference(first, cold) > 0
+        cold = answers(f"http://D:{PORT}")
         hosts.down("D")
+        for name in "CE":
+            serve(hosts, name, folders["A"], f"--tensor-parallel-size={tp}")
+        first = answers(urls[0])
+        assert difference(first, cold) > 0
+        assert difference(first, answers(urls[1])) == 0
 
         # The engine is whole after an init that has failed: the answers of its workers stay in order.
         blocked = f"pref 5 to {hosts.address('A')} ipproto tcp dport {HUB_PORT}-{HUB_PORT + 3} prohibit"
@@ -94,10 +100,11 @@ def test_pushed_equals_cold_between_hosts(tmp_path: Path, tp: int) -> None:
         for text in [remote.result() for remote in ranks]:
             assert f"worker tp={tp - 1} pp=0 dp=0 on C could not reach trainer rank 0 at 10.77.0.1:{HUB_PORT}" in text
         hosts.sh("C", f"ip rule del {blocked}")
-        assert difference(ranks[0].call(ask, f"http://C:{PORT}"), first) == 0
+        assert [difference(answers(url), first) for url in urls] == [0, 0]
 
         for weights, expected in (("B", cold), ("A", first)):
             for remote in ranks:
                 remote.begin(push, weights)
             assert [remote.result() for remote in ranks] == ["", ""]
-            assert difference(ranks[0].call(ask, f"http://C:{PORT}"), expected) == 0, weights
+            # The engine on C has passed the weights on to the one on E.
+            assert [difference(answers(url), expected) for url in urls] == [0, 0], weights

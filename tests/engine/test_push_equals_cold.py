@@ -92,6 +92,30 @@ def test_an_engine_of_two_workers_keeps_what_every_engine_promises(engines: Remo
     assert_same(engines.call(Engines.ask), before, "nothing was pushed")
 
 
+def push_between(trainer: Trainer, share: float) -> PushReport:
+    """Push the weights "A" with this share of the values of "B"."""
+    params = [param.to_local().detach() for param in trainer.model.parameters()]
+    tiny_models.fill(trainer.model, "B")
+    others = [param.clone() for param in params]
+    tiny_models.fill(trainer.model, "A")
+    draw = torch.Generator().manual_seed(trainer.rank)
+    for param, other in zip(params, others, strict=True):
+        param.copy_(torch.where(torch.rand(param.shape, generator=draw) < share, other, param))
+    return trainer.sync.push(trainer.model)
+
+
+def test_pushed_as_differences_equals_cold(engines: Remote, trainers: Trainers):
+    model, tp = SERVED[-1]
+    cold = engines.call(Engines.serve, model, tp, timeout_s=240)
+    trainers.call(load, model, "broadcast", {**BUCKETS["small chunks"], "encoding": "delta"})
+    sent = {}
+    for number, share in enumerate([0.0, 0.01, 0.02, 0.0, 0.02, 1.0]):
+        sent[number] = trainers.call(push_between, share)[0].sent_bytes
+        if share in (0.0, 1.0):
+            assert_same(engines.call(Engines.ask), cold["B" if share else "A"], f"push {number}")
+    assert max(sent[number] for number in (1, 2, 3, 4)) < sent[0] / 5
+
+
 @pytest.mark.parametrize("kind", ["plain", "fsdp2"])
 @pytest.mark.parametrize("transport", ["ipc", "broadcast"])
 def test_a_trainer_in_float32_equals_the_checkpoint_in_the_dtype_of_the_engine(

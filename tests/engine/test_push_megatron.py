@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,6 +16,7 @@ from engines import TIMEOUT_S, Engines, Remote, Trainer, Trainers, assert_same
 from megatron_models import Mesh
 from safetensors.torch import load_file
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightsync import PushReport, WeightSync
 from weightsync.errors import ManifestError
@@ -119,7 +119,7 @@ class Phi3Bridge:
 
     def __init__(self, config: Any) -> None:
         self.config = config
-        self.alive: list[weakref.ref[torch.Tensor]] = []
+        self.alive: list[StorageWeakRef] = []
         self.most_alive = 0
 
     def export_weights(self, models: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -128,7 +128,9 @@ class Phi3Bridge:
             for hf_name, tensor in self.convert(name, self.gather(name, param)):
                 # Its values in memory of its own, so that what is kept can be counted.
                 tensor = tensor.clone()
-                self.alive = [ref for ref in self.alive if ref() is not None] + [weakref.ref(tensor)]
+                self.alive = [ref for ref in self.alive if not ref.expired()] + [
+                    StorageWeakRef(tensor.untyped_storage())
+                ]
                 self.most_alive = max(self.most_alive, len(self.alive))
                 yield hf_name, tensor
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "registry.md"
 ON_CPU, ON_GPU = (
-    ROOT / "benchmarks" / "results" / name for name in ("2026-11-25-cpu-families.json", "2026-11-25-h100-families.json")
+    ROOT / "benchmarks" / "results" / name for name in ("2026-11-25-cpu-families.json", "2026-11-25-h200-families.json")
 )
 WRITES = os.environ.get("WEIGHTSYNC_WRITE_DOCS") == "1"
 WORKERS = (1, 2) if WRITES else (2,)  # two read all that one reads, in parts; one is asked where time does not matter
@@ -309,12 +309,12 @@ def answered(planned: list[str], tested: set[str]) -> list[str]:
     equal = equal_in(ON_CPU) | tested, equal_in(ON_GPU)
     on_cpu, on_gpu = ([name for name in asked if those & {name, saved[name]}] for those in equal)
     fails = {
-        name: why + (" Equal on an H100." if name in on_gpu else "")
+        name: why + (" Equal on an H200." if name in on_gpu else "")
         for name, why in NO_ANSWERS.items()
         if name in asked and name not in on_cpu
     }
     parts = {
-        "Equal on a CPU and on an H100": [name for name in on_cpu if name in on_gpu],
+        "Equal on a CPU and on an H200": [name for name in on_cpu if name in on_gpu],
         "Equal on a CPU": [name for name in on_cpu if name not in on_gpu],
         "A plan alone": [name for name in asked if name not in on_cpu and name not in fails],
         "Other names of these": [name for name in planned if name not in asked],
@@ -388,5 +388,5 @@ way without weightsync. [More of GPUs](models.md#on-a-gpu). Raw results, without
 
 - [on a CPU](../benchmarks/results/{ON_CPU.name}), where `engine_in_process` says that the engine was in
   the trainer's process
-- [on an H100](../benchmarks/results/{ON_GPU.name}), with vLLM 0.26
+- [on an H200](../benchmarks/results/{ON_GPU.name}), with vLLM 0.26
 """

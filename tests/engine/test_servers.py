@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,11 @@ pytestmark = pytest.mark.engine
 
 OPTIONS = ("--skip-tokenizer-init", "--enforce-eager", "--max-model-len=64", "--dtype=bfloat16")
 PLAIN = (*OPTIONS, "--quantization=weightsync_plain")
+
+
+def metrics(server: VllmServer) -> str:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{server.url}/metrics") as answer:
+        return answer.read().decode()
 
 
 def first_norm() -> torch.Tensor:
@@ -51,6 +57,7 @@ def test_a_server_shares_its_memory_starts_anew_from_a_version_and_leaves_a_stal
             with sync.writing(version=7):
                 tiny_models.fill(model, "B")
             assert engine.version() == "7"
+            assert 'weightsync_engine_version{worker="tp=0"} 7.0' in metrics(server)
             assert torch.equal(first_norm(), of_b.model.norm.weight)
             first = server.pid
             restarting = CheckpointTransport(tmp_path / "versions", restart=True)

@@ -245,13 +245,13 @@ def test_scales_of_packed_weights_are_the_same_where_a_division_is_a_product(dty
 
 
 class Experts(nn.Module):
-    """What vLLM has of GPT-OSS's experts: 4 of them, in and out of 64."""
+    """What vLLM has of GPT-OSS's experts: 4 of them, in and out of 64, and as many `padding` columns more."""
 
-    def __init__(self) -> None:
+    def __init__(self, padding: int = 0) -> None:
         super().__init__()
         for key, columns in (("w13", 128), ("w2", 64)):
-            for suffix, rows in (("", 32), ("_scale", 2)):
-                data = torch.zeros(4, columns, rows, dtype=torch.uint8)
+            for suffix, rows in (("", 32 + padding // 2), ("_scale", 2 + padding // 32)):
+                data = torch.zeros(4, columns + padding, rows, dtype=torch.uint8)
                 self.register_parameter(f"{key}_weight{suffix}", nn.Parameter(data, requires_grad=False))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -259,7 +259,9 @@ class Experts(nn.Module):
         for name, tensor in weights:
             key = "w13_weight" if "gate_up" in name else "w2_weight"
             if name.endswith(("_blocks", "_scales")):
-                params[key + "_scale" * name.endswith("_scales")].data.copy_(tensor.flatten(2))
+                whole = params[key + "_scale" * name.endswith("_scales")].data
+                rows = tensor.flatten(2)
+                whole[:, : rows.shape[1], : rows.shape[2]].copy_(rows)
             else:
                 params[key].data.copy_(tensor)
 
@@ -275,13 +277,15 @@ def in_4_bits(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"{name}_{key}": pair[n] for name, pair in made.items() for n, key in enumerate(("blocks", "scales"))}
 
 
+@pytest.mark.parametrize("padding", [0, 32])
 @pytest.mark.parametrize("quantised_by", ["the engine", "the trainer"])
-def test_experts_become_what_a_checkpoint_has_of_them(quantised_by: str):
-    made, new = ModuleHost(Experts, in_4_bits(experts(0))), experts(1)
+def test_experts_become_what_a_checkpoint_has_of_them(quantised_by: str, padding: int):
+    make = functools.partial(Experts, padding)
+    made, new = ModuleHost(make, in_4_bits(experts(0))), experts(1)
     made.dtype = torch.bfloat16
     trainer = MemoryTrainer(made, tensors=new if quantised_by == "the engine" else in_4_bits(new))
     trainer.push()
-    expected = Experts()
+    expected = make()
     expected.load_weights(in_4_bits(new).items())
     for name, tensor in expected.state_dict().items():
         assert torch.equal(made.live.state_dict()[name], tensor), name
@@ -298,6 +302,13 @@ def test_experts_are_laid_out_as_transformers_reads_them():
     assert ((read.float() - weight.float()).abs() <= steps).all()
     again = dequantize_convertops(*mxfp4_experts(read))
     assert torch.equal(again, read)  # an untrained model comes back as it was
+
+
+def test_experts_of_which_one_is_missing_are_no_padding():
+    made = ModuleHost(functools.partial(Experts, 32), in_4_bits(experts(0)))
+    made.dtype = torch.bfloat16
+    plan = plan_of(made, {"mlp.experts.down_proj": experts(1)["mlp.experts.down_proj"]})
+    assert [name.partition("[")[0] for name in plan.missing] == ["w13_weight", "w13_weight_scale"]
 
 
 def test_experts_that_are_no_whole_blocks_are_refused():

@@ -50,7 +50,7 @@ def alone(rank: int, kind: str, ending: str) -> None:
 
     deadline = Deadline(20.0 if ending == "news" else 1.5)
     with pytest.raises(WeightSyncError if ending == "news" else SyncTimeoutError) as caught:
-        Communicator(open_store, 0, 2, device, HOST, wait, deadline)
+        Communicator(open_store, 0, 2, device, HOST, wait, deadline, [], [1])
     said = {"news": "bad news", "deadline": f"not all have met at {HOST}", "unreached": "cannot all reach each other"}
     assert said[ending] in str(caught.value)
     assert time.monotonic() - started < 15.0
@@ -63,10 +63,10 @@ def test_a_member_that_never_comes(kind: str, ending: str):
     run_ranks(alone, 1, kind, ending, timeout_s=60)
 
 
-def meet(rank: int, device: torch.device, place: Path, what: str) -> Communicator:
-    """Where `what` is no broadcast, rank 1 will send to rank 0."""
+def meet(rank: int, device: torch.device, place: Path) -> Communicator:
+    """Rank 1 will send to rank 0."""
     deadline = Deadline(20.0)
-    ends = (None, None) if what == "broadcast" else ([], [1]) if rank == 0 else ([0], [])
+    ends = ([], [1]) if rank == 0 else ([0], [])
     if rank == 0:
         rendezvous = Rendezvous(HOST)
         place.with_suffix(".new").write_text(str(rendezvous.port))
@@ -78,20 +78,18 @@ def meet(rank: int, device: torch.device, place: Path, what: str) -> Communicato
     return Communicator(lambda: visit(HOST, port, deadline), rank, 2, device, HOST, time.sleep, deadline, *ends)
 
 
-def lose(rank: int, kind: str, what: str, gone: int, folder: str) -> None:
+def lose(rank: int, kind: str, gone: int, folder: str) -> None:
     """After one round that works, rank `gone` dies where the other waits for it."""
     device, place = device_of(kind, rank), Path(folder, "port")
-    communicator = meet(rank, device, place, what)
+    communicator = meet(rank, device, place)
     nbytes = 1 << (28 if kind == "cuda" else 22)  # NCCL takes what fits into its buffers also for a dead receiver
     data = torch.full((nbytes,), rank, dtype=torch.uint8, device=device)
 
     def begin() -> Any:
-        if what == "broadcast":
-            return communicator.broadcast(data)
         return communicator.exchange(0, [(data, 0)], []) if rank else communicator.exchange(0, [], [(data, 1)])
 
     begin().wait(time.sleep, Deadline(20.0), "transfer")
-    assert int(data[-1]) == (1 if what == "send" else 0)
+    assert int(data[-1]) == 1
     if rank == gone:
         if kind == "cuda":
             torch.cuda.synchronize()
@@ -112,33 +110,22 @@ def lose(rank: int, kind: str, what: str, gone: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("kind", DEVICES)
-@pytest.mark.parametrize(("what", "gone"), [("broadcast", 1), ("broadcast", 0), ("send", 1), ("send", 0)])
-def test_a_member_that_dies(kind: str, what: str, gone: int, tmp_path: Path):
-    run_ranks(lose, 2, kind, what, gone, str(tmp_path), timeout_s=60)
+@pytest.mark.parametrize("gone", [1, 0])
+def test_a_member_that_dies(kind: str, gone: int, tmp_path: Path):
+    run_ranks(lose, 2, kind, gone, str(tmp_path), timeout_s=60)
 
 
-def leave(rank: int, what: str, folder: str) -> None:
-    """Rank 1 leaves while it waits for what rank 0 never sends."""
+def leave(rank: int, folder: str) -> None:
+    """Rank 0 leaves while it waits for what rank 1 never sends."""
     data = torch.zeros(1000, dtype=torch.uint8)
-
-    def receive(communicator: Communicator, patience_s: float) -> None:
-        if what == "broadcast":
-            pending = communicator.broadcast(data)
-        else:
-            pending = communicator.exchange(0, [], [(data, 1 - rank)])
-        pending.wait(time.sleep, Deadline(patience_s), "transfer")
-
     for number in range(2):  # the first opens what a process keeps
         before = len(os.listdir("/proc/self/fd"))
-        communicator = meet(rank, torch.device("cpu"), Path(folder, f"port{number}"), what)
+        communicator = meet(rank, torch.device("cpu"), Path(folder, f"port{number}"))
         has_left = Path(folder, f"left{number}")
-        if rank == 1:
+        if rank == 0:
             with pytest.raises(SyncTimeoutError):
-                receive(communicator, 0.5)
-        elif what == "send":
-            with pytest.raises(PeerError):
-                receive(communicator, 60.0)
-        while rank == 0 and not has_left.exists():
+                communicator.exchange(0, [], [(data, 1)]).wait(time.sleep, Deadline(0.5), "transfer")
+        while rank == 1 and not has_left.exists():
             time.sleep(0.01)
         communicator.abort()
         deadline = Deadline(10.0)
@@ -148,6 +135,5 @@ def leave(rank: int, what: str, folder: str) -> None:
         has_left.touch()
 
 
-@pytest.mark.parametrize("what", ["broadcast", "send"])
-def test_a_member_that_leaves_ends_what_is_under_way_and_gives_its_sockets_back(what: str, tmp_path: Path):
-    run_ranks(leave, 2, what, str(tmp_path), timeout_s=60)
+def test_a_member_that_leaves_ends_what_is_under_way_and_gives_its_sockets_back(tmp_path: Path):
+    run_ranks(leave, 2, str(tmp_path), timeout_s=60)

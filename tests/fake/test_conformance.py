@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import socket
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint
+from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, open_shared_files
 from ranks import run_ranks
 from tcp_transport import TcpReceiver, TcpTransport
 from torch import nn
@@ -27,12 +26,12 @@ from weightsync.engines import connect
 from weightsync.kernels.copies import BatchedCopy
 from weightsync.kernels.digest import WHOLE
 from weightsync.planning.layout import Box, Manifest, TensorMeta
-from weightsync.planning.transfer_plan import Route
+from weightsync.planning.transfer_plan import Chain
 from weightsync.sources.base import TensorShard
 from weightsync.sources.fsdp import FsdpSource
 from weightsync.tools.testing import check_dead_engine, check_engine, check_source, check_transport
 from weightsync.transports import open_receiver, open_transport
-from weightsync.transports.base import Arrival, Endpoint
+from weightsync.transports.base import Arrival, Endpoint, Transport
 from weightsync.transports.files import FilesTransport
 from weightsync.transports.ipc import IpcReceiver, IpcTransport
 
@@ -173,7 +172,7 @@ def here(peer: str, **other: str) -> MachineInfo:
     return MachineInfo(**{"peer": peer, "device": "cpu", "gpu_uuid": "", "boot_id": "this host", **other})
 
 
-GPU = {"device": "cuda", "gpu_uuid": "GPU-1"}
+GPU, OTHER_GPU = ({"device": "cuda", "gpu_uuid": uuid} for uuid in ("GPU-1", "GPU-2"))
 WRONG_PAIRINGS: dict[str, Any] = {
     "ipc": [
         ([here("rank 0")], [here("worker 0", boot_id="another host")]),
@@ -183,6 +182,7 @@ WRONG_PAIRINGS: dict[str, Any] = {
     "broadcast": [
         ([here("rank 0")], [here("worker 0", **GPU)]),
         ([here("rank 0", **GPU)], [here("worker 0", **GPU)]),
+        ([here("rank 0", **OTHER_GPU), here("rank 1", **GPU)], [here("worker 0", **GPU)]),
     ],
 }
 
@@ -194,11 +194,22 @@ def ends_of(name: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize("name", WRONG_PAIRINGS)
 def test_check_transport_of_each_name_finds_every_promise_kept(name: str):
     check_transport(*ends_of(name), wrong_pairings=WRONG_PAIRINGS[name], timeout_s=20.0)
-    assert not list(Path("/dev/shm").glob(f"weightsync-{os.getpid()}-*")), "shared memory was left behind"
+    assert not open_shared_files(), "shared memory was left behind"
 
 
 def test_check_transport_of_three_workers_finds_a_broadcast_to_all_right():
     check_transport(*ends_of("broadcast"), worker_devices=("cpu",) * 3, timeout_s=20.0)
+
+
+def broadcast_of_differences() -> Transport:
+    transport = open_transport("broadcast")
+    transport.encoding = "delta"
+    return transport
+
+
+def test_check_transport_of_differences_along_a_chain_finds_every_promise_kept():
+    receiver = ends_of("broadcast")[1]
+    check_transport(broadcast_of_differences, receiver, worker_devices=("cpu",) * 3, timeout_s=20.0)
 
 
 def test_check_transport_of_sixty_lines_over_tcp_finds_every_promise_kept():
@@ -290,8 +301,8 @@ class GathersAlone(IpcTransport):
 
 
 class Trusting(IpcTransport):
-    def route(self, *args: Any) -> Route:
-        return Route.IN_PLACE
+    def route(self, *args: Any) -> tuple[Chain, ...]:
+        return ()
 
 
 class Once(IpcTransport):

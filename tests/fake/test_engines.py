@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 
 from weightsync.control.runtime import Deadline
+from weightsync.control.wire import POISONED
 from weightsync.engines import AdapterEngine, AsyncEngine, HttpEngine, LlmEngine, LoraAdapter, RayEngine, connect
+from weightsync.engines.parts import join
 from weightsync.errors import (
     ConfigError,
     EngineError,
@@ -246,6 +248,29 @@ def test_who_wakes_an_engine_whose_memory_sleeps_is_told(server, caplog):
         llm.memory_sleeps = True
         engine.resume()
     assert "its memory, which has been put to sleep" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("reply", "paused"),
+    [
+        ((200, '{"is_paused": true}'), True),
+        ((200, '{"is_paused": false}'), False),
+        ((404, '{"detail": "Not Found"}'), None),
+    ],
+)
+def test_a_server_says_whether_it_is_paused_where_it_can(server, reply, paused):
+    server.replies["/is_paused"] = reply
+    assert http_engine(server.url).is_paused() is paused
+
+
+def test_an_async_llm_says_whether_it_is_paused_where_it_can():
+    llm: Any = AsyncLLM()
+    (engine,) = connect(llm, 5.0)
+    with loop_in_a_thread() as loop:
+        serve(llm, loop)
+        assert engine.is_paused() is None
+        llm.is_paused = lambda: llm.record("is_paused")
+        assert engine.is_paused() is True
 
 
 def test_http_keeps_the_path_of_the_url(server):
@@ -620,16 +645,45 @@ def test_llm_without_the_plug_in_is_not_touched(backend, words):
     assert llm.calls == []
 
 
-def test_llm_that_is_a_part_of_an_engine_is_refused():
-    of_a_rank = config()
-    vars(of_a_rank.parallel_config).update(distributed_executor_backend="external_launcher", world_size=2)
-    llm = fake_llm(of_a_rank)
-    with pytest.raises(ConfigError, match="tensor_parallel_size=1"):
-        connect(llm, 5.0)[0].init({})
-    assert llm.calls == []
-    of_a_rank.parallel_config.world_size = 1
-    connect(llm, 5.0)[0].init({})
-    assert llm.calls == [("init_weight_transfer_engine", {})]
+def parts_of_engines(count: int, workers: int) -> list[LlmEngine]:
+    """The `LLM`s of as many ranks, under external_launcher, of engines with that many workers."""
+    found = []
+    for rank in range(count):
+        of_a_rank = config()
+        launched = {"distributed_executor_backend": "external_launcher", "world_size": workers, "rank": rank}
+        vars(of_a_rank.parallel_config).update(launched)
+        found.append(LlmEngine(fake_llm(of_a_rank), name=f"part {rank}", timeout_s=5.0))
+    return found
+
+
+def test_llms_that_are_parts_of_engines_are_called_as_one():
+    parts = parts_of_engines(4, workers=2)
+    one, other = join(parts)
+    assert (one.name, other.name) == ("part 0 and its parts in 1 other ranks", "part 2 and its parts in 1 other ranks")
+    other.init({})
+    assert [len(part._engine.calls) for part in parts] == [0, 0, 1, 1]
+    other.set_version("7")
+    parts[3].set_version(POISONED)
+    assert other.version() == POISONED
+    assert one.is_alive()
+
+    def fail(method, args):
+        raise RuntimeError("CUDA error: invalid argument")
+
+    parts[3]._engine.on_rpc = fail
+    with pytest.raises(EngineError, match="invalid argument") as raised:
+        other.update({})
+    assert raised.value.who == "part 3"
+
+
+def test_llms_that_are_no_parts_stay_as_they_are():
+    engines = parts_of_engines(2, workers=1)
+    assert join(engines) == engines
+
+
+def test_engine_whose_parts_are_not_all_there_is_refused():
+    with pytest.raises(ConfigError, match=r"in 2 ranks .external_launcher., and 1 of these gave their LLM"):
+        join(parts_of_engines(3, workers=2))
 
 
 def test_llm_workers_without_the_extension_have_no_plug_in():
@@ -858,7 +912,7 @@ def test_async_engine_must_not_be_called_from_its_own_loop():
     async def main():
         llm = AsyncLLM()  # without an output handler yet, so the loop is the one that connect ran in
         (engine,) = connect(llm, 5.0)
-        with pytest.raises(ConfigError, match=r"asyncio\.to_thread"):
+        with pytest.raises(ConfigError, match="push_async"):
             engine.start()
         assert llm.calls == []
         await asyncio.to_thread(engine.start)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import threading
 import time
@@ -22,6 +21,7 @@ from weightsync.control import fleet
 from weightsync.control.runtime import boot_id, started_ticks
 from weightsync.control.wire import POISONED
 from weightsync.receiver import worker
+from weightsync.receiver.worker import WorkerSession
 
 TIMEOUT_S = 20.0
 
@@ -149,9 +149,9 @@ def test_trainer_that_stalls_before_the_commit_holds_the_engine_no_longer_than_a
             first.push(trainer_model(checkpoint(2)))
         outcome.append(raised.value)
 
-    def stall(those: fleet.Fleet) -> Any:
+    def stall(those: fleet.Fleet, label: str | None) -> Any:
         going_on.wait()
-        return commit(those)
+        return commit(those, label)
 
     with stalled(monkeypatch):
         monkeypatch.setattr(fleet.Fleet, "commit", stall)
@@ -194,29 +194,42 @@ class Plain(nn.Linear):
             self.weight.data.copy_(tensor)
 
 
-def test_memory_that_a_process_may_write_to_goes_to_nobody_else_while_it_lives() -> None:
+def test_memory_that_a_trainer_may_write_to_is_taken_back_before_another_has_the_engine() -> None:
     engine = RecordedEngine(ModuleHost(Plain, {"weight": torch.ones(4, 4)}))
-    session = engine.sessions[0]
-    with subprocess.Popen(["sleep", "600"]) as writer:
-        try:
-            with torch.device("meta"):
-                model = Plain()
-            with WeightSync("fsdp", "single_copy", engine, timeout_s=TIMEOUT_S) as sync:
-                sync.attach(model)
-                session._mapped_by.add(f"{boot_id()}:{writer.pid}:{started_ticks(writer.pid)}")
-                sync._strategy._fleet.workers[0].connection.close()  # without a word, as one that is killed
-            session._trainer = "another process"
-            with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as other:
-                with pytest.raises(EngineBusyError, match=rf"end its processes first \(.*{writer.pid}"):
-                    other.push(trainer_model({"weight": torch.zeros(4, 4)}))
-                writer.kill()
-                writer.wait()
-                session._mapped_by.discard(next(each for each in session._mapped_by if str(os.getpid()) in each))
-                other.push(trainer_model({"weight": torch.zeros(4, 4)}))
-                assert session._mapped_by == set()
-        finally:
-            writer.kill()
+    session, live = engine.sessions[0], engine.hosts[0].live
+    trainers, models, places = [], [], set()
+    for number in (1, 2, 3):
+        session._trainer = "another process"
+        trainers.append(sync := WeightSync("fsdp", "single_copy", engine, timeout_s=TIMEOUT_S))
+        with torch.device("meta"):
+            models.append(model := Plain())
+        sync.attach(model)
+        for stopped in models[:-1]:
+            stopped.weight.data.fill_(99.0)  # as one that goes on in the middle of a step
+        with sync.writing(), torch.no_grad():
+            model.weight.fill_(number)
+        assert live.weight.eq(number).all()
+        places.add(live.weight.data_ptr())
+        sync._strategy._fleet.workers[0].connection.close()  # without a word, as a trainer that is stopped
+    assert len(places) == 1, "whatever has noted where the parameters lie"
+    for words in ("closed its connection", "went to another trainer"):
+        with pytest.raises(WeightSyncError, match=words), trainers[0].writing():
+            raise AssertionError("the body must not run")
+    for sync in trainers:
+        sync.close()
     engine.close()
+
+
+def test_memory_on_a_gpu_that_a_process_may_write_to_goes_to_nobody_else_while_it_lives() -> None:
+    session = WorkerSession(ModuleHost(Plain, {"weight": torch.ones(4, 4)}))
+    session._model.device = torch.device("cuda")
+    with subprocess.Popen(["sleep", "600"]) as writer:
+        session._mapped_by.add(f"{boot_id()}:{writer.pid}:{started_ticks(writer.pid)}")
+        held = session._held_by_another("another process", 0.0)
+        assert held is not None
+        assert f"end its processes first ({writer.pid})" in str(held)
+        writer.kill()
+    assert session._held_by_another("another process", 0.0) is None
 
 
 def test_trainer_that_closes_gives_the_memory_back() -> None:

@@ -12,7 +12,7 @@ import pytest
 import ray
 import torch
 from fake_engine import checkpoint, cold
-from hybrid_workers import FailingRole, Neighbour, Policy, StandIn
+from hybrid_workers import FailingRole, Neighbour, Policy, StandIn, prompts_of
 from tensordict import TensorDict
 
 from weightsync.errors import ConfigError, ManifestError, PeerError, PlacementError
@@ -28,14 +28,21 @@ def cluster() -> Iterator[None]:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         root = Path(__file__).parents[2]
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (root, root / "examples", root / "tests" / "support"))))
-        ray.init(num_cpus=NODE_CPUS, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 10**6)
+        # A GPU by which Ray counts, and no more.
+        ray.init(
+            num_cpus=NODE_CPUS,
+            num_gpus=1,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=200 * 10**6,
+        )
         yield
         ray.shutdown()
 
 
 @pytest.fixture(scope="module")
 def pool(cluster: None) -> ResourcePool:
-    return ResourcePool([2])
+    return ResourcePool([2], gpus=0)
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +110,14 @@ def test_roles_live_in_the_same_processes(actor: WorkerGroup):
 
 
 def test_errors_name_the_rank_and_show_where(actor: WorkerGroup):
+    address = ray.util.get_node_ip_address()
     with pytest.raises(WorkerError, match=r"Policy\.fail raised KeyError") as theirs:
         actor.fail("theirs", 1)
-    assert theirs.value.who == "Policy rank 1"
+    assert theirs.value.who == f"Policy rank 1 on {address}"
     assert "hybrid_workers.py" in str(theirs.value)
     with pytest.raises(ManifestError, match="one is missing") as ours:
         actor.fail("ours", 0)
-    assert (ours.value.who, ours.value.missing) == ("Policy rank 0", ["q"])
+    assert (ours.value.who, ours.value.missing) == (f"Policy rank 0 on {address}", ["q"])
     assert "hybrid_workers.py" in str(ours.value.__cause__)
     assert actor.nothing() == 0  # the processes go on
 
@@ -172,16 +180,29 @@ def test_a_push_that_fails_leaves_the_cache_asleep(actor: WorkerGroup, engine: R
         assert not engine.is_asleep
 
 
+def test_workers_and_engines_take_turns_on_a_gpu(cluster: None):
+    pool = ResourcePool([1])
+    engine = RolloutGroup(pool, model="none", actor=StandIn, timeout_s=120.0)
+    with WorkerGroup(pool, Policy, 1, timeout_s=120.0) as actor:
+        with pytest.raises(ConfigError, match="make the WorkerGroup before the RolloutGroup"):
+            engine.follow(actor)
+        engine.close()
+        with RolloutGroup(pool, model="none", actor=StandIn, timeout_s=120.0) as engine:
+            assert ray.get(engine.actors[0].gpus_and_sleep_mode.remote()) == ("0", True)
+            with pytest.raises(PlacementError, match="'broadcast' needs a GPU for each"):
+                engine.follow(actor, transport="broadcast")
+            with engine.follow(actor) as sync:
+                sync.sleep()
+                assert engine.is_asleep
+                sync.push()
+                assert not engine.is_asleep
+                check_states(engine, 1)
+    pool.close()
+
+
 def woken(engine: RolloutGroup) -> list[list[str]]:
     """Return what was woken since the calls were asked for."""
     return [call[1] for call in ray.get(engine.actors[0].calls.remote()) if call[0] == "wake_up"]
-
-
-def prompts_of(count: int) -> TensorDict:
-    ids = torch.arange(count)[:, None] + torch.arange(4)
-    mask = torch.arange(4) >= (torch.arange(count) % 4)[:, None]  # padded on the left
-    columns = {"prompts": ids, "prompt_mask": mask, "text": column([f"prompt {n}" for n in range(count)])}
-    return TensorDict(columns, [count])
 
 
 def test_engines_answer_in_the_order_of_the_prompts(pool: ResourcePool, engine: RolloutGroup):
@@ -202,12 +223,19 @@ def test_what_cannot_work_is_refused_before_anything_starts(pool: ResourcePool, 
     before = ray.available_resources().get("CPU")
     refused: list[tuple[type[Exception], str, Any]] = [
         (PlacementError, "larger than the cluster", lambda: ResourcePool([NODE_CPUS + 1])),
-        (PlacementError, "larger than the cluster", lambda: ResourcePool([1], gpus=1)),
-        (PlacementError, "was not free within 1 s", lambda: ResourcePool([NODE_CPUS - 1], timeout_s=1.0)),
+        (PlacementError, "larger than the cluster", lambda: ResourcePool([2], gpus=1)),
+        (
+            PlacementError,
+            r"found no node for \[2\] of them within 1 s",
+            lambda: ResourcePool([NODE_CPUS - 1], gpus=0, timeout_s=1.0),
+        ),
         (ConfigError, "expected the number of processes", lambda: ResourcePool([])),
+        (ConfigError, "expected 0 or 1", lambda: ResourcePool([1], gpus=2)),
         (ConfigError, "two WorkerGroups claim the same places", lambda: WorkerGroup(pool, Policy, 1)),
         (ConfigError, "two RolloutGroups claim the same places", lambda: RolloutGroup(pool, model="none")),
         (ConfigError, "does not fit a pool", lambda: RolloutGroup(pool, model="none", tensor_parallel_size=4)),
+        (ConfigError, "pipeline_parallel_size=2", lambda: RolloutGroup(pool, model="none", pipeline_parallel_size=2)),
+        (ConfigError, "without rows", lambda: engine.generate(prompts_of(0), n=1)),
         (ConfigError, "no subclass of", lambda: WorkerGroup(pool, StandIn)),
     ]
     for kind, words, call in refused:
@@ -257,7 +285,7 @@ def alone_in_this_process(role: type[Worker], *arguments: Any) -> Worker:
 def test_a_worker_that_dies_is_noticed_and_replaced(actor: WorkerGroup, engine: RolloutGroup):
     # The last test, because the group is closed.
     begun = time.monotonic()
-    with pytest.raises(PeerError, match=r"Policy rank 1 died before it answered Policy\.fail"):
+    with pytest.raises(PeerError, match=r"Policy rank 1 on [\d.]+ died before it answered Policy\.fail"):
         actor.fail("kill", 1)
     assert time.monotonic() - begun < 20
     with pytest.raises(PeerError):

@@ -14,7 +14,7 @@ from faults import FaultyTransport
 from ranks import run_ranks
 from recorders import RecordedEngine
 
-from weightsync import ConfigError, EngineUnreachableError, PeerError, SyncTimeoutError, WeightSync
+from weightsync import ConfigError, EngineUnreachableError, SyncTimeoutError, WeightSync
 from weightsync.control import fleet, member
 from weightsync.control.listener import Listener
 
@@ -36,6 +36,7 @@ class MortalEngine(RecordedEngine):
             session._connection._sock.shutdown(2)
 
     def start_anew(self) -> None:
+        self.close()
         RecordedEngine.__init__(self, ModuleHost(TinyEngineModel, checkpoint(1)))
         self.is_dead = False
 
@@ -87,7 +88,7 @@ def test_others_go_on_by_one_call_where_the_push_raises(engines: list[MortalEngi
         sync.push(trainer_model(checkpoint(2)))
         assert sync.leave_out_lost() == []
         engines[1].die()
-        with pytest.raises(PeerError) as raised:
+        with pytest.raises(EngineUnreachableError) as raised:
             sync.push(trainer_model(checkpoint(3)))
         assert (raised.value.lost, raised.value.survivors) == (["engine 1"], ["engine 0"])
         with pytest.raises(EngineUnreachableError):
@@ -101,7 +102,7 @@ def test_last_engine_is_not_left_out(engines: list[MortalEngine]) -> None:
     with WeightSync("fsdp", "ipc", engines[0], on_engine_failure="drop", timeout_s=TIMEOUT_S) as sync:
         sync.push(trainer_model(checkpoint(2)))
         engines[0].die()
-        with pytest.raises(PeerError):
+        with pytest.raises(EngineUnreachableError):
             sync.push(trainer_model(checkpoint(3)))
 
 
@@ -173,6 +174,39 @@ def test_engine_that_a_rank_has_waited_for_is_named_where_it_does_not_answer(
     assert member.find_lost([member.Member(engines[0])], error, listener) == lost
     assert ("engine 0 does not answer" in str(error)) is bool(lost)
     listener.close()
+
+
+def test_push_when_all_engines_are_left_out_says_so(engines: list[MortalEngine]) -> None:
+    with WeightSync("fsdp", "ipc", engines[0], timeout_s=TIMEOUT_S) as sync:
+        sync.push(trainer_model(checkpoint(2)))
+        engines[0].die()
+        with pytest.raises(EngineUnreachableError):
+            sync.push(trainer_model(checkpoint(3)))
+        sync.leave_out_lost()
+        with pytest.raises(EngineUnreachableError, match="all engines are lost: engine 0"):
+            sync.push(trainer_model(checkpoint(3)))
+        engines[0].start_anew()
+        sync.push(trainer_model(checkpoint(3)))
+    assert engines[0].serves(3)
+
+
+def test_version_that_an_engine_may_have_is_given_to_no_other_weights(engines: list[MortalEngine]) -> None:
+    """The others may never have heard of it."""
+    with WeightSync("fsdp", "ipc", engines, on_engine_failure="drop", timeout_s=TIMEOUT_S) as sync:
+        sync.push(trainer_model(checkpoint(2)))
+        session = engines[1].sessions[0]
+        commit = session.receiver.commit
+
+        def commit_and_die(version: int) -> float:
+            commit(version)
+            engines[1].die()
+            raise MemoryError("its last breath")
+
+        session.receiver.commit = commit_and_die  # type: ignore[method-assign]
+        report = sync.push(trainer_model(checkpoint(3)))
+        assert session.receiver.version == 2
+        assert (report.version, report.left_out) == (3, ("engine 1",))
+        assert engines[0].serves(3)
 
 
 def push_from_ranks(rank: int) -> None:

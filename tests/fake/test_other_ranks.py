@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from ranks import run_ranks
 from recorders import RecordedEngine
 
 from weightsync import ConfigError, EngineError, EngineUnreachableError, WeightSync
+from weightsync.engines.parts import Part
 
 TIMEOUT_S = 30.0
 
@@ -41,6 +43,37 @@ def push_into_each(rank: int, transport: str) -> None:
 @pytest.mark.parametrize("transport", ["ipc", "broadcast"])
 def test_engine_of_every_rank_is_pushed_to(transport: str) -> None:
     run_ranks(push_into_each, 3, transport)
+
+
+def push_into_parts(rank: int, transport: str) -> None:
+    """Four ranks with the workers of two engines, two ranks each."""
+    part, worker = divmod(rank, 2)
+    engine = RecordedEngine(ModuleHost(partial(TinyEngineModel, worker, 2), checkpoint(1), rank=worker, world=2))
+    engine.part = Part(part, 2)
+    with WeightSync("fsdp", transport, engine, timeout_s=TIMEOUT_S) as sync:
+        for seed in (2, 3):
+            report = sync.push(trainer_model(checkpoint(seed)))
+            assert len(report.workers) == 4
+            expected = cold(checkpoint(seed), rank=worker, tp=2).state()
+            found = engine.hosts[0].live.state()
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+            assert engine.version() == str(report.version)
+        dist.barrier()  # none closes while another looks
+        engine.start_error = EngineError("not now", who=engine.name) if rank == 3 else None
+        with pytest.raises(EngineError, match="not now"):
+            sync.push(trainer_model(checkpoint(4)))
+        assert engine.version() == "2"
+        engine.start_error = None
+        dist.barrier()
+        sync.push(trainer_model(checkpoint(4)))
+        assert engine.version() == "3"
+        dist.barrier()
+    engine.close()
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_engines_whose_workers_are_in_several_ranks_are_pushed_to(transport: str) -> None:
+    run_ranks(push_into_parts, 4, transport)
 
 
 def fail_on_one(rank: int) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 from weightsync import ConfigError, PushReport, TensorSelection, WeightSync, WeightSyncError
 from weightsync.control.wire import MachineInfo
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta
-from weightsync.strategies.copy import Inventory, frozen_everywhere
+from weightsync.strategies.inventory import Inventory, frozen_everywhere
 
 PATTERNS = ("embed.weight", "*.norm.*", "*.log_rate", "layers.1.*")
 
@@ -239,9 +239,7 @@ def test_after_another_trainers_push_behind_a_lost_connection(host: ModuleHost, 
     other = Pusher(engine, TensorSelection(), seed=5)
     other.push()
     other.sync.close()
-    with pytest.raises(WeightSyncError):
-        first.push()
-    first.push()
+    assert first.push().nbytes == trained_bytes("")
     first.check(host)
     first.sync.close()
 
@@ -266,8 +264,6 @@ def test_after_an_engines_restart_everything_is_sent(post_process: Callable[[nn.
     trainer.push()
     engine.now.close()
     engine.start_again()
-    with pytest.raises(WeightSyncError):
-        trainer.push()
     assert trainer.push().nbytes == trained_bytes("")
     trainer.check(engine.host_)
     trainer.sync.close()

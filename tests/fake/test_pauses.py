@@ -12,7 +12,7 @@ from recorders import RecordedEngine
 from torch import nn
 
 from weightsync import WeightSync
-from weightsync.control.wire import CLEAN, POISONED
+from weightsync.control.wire import CLEAN
 from weightsync.errors import EngineAsleepError
 
 TIMEOUT_S = 20.0
@@ -71,7 +71,7 @@ def test_later_push_into_sleeping_weights_leaves_the_engine_as_it_was(
     assert serves(asleep, 3)
 
 
-def test_awake_engines_beside_a_sleeping_one_wait_for_the_next_push(engines: list[RecordedEngine]) -> None:
+def test_awake_engines_beside_a_sleeping_one_generate_on(engines: list[RecordedEngine]) -> None:
     asleep, awake = engines
     with WeightSync("fsdp", "ipc", engines, timeout_s=TIMEOUT_S) as sync:
         model = trainer_model(checkpoint(2))
@@ -81,7 +81,9 @@ def test_awake_engines_beside_a_sleeping_one_wait_for_the_next_push(engines: lis
             sync.push(fill(model, 3))
         assert (state(asleep), asleep.version()) == (CLEAN, "1")
         assert serves(asleep, 2)
-        assert awake.version().startswith(POISONED)
+        assert (state(awake), awake.version()) == (CLEAN, "1")
+        assert serves(awake, 2)
+        assert awake.calls[-1] == "resume"
         asleep.hosts[0].sleeps = False
         sync.push(fill(model, 3))
     for engine in engines:

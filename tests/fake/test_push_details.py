@@ -26,6 +26,7 @@ from fake_engine import (
     checkpoint,
     cold,
     fail_once_after,
+    open_shared_files,
     trainer_model,
 )
 from ranks import run_ranks
@@ -44,7 +45,6 @@ from weightsync import (
 )
 from weightsync.control.fleet import Fleet
 from weightsync.planning.layout import Manifest, TensorMeta
-from weightsync.planning.transfer_plan import Route
 from weightsync.receiver.receiver import Receiver
 from weightsync.transports import ipc, nccl
 from weightsync.transports.files import FilesTransport
@@ -247,7 +247,6 @@ def test_an_engine_that_pauses_late_goes_on_when_the_push_has_failed_meanwhile(
 
 
 def fail_to_join(rank: int) -> None:
-    nccl.choose_route = lambda *_: Route.EACH  # the model is so small that alignment decides
     engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1))) if rank == 0 else None
     if rank == 1:
         nccl.NcclTransport.connect = refuse_to_join
@@ -275,8 +274,6 @@ def test_a_rank_that_cannot_join_is_named_at_once_on_every_rank() -> None:
 def push_and_move(rank: int, transport: str, way: str) -> None:
     """Three pushes of a model that stays where it is, one when it has moved on the last rank, two more; and one of what
     the last rank cannot read."""
-    if way == "to each":
-        nccl.choose_route = lambda *_: Route.EACH  # the model is so small that alignment decides
     last = torch.distributed.get_world_size() - 1
     tensors = checkpoint(1)
     if way == "of both" and rank == 0:
@@ -318,10 +315,9 @@ def push_and_move(rank: int, transport: str, way: str) -> None:
     [
         (1, "ipc", ""),
         (2, "ipc", ""),
-        (1, "broadcast", "to all"),
-        (2, "broadcast", "to all"),
+        (1, "broadcast", ""),
+        (2, "broadcast", ""),
         (2, "broadcast", "of both"),
-        (2, "broadcast", "to each"),
     ],
 )
 def test_a_model_that_moves_on_one_rank_is_pushed_from_where_it_is(ranks: int, transport: str, way: str) -> None:
@@ -670,7 +666,7 @@ def test_shared_memory_that_cannot_be_mapped_is_given_back(monkeypatch: pytest.M
         pytest.raises(PlacementError, match="unable to mmap"),
     ):
         sync.push(trainer_model(checkpoint(2)))
-    assert not list(Path("/dev/shm").glob(f"weightsync-{os.getpid()}-*"))
+    assert not open_shared_files()
 
 
 def test_a_mapped_file_is_staged(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ import torch
 
 from weightsync.control.runtime import Deadline
 from weightsync.control.update import Update
+from weightsync.control.wire import MachineInfo
 from weightsync.planning.layout import Box, Manifest, TensorMeta
-from weightsync.planning.transfer_plan import Route, TransferPlan, make_chunks
+from weightsync.planning.transfer_plan import TransferPlan, make_chunks
 from weightsync.sources.base import TensorShard
 from weightsync.strategies.base import locate
-from weightsync.tools.testing.runner import Mail, run_together
+from weightsync.tools.testing.runner import Mail, run_together, title
 from weightsync.transports import open_receiver, open_transport
 from weightsync.transports.base import SLOTS, LocalTensors
 
@@ -43,7 +44,7 @@ class Allocations:
         return made
 
 
-def send(route: Route, name: str, rank_count: int, mail: Mail) -> None:
+def send(name: str, rank_count: int, mail: Mail) -> None:
     threading.current_thread().name = f"rank {mail.rank}"
     rows = EMBED.shape[0] // rank_count
     box = Box((mail.rank * rows, 0), (rows, EMBED.shape[1]))
@@ -52,13 +53,15 @@ def send(route: Route, name: str, rank_count: int, mail: Mail) -> None:
         shards.append(TensorShard(NORM, Box.full(NORM.shape), torch.ones(NORM.shape)))
     held = locate(shards, mail.rank)
     everyone = [location for rank in range(rank_count) for location in _locations(rank, rows)]
-    reads = tuple({meta.name: (Box.full(meta.shape),) for meta in MANIFEST} for _ in mail.workers)
+    reads = [{meta.name: (Box.full(meta.shape),) for meta in MANIFEST} for _ in mail.workers]
+    machines = [MachineInfo(title(end, rank_count), "cpu", "", "") for end in range(rank_count + len(reads))]
+    transport, update = open_transport(name), Update(mail, 20.0)
+    chains = transport.route(machines[:rank_count], machines[rank_count:], MANIFEST, everyone, reads)
     none: frozenset[str] = frozenset()
-    chunks = make_chunks(MANIFEST, route, [["embed"], ["norm"]], none, none, everyone, reads, CHUNK_BYTES, {})
+    chunks = make_chunks(MANIFEST, chains, [["embed"], ["norm"]], none, none, everyone, CHUNK_BYTES, {})
     assert EMBED.nbytes > 10 * CHUNK_BYTES
     assert len(chunks) > 10
-    transport, update = open_transport(name), Update(mail, 20.0)
-    plan = TransferPlan(MANIFEST, route, chunks, reads, mail.host, {})
+    plan = TransferPlan(MANIFEST, chains, chunks, len(mail.workers), mail.host, {})
     endpoints = transport.prepare(plan, LocalTensors(held), update)
     storages = mail.gather([each.storages for each in endpoints], "connect")
     for number, end in enumerate(mail.workers if mail.rank == 0 else ()):
@@ -80,7 +83,7 @@ def _locations(rank: int, rows: int) -> list[Any]:
 
 
 def receive(name: str, mail: Mail) -> None:
-    threading.current_thread().name = "worker"
+    threading.current_thread().name = f"worker {mail.rank}"
     storages, fields, count = mail.receive(0)
     receiver = open_receiver(name, CPU)
     receiver.connect(storages, fields, mail.wait, Deadline(20.0))
@@ -89,15 +92,18 @@ def receive(name: str, mail: Mail) -> None:
     mail.send(0, "done")
 
 
-@pytest.mark.parametrize("route", [Route.ALL, Route.EACH])
+@pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_broadcast_of_an_embedding_of_many_chunks_allocates_two_chunks_on_both_ends(
-    route: Route, ranks: int, monkeypatch: pytest.MonkeyPatch
+def test_broadcast_of_an_embedding_of_many_chunks_allocates_two_chunks_on_every_end(
+    workers: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ):
     made = Allocations(monkeypatch)
-    ends = [functools.partial(send, route, "broadcast", ranks)] * ranks
-    run_together([*ends, functools.partial(receive, "broadcast")], ranks, False, 20.0)
-    assert made.nbytes.keys() >= {"worker", "rank 0"}
+    ends = [
+        *[functools.partial(send, "broadcast", ranks)] * ranks,
+        *[functools.partial(receive, "broadcast")] * workers,
+    ]
+    run_together(ends, ranks, False, 20.0)
+    assert made.nbytes.keys() >= {"rank 0", *(f"worker {ranks + number}" for number in range(workers))}
     for end, nbytes in made.nbytes.items():
         assert nbytes <= SLOTS * (CHUNK_BYTES + SLACK_BYTES), end
-    assert made.nbytes["worker"] > CHUNK_BYTES
+    assert made.nbytes[f"worker {ranks + workers - 1}"] > CHUNK_BYTES

@@ -12,18 +12,17 @@ from weightsync import WeightSync
 pytest_plugins = ["engine_fixtures"]
 pytestmark = [pytest.mark.engine, pytest.mark.gpu(1)]
 
-MODEL = "gpt-oss-mxfp4"
 
-
-def serve(engines: Engines, kernel: str) -> dict[str, Answer]:
+def serve(engines: Engines, model: str, kernel: str) -> dict[str, Answer]:
+    name = f"{model}-mxfp4"
     for weights in "AB":
-        if not (folder := engines._folder / f"{MODEL}-{weights}").exists():
-            quantised_checkpoints.save_mxfp4(tiny_models.build("gpt-oss-wide", weights), folder)
-    return engines.serve(MODEL, moe_backend=kernel, enforce_eager=False)
+        if not (folder := engines._folder / f"{name}-{weights}").exists():
+            quantised_checkpoints.save_mxfp4(tiny_models.build(model, weights), folder)
+    return engines.serve(name, moe_backend=kernel, enforce_eager=False)
 
 
-def push(engines: Engines, pushes: str) -> list[tuple[Answer, dict[str, int]]]:
-    model = tiny_models.build("gpt-oss-wide", "A").cuda()
+def push(engines: Engines, name: str, pushes: str) -> list[tuple[Answer, dict[str, int]]]:
+    model = tiny_models.build(name, "A").cuda()
     found = []
     with WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S) as sync:
         for weights in pushes:
@@ -33,10 +32,14 @@ def push(engines: Engines, pushes: str) -> list[tuple[Answer, dict[str, int]]]:
     return found
 
 
-@pytest.mark.parametrize("kernel", ["auto", "marlin"])
-def test_pushed_equals_cold(engines: Remote, kernel: str) -> None:
-    cold = engines.call(serve, kernel, timeout_s=300)
+@pytest.mark.parametrize(
+    ("model", "kernel"),
+    [("gpt-oss-wide", "auto"), ("gpt-oss-wide", "marlin"), ("gpt-oss", "marlin")],
+    ids=["vLLM's choice", "Marlin", "padded for Marlin"],
+)
+def test_pushed_equals_cold(engines: Remote, model: str, kernel: str) -> None:
+    cold = engines.call(serve, model, kernel, timeout_s=300)
     assert cold["A"] != cold["B"]
-    for weights, (pushed, load_paths) in zip("BAAB", engines.call(push, "BAAB", timeout_s=240), strict=True):
+    for weights, (pushed, load_paths) in zip("BAAB", engines.call(push, model, "BAAB", timeout_s=240), strict=True):
         assert_same(pushed, cold[weights], f"{weights} with the kernel {kernel}")
         assert load_paths["native_loader"] == 2

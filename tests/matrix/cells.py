@@ -51,14 +51,12 @@ class Expected:
     kinds: the classes of error that the ranks that are left may raise. Empty: the push must return.
     words: any of these is in the error's text.
     may_return: the push may also be complete, which the order of two processes decides.
-    taken: what another trainer's push raises that comes while rank 0 is stopped, "" where it succeeds.
     """
 
     states: tuple[str, ...]
     kinds: tuple[str, ...]
     words: tuple[str, ...]
     may_return: bool = False
-    taken: str = ""
 
 
 def expected_of_adapter(cell: Cell) -> Expected:
@@ -103,12 +101,6 @@ def expected(cell: Cell) -> Expected:
     if engine_dies:
         states = (DEAD,)
     if cell.how == "stopped":
-        if cell.who == "rank 0" and cell.transport == "single_copy" and cell.phase not in ("connect", "plan"):
-            # It could write into the engine when it goes on, so that nobody else gets the engine.
-            if cell.phase == "close":
-                return Expected((NEW,), (), (), taken="EngineBusyError")
-            states = (UNTOUCHED,) if cell.phase == "open" else (MUTE,)
-            return Expected(states, ("SyncTimeoutError",), ("trainer rank 0",), taken="EngineBusyError")
         if cell.who == "rank 0":  # another trainer takes the engine over meanwhile
             # The other rank has no verdict until then, and may have raised that rank 0 does not answer.
             words = ("another trainer has taken over this engine", "trainer rank 0")

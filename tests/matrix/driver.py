@@ -201,7 +201,7 @@ class Bench:
         if result.seconds > limit_s + BUSY_S:
             result.faults.append(f"the error came after {result.seconds:.1f} s, not within {limit_s:g} s")
         states = (NEW,) if has_pushed and DEAD not in want.states else want.states
-        if (cell.who, cell.how) == ("rank 0", "stopped") and not want.taken:
+        if (cell.who, cell.how) == ("rank 0", "stopped"):
             failing, version = healing, self.engine.version - 1
         result.state = self.settle(states, before, failing, version)
         if result.state not in states:
@@ -249,7 +249,7 @@ class Bench:
                     self.engine.wait_until_given_up(1.5 * self.timeout_s + GRACE_S + BUSY_S)
                     self.connect(self.healers)
                     (taken,) = self.push(self.healers, healing)
-                    if taken[0] != expected(cell).taken:
+                    if taken[0]:
                         result.faults.append(f"another trainer got {taken}")
                 return [self.outcome(rank) for rank in self.ranks]
             case "rank 1", "stopped":
@@ -305,6 +305,8 @@ class Bench:
         healers = self.ranks
         if (cell.who, cell.how) == ("rank 0", "stopped"):
             self.healers[0].call(Rank.release)  # while it holds the engine, the ranks are turned away
+            if self.transport == "single_copy":  # whose model is the engine's memory no more
+                self.connect(self.ranks)
         elif cell.how == "killed" and cell.who in RANKS:
             self.release()  # the rank that is left
             if self.transport == "single_copy":  # which has the engine's memory mapped
@@ -462,7 +464,7 @@ def descriptors(pid: int) -> Counter[str]:
     found: Counter[str] = Counter()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
-            found[re.sub(r"[0-9a-f]{6,}|\d+", "N", os.readlink(link))] += 1
+            found[re.sub(r"(?<=^/dev/shm/).*|[0-9a-f]{6,}|\d+", "N", os.readlink(link))] += 1
     return found
 
 

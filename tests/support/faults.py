@@ -10,7 +10,7 @@ from weightsync.control.update import Update
 from weightsync.control.wire import MachineInfo
 from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.planning.rows import Reads
-from weightsync.planning.transfer_plan import Route, TransferPlan
+from weightsync.planning.transfer_plan import Chain, TransferPlan
 from weightsync.transports import open_transport
 from weightsync.transports.base import Endpoint, LocalTensor, LocalTensors, Run, Transport
 
@@ -38,7 +38,7 @@ class FaultyTransport(Transport):
         manifest: Manifest,
         locations: Sequence[ShardLocation],
         reads: Sequence[Reads],
-    ) -> Route:
+    ) -> tuple[Chain, ...]:
         return self.inner.route(ranks, workers, manifest, locations, reads)
 
     def can_map(self, tensor: LocalTensor) -> bool:

@@ -122,28 +122,32 @@ class Hosts:
             end.close()
         holder.wait(10)
 
-    def link(self, name: str, rate: str = "", delay_ms: float = 0.0, loss: float = 0.0) -> None:
-        """Shape a host's cable in both directions: `rate` as tc has it, and a share of lost packets.
-
-        tbf does the rate. Delay and loss need netem, and the test is skipped where the kernel has none.
-        """
+    def link(self, name: str, rate: str = "") -> None:
+        """Give a host's cable a rate in both directions, as tc has it; without one, all that the machine can do."""
         for where, device in ((name, "eth0"), ("switch", f"port{self._numbers[name]}")):
-            root = f"tc qdisc replace dev {device} root"
             # tbf drops packets that are larger than its burst, and one is up to 64 KiB before it is cut for the cable.
             commands = [f"ip link set {device} gso_max_size 16384"]
-            if delay_ms or loss:
-                rates = f"rate {rate}" if rate else ""
-                commands.append(f"{root} netem limit 10000 delay {delay_ms}ms loss {100 * loss}% {rates}")
-            elif rate:
-                commands.append(f"{root} tbf rate {rate} burst 64kb latency 100ms")
+            if rate:
+                commands.append(f"tc qdisc replace dev {device} root tbf rate {rate} burst 64kb latency 100ms")
             else:
                 commands.append(f"tc qdisc del dev {device} root 2>/dev/null || true")
-            try:
-                self._in_network(where, "\n".join(commands))
-            except RuntimeError as error:
-                if "netem" in str(error) and "unknown" in str(error):
-                    pytest.skip("this kernel has no netem for delay and loss")
-                raise
+            self._in_network(where, "\n".join(commands))
+
+    def move_away(self, name: str, delay_ms: float, loss: float) -> None:
+        """Make a host's cable a long one, which delays every packet and loses a share of them, in both directions.
+
+        It cannot be cut. No netem is needed: see `long_cable.py`.
+        """
+        port, near, far = (f"{end}{self._numbers[name]}" for end in ("port", "near", "far"))
+        joined = f"ip link add {far} type veth peer name {near} && ip link set {far} master br0 up"
+        self._in_network("switch", f"ip link set {port} nomaster && {joined} && ip link set {near} up")
+        script = [sys.executable, str(Path(__file__).with_name("long_cable.py"))]
+        self._in_network(name, " ".join([*script, "eth0"]))
+        self._in_network("switch", " ".join([*script, far]))
+        cable = self.start("switch", [*script, port, near, str(delay_ms), str(loss)], stdout=subprocess.PIPE)
+        assert cable.stdout is not None
+        with cable.stdout as says:
+            assert says.readline() == b"up\n"
 
     def cut(self, name: str) -> None:
         """Take the host's cable out of the switch. Nobody is told."""

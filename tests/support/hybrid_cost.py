@@ -11,7 +11,9 @@ import os
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
+import numpy as np
 import ray
 import torch
 from hybrid_workers import Policy, StandIn
@@ -28,6 +30,14 @@ class Timed(Policy):
     @register(Dispatch.DP)
     def give_back(self, batch: TensorDict) -> TensorDict:
         return batch
+
+
+@ray.remote(num_cpus=0)
+class Bare:
+    """What Ray alone costs: the bytes of a batch there and back."""
+
+    def give_back(self, data: Any) -> Any:
+        return data
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -47,12 +57,20 @@ def main() -> None:
     tokens = TensorDict({"tokens": torch.zeros(512, 256, dtype=torch.long), "rewards": torch.zeros(512)}, [512])
     texts = TensorDict({"text": column(["a text"] * 512)}, [512])
     large = TensorDict({"hidden": torch.zeros(4096, 2048)}, [4096])
+    bare = [Bare.remote() for _ in range(2)]
+
+    def ray_alone(nbytes: int) -> Callable[[], object]:
+        part = np.zeros(nbytes // 2, np.uint8)
+        return lambda: ray.get([actor.give_back.remote(part) for actor in bare])
+
     calls: dict[str, Callable[[], object]] = {
         "RANK_ZERO, nothing in it": group.nothing,
         "ONE_TO_ALL, nothing in it": lambda: group.fail("none", -1),
         "DP, 1 MB of tokens there and back": lambda: group.give_back(tokens),
+        "Ray alone, the same bytes": ray_alone(512 * 257 * 8),
         "DP, 512 texts there and back": lambda: group.give_back(texts),
         "DP, 34 MB there and back": lambda: group.give_back(large),
+        "Ray alone, the same bytes as these": ray_alone(4096 * 2048 * 4),
     }
     for what, call in calls.items():
         report(what, [timed(call) for _ in range(60)][10:])

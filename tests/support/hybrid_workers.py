@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from fake_engine import FakeEngine, ModuleHost, PlainTrainer, TinyEngineModel, checkpoint
+from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 
 from weightsync.errors import ManifestError
-from weightsync.hybrid import Dispatch, Worker, register
+from weightsync.hybrid import Dispatch, Worker, column, register
 
 
 class Policy(Worker):
@@ -60,6 +62,33 @@ class Policy(Worker):
                 self.model.get_parameter(name).copy_(tensor)
 
     def unregistered(self) -> None: ...
+
+
+class Learner(Worker):
+    """A step adds one to every weight, and saves the weights."""
+
+    def init_model(self, folder: Path) -> None:
+        self.file = folder / "weights.safetensors"
+        saved = load_file(self.file) if self.file.exists() else {**checkpoint(0), "steps": torch.zeros(())}
+        self.steps = int(saved.pop("steps"))
+        self.model = PlainTrainer(saved)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def step(self) -> int:
+        self.steps += 1
+        weights = {name: tensor + self.steps for name, tensor in checkpoint(0).items()}
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                self.model.get_parameter(name).copy_(tensor)
+        if self.rank == 0:
+            self.file.parent.mkdir(exist_ok=True)
+            save_file({**weights, "steps": torch.tensor(self.steps)}, self.file)
+        dist.barrier()
+        return self.steps
+
+    @register(Dispatch.ALL_TO_ALL)
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
 
 
 class Neighbour(Worker):
@@ -116,10 +145,12 @@ class StandIn:
     """What `weightsync.vllm.rollout.RolloutEngine` is, without vLLM."""
 
     def __init__(self, devices: str, options: dict[str, Any]) -> None:
+        self.given = devices, options["enable_sleep_mode"]
         self.llm = LLM()
 
     def generate(self, prompts: list[list[int]], sampling: dict[str, Any]) -> Any:
         self.llm.log.append(("generate", len(prompts)))
+        time.sleep(sampling.get("wait_s", 0))
         return [[([*prompt, n], [-0.5] * (len(prompt) + 1)) for n in range(sampling["n"])] for prompt in prompts]
 
     def sleep(self, level: int) -> None:
@@ -130,9 +161,20 @@ class StandIn:
         self.llm.log.append(("wake_up", tags))
         self.llm.host.sleeps &= "weights" not in tags
 
+    def gpus_and_sleep_mode(self) -> tuple[str, bool]:
+        return self.given
+
     def calls(self) -> list[Any]:
         log, self.llm.log = self.llm.log, []
         return log
 
     def state(self) -> dict[str, torch.Tensor]:
         return self.llm.host.live.state()
+
+
+def prompts_of(count: int) -> TensorDict:
+    """Return prompts of up to four tokens."""
+    ids = torch.arange(count)[:, None] + torch.arange(4)
+    mask = torch.arange(4) >= (torch.arange(count) % 4)[:, None]  # padded on the left
+    columns = {"prompts": ids, "prompt_mask": mask, "text": column([f"prompt {n}" for n in range(count)])}
+    return TensorDict(columns, [count])

@@ -16,7 +16,7 @@ from weightsync.control.wire import Connect, Done, Go, LoadPlan
 from weightsync.kernels.digest import WHOLE, digest, signed
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, row_major
 from weightsync.planning.rows import Arrival, Run, Storage
-from weightsync.planning.transfer_plan import Chunk, Route, make_chunks
+from weightsync.planning.transfer_plan import Chunk, make_chunks
 from weightsync.receiver import receiver as receiver_module
 from weightsync.receiver.engine_model import EngineModel
 from weightsync.receiver.receiver import Receiver
@@ -122,14 +122,11 @@ class MemoryTrainer:
             ShardLocation(m.name, Box.full(m.shape), 0, self._numbers[m.name], 0, row_major(m.shape), m.dtype)
             for m in metas
         ]
-        reads = [{meta.name: (Box.full(meta.shape),) for meta in metas}]
-        manifest = Manifest(tuple(metas))
-        return list(
-            make_chunks(
-                manifest, Route.IN_PLACE, self._buckets, self.frozen, self.in_place, locations, reads,
-                self._max_bytes, {},
-            )
-        )  # fmt: skip
+        manifest, no_chains = Manifest(tuple(metas)), ()
+        made = make_chunks(
+            manifest, no_chains, self._buckets, self.frozen, self.in_place, locations, self._max_bytes, {}
+        )
+        return list(made)
 
     def _travels_as(self, meta: TensorMeta) -> str:
         if meta.name in self.in_place:

@@ -51,6 +51,7 @@ from weightsync.control.wire import (
     Ping,
     PlanRequest,
     Pong,
+    Ready,
     Release,
     Value,
     decode,
@@ -70,6 +71,7 @@ FAILURE = Failure(ErrorFields("ManifestError", "m", None, "plan", {"missing": ["
 OTHERS: list[Message] = [
     HELLO,
     FAILURE,
+    Ready(),
     Release(),
     Ping(),
     Pong(),
@@ -87,7 +89,7 @@ def recorded_push() -> Iterator[tuple[list[Message], list[Message]]]:
     asked: list[Message] = []
     answered: list[Message] = []
     files: list[SharedFile] = []
-    send, unlink = Connection.send, SharedFile.unlink
+    send, close = Connection.send, SharedFile.close
 
     def record(self: Connection, message: Message, deadline: Deadline, phase: str) -> None:
         if isinstance(message, (PlanRequest, Connect, Go, Commit)):
@@ -96,19 +98,19 @@ def recorded_push() -> Iterator[tuple[list[Message], list[Message]]]:
             answered.append(message)
         send(self, message, deadline, phase)
 
-    Connection.send, SharedFile.unlink = record, lambda file: files.append(file)  # type: ignore[method-assign]
+    Connection.send, SharedFile.close = record, lambda file: files.append(file)  # type: ignore[method-assign]
     try:
         engine = FakeEngine(host())
         sync = WeightSync("fsdp", "ipc", engine, timeout_s=30)
         sync.push(module_of(checkpoint(2)))
-        Connection.send, SharedFile.unlink = send, unlink  # type: ignore[method-assign]
+        Connection.send, SharedFile.close = send, close  # type: ignore[method-assign]
         yield asked, answered
         sync.close()
         engine.close()
     finally:
-        Connection.send, SharedFile.unlink = send, unlink  # type: ignore[method-assign]
+        Connection.send, SharedFile.close = send, close  # type: ignore[method-assign]
         for file in files:
-            unlink(file)
+            close(file)
 
 
 def host() -> ModuleHost:

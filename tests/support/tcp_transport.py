@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from weightsync.errors import PeerError, SyncTimeoutError
-from weightsync.planning.transfer_plan import Route
+from weightsync.planning.transfer_plan import Chain
 from weightsync.transports.base import Endpoint, Transport, TransportReceiver
 from weightsync.transports.staging import Packer, arriving, endpoint, leaving, slot_bytes
 
@@ -19,12 +19,12 @@ def hang_up(self: Any) -> None:
 class TcpTransport(Transport):
     name, sockets, abort = "tcp", (), hang_up
 
-    def route(self, *args: Any) -> Route:
-        return Route.EACH
+    def route(self, ranks: Any, workers: Any, manifest: Any, locations: Any, reads: Any) -> tuple[Chain, ...]:
+        return tuple(Chain((worker,), own) for worker, own in enumerate(reads))
 
     def prepare(self, plan: Any, tensors: Any, update: Any) -> list[Endpoint]:
         self.abort()
-        rank, self.workers = update.ranks.rank, range(len(plan.reads))
+        rank, self.workers = update.ranks.rank, range(plan.workers)
         self.layout = leaving(plan, rank, slots=1)
         self.slot = torch.empty(slot_bytes(self.layout), dtype=torch.uint8)
         self.packer = Packer(plan, tensors, self.layout, {0: self.slot})

@@ -9,6 +9,7 @@ import select
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -231,6 +232,22 @@ def test_messages_that_are_taken_leave_room_for_others(pair):
     for number in range(300):
         say(one, Commit(number))
         assert other.receive(Deadline(30), "test") == Commit(number)
+
+
+def test_a_large_frame_takes_less_than_four_times_its_bytes_until_it_is_a_message(pair):
+    ours, theirs = pair
+    data = sealed(ours, encode(Value("x" * 8_000_000)))
+    sending = threading.Thread(target=raw(ours).sendall, args=(data,))
+    raw(ours).setblocking(True)
+    tracemalloc.start()
+    try:
+        sending.start()
+        theirs.receive(Deadline(30), "test")
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        sending.join()
+    assert peak_bytes < 4 * len(data)
 
 
 def test_silence_runs_into_the_deadline_and_says_who_is_silent(pair):

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from weightsync.errors import ConfigError
+from weightsync import CheckpointTransport
+from weightsync.errors import ConfigError, PlacementError
 from weightsync.hybrid import Call, Dispatch, Layout, Place, balance, column, concat, pad, split, take, union
 from weightsync.hybrid.batch import pack, unpack
 from weightsync.hybrid.following import choose_transport
@@ -281,12 +282,29 @@ def test_pools_find_their_nodes(needed: Any, nodes: Any, unplaced: Any):
 def test_engines_fill_the_nodes_of_a_pool():
     assert places_of_engines([2, 4], 2) == [0, 2, 4]
     assert places_of_engines([3], 1) == [0, 1, 2]
-    for size in (0, 3):
+    for size in (0, 3, 4):
         with pytest.raises(ConfigError, match="does not fit a pool"):
             places_of_engines([2, 4], size)
 
 
 def test_memory_is_shared_on_one_host_alone():
-    assert choose_transport(["a", "a"], ["a"])[0] == "ipc"
-    assert choose_transport(["a", "a"], ["a", "b"])[0] == "broadcast"
-    assert choose_transport(["a", "b"], ["a", "b"])[0] == "broadcast"
+    assert choose_transport(["a", "a"], ["a"], shares_gpus=False)[0] == "ipc"
+    assert choose_transport(["a", "a"], ["a"], shares_gpus=True)[0] == "ipc"
+    assert choose_transport(["a", "a"], ["a", "b"], shares_gpus=False)[0] == "broadcast"
+    assert choose_transport(["a", "b"], ["a", "b"], shares_gpus=False)[0] == "broadcast"
+    files = CheckpointTransport("/shared")
+    assert choose_transport(["a", "b"], ["a", "b"], shares_gpus=True, asked=files)[0] is files
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shares_gpus", "asked", "words"),
+    [
+        ("ab", True, None, "on 2 hosts in all: 'broadcast' needs a GPU for each"),
+        ("a", True, "nccl", "on 1 hosts in all: 'nccl' needs a GPU for each"),
+        ("ab", False, "ipc", "on one host, and these are on 2"),
+        ("ab", True, "cuda_ipc", "on one host, and these are on 2"),
+    ],
+)
+def test_transports_that_cannot_work_are_refused(nodes: str, shares_gpus: bool, asked: str | None, words: str):
+    with pytest.raises(PlacementError, match=words):
+        choose_transport(nodes, nodes, shares_gpus=shares_gpus, asked=asked)

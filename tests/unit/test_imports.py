@@ -47,6 +47,7 @@ ORDER = [
     ["weightsync.control.runtime", "weightsync.report", "weightsync.vllm.compat"],
     ["weightsync.control.wire", "weightsync.control.wire_memory", "weightsync.planning", "weightsync.selection"],
     ["weightsync.control"],
+    ["weightsync.telemetry"],
     ["weightsync.engines"],
     ["weightsync.control.fleet", "weightsync.control.member"],
     ["weightsync.kernels"],
@@ -55,9 +56,10 @@ ORDER = [
     ["weightsync.transports"],
     ["weightsync.receiver"],
     ["weightsync.vllm"],
+    ["weightsync.config"],
     ["weightsync.strategies"],
     ["weightsync.sync"],
-    ["weightsync.hybrid"],
+    ["weightsync.hybrid", "weightsync.integrations"],
     ["weightsync"],
     ["weightsync.tools", "weightsync.__main__"],
 ]
@@ -119,16 +121,34 @@ ROOM = {
     "vllm": ["weightsync.vllm", "weightsync.tools.bench.engines", "weightsync.tools.bench.peers"],
     "deepspeed": ["weightsync.sources.deepspeed", "weightsync.tools.bench.models"],
     "megatron": ["weightsync.sources.megatron", "weightsync.tools.bench.models"],
-    "ray": ["weightsync.engines.ray_actor", "weightsync.hybrid"],
+    "ray": ["weightsync.engines.ray_actor", "weightsync.hybrid", "weightsync.integrations.verl"],
     "tensordict": ["weightsync.hybrid"],
     "peft": ["weightsync.sources.peft"],
+    "prometheus_client": ["weightsync.telemetry"],
+    "opentelemetry": ["weightsync.telemetry"],
+    "trl": ["weightsync.integrations.trl"],
+    "verl": ["weightsync.integrations.verl", "weightsync.integrations.verl_worker"],
     "triton": TRITON,
 }
 
 # Not on `import`, but inside the function that needs it. A room that is all about its package may import it at the top.
-LAZY = ["vllm", "deepspeed", "megatron", "ray", "tensordict", "transformers", "peft", "triton"]
+LAZY = [
+    "vllm",
+    "deepspeed",
+    "megatron",
+    "ray",
+    "tensordict",
+    "transformers",
+    "peft",
+    "trl",
+    "verl",
+    "triton",
+    "prometheus_client",
+    "opentelemetry",
+]
 AT_THE_TOP = [
     "weightsync.hybrid",
+    "weightsync.integrations",
     "weightsync.vllm",
     "weightsync.sources.deepspeed",
     "weightsync.sources.megatron",
@@ -356,6 +376,12 @@ def test_the_product_imports_no_controller():
         i for i in ours() if inside(i.target, "weightsync.hybrid") and not inside(i.module, "weightsync.hybrid")
     ]
     fail_on(violations, "Who pushes from a trainer of their own needs neither Ray nor a controller.")
+
+
+def test_the_product_imports_no_integration():
+    integrations = "weightsync.integrations"
+    violations = [i for i in ours() if inside(i.target, integrations) and not inside(i.module, integrations)]
+    fail_on(violations, "Frameworks change with each release, and weightsync works without any of them.")
 
 
 @pytest.mark.parametrize("package", ROOM)

@@ -689,13 +689,15 @@ def test_a_manifest_reads_as_a_collection_in_order() -> None:
         manifest["c"]
 
 
-def test_a_manifest_refuses_doubled_names_and_emptiness() -> None:
+def test_a_manifest_refuses_doubled_names_and_all_ranks_together_emptiness() -> None:
     once, again = TensorMeta("a", (2,), "float32"), TensorMeta("a", (3,), "float32")
     with pytest.raises(ManifestError, match="'a'") as caught:
         Manifest((once, TensorMeta("b", (), "float32"), again))
     assert caught.value.mismatched == {"a": "offered twice"}
+    some = Manifest((once,))
+    assert merge_manifests([Manifest(()), some]) == some
     with pytest.raises(ManifestError, match="empty"):
-        Manifest(())
+        merge_manifests([Manifest(()), Manifest(())])
 
 
 # ---------------------------------------------------------------------------------------------------------------

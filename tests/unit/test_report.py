@@ -1,4 +1,4 @@
-"""The bar that follows a push, and when it shows itself."""
+"""What a report says to a tracker, the bar that follows a push, and when it shows itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import pytest
 
 from weightsync import report
-from weightsync.report import Progress
+from weightsync.report import Progress, PushReport
 
 
 class Terminal(io.StringIO):
@@ -39,3 +39,26 @@ def test_a_bar_stays_hidden_elsewhere(monkeypatch):
 
 def test_a_short_push_shows_no_bar(monkeypatch):
     assert "push 7" not in printed(monkeypatch, Terminal(), True)
+
+
+def test_metrics_are_flat_and_numbers():
+    report = PushReport(
+        version=7, nbytes=10, control_s=0.5, load_s=1.0, total_s=2.0, load_paths={"reload": 3}, left_out=("engine 1",)
+    )
+    assert report.metrics("sync/") == {
+        "sync/version": 7.0,
+        "sync/nbytes": 10.0,
+        "sync/chunks": 0.0,
+        "sync/sent_bytes": 0.0,
+        "sync/plan_s": 0.0,
+        "sync/control_s": 0.5,
+        "sync/gather_s": 0.0,
+        "sync/transfer_s": 0.0,
+        "sync/verify_s": 0.0,
+        "sync/load_s": 1.0,
+        "sync/pause_s": 0.0,
+        "sync/total_s": 2.0,
+        "sync/load_paths/reload": 3.0,
+        "sync/left_out": 1.0,
+    }
+    assert "weightsync/total_s" in report.metrics()

@@ -16,7 +16,6 @@ ONE_GPU = "gpus_per_host=1,ranks=1,tp=1"
 TWO_GPUS = "gpus_per_host=2,ranks=2,tp=2"
 ONE_TO_ANOTHER = "gpus_per_host=2,ranks=1,tp=1"
 THREE_GPUS = "gpus_per_host=3,ranks=2,tp=1"
-ONE_TO_THREE = "gpus_per_host=4,ranks=1,engines=3,tp=1"
 # `fixed_s` and `fixed_ranks_s` were chosen between these.
 MEASURED = [
     ("2026-11-23-h200-ipc-last", "ipc", ONE_GPU),
@@ -28,7 +27,6 @@ MEASURED = [
     ("2026-11-23-h200-broadcast-last", "broadcast", f"{ONE_TO_ANOTHER}"),
     ("2026-11-23-h200-broadcast-beside-native", "broadcast", f"{ONE_TO_ANOTHER}"),
     ("2026-11-22-h200-megatron-to-another-gpu", "broadcast", f"{THREE_GPUS}"),
-    ("2026-11-22-h200-broadcast-three-engines", "broadcast", f"{ONE_TO_THREE}"),
 ]
 
 
@@ -61,27 +59,37 @@ def test_ipc_reads_its_own_gpus_part_fast_and_the_rest_over_the_link():
     assert parts(8 * 10**9, "ipc", f"ranks=1,tp=1,{speeds}") == pytest.approx({"device copy": 0.008 / 0.93})
 
 
-CHUNK_S = (256 << 20) / 50e9
+FIRST = "passing on the first chunk"
 
 
-def test_more_engines_than_ranks_get_the_model_through_rank_0():
-    found = parts(10**10, "broadcast", "hosts=2,ranks=2,engines=3,tp=1,network=50")
-    assert found == pytest.approx({"gathering to rank 0": 0.1, "broadcast": 0.2, "first chunk": CHUNK_S})
+def test_ranks_send_their_parts_once_however_many_engines_there_are():
+    one = parts(10**10, "broadcast", "hosts=2,ranks=1,engines=1,tp=1,network=50")
+    assert one == pytest.approx({"sending along chains": 0.2, FIRST: 0.0})
+    three = parts(10**10, "broadcast", "hosts=4,ranks=1,engines=3,tp=1,network=50")
+    # The third engine waits for the first of 64 chunks until it has been passed on twice.
+    assert three == pytest.approx({"sending along chains": 0.2, FIRST: 2 * 0.2 / 64})
+    least = parts(10**10, "broadcast", "hosts=4,ranks=1,engines=3,tp=1,network=50,least_mib=200")
+    assert least[FIRST] == pytest.approx(2 * (200 << 20) / 50e9)
 
 
 def test_what_each_worker_reads_goes_over_a_network_card_for_each_gpu():
     found = parts(10**10, "broadcast", "hosts=4,ranks=16,engines=2,tp=8,network=50")
-    # A rank sends 2 engines' share of a 16th, as much as a worker receives.
-    assert found == pytest.approx({"sending to each worker": 0.025, "first chunk": CHUNK_S})
+    # A worker receives an eighth, and passes it on in the same time. A rank sends a sixteenth.
+    assert found == pytest.approx({"sending along chains": 0.025, FIRST: 0.025 / 32})
+
+
+def test_gpus_of_one_host_pass_on_more_slowly_than_they_receive():
+    found = parts(10**10, "broadcast", "gpus_per_host=4,ranks=1,engines=3,tp=1,broadcast=100,relaying=0.5")
+    assert found["sending along chains"] == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(("cards", "factor"), [("cards=1", 8), ("cards=4", 2), ("cards=8", 1), ("cards=16", 1)])
 def test_gpus_share_the_network_cards_of_their_host(cards, factor):
     topology = "hosts=4,ranks=16,engines=2,tp=8,network=50"
     found = parts(10**10, "broadcast", f"{topology},{cards}")
-    assert found["sending to each worker"] == pytest.approx(0.025 * factor)
+    assert found["sending along chains"] == pytest.approx(0.025 * factor)
     four_gpus = parts(10**10, "broadcast", f"{topology.replace('hosts=4', 'hosts=8')},gpus_per_host=4")
-    assert four_gpus["sending to each worker"] == pytest.approx(0.025 * 4)  # one card, where nothing else is said
+    assert four_gpus["sending along chains"] == pytest.approx(0.025 * 4)  # one card, where nothing else is said
 
 
 def test_control_grows_with_participants_and_not_with_bytes_or_chunks():

@@ -13,7 +13,7 @@ from weightsync.errors import PlacementError, SyncTimeoutError
 from weightsync.kernels.digest import WHOLE, digest, signed
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, coverage, itemsize, row_major
 from weightsync.planning.rows import Reads
-from weightsync.planning.transfer_plan import Route, TransferPlan, make_chunks
+from weightsync.planning.transfer_plan import Chain, TransferPlan, make_chunks
 from weightsync.transports.base import ALIGN_BYTES, DIGEST_BYTES, LocalTensor, LocalTensors, strided
 from weightsync.transports.staging import Packer, arrival, arriving, leaving, slot_bytes, wait_until
 
@@ -60,8 +60,9 @@ def replicas(workers: int) -> tuple[Reads, ...]:
 def plan_of(ranks: int, reads: tuple[Reads, ...], max_bytes: int = MAX_BYTES) -> TransferPlan:
     buckets = [[meta.name] for meta in MANIFEST]
     none: frozenset[str] = frozenset()
-    chunks = make_chunks(MANIFEST, Route.EACH, buckets, none, none, sharded(ranks), reads, max_bytes, {})
-    return TransferPlan(MANIFEST, Route.EACH, chunks, reads, "127.0.0.1", {})
+    chains = tuple(Chain((worker,), own) for worker, own in enumerate(reads))
+    chunks = make_chunks(MANIFEST, chains, buckets, none, none, sharded(ranks), max_bytes, {})
+    return TransferPlan(MANIFEST, chains, chunks, len(reads), "127.0.0.1", {})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -13,12 +13,12 @@ from weightsync.control.wire import PREFIX_BYTES, Value, decode, encode, typed
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, coverage, itemsize, row_major
 from weightsync.planning.rows import Reads
 from weightsync.planning.transfer_plan import (
+    Chain,
     Chunk,
-    Route,
     TransferPlan,
-    choose_route,
-    load_all,
-    load_each,
+    chain_of,
+    choose_chains,
+    load_chains,
     load_staged,
     make_chunks,
     slices,
@@ -50,16 +50,15 @@ def chunks_of(
     locations: Sequence[ShardLocation],
     max_bytes: int | None,
     *,
-    route: Route = Route.ALL,
+    chains: Sequence[Chain] | None = None,
     buckets: Sequence[Sequence[str]] | None = None,
     frozen: frozenset[str] = frozenset(),
     in_place: frozenset[str] = frozenset(),
-    reads: Sequence[Reads] | None = None,
     together: dict[str, str] | None = None,
 ) -> tuple[Chunk, ...]:
     buckets = [[name] for name in manifest.names] if buckets is None else buckets
-    reads = [whole(manifest)] if reads is None else reads
-    return make_chunks(manifest, route, buckets, frozen, in_place, locations, reads, max_bytes, together or {})
+    chains = [Chain((0,), whole(manifest))] if chains is None else chains
+    return make_chunks(manifest, chains, buckets, frozen, in_place, locations, max_bytes, together or {})
 
 
 def peak(chunk: Chunk, load) -> int:
@@ -84,23 +83,19 @@ def test_slices_of_a_box_cover_it_once(size: tuple[int, ...], count: int, start:
     st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=1, max_size=6),
     st.integers(1, 3),
     st.integers(4, 200),
-    st.sampled_from([Route.ALL, Route.EACH, Route.IN_PLACE]),
+    st.sampled_from([(), ((0,),), ((0, 1),), ((0,), (1,))]),
 )
 def test_chunks_have_every_element_once_and_bounded_loads(
-    shapes: list[tuple[int, int]], ranks: int, max_bytes: int, route: Route
+    shapes: list[tuple[int, int]], ranks: int, max_bytes: int, workers: tuple[tuple[int, ...], ...]
 ):
     manifest = manifest_of(*((f"t{n}", (rows * ranks, columns)) for n, (rows, columns) in enumerate(shapes)))
     locations = [p for meta in manifest for p in by_rows(meta.name, *meta.shape, ranks)]
-    reads = [whole(manifest), whole(manifest)]
-    chunks = chunks_of(manifest, locations, max_bytes, route=route, reads=reads)
+    chains = [Chain(each, whole(manifest)) for each in workers]
+    chunks = chunks_of(manifest, locations, max_bytes, chains=chains)
     for meta in manifest:
         boxes = [piece.box for chunk in chunks for piece in chunk.pieces if piece.name == meta.name]
         assert coverage(meta.shape, boxes) == ([], [])
-    load = {
-        Route.ALL: load_all(manifest),
-        Route.EACH: load_each(manifest, reads),
-        Route.IN_PLACE: load_staged(manifest),
-    }[route]
+    load = load_chains(manifest, chains) if chains else load_staged(manifest)
     for chunk in chunks:
         in_one_row_of_each = all(piece.box.numel == 1 for piece in chunk.pieces)
         assert peak(chunk, load) <= max_bytes or in_one_row_of_each
@@ -149,7 +144,7 @@ def test_frozen_tensors_have_the_last_chunks_to_themselves():
     buckets = [["a"], ["c"], ["b"]]
     chunks = chunks_of(manifest, locations, 1024, buckets=buckets, frozen=frozenset({"b"}))
     assert [(chunk.names, chunk.frozen) for chunk in chunks] == [(("a", "c"), False), (("b",), True)]
-    plan = TransferPlan(manifest, Route.ALL, chunks, (whole(manifest),), "h", {})
+    plan = TransferPlan(manifest, (), chunks, 1, "h", {})
     assert list(plan.due(first=True)) == [0, 1]
     assert list(plan.due(first=False)) == [0]
     assert plan.nbytes(first=True) == 3 * 128
@@ -159,7 +154,7 @@ def test_frozen_tensors_have_the_last_chunks_to_themselves():
 def test_what_is_read_in_place_is_one_chunk_with_its_replicas():
     manifest = manifest_of(("a", (8, 4)), ("b", (8, 4)), ("c", (8, 4)))
     locations = [shard(name, (0, 0), (8, 4), rank) for name in "abc" for rank in (0, 1)]
-    chunks = chunks_of(manifest, locations, 64, route=Route.IN_PLACE, in_place=frozenset("ab"))
+    chunks = chunks_of(manifest, locations, 64, chains=(), in_place=frozenset("ab"))
     assert chunks[0].in_place
     assert [(piece.name, piece.rank) for piece in chunks[0].pieces] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     assert {chunk.names for chunk in chunks[1:]} == {("c",)}
@@ -167,17 +162,10 @@ def test_what_is_read_in_place_is_one_chunk_with_its_replicas():
     assert not any(chunk.in_place for chunk in chunks[1:])
 
 
-def test_rank_0_gives_what_it_holds_itself_when_it_sends_everything():
+def test_replicas_are_shared_out_among_ranks():
     manifest = manifest_of(("a", (8, 4)), ("b", (8, 4)))
     locations = [shard(name, (0, 0), (8, 4), rank) for name in "ab" for rank in (1, 0)]
     chunks = chunks_of(manifest, locations, 1024)
-    assert {piece.rank for chunk in chunks for piece in chunk.pieces} == {0}
-
-
-def test_replicas_are_shared_out_when_every_rank_sends():
-    manifest = manifest_of(("a", (8, 4)), ("b", (8, 4)))
-    locations = [shard(name, (0, 0), (8, 4), rank) for name in "ab" for rank in (1, 0)]
-    chunks = chunks_of(manifest, locations, 1024, route=Route.EACH)
     assert {piece.rank for chunk in chunks for piece in chunk.pieces} == {0, 1}
 
 
@@ -186,7 +174,7 @@ def test_scales_travel_with_the_first_chunk_of_their_weight():
     locations = [shard("w", (0, 0), (64, 4), 0), shard("w_scale", (0, 0), (64, 1), 0)]
     chunks = chunks_of(manifest, locations, 512, buckets=[["w", "w_scale"]], together={"w": "w_scale"})
     assert [set(chunk.names) for chunk in chunks] == [{"w", "w_scale"}, {"w"}, {"w"}]
-    load = load_all(manifest)
+    load = load_chains(manifest, [Chain((0,), whole(manifest))])
     assert max(peak(chunk, load) for chunk in chunks) <= 512
 
 
@@ -196,30 +184,59 @@ def test_tensors_without_elements_do_not_travel():
     assert [chunk.names for chunk in chunks_of(manifest, locations, 1024)] == [("b",)]
 
 
-def test_each_worker_gets_its_own_where_that_saves_bytes():
+HALVES: list[Reads] = [{"a": (Box((0, 0), (4, 4)),)}, {"a": (Box((4, 0), (4, 4)),)}]
+
+
+def test_workers_that_read_alike_are_a_chain_ordered_by_host():
     manifest = manifest_of(("a", (8, 4)))
-    halves = [{"a": (Box((0, 0), (4, 4)),)}, {"a": (Box((4, 0), (4, 4)),)}]
-    one_rank, two_ranks = by_rows("a", 8, 4, 1), by_rows("a", 8, 4, 2)
-    assert choose_route(manifest, one_rank, halves, 1) is Route.EACH
-    assert choose_route(manifest, two_ranks, [whole(manifest)], 2) is Route.EACH
-    assert choose_route(manifest, one_rank, [whole(manifest)], 1) is Route.ALL
-    assert choose_route(manifest, one_rank, [whole(manifest)] * 2, 1) is Route.ALL  # rank 0 would send it twice
+    one_rank = by_rows("a", 8, 4, 1)
+    assert choose_chains(manifest, one_rank, [whole(manifest)] * 4, [1, 2, 0, 1]) == (
+        Chain((2, 0, 3, 1), whole(manifest)),
+    )
+    chains = choose_chains(manifest, one_rank, HALVES * 2, [2, 2, 1, 1])
+    assert chains == (Chain((2, 0), HALVES[0]), Chain((3, 1), HALVES[1]))
+    load = sum(map(load_chains(manifest, chains), one_rank), Counter())
+    assert load == {("rank", 0): 128, ("chain", 0): 64, ("chain", 1): 64}, "however many engines there are"
 
 
-def test_load_of_a_worker_counts_the_regions_that_it_reads():
+def test_workers_that_read_otherwise_become_one_chain_where_a_rank_would_send_more_than_the_model():
     manifest = manifest_of(("a", (8, 4)))
-    load = load_each(manifest, [{"a": (Box((2, 0), (3, 4)),)}, {}])
-    assert load(shard("a", (0, 0), (4, 4), 5)) == {("rank", 5): 32, ("worker", 0): 32}
+    reads = [whole(manifest), *HALVES]
+    (chain,) = choose_chains(manifest, by_rows("a", 8, 4, 1), reads, [0, 1, 1])
+    assert (chain.workers, load_chains(manifest, [chain])(shard("a", (0, 0), (8, 4), 5))) == (
+        (0, 1, 2),
+        {("rank", 5): 128, ("chain", 0): 128},
+    )
+    # Two ranks send half of it twice.
+    assert len(choose_chains(manifest, by_rows("a", 8, 4, 2), reads, [0, 1, 1])) == 3
 
 
-@pytest.mark.parametrize("route", Route)
-def test_a_plan_survives_being_plain_values(route: Route):
+def test_longer_chains_have_smaller_chunks_down_to_a_limit():
+    manifest = manifest_of(("a", (4096, 512)))
+    locations = by_rows("a", 4096, 512, 2)  # 4 MiB of each rank, and 8 for each worker
+
+    def count(workers: int) -> int:
+        chains = [Chain((*range(workers),), whole(manifest))]
+        return len(make_chunks(manifest, chains, [["a"]], frozenset(), frozenset(), locations, 1 << 23, {}, 1 << 17))
+
+    assert [count(workers) for workers in (1, 2, 3, 64)] == [1, 32, 64, 64]
+
+
+def test_load_of_a_chain_counts_the_regions_that_it_reads():
+    manifest = manifest_of(("a", (8, 4)))
+    load = load_chains(manifest, [Chain((0, 2), {"a": (Box((2, 0), (3, 4)),)}), Chain((1,), {})])
+    assert load(shard("a", (0, 0), (4, 4), 5)) == {("rank", 5): 32, ("chain", 0): 32}
+
+
+@pytest.mark.parametrize("workers", [(), ((0, 1),), ((0,), (1,))])
+def test_a_plan_survives_being_plain_values(workers: tuple[tuple[int, ...], ...]):
     manifest = manifest_of(("a", (8, 4)), ("b", (3, 3)))
     locations = [*by_rows("a", 8, 4, 2), shard("b", (0, 0), (3, 3), 1)]
-    in_place = frozenset({"b"}) if route is Route.IN_PLACE else frozenset()
-    reads = ({"a": (Box((0, 0), (4, 4)),)}, whole(manifest))
-    chunks = chunks_of(manifest, locations, 64, route=route, in_place=in_place, reads=reads)
-    plan = TransferPlan(manifest, route, chunks, reads, "10.0.0.1", {"in_place": 3})
+    in_place = frozenset() if workers else frozenset({"b"})
+    reads = [{"a": (Box((0, 0), (4, 4)),)}, whole(manifest)]
+    chains = tuple(chain_of(each, reads) for each in workers)
+    chunks = chunks_of(manifest, locations, 64, chains=chains, in_place=in_place)
+    plan = TransferPlan(manifest, chains, chunks, 2, "10.0.0.1", {"in_place": 3})
     carried = decode(encode(Value(plan))[PREFIX_BYTES:])
     assert isinstance(carried, Value)
     assert typed(carried.value, TransferPlan) == plan

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -76,69 +79,67 @@ def test_open_transport_of_an_entry_point_gives_both_of_its_ends(monkeypatch: py
 def file() -> Iterator[SharedFile]:
     made = SharedFile(4096)
     yield made
-    made.unlink()
+    made.close()
 
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        *(("shm", {"name": name}) for name in ["", "/etc/passwd", "../x", "1-0123456789abcdef/x", "other"]),
-        *(("shm", {"name": name}) for name in ["1-0123456789abcdef\n", "1-0123456789ABCDEF", "weightsync-1-0", "\0"]),
         *(("fd", {"pid": pid}) for pid in ["self", "1/../2", -1, True, 1.0]),
         ("fd", {"path": "/proc/self/fd/0"}),
-        ("shm", {"nbytes": -1}),
-        ("shm", {"inode": None}),
+        ("fd", {"nbytes": -1}),
+        ("fd", {"inode": None}),
+        ("shm", {}),
         ("cuda", {}),
         ("file", {}),
     ],
 )
 def test_fields_that_weightsync_does_not_make_are_refused(file: SharedFile, kind: str, changes: dict[str, Any]):
-    fields = export(torch.zeros(4).share_memory_().untyped_storage())[1] if kind == "fd" else file.handle()[1]
+    fields = file.handle()[1]
     with pytest.raises(ProtocolError, match=r"is no \w+Handle|unknown kind"):
         open_exported(kind, {**fields, **changes}, CPU, "trainer rank 0")
 
 
-def test_a_shared_file_is_seen_as_its_owner_writes_it_also_when_the_name_is_gone(file: SharedFile):
+def test_a_shared_file_is_seen_as_its_owner_writes_it_also_when_it_is_closed(file: SharedFile):
     kind, fields = file.handle()
-    path = Path("/dev/shm", f"weightsync-{fields['name']}")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(f"/proc/self/fd/{fields['fd']}").st_mode) == 0o600
     mapped = open_exported(kind, fields, CPU, "trainer rank 0")
     for wrong in ({"nbytes": 8192}, {"inode": fields["inode"] + 1}):
         with pytest.raises(PlacementError, match="is not the memory that trainer rank 0 has exported"):
             open_exported(kind, {**fields, **wrong}, CPU, "trainer rank 0")
-    file.unlink()
-    file.unlink()  # more than once
-    assert not path.exists()
+    file.close()
+    file.close()  # more than once
     file.data.fill_(7)
     assert mapped.eq(7).all()
     with pytest.raises(PlacementError, match="cannot map shared memory"):
         open_exported(kind, fields, CPU, "trainer rank 0")
 
 
-@pytest.mark.parametrize("trick", ["link", "hard link", "pipe", "folder", "another user's"])
-def test_what_lies_under_a_shared_files_name_is_looked_at(
-    file: SharedFile, trick: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    kind, fields = file.handle()
-    path = Path("/dev/shm", f"weightsync-{fields['name']}")
-    secret = tmp_path / "secret"
-    secret.write_bytes(b"s" * 4096)
-    if trick == "another user's":
-        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    elif trick == "hard link":
-        os.link(path, f"{path}-2")
-    else:
-        path.unlink()
-        {"link": lambda: path.symlink_to(secret), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[trick]()
-        fields["inode"] = path.lstat().st_ino
-        fields["nbytes"] = 0
-    try:
-        with pytest.raises(PlacementError, match="is not the memory that trainer rank 0 has exported"):
-            open_exported(kind, fields, CPU, "trainer rank 0")
-    finally:
-        Path(f"{path}-2").unlink(missing_ok=True)
-        if trick == "folder":
-            path.rmdir()
+OWNER = """
+import os, sys
+from weightsync.transports.shared_handles import SharedFile
+files = [SharedFile(4096), SharedFile(8192)]
+files[0].data.fill_(7)
+print([file.handle() for file in files], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_nothing_is_left_in_shared_memory_of_a_process_that_is_killed():
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        handles = ast.literal_eval(owner.stdout.readline().decode())
+        mapped = [open_exported(*handle, CPU, "trainer rank 0") for handle in handles]
+        owner.kill()
+    assert mapped[0].eq(7).all(), "what is mapped stays"
+    assert not {fields["inode"] for _, fields in handles} & {entry.inode() for entry in os.scandir("/dev/shm")}
+
+
+def test_a_file_of_another_user_is_not_mapped(file: SharedFile, monkeypatch: pytest.MonkeyPatch):
+    handle = file.handle()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(PlacementError, match="is not the memory that trainer rank 0 has exported"):
+        open_exported(*handle, CPU, "trainer rank 0")
 
 
 def test_an_open_file_that_has_a_name_is_never_mapped(tmp_path: Path):
@@ -216,10 +217,10 @@ def test_a_worker_follows_no_link_and_waits_for_no_pipe(incoming: Path, tmp_path
 
 
 def test_shared_file_without_room_raises_placement_error_and_leaves_nothing():
-    before = set(Path("/dev/shm").iterdir())
+    before = os.listdir("/proc/self/fd")
     with pytest.raises(PlacementError, match=r"no room for .* bytes in /dev/shm"):
         SharedFile(1 << 60)
-    assert not [path for path in set(Path("/dev/shm").iterdir()) - before if f"-{os.getpid()}-" in path.name]
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_what_a_worker_was_not_told_of_memory_is_a_protocol_error(file: SharedFile):
@@ -248,6 +249,8 @@ def test_what_a_worker_was_not_told_of_memory_is_a_protocol_error(file: SharedFi
     [
         ({"runs": [[[0, 0, 9]]]}, "does not lie in a slot of 8 bytes"),
         ({"runs": [[[0, 5, 4]]]}, "does not lie in a slot of 8 bytes"),
+        ({"runs": [[[0, 0, 8]]], "encoders": [0], "origins": [[]]}, "says which rank it is of"),
+        ({"slots": 0}, "what came is no"),
         ({"slot_bytes": -1}, "what came is no"),
         ({"slot_bytes": None}, "what came is no"),
         ({"place": ["127.0.0.1", "0", "x"]}, "what came is no"),
@@ -256,7 +259,8 @@ def test_what_a_worker_was_not_told_of_memory_is_a_protocol_error(file: SharedFi
     ],
 )
 def test_runs_that_lie_in_no_slot_are_a_protocol_error(changes: dict[str, Any], words: str):
-    fields = {"runs": [], "slot_bytes": 8, "place": ["127.0.0.1", 1, "x"], "rank": 1, "size": 2, "senders": None}
+    fields = {"runs": [], "slot_bytes": 8, "place": ["127.0.0.1", 1, "x"], "rank": 1, "size": 2, "senders": [0]}
+    fields |= {"slots": 2, "onward": None, "before": [], "after": [], "encoders": [], "origins": []}
     with pytest.raises(ProtocolError, match=words):
         NcclReceiver(CPU).connect([], {**fields, **changes}, lambda seconds: None, Deadline(1))
 

@@ -40,6 +40,7 @@ from weightsync.control.wire import (
     Ping,
     PlanRequest,
     Pong,
+    Ready,
     Release,
     Value,
     decode,
@@ -164,6 +165,10 @@ GOLDEN: list[tuple[Message, str]] = [
     (
         Committed(7, 0.5),
         "2600000083a174a9436f6d6d6974746564a776657273696f6e07a66c6f61645f73cb3fe0000000000000",
+    ),
+    (
+        Ready(),
+        "0900000081a174a55265616479",
     ),
     (
         Release(),

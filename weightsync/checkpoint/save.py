@@ -27,6 +27,7 @@ from weightsync.planning.layout import Manifest, ShardLocation, choose_owners, m
 from weightsync.selection import TensorSelection
 from weightsync.sources import open_source
 from weightsync.sources.base import Model, TensorShard, WeightSource
+from weightsync.sources.rename import renamed
 
 _BUCKET_BYTES = 256 * 2**20
 """Computed tensors, such as merged adapters, are gathered for this many bytes at once."""
@@ -93,6 +94,7 @@ def save_tensors(
     `beside` is the config, the generation config and the tokenizer. Raises as `save` does.
     """
     ranks = update.ranks
+    source = renamed(source, selection)
     incoming = target.with_name(f".{target.name}.incoming-{secrets.token_hex(4)}")
     try:
         with update.timeline.during("plan"):
@@ -117,6 +119,7 @@ def save_tensors(
                 source.gather(names)
                 own = (part for name in names for part in by_name[name])
                 write(incoming, files, ((location, shard.values()) for location, shard in own))
+            source.gather(())
             update.barrier("save")
             if ranks.rank == 0:
                 publish(incoming, target)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from weightsync.control.listener import Listener
-from weightsync.control.runtime import in_thread
-from weightsync.errors import WeightSyncError
+from weightsync.control.runtime import Deadline, in_thread
+from weightsync.errors import EngineError, WeightSyncError
+
+_ARRIVAL_S = 3.0
+"""How long a worker may take to connect once its engine says that it has been told to."""
 
 
 class BackgroundCall:
@@ -39,6 +43,28 @@ class BackgroundCall:
             self._listener.wake()
         except OSError:
             pass  # the hub has been closed, and no thread is left to wake
+
+
+def arrivals(
+    calls: Sequence[BackgroundCall], listener: Listener, check: Callable[[], None], deadline: Deadline
+) -> Callable[[], None]:
+    """Return what a wait for workers that `calls` call in looks at: `check`, and whether they still may come."""
+    returned: dict[BackgroundCall, float] = {}
+
+    def look() -> None:
+        check()
+        for call in calls:
+            if not call.is_alive():
+                since = returned.setdefault(call, time.monotonic())
+                if time.monotonic() - since > _ARRIVAL_S or deadline.passed():
+                    raise EngineError(
+                        f"{call.name} returned, but no worker connected: the engine's weight transfer backend is not "
+                        'weightsync. Start it with weight_transfer_config={"backend": "weightsync"}, and see its log. '
+                        f"{listener.refused}",
+                        phase="init",
+                    )
+
+    return look
 
 
 def repeat(method: weakref.WeakMethod[Callable[[], None]], every_s: float, ended: threading.Event) -> None:

@@ -21,6 +21,7 @@ from typing import Protocol, TypeVar
 from weightsync.control.addresses import at, reach
 from weightsync.control.handshake import SEAL_BYTES, Seal, greet
 from weightsync.control.runtime import Deadline
+from weightsync.control.tls import read_certificates, wrap
 from weightsync.control.wire import (
     MAX_FRAME_BYTES,
     PREFIX_BYTES,
@@ -183,21 +184,23 @@ class Connection:
         self._buffer += data
         try:
             while len(self._buffer) >= PREFIX_BYTES:
-                end = PREFIX_BYTES + frame_length(bytes(self._buffer[:PREFIX_BYTES]), self.most_bytes)
+                prefix = bytes(self._buffer[:PREFIX_BYTES])
+                end = PREFIX_BYTES + frame_length(prefix, self.most_bytes)
                 if len(self._buffer) < end + SEAL_BYTES:
                     break
-                frame, seal = bytes(self._buffer[:end]), bytes(self._buffer[end : end + SEAL_BYTES])
+                body = bytes(memoryview(self._buffer)[PREFIX_BYTES:end])  # a plan has no room for a copy more
+                seal = bytes(self._buffer[end : end + SEAL_BYTES])
                 del self._buffer[: end + SEAL_BYTES]
-                if not hmac.compare_digest(self._received.of(frame), seal):
+                if not hmac.compare_digest(self._received.of(prefix, body), seal):
                     raise ProtocolError("a frame has come that this peer has not sent, or not as the next one")
-                message = decode(frame[PREFIX_BYTES:])
+                message = decode(body)
                 if isinstance(message, Ping):
                     self._owes_pong = True
                     continue
                 if isinstance(message, Pong):  # which may come late, when no answer is awaited any more
                     self._has_answered = True
                     continue
-                self._waiting_bytes = len(frame) + _MESSAGE_BYTES + (self._waiting_bytes if self._inbox else 0)
+                self._waiting_bytes = end + _MESSAGE_BYTES + (self._waiting_bytes if self._inbox else 0)
                 if self._waiting_bytes > _MOST_WAITING * self.most_bytes:
                     raise ProtocolError("more messages have come than anyone has asked for")
                 self._inbox.append(message)
@@ -271,9 +274,10 @@ class Connection:
 def dial(host: str, port: int, token: str, hello: Hello, peer: str, deadline: Deadline) -> Connection:
     """Connect to the `Listener` that has this token, and introduce yourself. Raises as `reach` and `greet` do."""
     limit = Deadline(min(deadline.left_s(), _GREETING_S))
+    certificates = read_certificates(is_listener=False)
     tries = 0
     while True:
-        sock = reach(host, port, name_of(hello), peer, limit)
+        sock = wrap(reach(host, port, name_of(hello), peer, limit), certificates, is_listener=False)
         try:
             connection = Connection(sock, peer, *greet(sock, token, f"{peer} at {at(host, port)}", limit))
             connection.send(hello, limit, "connect")

@@ -1,6 +1,7 @@
 """Trainer rank 0 and the engines: what is asked of them in a push, and what is done when a push ends early.
 
-    connect             once: every engine's `init` brings its workers, who answer PlanRequest and Connect
+    add, dismiss        engines come and go
+    connect             once for an engine: its `init` brings its workers, who answer PlanRequest and Connect
     open, opened        finish what another trainer left open, pause, start; then the update call, in which workers wait
     go, done            workers run the plan
     commit              workers commit; caches are reset, the update is finished under its version, generation resumes
@@ -9,7 +10,6 @@
     CLOSED              none                                               as it was
     OPEN                finish, resume (unless it was POISONED before)     as it was, generating
     DIRTY               finish, mark                                       paused and POISONED
-                        as OPEN where its weights are asleep, since it has written nothing
     COMMITTED           none                                               serves the new version
 
 An engine is marked POISONED before anything is written, so that it says so also where the trainer dies. The open
@@ -22,6 +22,7 @@ models, plans or how bytes travel.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import threading
 import time
@@ -33,7 +34,7 @@ from functools import partial
 from typing import TypeVar
 
 from weightsync.control.addresses import is_loopback
-from weightsync.control.background_call import BackgroundCall, repeat
+from weightsync.control.background_call import BackgroundCall, arrivals, repeat
 from weightsync.control.listener import Listener
 from weightsync.control.member import Member, Worker, find_lost
 from weightsync.control.ranks import Ranks
@@ -52,6 +53,7 @@ from weightsync.control.wire import (
     Message,
     ParametersExported,
     PlanRequest,
+    Ready,
     Release,
 )
 from weightsync.engines import Engine
@@ -82,10 +84,8 @@ _HEALTH_LOOK_S = 1.0
 """How often an engine is asked during a push whether it is alive. vLLM leaves the calls of a dead one unanswered."""
 _REFUSALS = FencedError, EngineAsleepError, FrozenLostError
 """What a worker says before it leaves a push, so that the others' part of it breaks."""
-_NEWS_S = 0.2
+_NEWS_S = 0.5
 """How long it may take until what a worker has said is here, once its part of a transfer has broken."""
-_ARRIVAL_S = 3.0
-"""How long a worker may take to connect once its engine says that it has been told to."""
 
 
 class UpdateState(Enum):
@@ -98,7 +98,10 @@ class UpdateState(Enum):
 
 
 class Fleet:
-    """The engines of one `WeightSync`, on rank 0. Every method but `fail` raises `WeightSyncError`s."""
+    """The engines of one `WeightSync`, on rank 0. Every method but `fail` raises `WeightSyncError`s.
+
+    A conversation is with all members, or with those that `connect` or `open` was given. The others generate on.
+    """
 
     def __init__(
         self,
@@ -110,12 +113,14 @@ class Fleet:
     ) -> None:
         """Take these engines. `after` is the fleet that failed before, whose last calls are waited for."""
         assert ranks.listener is not None, "a fleet is rank 0's"
+        self.members: list[Member] = []
+        self.newest_version = 0
         if after is not None:
             after._drain()
-        self.workers: list[Worker] = []
-        self.newest_version = 0
+            self.newest_version = after.newest_version
         self.state = UpdateState.CLOSED
-        self._members = [Member(one) for one in engines]
+        self._audience: list[Member] = []
+        self._numbers = itertools.count()
         self._ranks = ranks
         self._listener: Listener = ranks.listener
         self._listener.expect("worker")
@@ -126,26 +131,46 @@ class Fleet:
         self._calls: list[BackgroundCall] = []  # init and update, which return when the workers are released
         self._changing: list[BackgroundCall] = []  # this push's calls that change what an engine does
         self._opening: BackgroundCall | None = None
-        self._left_open: list[Member] = []  # another trainer has started an update and not finished it
-        self._was_poisoned = False
         self._over = False
         self._ended = threading.Event()
+        self.add(engines)
+        for name, method, every_s in (
+            ("lease", self._answer_pings, _PING_LOOK_S),
+            ("health", self._ask_whether_alive, _HEALTH_LOOK_S),
+        ):
+            in_thread(name, partial(repeat, weakref.WeakMethod(method), every_s, self._ended))
 
     @property
     def paused_at(self) -> float:
         """When generation was paused for this push, on the first of the engines."""
-        return min(one.paused_at for one in self._members)
+        return min(one.paused_at for one in self._audience)
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The workers that the conversation is with."""
+        return [worker for one in self._audience for worker in one.workers]
 
     @property
     def host(self) -> str:
-        """This process's address that every engine reaches."""
-        addresses = [self._listener.listen(one.engine.host)[0] for one in self._members]
+        """This process's address that every engine of the conversation reaches."""
+        addresses = [self._listener.listen(one.engine.host)[0] for one in self._audience]
         return next((address for address in addresses if not is_loopback(address)), addresses[0])
 
-    def connect(self) -> list[Worker]:
-        """Call the workers of every engine in. They wait for messages until `release`."""
+    def add(self, engines: Sequence[Engine]) -> None:
+        """Take more engines, which are not called yet."""
+        self.members = self._audience = [*self.members, *(Member(one, next(self._numbers)) for one in engines)]
+
+    def dismiss(self, members: Sequence[Member]) -> None:
+        """Release these engines, as they are. Another trainer may push to them."""
+        self.members = self._audience = [one for one in self.members if one not in members]
+        for one in members:
+            one.hang_up()
+
+    def connect(self, members: Sequence[Member] | None = None) -> list[Worker]:
+        """Call the workers of every engine in, or of these members. They wait for messages until `release`."""
+        self._audience = [*(self.members if members is None else members)]
         deadline = Deadline(self._timeout_s)
-        for number, one in enumerate(self._members):
+        for one in self._audience:
             where = one.engine.host  # which may ask the engine, and raise a `TimeoutError`
             try:
                 host, port = self._listener.listen(where)
@@ -153,7 +178,7 @@ class Fleet:
                 raise EngineUnreachableError(f"there is no way to {where}: {error}", who=one.engine.name) from error
             info = {
                 "session": self._id,
-                "engine": number,
+                "engine": one.number,
                 "host": host,
                 "port": port,
                 "token": self._listener.token,
@@ -162,24 +187,13 @@ class Fleet:
             }
             name = f"init of {one.engine.name}"
             self._calls.append(BackgroundCall(self._listener, name, one.engine.init, info))
-        if not self.workers:
-            for name, method, every_s in (
-                ("lease", self._answer_pings, _PING_LOOK_S),
-                ("health", self._ask_whether_alive, _HEALTH_LOOK_S),
-            ):
-                in_thread(name, partial(repeat, weakref.WeakMethod(method), every_s, self._ended))
-            for number, one in enumerate(self._members):
-                check = self._check_arrivals(deadline)
-                admitted = self._listener.admit("worker", number, deadline, "init", check)
-                one.workers = [Worker(hello, connection) for hello, connection in admitted]
-                self.workers += one.workers
-            for worker in self.workers:  # some transports lead past the network, and would not miss it
-                worker.connection.watch_host(self._timeout_s)
-            # The trainer that pushed last may have died between start and finish, or with the weights half loaded.
-            left_open = {worker.hello.group for worker in self.workers if worker.hello.update_open}
-            self._left_open = [self._members[number] for number in left_open]
-            self._was_poisoned = any(worker.hello.state == POISONED for worker in self.workers)
-            self.newest_version = max(worker.hello.version for worker in self.workers)
+        for one in self._audience:
+            if not one.workers:
+                check = arrivals(self._calls, self._listener, self._check_everyone, deadline)
+                one.meet(self._listener.admit("worker", one.number, deadline, "init", check))
+                self.newest_version = max(self.newest_version, one.newest_version)
+                for worker in one.workers:  # some transports lead past the network, and would not miss it
+                    worker.connection.watch_host(self._timeout_s)
         return self.workers
 
     def plan(self, manifest: Manifest) -> list[LoadPlan]:
@@ -214,8 +228,12 @@ class Fleet:
         self._send(Release(), deadline, phase)
         self._await_calls(deadline, phase)
 
-    def open(self) -> None:
-        """Begin to pause generation and to open the update. Returns at once; `opened` waits."""
+    def open(self, members: Sequence[Member] | None = None) -> None:
+        """Begin to pause generation and to open the update, everywhere or for these members.
+
+        Returns at once; `opened` waits.
+        """
+        self._audience = [*(self.members if members is None else members)]
         for worker in self.workers:  # an engine that was started anew at the same address is left alone
             worker.connection.check("pause")
         self._changing = []
@@ -223,7 +241,7 @@ class Fleet:
         self._opening = BackgroundCall(self._listener, "open", self._open)
 
     def opened(self) -> None:
-        """Wait until generation is paused everywhere and every worker is called to the update."""
+        """Wait until generation is paused everywhere and every worker serves the update, or has refused it."""
         opening = self._opening
         if opening is None:
             return
@@ -233,44 +251,50 @@ class Fleet:
         self._opening = None
         if opening.error is not None:
             raise opening.error
+        # A worker that cannot take part, or does not answer, is found while nothing has been written anywhere.
+        deadline = Deadline(self._timeout_s)
+        self._send(Ready(), deadline, "pause")
+        self._collect(Ready, deadline, "pause")
 
     def cancel(self) -> None:
         """Close the update that was opened, before `go`: the engines generate as before."""
         self.opened()
         self.check()
         self.release("pause")
-        self._all("pause", self._members, Member.withdraw)
-        self._all("pause", self._members, Member.resume)
+        self._all("pause", self._audience, Member.withdraw)
+        self._all("pause", self._audience, Member.resume)
         self.state = UpdateState.CLOSED
 
-    def go(self, version: int, sample: int | None, place_sample: int | None, digests: Sequence[int]) -> None:
-        """Tell every worker to run its part of the plan. From here on the engines' weights are a mixture.
+    def go(self, message: Go, members: Sequence[Member] | None = None) -> None:
+        """Tell every worker, or those of these members, to run its part of the plan.
 
-        A rank or a worker that is known to have gone is raised before.
+        From here on the engines' weights are a mixture. A rank or a worker that is known to have gone is raised before.
         """
         self._check_ranks()
         self.check()
-        self._version, self.state = version, UpdateState.DIRTY
-        self._send(Go(version, sample, place_sample, list(digests)), Deadline(self._timeout_s), "transfer")
+        self._version, self.state = message.version, UpdateState.DIRTY
+        self._send(message, Deadline(self._timeout_s), "transfer", members)
 
     def done(self, timeout_s: float | None = None) -> list[Done]:
         """Wait until every worker has verified and loaded everything; at most `timeout_s`, or one wait's time."""
         return self._collect(Done, Deadline(timeout_s or self._timeout_s), "load")
 
-    def commit(self) -> list[Committed]:
-        """Declare the version complete: reset caches, stamp the version, resume generation."""
+    def commit(self, label: str | None = None) -> list[Committed]:
+        """Declare the version complete: reset caches, stamp the version or its `label`, resume generation."""
         deadline = Deadline(self._timeout_s)
+        # From here on some worker may have it, and no other weights may get the number, whatever happens now.
+        self.newest_version = max(self.newest_version, self._version)
         self._send(Commit(self._version), deadline, "commit")
         # An engine does one thing after the other: this one waits behind the update, and saves a round trip.
-        resets = [self._call("commit", one, lambda each: each.engine.reset_caches()) for one in self._members]
+        resets = [self._call("commit", one, lambda each: each.engine.reset_caches()) for one in self._audience]
         answers = self._collect(Committed, deadline, "commit")
         self._await_calls(deadline, "commit")
-        version = str(self._version)
-        self._all("commit", self._members, lambda one: one.finish(version))
+        version, text = self._version, str(self._version) if label is None else label
+        self._all("commit", self._audience, lambda one: one.finish(version, text))
         self._wait(resets, Deadline(self._timeout_s), "commit")
         # Only now: an engine that remembers what old weights computed must not resume.
-        self.state, self._was_poisoned, self.newest_version = UpdateState.COMMITTED, False, self._version
-        self._all("resume", self._members, Member.resume)
+        self.state = UpdateState.COMMITTED
+        self._all("resume", self._audience, Member.resume)
         self.state = UpdateState.CLOSED
         return answers
 
@@ -281,7 +305,7 @@ class Fleet:
         self._check_calls()
 
     def explain(self, error: WeightSyncError) -> WeightSyncError:
-        """Return the cause of `error`: why a worker has refused the push, or `error` with the engines that are lost.
+        """Return the cause of `error`: why a worker has refused or failed, or `error` with the engines that are lost.
 
         They are its `lost`, by name, and the others are its `survivors`.
         """
@@ -294,8 +318,11 @@ class Fleet:
             if (refusal := next((each for each in said if isinstance(each, kind)), None)) is not None:
                 return refusal
         may_be_engines = isinstance(error, (PeerError, EngineError, SyncTimeoutError))
-        if may_be_engines and (lost := find_lost(self._members, error, self._listener)):
-            error.add_facts(lost=lost, survivors=[o.engine.name for o in self._members if o.engine.name not in lost])
+        if may_be_engines and (lost := find_lost(self.members, error, self._listener)):
+            error.add_facts(lost=lost, survivors=[o.engine.name for o in self.members if o.engine.name not in lost])
+        elif isinstance(error, PeerError):
+            # A worker that fails says why and leaves the transfer, which may be seen to break before its words come.
+            return next((e for e in said if e is not None and not isinstance(e, (PeerError, SyncTimeoutError))), error)
         return error
 
     def fail(self, error: WeightSyncError) -> None:
@@ -305,12 +332,12 @@ class Fleet:
         """
         state, self._over = self.state, True
         lost = getattr(error, "lost", [])
-        deadline = Deadline(0.0 if len(lost) == len(self._members) else _FAREWELL_S)
-        held = [one for one in self._members if one.is_held()]
-        unwritten = state in (UpdateState.CLOSED, UpdateState.OPEN)
-        for one in self._members:
-            one.give_up(not self._was_poisoned and (unwritten or one.has_refused()))
-        for worker in self.workers:
+        deadline = Deadline(0.0 if len(lost) == len(self.members) else _FAREWELL_S)
+        held = [one for one in self._audience if one.is_held()]
+        for one in self._audience:
+            one.give_up(state in (UpdateState.CLOSED, UpdateState.OPEN))
+        everyone = [worker for one in self.members for worker in one.workers]
+        for worker in everyone:
             with suppress(WeightSyncError):  # it is gone
                 worker.connection.send(Failure(error.to_fields()), deadline, "fail")
         # A worker that is only just connecting would wait to be admitted, and its engine with it.
@@ -325,41 +352,39 @@ class Fleet:
             mixed = [one for one in held if not one.is_whole]
             self._try_all("mark", mixed, lambda one: one.engine.set_version(mark), lost, deadline)
         self._ended.set()
-        for worker in self.workers:
+        for worker in everyone:
             worker.connection.close()
 
     def close(self) -> None:
         """Disconnect from the workers. Another trainer may push afterwards."""
         self._ended.set()
-        for worker in self.workers:
-            with suppress(WeightSyncError):  # it is gone
-                worker.connection.send(Release(), Deadline(_FAREWELL_S), "close")
-            worker.connection.close()
+        self.dismiss(self.members)
 
     def _answer_pings(self) -> None:
         """Show workers that ask that this process is alive, whatever its other threads do."""
-        for worker in self.workers:
-            worker.connection.answer_pings()
+        for one in self.members:
+            for worker in one.workers:
+                worker.connection.answer_pings()
 
     def _ask_whether_alive(self) -> None:
         """Ask engines whether they are alive, while a push or a call is under way."""
-        for one in self._members if self._calls or self.state is not UpdateState.CLOSED else ():
+        for one in self._audience if self._calls or self.state is not UpdateState.CLOSED else ():
             one.ask_whether_alive()
 
     def _open(self) -> None:
         try:
-            self._all("pause", self._left_open, lambda one: one.engine.finish(None), in_opening=True)
-            self._left_open = []
-            self._all("pause", [one for one in self._members if not one.was_asked], Member.ask, in_opening=True)
+            left_open = [one for one in self._audience if one.is_left_open]
+            self._all("pause", left_open, Member.finish_left_open, in_opening=True)
+            self._all("pause", [one for one in self._audience if not one.was_asked], Member.ask, in_opening=True)
             # Both at once: requests that are running have to end a step first, or all of their tokens.
             pause = partial(Member.pause, mode=self._pause)
-            self._all("pause", self._members, pause, Member.start, in_opening=True)
-            self._all("pause", self._members, Member.mark, in_opening=True)
+            self._all("pause", self._audience, pause, Member.start, in_opening=True)
+            self._all("pause", self._audience, Member.mark, in_opening=True)
         except WeightSyncError as error:
             error.phase = error.phase or "pause"
             raise
         if not self._over:
-            for one in self._members:
+            for one in self._audience:
                 name, info = f"update of {one.engine.name}", {"session": self._id}
                 self._calls.append(BackgroundCall(self._listener, name, one.engine.update, info))
 
@@ -375,9 +400,10 @@ class Fleet:
                 )
             under_way[0].join(min(_LOOK_S, deadline.left_s()))
 
-    def _send(self, message: Message, deadline: Deadline, phase: str) -> None:
-        for worker in self.workers:
-            worker.connection.send(message, deadline, phase)
+    def _send(self, message: Message, deadline: Deadline, phase: str, members: Sequence[Member] | None = None) -> None:
+        for one in self._audience if members is None else members:
+            for worker in one.workers:
+                worker.connection.send(message, deadline, phase)
 
     def _collect(self, kind: type[M], deadline: Deadline, phase: str) -> list[M]:
         connections = [worker.connection for worker in self.workers]
@@ -391,7 +417,7 @@ class Fleet:
         self._ranks.wait(0.0)
 
     def _check_health(self) -> None:
-        for one in self._members:
+        for one in self._audience:
             one.check_health()
 
     def _check_everyone(self) -> None:
@@ -403,24 +429,6 @@ class Fleet:
         for call in (*([self._opening] if self._opening else []), *self._calls):
             if not call.is_alive() and call.error is not None:
                 raise call.error
-
-    def _check_arrivals(self, deadline: Deadline) -> Callable[[], None]:
-        returned: dict[BackgroundCall, float] = {}
-
-        def check() -> None:
-            self._check_everyone()
-            for call in self._calls:
-                if not call.is_alive():
-                    since = returned.setdefault(call, time.monotonic())
-                    if time.monotonic() - since > _ARRIVAL_S or deadline.passed():
-                        raise EngineError(
-                            f"{call.name} returned, but no worker connected: the engine's weight transfer backend is "
-                            'not weightsync. Start it with weight_transfer_config={"backend": "weightsync"}, and see '
-                            f"its log. {self._listener.refused}",
-                            phase="init",
-                        )
-
-        return check
 
     def _await_calls(self, deadline: Deadline, phase: str) -> None:
         try:

@@ -21,6 +21,7 @@ import sys
 from pathlib import Path
 
 from weightsync.control.runtime import Deadline
+from weightsync.control.tls import SET_THEM, TlsSocket
 from weightsync.errors import ConfigError, PeerError, ProtocolError
 
 KEY, KEY_FILE = "WEIGHTSYNC_KEY", "WEIGHTSYNC_KEY_FILE"
@@ -65,10 +66,11 @@ class Seal:
     def __init__(self, key: bytes) -> None:
         self._key, self._count = key, 0
 
-    def of(self, frame: bytes | bytearray | memoryview) -> bytes:
-        """Return the seal of the next frame."""
+    def of(self, *frame: bytes) -> bytes:
+        """Return the seal of the next frame, which may come in parts."""
         seal = hashlib.blake2b(self._count.to_bytes(8, "little"), digest_size=SEAL_BYTES, key=self._key)
-        seal.update(frame)
+        for part in frame:
+            seal.update(part)
         self._count += 1
         return seal.digest()
 
@@ -109,9 +111,10 @@ def greet(sock: socket.socket, token: str, peer: str, deadline: Deadline) -> tup
             answer += data
             sock.settimeout(deadline.left_s() or 0.001)
     except OSError as error:
-        raise PeerError(f"{peer} did not answer a greeting: {error}", who=peer) from error
+        certificates = f". {SET_THEM}" if isinstance(sock, TlsSocket) else ""
+        raise PeerError(f"{peer} did not answer a greeting: {error}{certificates}", who=peer) from error
     if len(answer) < ANSWER_BYTES:
-        raise PeerError(f"{peer} turned this process away as a stranger. {SET_A_KEY}", who=peer)
+        raise PeerError(f"{peer} turned this process away as a stranger. {SET_A_KEY}. {SET_THEM}", who=peer)
     theirs = answer[:GREETING_BYTES]
     proof, sent, received = agree(key, token, mine, theirs)
     if not hmac.compare_digest(proof, answer[GREETING_BYTES:]):

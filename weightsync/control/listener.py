@@ -26,6 +26,7 @@ from weightsync.control.handshake import (
     why_other,
 )
 from weightsync.control.runtime import Deadline
+from weightsync.control.tls import read_certificates, wrap
 from weightsync.control.wire import MAX_FRAME_BYTES, PROTOCOL, Failure, Hello, Message
 from weightsync.errors import ConfigError, PeerError, ProtocolError, WeightSyncError
 
@@ -57,7 +58,7 @@ class Listener:
     def __init__(self) -> None:
         self.token = secrets.token_hex(32)
         self.refused = ""
-        self._key = read_key()
+        self._key, self._certificates = read_key(), read_certificates(is_listener=True)
         self.listening: dict[str, tuple[str, int]] = {}
         self._listeners: list[socket.socket] = []
         self._admitted: set[tuple[str, int]] = set()
@@ -196,6 +197,10 @@ class Listener:
             return
         if len(self._newcomers) == _NEWCOMERS:
             self._turn_away(self._newcomers[0], f"{_NEWCOMERS} others came after it")
+        try:
+            sock = wrap(sock, self._certificates, is_listener=True)
+        except OSError:
+            return  # the newcomer has gone again
         newcomer = _Newcomer(sock, at(*address[:2]))
         self._newcomers.append(newcomer)
         if not self._key:
@@ -222,6 +227,8 @@ class Listener:
             connection = newcomer.connection
             connection.read("connect")
             hello = connection.pop()
+        except BlockingIOError:
+            return  # what has come was of TLS itself
         except (WeightSyncError, OSError) as error:
             self._turn_away(newcomer, f"{why_other(newcomer.greeting, self._key)} ({error})")
             return

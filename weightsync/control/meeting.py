@@ -24,11 +24,13 @@ _NO = "! "
 
 
 class Meeting:
-    """The ranks of the default process group, at its store. Raises `PeerError` where the store is gone."""
+    """The ranks of a process group, or of the default one, at the default store. Raises `PeerError` where the store is
+    gone."""
 
-    def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._store = dist.PrefixStore("weightsync", dist.distributed_c10d._get_default_store())
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        name = "weightsync" if group is None else f"weightsync/{group.group_name}"
+        self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
         self._calls: list[str] = []  # which rank's, and which of its calls
 
     def hosts(self, deadline: Deadline) -> list[str]:

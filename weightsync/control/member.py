@@ -5,18 +5,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from weightsync.control.background_call import BackgroundCall
 from weightsync.control.connection import Connection
 from weightsync.control.listener import Listener
 from weightsync.control.runtime import Deadline
-from weightsync.control.wire import POISONED, Hello, MachineInfo
+from weightsync.control.wire import POISONED, Hello, MachineInfo, Release
 from weightsync.engines import Engine
-from weightsync.errors import EngineAsleepError, EngineUnreachableError, FencedError, WeightSyncError
+from weightsync.errors import EngineError, EngineUnreachableError, FencedError, WeightSyncError
 
+CALLER = "caller"
+"""The pause of a caller that pauses and resumes engines itself."""
 _SILENT = 2
 """A busy server may not answer once."""
+_FAREWELL_S = 3.0
+"""How long the farewell to a worker may take."""
 _ANSWER_S = 2.0
 """How long an engine may take to show that it is alive, after an error that it may have caused."""
 
@@ -37,13 +42,21 @@ class Worker:
 class Member:
     """One engine. The calls that change it, each of which raises `WeightSyncError`s.
 
+    number: the engine's, which no other of the fleet has had.
+    served: the version that this trainer has pushed into it, or None.
+    is_left_open: another trainer has started an update and not finished it.
+    is_poisoned: the weights are a mixture.
     version: what it reports while no push is under way, once it `was_asked`. None: vLLM before 0.27 reports none.
     is_over: the push has failed; a call that ends late takes back what it has done.
     is_whole: the weights are those of one version where the push has failed.
     """
 
     engine: Engine
+    number: int = 0
     workers: list[Worker] = field(default_factory=list)
+    served: int | None = None
+    is_left_open: bool = False
+    is_poisoned: bool = False
     version: str | None = None
     was_asked: bool = False
     is_started: bool = False
@@ -57,9 +70,28 @@ class Member:
     """How often in a row the engine has not answered that it is alive."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def meet(self, admitted: Sequence[tuple[Hello, Connection]]) -> None:
+        """Take the workers that have come, and what they say of the trainer before."""
+        self.workers = [Worker(hello, connection) for hello, connection in admitted]
+        # It may have died between start and finish, or with the weights half loaded.
+        self.is_left_open = any(hello.update_open for hello, _ in admitted)
+        self.is_poisoned = any(hello.state == POISONED for hello, _ in admitted)
+
+    def hang_up(self) -> None:
+        """Release the workers. Never raises."""
+        for worker in self.workers:
+            with suppress(WeightSyncError):  # it is gone
+                worker.connection.send(Release(), Deadline(_FAREWELL_S), "close")
+            worker.connection.close()
+
     def is_held(self) -> bool:
         """Return whether this trainer still has the engine: no worker has hung up."""
         return all(worker.connection.is_open() for worker in self.workers)
+
+    @property
+    def newest_version(self) -> int:
+        """Return the newest version that it has had."""
+        return max(self.served or 0, *(worker.hello.version for worker in self.workers))
 
     @property
     def names(self) -> set[str]:
@@ -76,11 +108,20 @@ class Member:
 
     def call(self, method: Callable[[Member], None]) -> None:
         """Call a method, unless another trainer has taken the engine over. Raise `FencedError` then."""
+        self.check_fence()
+        method(self)
+
+    def check_fence(self) -> None:
+        """Raise `FencedError` where another trainer has taken the engine over."""
         for worker in self.workers:
             fenced = None if worker.connection.is_open() else worker.connection.reported()
             if isinstance(fenced, FencedError):
                 raise fenced
-        method(self)
+
+    def finish_left_open(self) -> None:
+        """Finish the update that another trainer has left open."""
+        self.engine.finish(None)
+        self.is_left_open = False
 
     def ask(self) -> None:
         """Ask for the version, before the first push changes what it is."""
@@ -88,6 +129,9 @@ class Member:
 
     def pause(self, mode: str) -> None:
         if self.is_over:
+            return
+        if mode == CALLER:
+            self._check_paused()
             return
         self.is_paused = True
         try:
@@ -97,6 +141,16 @@ class Member:
             if self.is_over:  # the fleet did not wait for this call; what it resumed was not paused yet
                 self.is_paused = True
                 self.take_back()
+
+    def _check_paused(self) -> None:
+        """Raise where the engine says that it generates. Not every engine can say so."""
+        is_paused = getattr(self.engine, "is_paused", lambda: None)()
+        if is_paused is False:
+            raise EngineError(
+                f'pause="{CALLER}", but the engine generates: pause it before each push, and resume it afterwards',
+                who=self.engine.name,
+            )
+        self.paused_at = time.perf_counter()
 
     def start(self) -> None:
         if self.is_over:
@@ -112,10 +166,11 @@ class Member:
             self.is_marked = True
             self.engine.set_version(f"{POISONED}: a push is under way, or its trainer has died")
 
-    def finish(self, version: str) -> None:
-        """Finish the update. The engine then reports `version`."""
-        self._finish(version)
-        self.version, self.is_marked = version if self.version is not None else None, False
+    def finish(self, version: int, label: str) -> None:
+        """Finish the update. The engine serves `version`, and reports `label`."""
+        self._finish(label)
+        self.version, self.is_marked = label if self.version is not None else None, False
+        self.is_poisoned, self.served = False, version
 
     def withdraw(self) -> None:
         """Finish the update, in which nothing was written. The engine then reports its version as before."""
@@ -125,17 +180,15 @@ class Member:
             self.engine.set_version(self.version)
 
     def resume(self) -> None:
-        self.is_paused = False
-        self.engine.resume()
+        if self.is_paused:
+            self.is_paused = False
+            self.engine.resume()
 
-    def has_refused(self) -> bool:
-        """Return whether the engine has refused the push since its weights are asleep, as those of all its workers."""
-        return any(isinstance(worker.connection.reported(), EngineAsleepError) for worker in self.workers)
-
-    def give_up(self, whole: bool) -> None:
-        """Note that the push has failed, and whether the weights are still those of one version."""
+    def give_up(self, is_unwritten: bool) -> None:
+        """Note that the push has failed, and whether it has written anything."""
         # What the engine remembers may be of other weights, though: the mark of an earlier push says so.
-        self.is_whole = whole and not (self.version or "").startswith(POISONED)
+        marked = (self.version or "").startswith(POISONED)
+        self.is_whole = is_unwritten and not self.is_poisoned and not marked
         self.is_over = True
 
     def take_back(self) -> None:

@@ -24,6 +24,7 @@ from weightsync.control.update import Update
 from weightsync.control.wire import PROTOCOL, Failure, Hello, Value
 from weightsync.errors import ConfigError, PeerError, SyncTimeoutError, WeightSyncError, foreign
 
+ALONE = "alone"
 _ROLE = "rank"
 _VERDICT_S = 5.0
 """How long rank 0's verdict on a failure may take to reach the others."""
@@ -33,14 +34,17 @@ own, and an error that says more than "no answer from rank 0", so the others giv
 
 
 class Ranks:
-    """All ranks of the default process group, or this process alone when there is none.
+    """All ranks of a process group, or this process alone.
+
+    members: the group. None: the default group, or this process where there is none. "alone": this process.
 
     `gather` and `broadcast` are collective. An error on any rank is raised on all, from whichever step they are in.
     `listener` is where the engines' workers connect to rank 0; None on other ranks, and while disconnected.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self.rank, self.size = 0, 1
+    def __init__(self, timeout_s: float, members: Any = None) -> None:
+        self.rank, self.size = place_among(members)
+        self._members = members
         self.host = LOOPBACK
         self.timeout_s = timeout_s
         self.listener: Listener | None = None
@@ -58,9 +62,7 @@ class Ranks:
         Returns whether some were not, on all ranks. What such a rank knew of earlier steps may be lost. Raises
         `SyncTimeoutError` when a rank has not come within `timeout_s`.
         """
-        alone = not dist.is_available() or not dist.is_initialized()
-        self.rank = 0 if alone else dist.get_rank()
-        self.size = 1 if alone else dist.get_world_size()
+        self.rank, self.size = place_among(self._members)
         if self.rank:
             if self._has_lost(0):
                 self._join()
@@ -139,7 +141,7 @@ class Ranks:
 
     def _call(self, lost: list[int], listener: Listener) -> None:
         """Wait for these ranks, on rank 0. A rank that cannot connect says why, and all ranks raise."""
-        meeting, deadline = Meeting(), Deadline(self.timeout_s)
+        meeting, deadline = Meeting(self._members), Deadline(self.timeout_s)
         meeting.call(lost)
         try:
             # Rank 0's own name may be that of the loopback on its host. Its interface that faces another rank is not.
@@ -164,7 +166,7 @@ class Ranks:
     def _join(self) -> None:
         """Connect to rank 0, on another rank. Both raise where that fails."""
         self.disconnect()
-        meeting, deadline = Meeting(), Deadline(self.timeout_s)
+        meeting, deadline = Meeting(self._members), Deadline(self.timeout_s)
         self.host, port, token = meeting.take(_own_address(), deadline).split()
         self._address = self.host, int(port), token
         try:
@@ -191,6 +193,23 @@ class Ranks:
         )
         host, port, token = self._address
         return dial(host, port, token, hello, "trainer rank 0", deadline)
+
+
+def place_among(members: Any) -> tuple[int, int]:
+    """Return this process's rank among the members of a `Ranks`, and how many these are.
+
+    Raises `ConfigError` for what is no group, and for a group without this process.
+    """
+    is_available = dist.is_available()
+    is_group = is_available and isinstance(members, dist.ProcessGroup)
+    is_outside = is_available and members == dist.GroupMember.NON_GROUP_MEMBER
+    if members not in (None, ALONE) and not is_group and not is_outside:
+        raise ConfigError(f'ranks={members!r}; give a process group, "{ALONE}", or None for the default group')
+    if members == ALONE or not is_available or not dist.is_initialized():
+        return 0, 1
+    if is_outside or dist.get_rank(members) < 0:
+        raise ConfigError("this process is not in the process group that `ranks` names: only its ranks push")
+    return dist.get_rank(members), dist.get_world_size(members)
 
 
 @contextmanager

@@ -37,29 +37,34 @@ class Group(Protocol):
 
 
 class Timeline:
-    """The phase that an error happened in, and the seconds of each phase."""
+    """The phase that an error happened in, the seconds of each phase, and when each began and ended."""
 
     def __init__(self) -> None:
         self.phase = "connect"
         self.seconds: dict[str, float] = defaultdict(float)
+        self.started_ns = time.time_ns()
+        self.spans: list[tuple[str, int, int]] = []
+        self.sent_s: list[float] = []
+        """Rank 0: how long each rank has sent."""
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Enter a phase. Return to the outer one on success, and keep the inner one when an exception leaves."""
         outer, self.phase = self.phase, phase
-        started = time.perf_counter()
+        started, started_ns = time.perf_counter(), time.time_ns()
         try:
             yield
         finally:
             self.seconds[phase] += time.perf_counter() - started
+            self.spans.append((phase, started_ns, time.time_ns()))
         self.phase = outer
 
 
 class Update:
     """One collective step on one trainer rank.
 
-    `check` raises when an engine worker or an engine call has failed; rank 0 sets it once there are engines. `report`
-    is the `PushReport` of a step that has no return value.
+    `check` raises when an engine worker or an engine call has failed; rank 0 sets it once there are engines. `label` is
+    what engines report in the place of the version. `report` is the `PushReport` of a step that has no return value.
     """
 
     def __init__(self, ranks: Group, timeout_s: float, version: int | None = None) -> None:
@@ -68,6 +73,7 @@ class Update:
         self.version = version
         self.timeline = Timeline()
         self.check: Callable[[], None] = lambda: None
+        self.label: str | None = None
         self.report: Any = None
 
     def deadline(self) -> Deadline:

@@ -26,7 +26,10 @@ CLEAN, POISONED = "CLEAN", "POISONED"
 its first bucket was announced."""
 MAX_FRAME_BYTES = 1 << 28
 MEMORY_FACTOR = 16
-"""How many times its bytes a message may take in memory. Rows of short names and small integers take twelve."""
+"""How many times its bytes a message may take in memory.
+
+Rows of short names and small integers take twelve: what msgpack writes in one to three bytes, CPython keeps in 36.
+"""
 FREE_BYTES = 1 << 20
 _SMALL_BYTES = 1 << 14
 """No body of so many bytes takes more than `FREE_BYTES`."""
@@ -138,6 +141,10 @@ class ParametersExported(Message, frozen=True):
     engine_instance: str  # another one for each start of an engine
     storages: list[tuple[Count, str, dict[str, Plain]]]  # [storage, kind, fields]
     locations: list[ShardLocation]
+
+
+class Ready(Message, frozen=True):
+    """To a worker: can you take a push? It answers the same, from the call that it serves, and writes nothing."""
 
 
 class Go(Message, frozen=True):

@@ -23,6 +23,10 @@ class AsyncEngine(VllmEngine):
     def resume(self) -> None:
         self._resume()
 
+    def is_paused(self) -> bool | None:
+        """Return whether generation is paused, by this trainer or another caller. None: vLLM does not say."""
+        return bool(self._call("is_paused")) if hasattr(self._engine, "is_paused") else None
+
     def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
         loop = self.loop()  # first: a coroutine that is made must run
         answer = asyncio.run_coroutine_threadsafe(getattr(self._engine, method)(*args, **kwargs), loop)
@@ -51,7 +55,7 @@ class AsyncEngine(VllmEngine):
         if _running_loop() is loop:
             raise ConfigError(
                 "called from the event loop that the AsyncLLM lives in, which must stay free to answer; use "
-                "`await asyncio.to_thread(sync.push, model)`",
+                "`await sync.push_async(model)`",
                 who=self.name,
             )
         return loop

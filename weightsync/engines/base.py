@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 
@@ -50,6 +51,45 @@ class Engine(Protocol):
 
     def is_alive(self) -> bool:
         """Return whether the engine can still answer. Never raises."""
+
+
+class CalledEngine(ABC):
+    """An `Engine` whose methods are calls of the same names elsewhere."""
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        self._call("init", init_info)
+
+    def start(self) -> None:
+        self._call("start")
+
+    def update(self, update_info: dict[str, Any]) -> None:
+        self._call("update", update_info)
+
+    def finish(self, version: str | None) -> None:
+        self._call("finish", version)
+
+    def pause(self, mode: str) -> None:
+        self._call("pause", mode)
+
+    def resume(self) -> None:
+        self._call("resume")
+
+    def reset_caches(self) -> None:
+        self._call("reset_caches")
+
+    def set_version(self, version: str) -> None:
+        self._call("set_version", version)
+
+    def version(self) -> str | None:
+        version: str | None = self._call("version")
+        return version
+
+    def is_alive(self) -> bool:
+        return self._call("is_alive") is True
+
+    @abstractmethod
+    def _call(self, method: str, *args: Any) -> Any:
+        """Call the method there. Return its answer, or raise its error."""
 
 
 class LoraAdapter(NamedTuple):

@@ -111,6 +111,13 @@ class HttpEngine:
         # If this cannot be done, nothing has been written yet. Not the connector, which may take it once.
         self._reset_prefix_cache(connector=False)
 
+    def is_paused(self) -> bool | None:
+        """Return whether generation is paused, by this trainer or another caller. None: the server does not say."""
+        with suppress(UnsupportedError):
+            paused: bool | None = self.call("GET", "/is_paused").get("is_paused")
+            return paused
+        return None
+
     def resume(self) -> None:
         # This does not resume an engine whose memory has been put to sleep.
         if self._post("/wake_up?tags=scheduling").get("status") == "sleeping":

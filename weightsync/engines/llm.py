@@ -8,6 +8,7 @@ from typing import Any
 
 from weightsync.control.runtime import in_thread
 from weightsync.engines.calls import RESET, Turns, wait
+from weightsync.engines.parts import Part
 from weightsync.engines.vllm_engine import VllmEngine, call_front, core_process, died
 
 
@@ -22,6 +23,15 @@ class LlmEngine(VllmEngine):
     def __init__(self, engine: Any, *, name: str, timeout_s: float) -> None:
         super().__init__(engine, name=name, timeout_s=timeout_s)
         self._turns = Turns(name, timeout_s, lambda: died(engine))
+
+    @property
+    def part(self) -> Part | None:
+        """Return which part of an engine this is, under external_launcher. None: its workers are all its own."""
+        parallel = self._engine.llm_engine.vllm_config.parallel_config
+        launcher = getattr(parallel, "distributed_executor_backend", None)
+        if launcher != "external_launcher" or parallel.world_size == 1:
+            return None
+        return Part(parallel.rank // parallel.world_size, parallel.world_size)
 
     def pause(self, mode: str) -> None:
         """Drop requests that were refused: an engine core in this process would wait for them for ever.

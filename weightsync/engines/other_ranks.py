@@ -25,9 +25,10 @@ from weightsync.control.connection import Connection
 from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import Deadline, in_thread
 from weightsync.control.wire import Value, typed
-from weightsync.engines import connect, listed, public_name
-from weightsync.engines.base import Engine
+from weightsync.engines import EngineList, connect, public_name
+from weightsync.engines.base import CalledEngine, Engine
 from weightsync.engines.calls import HEALTH_TIMEOUT_S, LOCAL, as_ours, wait
+from weightsync.engines.parts import Part
 from weightsync.errors import (
     ConfigError,
     EngineUnreachableError,
@@ -60,23 +61,30 @@ class EngineAnswer(Struct, frozen=True, forbid_unknown_fields=True):
     error: ErrorFields | None
 
 
+class OwnEngine(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    host: str
+    part: Part | None
+
+
 class Offer(Struct, frozen=True, forbid_unknown_fields=True):
     """What engines a rank was given.
 
     named: those that every process can reach, so that rank 0 must have been given them too.
-    own: name and host of each that lives in this rank's process.
+    own: those that live in this rank's process.
     """
 
     named: list[str]
-    own: list[tuple[str, str]]
+    own: list[OwnEngine]
 
 
 class OtherRanks:
     """The engines that other ranks than rank 0 have in their processes. Every rank has one of these."""
 
-    def __init__(self, engine: object, timeout_s: float) -> None:
-        self._engine, self._timeout_s = engine, timeout_s
-        self._own: list[Engine] | None = None
+    def __init__(self, engines: EngineList, timeout_s: float) -> None:
+        self._engines, self._timeout_s = engines, timeout_s
+        self._private: list[object] | None = None
+        self._own: list[Engine] = []
         self._connection: Connection | None = None  # another rank's, to rank 0
         self._found: dict[int, tuple[_Calls, list[Engine]]] = {}  # rank 0's, by rank
 
@@ -99,7 +107,7 @@ class OtherRanks:
         if ranks.rank in strangers:
             self.close()
             self._connection = ranks.dial(_ROLE, Deadline(self._timeout_s))
-            in_thread("engines", partial(_serve, self._own or [], self._connection))
+            in_thread("engines", partial(_serve, self._own, self._connection))
         elif ranks.rank == 0:
             for rank in strangers:
                 self._found[rank] = self._admit(ranks, rank, everyone[rank].own)
@@ -112,17 +120,31 @@ class OtherRanks:
         self._connection, self._found = None, {}
 
     def _offer(self, ranks: Ranks) -> Offer:
-        given = [] if self._engine is None else listed(self._engine)
-        named = [public_name(one) for one in given]
-        if self._own is None:
-            private = [one for one, name in zip(given, named, strict=True) if name is None]
-            self._own = connect(private, self._timeout_s, f" of trainer rank {ranks.rank}") if private else []
+        named = [public_name(one) for one in self._engines.named()]
+        if self._private is None:
+            self._private = self._in_this_process()
+            of = f" of trainer rank {ranks.rank}"
+            self._own = connect(self._private, self._timeout_s, of) if self._private else []
         here = LOCAL if is_loopback(ranks.host) else address_facing(ranks.host)
-        own = [(one.name, here if one.host == LOCAL else one.host) for one in self._own]
+        own = [
+            OwnEngine(one.name, here if one.host == LOCAL else one.host, getattr(one, "part", None))
+            for one in self._own
+        ]
         return Offer([name for name in named if name], own)
 
+    def check_unchanged(self, rank: int) -> None:
+        """Raise `ConfigError` where another rank than rank 0 has another engine in its process than at first."""
+        if rank and self._private is not None and self._private != self._in_this_process():
+            raise ConfigError(
+                f"an engine in the process of trainer rank {rank} was added or removed: only those that rank 0 reaches "
+                "may change. Make a new WeightSync"
+            )
+
+    def _in_this_process(self) -> list[object]:
+        return [one for one in self._engines.named() if public_name(one) is None]
+
     def _check(self, everyone: Sequence[Offer], refuse: str) -> None:
-        known = {public_name(one) for one in listed(self._engine)} if everyone else set()
+        known = {public_name(one) for one in self._engines.all()} if any(offer.named for offer in everyone) else set()
         for rank, offer in enumerate(everyone):
             if strange := [name for name in offer.named if name not in known]:
                 raise ConfigError(
@@ -131,56 +153,28 @@ class OtherRanks:
                 )
             if offer.own and refuse:
                 raise ConfigError(
-                    f"trainer rank {rank} was given an engine of its own, {offer.own[0][0]}, and {refuse} reaches only "
-                    "what rank 0 was given: give the other ranks none, or push with another transport"
+                    f"trainer rank {rank} was given an engine of its own, {offer.own[0].name}, and {refuse} reaches "
+                    "only what rank 0 was given: give the other ranks none, or push with another transport"
                 )
 
     def _is_connected(self, rank: int) -> bool:
         return rank in self._found and self._found[rank][0].end is None
 
-    def _admit(self, ranks: Ranks, rank: int, own: Sequence[tuple[str, str]]) -> tuple[_Calls, list[Engine]]:
+    def _admit(self, ranks: Ranks, rank: int, own: Sequence[OwnEngine]) -> tuple[_Calls, list[Engine]]:
         assert ranks.listener is not None
         ranks.listener.expect(_ROLE)
         deadline = Deadline(self._timeout_s)
         ((_, connection),) = ranks.listener.admit(_ROLE, rank, deadline, "plan", partial(ranks.wait, 0.0))
         calls = _Calls(connection)
-        return calls, [RankEngine(calls, i, name, host, self._timeout_s) for i, (name, host) in enumerate(own)]
+        return calls, [RankEngine(calls, i, about, self._timeout_s) for i, about in enumerate(own)]
 
 
-class RankEngine:
+class RankEngine(CalledEngine):
     """An engine in another rank's process, as rank 0 calls it."""
 
-    def __init__(self, calls: _Calls, number: int, name: str, host: str, timeout_s: float) -> None:
-        self.name, self.host = name, host
+    def __init__(self, calls: _Calls, number: int, about: OwnEngine, timeout_s: float) -> None:
+        self.name, self.host, self.part = about.name, about.host, about.part
         self._calls, self._number, self._timeout_s = calls, number, timeout_s
-
-    def init(self, init_info: dict[str, Any]) -> None:
-        self._call("init", init_info)
-
-    def start(self) -> None:
-        self._call("start")
-
-    def update(self, update_info: dict[str, Any]) -> None:
-        self._call("update", update_info)
-
-    def finish(self, version: str | None) -> None:
-        self._call("finish", version)
-
-    def pause(self, mode: str) -> None:
-        self._call("pause", mode)
-
-    def resume(self) -> None:
-        self._call("resume")
-
-    def reset_caches(self) -> None:
-        self._call("reset_caches")
-
-    def set_version(self, version: str) -> None:
-        self._call("set_version", version)
-
-    def version(self) -> str | None:
-        version: str | None = self._call("version")
-        return version
 
     def is_alive(self) -> bool:
         try:
@@ -193,7 +187,7 @@ class RankEngine:
         return wait(answer, method, (timeout_s or self._timeout_s) + _GRACE_S, self.name, lambda: False)
 
 
-_METHODS = frozenset(name for name in vars(RankEngine) if not name.startswith("_"))
+_METHODS = frozenset(name for name in vars(CalledEngine) if not name.startswith("_"))
 
 
 class _Calls:

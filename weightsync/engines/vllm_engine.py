@@ -19,7 +19,7 @@ from weightsync.engines.calls import (
     caches_not_reset,
     no_plug_in,
 )
-from weightsync.errors import ConfigError, EngineError
+from weightsync.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -91,12 +91,6 @@ class VllmEngine(ABC):
             self._call("collective_rpc", method, args=args, doing=method)
 
     def init(self, init_info: dict[str, Any]) -> None:
-        if self._setup["is_part"]:
-            raise ConfigError(
-                "this LLM is one rank's part of an engine: under external_launcher the workers of one engine are in "
-                "several processes, and cannot be called as one. Start each rank's LLM with tensor_parallel_size=1",
-                who=self.name,
-            )
         self._call_workers("init", init_info)
 
     def start(self) -> None:
@@ -183,14 +177,12 @@ def as_request(argument: Any) -> Any:
 def setup_of(engine: Any) -> dict[str, str]:
     """Return what an engine was started with and can: transfer backend, worker extension, and more; "" for nothing."""
     config = front_of(engine).vllm_config
-    launcher = getattr(config.parallel_config, "distributed_executor_backend", None)
     # A model that does not say is taken to have encoders, and so a cache of what they made.
     kinds = (getattr(getattr(config, "model_config", None), name, True) for name in _ENCODING)
     return {
         "backend": getattr(config.weight_transfer_config, "backend", None) or "",
         "extension": config.parallel_config.worker_extension_cls or "",
         "max_lora_rank": str(getattr(getattr(config, "lora_config", None), "max_lora_rank", "")),
-        "is_part": "yes" if launcher == "external_launcher" and config.parallel_config.world_size > 1 else "",
         "encodes": "" if any(kinds) else "no",
         "methods": " ".join(name for name in _VERSIONS if hasattr(engine, name)),
     }

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, is_non_tensor
 from tensordict.tensorclass import NonTensorStack
@@ -63,7 +64,7 @@ def concat(batches: Sequence[TensorDict]) -> TensorDict:
     for name in names[0]:
         values = [batch.get(name) for batch in batches]
         if isinstance(values[0], torch.Tensor):
-            found[name] = torch.cat(values)
+            found[name] = _joined(values)
         else:
             found[name] = column([value for each in values for value in each.tolist()])
     return TensorDict(found, [sum(map(rows, batches))])
@@ -116,8 +117,7 @@ def pack(value: Any) -> Any:
         if is_non_tensor(each):
             lists[name] = each.tolist()
         elif isinstance(each, torch.Tensor):
-            data = each.detach().cpu().reshape(-1).view(torch.uint8)
-            tensors[name] = each.dtype, each.shape, data.numpy()
+            tensors[name] = each.dtype, each.shape, _bytes_of(each.detach().cpu())
         else:
             raise ConfigError(f"the column {name!r} is a {type(each).__name__}; expected a tensor or column(values)")
     return Packed(rows(value), tensors, lists)
@@ -129,10 +129,27 @@ def unpack(value: Any) -> Any:
         return value
     columns: dict[str, Any] = {name: column(values) for name, values in value.lists.items()}
     for name, (dtype, shape, data) in value.tensors.items():
-        # An empty array has a stride that no other dtype can be read with.
-        values = torch.from_numpy(data.copy()).view(dtype) if data.size else torch.empty(0, dtype=dtype)
-        columns[name] = values.reshape(shape)
+        columns[name] = _tensor_of(data.copy(), dtype).reshape(shape)
     return TensorDict(columns, [value.rows])
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    first = parts[0]
+    kinds = {(part.dtype, part.shape[1:], part.device.type, part.requires_grad) for part in parts}
+    if kinds != {(first.dtype, first.shape[1:], "cpu", False)}:
+        return torch.cat(parts)
+    # On a CPU torch copies with all threads, and those that have ended their part spin on the cores of the workers.
+    joined = _tensor_of(np.concatenate([_bytes_of(part) for part in parts]), first.dtype)
+    return joined.reshape(sum(len(part) for part in parts), *first.shape[1:])
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def _tensor_of(data: Any, dtype: torch.dtype) -> torch.Tensor:
+    # An empty array has a stride that no other dtype can be read with.
+    return torch.from_numpy(data).view(dtype) if data.size else torch.empty(0, dtype=dtype)
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from weightsync.errors import ConfigError, PlacementError
 from weightsync.hybrid.worker_group import WorkerGroup
 from weightsync.report import PushReport
 
@@ -23,13 +24,16 @@ class GroupSync:
     transport, reason: what was chosen, and why.
     """
 
-    def __init__(self, engines: RolloutGroup, trainer: WorkerGroup, transport: str | None, options: dict[str, Any]):
+    def __init__(self, engines: RolloutGroup, trainer: WorkerGroup, asked: Any, options: dict[str, Any]):
         self._engines, self._trainer = engines, trainer
         self._shares_gpus = engines.pool is trainer.processes.pool and engines.pool.gpus > 0
-        chosen, self.reason = choose_transport(trainer.processes.nodes, engines.nodes)
-        if transport is not None:
-            self.reason = "it was asked for"
-        self.transport = transport or chosen
+        if self._shares_gpus and not engines.has_sleep_mode:
+            raise ConfigError(
+                "the engines share the workers' GPUs and cannot sleep: make the WorkerGroup before the RolloutGroup, "
+                "or give the RolloutGroup enable_sleep_mode=True"
+            )
+        nodes = trainer.processes.nodes, engines.nodes
+        self.transport, self.reason = choose_transport(*nodes, shares_gpus=self._shares_gpus, asked=asked)
         logger.info("%s pushes over %s: %s", trainer.role, self.transport, self.reason)
         trainer.call_all("open_sync", self.transport, engines.actors, options)
 
@@ -63,8 +67,27 @@ class GroupSync:
         self.close()
 
 
-def choose_transport(trainer: Sequence[str], engines: Sequence[str]) -> tuple[str, str]:
-    """Return the transport between the nodes of all ranks and those of all engines, and the reason."""
-    if len({*trainer, *engines}) == 1:
-        return "ipc", "all ranks and engines are on one host, so that engines map the ranks' memory"
-    return "broadcast", f"ranks and engines are on {len({*trainer, *engines})} hosts, which share no memory"
+def choose_transport(
+    trainer: Sequence[str], engines: Sequence[str], *, shares_gpus: bool, asked: Any = None
+) -> tuple[Any, str]:
+    """Return the transport between the nodes of all ranks and those of all engines, and the reason.
+
+    Raises `PlacementError` where the transport that was asked for, or each one, cannot work.
+    """
+    hosts = len({*trainer, *engines})
+    transport = asked or ("ipc" if hosts == 1 else "broadcast")
+    if transport in ("ipc", "cuda_ipc") and hosts > 1:
+        raise PlacementError(
+            f"transport={transport!r} is for ranks and engines on one host, and these are on {hosts}: ask for none"
+        )
+    if transport in ("broadcast", "nccl") and shares_gpus:
+        raise PlacementError(
+            f"engines share GPUs with ranks, on {hosts} hosts in all: {transport!r} needs a GPU for each of them, and "
+            "'ipc' one host. Give the engines a pool of their own, take a pool of one node, or follow with "
+            "transport=CheckpointTransport(folder)"
+        )
+    if asked is not None:
+        return transport, "it was asked for"
+    if hosts == 1:
+        return transport, "all ranks and engines are on one host, so that engines map the ranks' memory"
+    return transport, f"ranks and engines are on {hosts} hosts, which share no memory"

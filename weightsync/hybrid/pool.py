@@ -18,12 +18,13 @@ class ResourcePool:
     """Places for processes: `ResourcePool([4, 4])` has four on one node and four on another, or on the same.
 
     A pool carries one `WorkerGroup`, one `RolloutGroup`, or one of each, which then share its GPUs. Ray keeps what a
-    pool has reserved from everything else until `close`.
+    pool has reserved from everything else until `close`. Where a node dies, Ray reserves its places on another node
+    as soon as one has room.
 
     processes: how many there are, node by node.
-    gpus: the GPUs of each process. None means one where the cluster has GPUs, and none elsewhere.
+    gpus: the GPUs of each process, 0 or 1. None means one where the cluster has GPUs, and none elsewhere.
     cpus: the CPUs of each process.
-    timeout_s: how long to wait until the cluster has these resources free.
+    timeout_s: how long to wait until the cluster has these resources free, and again when a group is given the pool.
 
     Raises `PlacementError` for a pool that is larger than the cluster, or whose resources do not become free.
     """
@@ -33,12 +34,14 @@ class ResourcePool:
     ) -> None:
         if not processes or min(processes) < 1:
             raise ConfigError(f"processes={list(processes)}; expected the number of processes on each node")
+        if gpus not in (None, 0, 1):
+            raise ConfigError(f"gpus={gpus}; expected 0 or 1, because a process has one GPU: give it more processes")
         if not ray.is_initialized():
             raise ConfigError("Ray is not running in this process: call ray.init first")
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         if gpus is None:
             gpus = int(any(node.get("GPU") for node in nodes))
-        self.processes, self.gpus, self.cpus = tuple(processes), gpus, cpus
+        self.processes, self.gpus, self.cpus, self.timeout_s = tuple(processes), gpus, cpus, timeout_s
         self._claimed: set[str] = set()
         bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
         needed = [{name: amount * count for name, amount in bundle.items()} for count in processes]
@@ -48,15 +51,11 @@ class ResourcePool:
                 f"nodes have {[{name: node.get(name, 0) for name in bundle} for node in nodes]}"
             )
         self._placement = [placement_group([bundle] * count, strategy="STRICT_PACK") for count in processes]
-        _, waiting = ray.wait(
-            [group.ready() for group in self._placement], num_returns=len(processes), timeout=timeout_s
-        )
-        if waiting:
+        try:
+            self._wait_until_reserved()
+        except BaseException:
             self.close()
-            raise PlacementError(
-                f"a pool of {list(processes)} processes with {bundle} each was not free within {timeout_s:g} s: close "
-                "other pools, or end what else runs on the cluster"
-            )
+            raise
 
     @property
     def size(self) -> int:
@@ -64,12 +63,16 @@ class ResourcePool:
         return sum(self.processes)
 
     def claim(self, kind: str) -> None:
-        """Give the pool to a group of this kind. Raises `ConfigError` while another one has it."""
+        """Give the pool to a group of this kind. Raises `ConfigError` while another one has it.
+
+        Raises `PlacementError` where a node of the pool has died, and no other has room for its places.
+        """
         if kind in self._claimed:
             raise ConfigError(
                 f"two {kind}s claim the same places of a pool of {list(self.processes)} processes, and so one GPU: "
                 "give each a pool of its own" + (", or the first in place of the pool" if kind == WORKERS else "")
             )
+        self._wait_until_reserved()
         self._claimed.add(kind)
 
     def release(self, kind: str) -> None:
@@ -90,6 +93,17 @@ class ResourcePool:
         strategy = PlacementGroupSchedulingStrategy(self._placement[node], placement_group_bundle_index=bundle)
         # One half for each of the two kinds of groups, so that both can have the whole GPU.
         return {"num_cpus": self.cpus / 2, "num_gpus": self.gpus / 2, "scheduling_strategy": strategy}
+
+    def _wait_until_reserved(self) -> None:
+        ready = [group.ready() for group in self._placement]
+        _, waiting = ray.wait(ready, num_returns=len(ready), timeout=self.timeout_s)
+        if waiting:
+            lacking = [count for count, each in zip(self.processes, ready, strict=True) if each in waiting]
+            raise PlacementError(
+                f"a pool of {list(self.processes)} processes found no node for {lacking} of them within "
+                f"{self.timeout_s:g} s: close other pools, end what else runs on the cluster, or add a node in place "
+                "of one that died"
+            )
 
     def close(self) -> None:
         """Give the resources back to the cluster, which ends what runs on them."""

@@ -18,6 +18,7 @@ class Processes:
     """One process at each place of a pool. Each does one thing at a time, for all roles that live in it.
 
     nodes: the Ray node of each.
+    names: what errors call each, with the address of its node.
     roles: the names of the classes of the workers in them.
     """
 
@@ -26,6 +27,7 @@ class Processes:
         self.pool, self.timeout_s = pool, timeout_s
         self.roles: set[str] = set()
         self.nodes: list[str] = []
+        self.names = [f"rank {rank}" for rank in range(pool.size)]
         self._under_way: list[Pending] = []
         self._actors: list[Any] = []
         try:
@@ -44,7 +46,7 @@ class Processes:
             raise ConfigError(f"the processes of {role} are closed: make a new group")
         self._check_idle(f"{role}.{method}")
         refs = {
-            f"{role} rank {rank}": self._actors[rank].call.remote(role, method, *args, **kwargs)
+            f"{role} {self.names[rank]}": self._actors[rank].call.remote(role, method, *args, **kwargs)
             for rank, (args, kwargs) in calls.items()
         }
         pending = Pending(f"{role}.{method}", refs, self.timeout_s)
@@ -53,7 +55,7 @@ class Processes:
 
     def ask(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the processes themselves, and return all results."""
-        refs = {f"rank {rank}": getattr(each, method).remote(*args) for rank, each in enumerate(self._actors)}
+        refs = {name: getattr(each, method).remote(*args) for name, each in zip(self.names, self._actors, strict=True)}
         return Pending(method, refs, self.timeout_s).results()
 
     def close(self) -> None:
@@ -69,12 +71,13 @@ class Processes:
         self._actors = [actor.options(**self.pool.options(rank)).remote(rank, self.size) for rank in range(self.size)]
         where = self.ask("node")
         self.nodes = [node for node, _ in where]
+        self.names = [f"rank {rank} on {address}" for rank, (_, address) in enumerate(where)]
         address = where[0][1]
-        (port,) = Pending("listen", {"rank 0": self._actors[0].listen.remote(address)}, self.timeout_s).results()
+        (port,) = Pending("listen", {self.names[0]: self._actors[0].listen.remote(address)}, self.timeout_s).results()
         seen: Counter[str] = Counter()
         joins = {}
-        for rank, (process, node) in enumerate(zip(self._actors, self.nodes, strict=True)):
-            joins[f"rank {rank}"] = process.join.remote(address, port, seen[node], self.timeout_s)
+        for name, process, node in zip(self.names, self._actors, self.nodes, strict=True):
+            joins[name] = process.join.remote(address, port, seen[node], self.timeout_s)
             seen[node] += 1
         Pending("join", joins, self.timeout_s).results()
 

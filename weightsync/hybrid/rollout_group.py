@@ -32,6 +32,10 @@ class RolloutGroup:
     options: what vLLM's `LLM` takes. weightsync's plug-in is set up, and sleep mode where the GPUs are shared.
     actor: the class of the Ray actor, in place of `weightsync.vllm.rollout.RolloutEngine`.
     timeout_s: how long each call may take.
+    names: what errors call each engine, with the address of its node.
+
+    A call raises what one of a `WorkerGroup` does. After the death of an engine `close` the group, make another on the
+    same pool, and let it follow. Its engines serve the weights of `model` until the next push.
     """
 
     def __init__(
@@ -45,11 +49,18 @@ class RolloutGroup:
         **options: Any,
     ) -> None:
         first_places = places_of_engines(pool.processes, tensor_parallel_size)
+        for name in ("pipeline_parallel_size", "data_parallel_size"):
+            if options.get(name, 1) != 1:
+                raise ConfigError(
+                    f"{name}={options[name]}; an engine here has {tensor_parallel_size} workers, all tensor-parallel, "
+                    "and more places in the pool are more engines"
+                )
         pool.claim(ENGINES)
         self.pool, self._timeout_s = pool, timeout_s
         self._asleep: set[str] = set()
         self._closed = False
         self.actors: list[Any] = []
+        self.names = [f"engine {number}" for number in range(len(first_places))]
         options = {
             "model": model,
             "tensor_parallel_size": tensor_parallel_size,
@@ -59,18 +70,21 @@ class RolloutGroup:
             "enable_sleep_mode": pool.gpus > 0 and pool.is_shared,
             **options,
         }
+        self.has_sleep_mode = bool(options["enable_sleep_mode"])
         try:
             self._start(first_places, tensor_parallel_size, actor or _engine_class(), options)
         except BaseException:
             self.close()
             raise
 
-    def follow(self, trainer: WorkerGroup, *, transport: str | None = None, **options: Any) -> GroupSync:
+    def follow(self, trainer: WorkerGroup, *, transport: Any = None, **options: Any) -> GroupSync:
         """Return the sync whose `push` moves the weights of these workers into all engines.
 
-        transport: None means "ipc" where all ranks and engines are on one host, else "broadcast". `GroupSync.reason`
-            says which and why.
+        transport: as for `WeightSync`. None means "ipc" where all ranks and engines are on one host, else "broadcast".
+            `GroupSync.reason` says which and why.
         options: what `WeightSync` takes beside backend, transport and engine.
+
+        Raises `PlacementError` where no transport, or not this one, can move weights between these places.
         """
         return GroupSync(self, trainer, transport, options)
 
@@ -95,14 +109,14 @@ class RolloutGroup:
 
     def sleep(self, level: int = 1) -> None:
         """Free the memory of weights and KV cache. Level 1 keeps the weights in host memory, level 2 drops them."""
-        self._call_all("sleep", level)
+        self._ask("sleep", "sleep", level)
         self._asleep = {WEIGHTS, KV_CACHE}
 
     def wake_up(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
         """Take back the memory of these, where they sleep. After level 2 the weights are anything until a push."""
         # VLLM would map memory twice that is awake already.
         if due := [tag for tag in tags if tag in self._asleep]:
-            self._call_all("wake_up", due)
+            self._ask("wake_up", "wake_up", due)
             self._asleep -= set(due)
 
     def close(self) -> None:
@@ -120,34 +134,41 @@ class RolloutGroup:
         self.close()
 
     def _start(self, first_places: list[int], size: int, cls: type, options: dict[str, Any]) -> None:
-        devices = _devices(self.pool) if self.pool.gpus else []
+        devices = self._devices() if self.pool.gpus else []
         for first in first_places:
             own = ",".join(devices[first : first + size])
             self.actors.append(ray.remote(cls).options(**self.pool.options(first)).remote(own, options))
-        refs = {name: actor.__ray_call__.remote(_node) for name, actor in self._named()}
-        self.nodes: list[str] = Pending("start", refs, self._timeout_s).results()
+        where = self._ask("start", "__ray_call__", _node)
+        self.nodes = [node for node, _ in where]
+        self.names = [f"{name} on {address}" for name, (_, address) in zip(self.names, where, strict=True)]
+
+    def _devices(self) -> list[str]:
+        """Return what CUDA calls the GPUs of each place of the pool."""
+        ask = ray.remote(_visible_devices)
+        places = range(self.pool.size)
+        refs = {f"place {place}": ask.options(**self.pool.options(place)).remote() for place in places}
+        return Pending("start", refs, self._timeout_s).results()
 
     def _begin_generate(self, prompts: TensorDict, **sampling: Any) -> Later:
         if self._asleep:
             raise ConfigError("the engines are asleep: wake them, or push, before they generate")
+        if not rows(prompts):
+            raise ConfigError("a batch without rows has no prompts to answer")
         ids = prompts["prompts"]
         mask = prompts["prompt_mask"] if "prompt_mask" in prompts else torch.ones_like(ids, dtype=torch.bool)
         lists = [row[keep].tolist() for row, keep in zip(ids, mask.bool(), strict=True)]
         parts = balance([len(each) for each in lists], len(self.actors))
         refs = {
             name: actor.generate.remote([lists[row] for row in part], sampling)
-            for (name, actor), part in zip(self._named(), parts, strict=True)
+            for name, actor, part in zip(self.names, self.actors, parts, strict=True)
             if part
         }
         pending = Pending("generate", refs, self._timeout_s)
         return Later(pending, partial(_batch_of, prompts, [part for part in parts if part]))
 
-    def _call_all(self, method: str, *args: Any) -> list[Any]:
-        refs = {name: getattr(actor, method).remote(*args) for name, actor in self._named()}
-        return Pending(method, refs, self._timeout_s).results()
-
-    def _named(self) -> list[tuple[str, Any]]:
-        return [(f"engine {number}", actor) for number, actor in enumerate(self.actors)]
+    def _ask(self, doing: str, method: str, *args: Any) -> list[Any]:
+        refs = {name: getattr(actor, method).remote(*args) for name, actor in zip(self.names, self.actors, strict=True)}
+        return Pending(doing, refs, self._timeout_s).results()
 
 
 def places_of_engines(processes: Sequence[int], tensor_parallel_size: int) -> list[int]:
@@ -185,16 +206,9 @@ def _engine_class() -> type:
     return RolloutEngine
 
 
-def _node(actor: Any) -> str:
-    node: str = ray.get_runtime_context().get_node_id()
-    return node
-
-
-def _devices(pool: ResourcePool) -> list[str]:
-    """Return what CUDA calls the GPUs of each place of a pool."""
-    ask = ray.remote(_visible_devices)
-    found: list[str] = ray.get([ask.options(**pool.options(place)).remote() for place in range(pool.size)])
-    return found
+def _node(actor: Any) -> tuple[str, str]:
+    """Return the id and the address of an engine's node."""
+    return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
 
 def _visible_devices() -> str:

@@ -52,7 +52,7 @@ class Worker:
         """
         return Place(self.rank, True)
 
-    def open_sync(self, transport: str, engines: list[Any], options: dict[str, Any]) -> None:
+    def open_sync(self, transport: Any, engines: list[Any], options: dict[str, Any]) -> None:
         """Make the `WeightSync` that `push` uses. Every rank calls this."""
         self.close_sync()
         self._sync = WeightSync(self.backend, transport, engines, **options)

@@ -113,14 +113,12 @@ class TensorMeta(Struct, frozen=True, array_like=True, gc=False):
 class Manifest(Struct, frozen=True, array_like=True, dict=True):
     """The tensors that a push delivers, in the order in which the trainer exports them.
 
-    Raises `ManifestError` when it is empty or offers a name twice.
+    A rank may know of none. Raises `ManifestError` when it offers a name twice.
     """
 
     tensors: tuple[TensorMeta, ...]
 
     def __post_init__(self) -> None:
-        if not self.tensors:
-            raise ManifestError("the manifest is empty: the model has no tensor to push")
         doubled = [name for name, times in Counter(self.names).items() if times > 1]
         if doubled:
             raise ManifestError(
@@ -159,7 +157,7 @@ def merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
 
     A pipeline stage knows its own layers, and other ranks know all. Every manifest's order is kept. Between tensors of
     different manifests layer 2 comes before layer 10. Raises one `ManifestError` that lists every tensor that has
-    another shape or dtype on another rank.
+    another shape or dtype on another rank, or where there is no tensor.
     """
     known: dict[str, TensorMeta] = {}
     mismatched: dict[str, str] = {}
@@ -168,6 +166,8 @@ def merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
             first = known.setdefault(meta.name, meta)
             if first != meta:
                 mismatched[meta.name] = f"{first.shape} {first.dtype} on one rank, {meta.shape} {meta.dtype} on another"
+    if not known:
+        raise ManifestError("the manifest is empty: the model has no tensor to push")
     if mismatched:
         name, reason = next(iter(mismatched.items()))
         raise ManifestError(

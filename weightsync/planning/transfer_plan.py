@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from enum import Enum
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -20,22 +19,26 @@ from weightsync.planning.layout import Box, Manifest, ShardLocation, choose_owne
 from weightsync.planning.rows import Reads
 
 DEFAULT_MAX_BYTES = 256 * 2**20
-_ABOUT = 1.02
-"""Sending each worker its own repeats what every worker reads (norms), and aligns each region."""
+_ABOUT = 1.25
+"""How much more than the model a participant may hold before all workers become one chain. Workers that read different
+parts repeat what all of them read, such as norms, and some heads of keys and values."""
+
+CHUNKS_PER_HOP = 32
+"""Chunks for each time that one is passed on. The last worker of a chain waits so many chunks for its first."""
 
 _FINENESS = 4
 """Into how many more slices a tensor is cut that must be cut. Larger ones would leave much of each chunk empty."""
 
 
-class Route(Enum):
-    """How bytes go from the trainer's ranks to the engines' workers."""
+class Chain(Struct, frozen=True, array_like=True):
+    """Workers that are sent the same bytes. Every rank sends its own to the first, and each worker passes all on.
 
-    IN_PLACE = "in place"
-    """Workers read every rank's memory. What cannot be mapped is staged by the rank that owns it."""
-    EACH = "each"
-    """Every rank sends each worker what that worker reads of what the rank owns."""
-    ALL = "all"
-    """Rank 0 receives what the other ranks own, and everything goes to every worker."""
+    workers: their numbers, in the order in which bytes reach them. Workers of one host follow each other.
+    reads: what any of them reads.
+    """
+
+    workers: tuple[int, ...]
+    reads: Reads
 
 
 class Chunk(Struct, frozen=True, array_like=True, dict=True):
@@ -60,17 +63,18 @@ class TransferPlan(Struct, frozen=True, array_like=True):
     """What travels, in which chunks, between whom. Equal on every rank: rank 0 makes it and broadcasts it.
 
     manifest: all tensors, in the dtypes that travel.
+    chains: along which bytes go, together to every worker. Without any, workers map the ranks' memory.
     chunks: in the order in which they travel. Those that are frozen come last. Together they hold every region of every
         tensor that has elements, once, but for the replicas in chunks that are read in place.
-    reads: what each worker reads, in the order of the workers' numbers.
+    workers: how many there are.
     host: an address of trainer rank 0 that every worker reaches.
     load_paths: how many of the engines' modules take each load path.
     """
 
     manifest: Manifest
-    route: Route
+    chains: tuple[Chain, ...]
     chunks: tuple[Chunk, ...]
-    reads: tuple[Reads, ...]
+    workers: int
     host: str
     load_paths: dict[str, int]
 
@@ -89,44 +93,50 @@ class TransferPlan(Struct, frozen=True, array_like=True):
         return sum(self.manifest[name].nbytes for name in names)
 
 
-def choose_route(manifest: Manifest, locations: Sequence[ShardLocation], reads: Sequence[Reads], ranks: int) -> Route:
-    """Return the cheaper of `Route.EACH` and `Route.ALL`.
+def choose_chains(
+    manifest: Manifest, locations: Sequence[ShardLocation], reads: Sequence[Reads], hosts: Sequence[int]
+) -> tuple[Chain, ...]:
+    """Return one chain for all workers that read alike. One for all workers, where they would cost more than the model.
 
-    Sending each worker its own is cheaper when no rank sends, and no worker receives, more than the whole model, and
-    when there is anybody to spare: a rank 0 that would gather, or workers that read different parts.
+    `hosts` has the number of each worker's host. Bytes reach hosts in the order of these numbers, each host once.
     """
-    load = sum(map(load_each(manifest, reads), choose_owners(locations)), Counter[Hashable]())
-    nbytes = sum(meta.nbytes for meta in manifest)
-    spares = max(load.values(), default=0) <= _ABOUT * nbytes and (ranks > 1 or len(reads) > 1)
-    return Route.EACH if spares else Route.ALL
+    order = sorted(range(len(reads)), key=lambda worker: (hosts[worker], worker))
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for worker in order:
+        alike.setdefault(tuple(reads[worker].items()), []).append(worker)
+    chains = tuple(chain_of(workers, reads) for workers in alike.values())
+    load = sum(map(load_chains(manifest, chains), choose_owners(locations)), Counter[Hashable]())
+    most_bytes = _ABOUT * sum(meta.nbytes for meta in manifest)
+    return chains if max(load.values(), default=0) <= most_bytes else (chain_of(order, reads),)
+
+
+def chain_of(workers: Sequence[int], reads: Sequence[Reads]) -> Chain:
+    """Return a chain of these workers, of which each reads what `reads` has at its number."""
+    boxes: dict[str, dict[Box, None]] = {}
+    for worker in workers:
+        for name, own in reads[worker].items():
+            boxes.setdefault(name, {}).update(dict.fromkeys(own))
+    return Chain(tuple(workers), {name: tuple(those) for name, those in boxes.items()})
 
 
 Load = Callable[[ShardLocation], Counter[Hashable]]
 """The bytes that each participant has to hold of a piece while it travels."""
 
 
-def load_each(manifest: Manifest, reads: Sequence[Reads]) -> Load:
-    """Return the load of `Route.EACH`: what the piece's rank sends and what each worker receives."""
-    workers: dict[tuple[Any, ...], tuple[Reads, list[int]]] = {}  # engines read alike
-    for worker, wanted in enumerate(reads):
-        workers.setdefault(tuple(wanted.items()), (wanted, []))[1].append(worker)
+def load_chains(manifest: Manifest, chains: Sequence[Chain]) -> Load:
+    """Return the load of chains: what the piece's rank sends to the first of each, and what each worker receives."""
 
     def load(piece: ShardLocation) -> Counter[Hashable]:
         size = itemsize(manifest[piece.name].dtype)
         found: Counter[Hashable] = Counter()
-        for wanted, numbers in workers.values():
-            parts = (piece.box.intersect(box) for box in dict.fromkeys(wanted.get(piece.name, ())))
+        for number, chain in enumerate(chains):
+            parts = (piece.box.intersect(box) for box in chain.reads.get(piece.name, ()))
             if nbytes := min(sum(part.numel for part in parts if part is not None), piece.box.numel) * size:
-                found["rank", piece.rank] += nbytes * len(numbers)
-                found.update({("worker", worker): nbytes for worker in numbers})
+                found["rank", piece.rank] += nbytes
+                found["chain", number] = nbytes
         return found
 
     return load
-
-
-def load_all(manifest: Manifest) -> Load:
-    """Return the load of `Route.ALL`: rank 0, and every worker, hold everything."""
-    return lambda piece: Counter({"rank 0": piece.box.numel * itemsize(manifest[piece.name].dtype)})
 
 
 def load_staged(manifest: Manifest) -> Load:
@@ -136,32 +146,32 @@ def load_staged(manifest: Manifest) -> Load:
 
 def make_chunks(
     manifest: Manifest,
-    route: Route,
+    chains: Sequence[Chain],
     buckets: Sequence[Sequence[str]],
     frozen: frozenset[str],
     in_place: frozenset[str],
     locations: Sequence[ShardLocation],
-    reads: Sequence[Reads],
     max_bytes: int | None,
     together: Mapping[str, str],
+    least_bytes: int = 1,
 ) -> tuple[Chunk, ...]:
     """Cut what travels into chunks, in the order of the buckets.
 
     Neighbouring buckets share a chunk as long as no participant holds more than `max_bytes` of it, and larger ones are
-    cut by rows. With `max_bytes` None every bucket is one chunk. The names in `in_place`, which `Route.IN_PLACE` alone
-    has, are one chunk. The names in `frozen` have the last chunks to themselves. `together` maps the name of a
+    cut by rows. Chunks that workers pass on are smaller, though not below `least_bytes`, so that no worker waits long
+    for its first. With `max_bytes` None every bucket is one chunk. The names in `in_place`, which there are without
+    chains alone, are one chunk. The names in `frozen` have the last chunks to themselves. `together` maps the name of a
     quantised weight to that of its scales, which travel with the weight's first chunk.
     """
-    load = {
-        Route.EACH: lambda: load_each(manifest, reads),
-        Route.ALL: lambda: load_all(manifest),
-        Route.IN_PLACE: lambda: load_staged(manifest),
-    }[route]()
+    load = load_chains(manifest, chains) if chains else load_staged(manifest)
     travelling = [location for location in locations if location.box.numel and location.name not in in_place]
-    at_root = {(p.name, p.box) for p in travelling if p.rank == 0} if route is Route.ALL else set()
     owned: dict[str, list[ShardLocation]] = {}
-    for piece in choose_owners([p for p in travelling if p.rank == 0 or (p.name, p.box) not in at_root]):
+    for piece in choose_owners(travelling):
         owned.setdefault(piece.name, []).append(piece)
+    hops = max((len(chain.workers) for chain in chains), default=1) - 1
+    if max_bytes is not None and hops:
+        whole = _peak([piece for pieces in owned.values() for piece in pieces], load)
+        max_bytes = min(max_bytes, max(whole // (CHUNKS_PER_HOP * hops), least_bytes))
     chunks: list[Chunk] = []
     for is_frozen in (False, True):
         alike = [bucket for bucket in buckets if bucket and (bucket[0] in frozen) is is_frozen]

@@ -21,7 +21,7 @@ from torch import nn
 
 from weightsync.kernels.quantize import BLOCK, MX_BLOCK, fp8_per_block, fp8_per_channel, int8_per_channel, mxfp4
 from weightsync.planning.layout import Manifest, TensorMeta
-from weightsync.receiver.trace import Trace
+from weightsync.receiver.trace import Fill, Trace, uncovered
 
 Quantise = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 """Makes of a whole weight its quantised values, its scales, and what else the loader wants."""
@@ -115,6 +115,23 @@ def find_experts(model: nn.Module, manifest: Manifest) -> tuple[dict[str, Pair],
         )
         pairs[meta.name] = Pair(made, mxfp4_experts)
     return pairs, refused
+
+
+def expert_padding(model: nn.Module, trace: Trace) -> list[Fill]:
+    """Return the zeros around experts in MXFP4 that vLLM makes larger than the model's, for its kernels.
+
+    One tensor fills each of their parameters, so what a tensor leaves of one is padding. `trace` is that of their
+    quantised tensors. vLLM makes the parameters of zeros, which no loader writes.
+    """
+    holes, _ = uncovered(model, trace)
+    padded = {copy.param for copy in trace.copies if copy.param in holes} | trace.computed.keys()
+    return [
+        Fill(name, 0, tuple(param.shape), param.stride(), 0.0)
+        for path, module in model.named_modules()
+        if _is_mxfp4(module._parameters)
+        for key, param in module.named_parameters(recurse=False)
+        if (name := f"{path}.{key}".removeprefix(".")) in padded
+    ]
 
 
 def mxfp4_experts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

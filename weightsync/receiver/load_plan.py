@@ -14,7 +14,16 @@ from torch import nn
 from weightsync.control.wire import LoadPlan
 from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import Box, Manifest, coverage, fuse_groups, itemsize
-from weightsync.receiver.checkpoint_quantize import Pair, collapse, expand, find_experts, find_pairs, renamed, unpacked
+from weightsync.receiver.checkpoint_quantize import (
+    Pair,
+    collapse,
+    expand,
+    expert_padding,
+    find_experts,
+    find_pairs,
+    renamed,
+    unpacked,
+)
 from weightsync.receiver.engine_model import DRAFTER, EngineModel
 from weightsync.receiver.experiment import choose_load_paths
 from weightsync.receiver.module_groups import Addresses, ModuleGroup, find_groups, moved_views
@@ -77,6 +86,7 @@ class LoadPlanner:
         if pairs or packs:
             seen = self._trace(expand(asked, pairs))
         pairs, unfit = pairs | experts, unfit | more_unfit
+        seen.fills += expert_padding(pristine, seen)
         for view, param in moved_views(self._model.live, pristine).items():
             seen.copies += [replace(copy, param=view) for copy in seen.copies if copy.param == param]
             if param in seen.computed:

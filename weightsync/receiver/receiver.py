@@ -30,7 +30,7 @@ from weightsync.receiver.trace import named_tensors
 from weightsync.receiver.verify import Verifier
 from weightsync.transports import open_receiver
 from weightsync.transports.base import TransportReceiver, Wait
-from weightsync.transports.shared_handles import export
+from weightsync.transports.shared_handles import export, take_back
 
 _NOTED_SAMPLE = 0
 """Which sample of the frozen parameters is compared. Sleep takes all of their memory, and any sample shows it."""
@@ -58,6 +58,7 @@ class Receiver:
         self._source_name = ""
         self._connection: _Connection | None = None
         self._is_exported = False
+        self._exported: dict[int, torch.UntypedStorage] = {}  # by identity
         self._done: int | None = None
         """The version that was loaded and awaits its commit."""
 
@@ -125,11 +126,21 @@ class Receiver:
                 if storage._cdata not in numbers:
                     numbers[storage._cdata] = len(storages)
                     storages.append((len(storages), *export(storage)))
+                    self._exported[storage._cdata] = storage
                 number, dtype = numbers[storage._cdata], str(live[copy.param].dtype).removeprefix("torch.")
                 locations.append(ShardLocation(copy.name, copy.box, rank, number, copy.offset, copy.stride, dtype))
             self._planner.locate()  # memory that is shared for the first time has moved; no graph has captured a CPU's
         self._is_exported = True
         return storages, locations
+
+    def take_back(self) -> None:
+        """Part the parameters, which are on a CPU, from the memory that was exported. Their addresses stay.
+
+        Raises `PlacementError`.
+        """
+        for number, storage in [*self._exported.items()]:
+            take_back(storage)
+            del self._exported[number]
 
     def run(self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline], tell: Tell = lambda error: None) -> Done:
         """Run one whole push, or let the trainer write it where parameters were exported.

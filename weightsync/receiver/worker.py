@@ -20,6 +20,7 @@ import secrets
 from contextlib import suppress
 from typing import Any
 
+from weightsync import telemetry
 from weightsync.control.connection import Connection, dial
 from weightsync.control.runtime import Deadline, boot_id, describe_device, is_running
 from weightsync.control.wire import (
@@ -29,6 +30,7 @@ from weightsync.control.wire import (
     Committed,
     Connect,
     Connected,
+    Done,
     ExportParameters,
     Failure,
     Go,
@@ -37,6 +39,7 @@ from weightsync.control.wire import (
     Message,
     ParametersExported,
     PlanRequest,
+    Ready,
     Release,
     typed,
 )
@@ -63,8 +66,8 @@ _FAREWELL_S = 1.0
 _PONG_S = 10.0
 """How long the trainer that holds the engine has at most to show that it is alive, when another asks for the engine."""
 _PATIENCE = 8
-"""A worker that is done may wait this many times as long, for workers that have more to load, and a trainer that is
-alive."""
+"""A worker that is ready or done may wait this many times as long: for workers that are served before it, or that have
+more to load, and for a trainer that is alive."""
 
 
 class WorkerSession:
@@ -73,7 +76,7 @@ class WorkerSession:
     def __init__(self, model: EngineModel) -> None:
         self.receiver = Receiver(model)
         self.engine_instance = secrets.token_hex(8)
-        """Another one for each start of the engine."""
+        """Another one for each start of the engine, and after each trainer whose mapping was taken away."""
         self._model = model
         self._connection: Connection | None = None
         self._session = ""
@@ -86,7 +89,10 @@ class WorkerSession:
         """The processes that may write into the parameters."""
         self.has_refused = False
         """The model has refused to answer since this was set to False."""
+        self._loaded: Done | None = None
+        """What the push under way has loaded."""
         model.guard(self._check_whole)
+        telemetry.engine_serves(model.identity.name, self.receiver.version)
 
     def init(self, info: dict[str, Any]) -> None:
         """Meet the trainer that `info` describes, an `InitInfo` as plain values. Then answer it until it releases us.
@@ -135,7 +141,7 @@ class WorkerSession:
         connection.watch_host(info.timeout_s)
         self._fence_off()
         if info.process != self._trainer:
-            self._mapped_by.clear()
+            self._take_memory_back()
         self._connection, self._session, self._timeout_s = connection, info.session, info.timeout_s
         self._trainer, self._name = info.process, f"engine {info.engine} worker {identity.name}"
 
@@ -152,7 +158,9 @@ class WorkerSession:
         if other is not None and isinstance(other.pop(), Release):  # it has closed its WeightSync
             self._mapped_by.clear()
         writers = [each for each in self._mapped_by if is_running(each)]
-        if writers and process != self._trainer:
+        # Memory on a GPU cannot be taken back: no driver call ends another process's mapping, and CUDA graphs have
+        # captured where the parameters lie.
+        if writers and process != self._trainer and self._model.device.type != "cpu":
             pids = ", ".join(each.split(":")[1] for each in writers)
             return EngineBusyError(
                 f"a trainer has this engine's memory mapped, does not answer, and may write there when it goes on: end "
@@ -170,6 +178,13 @@ class WorkerSession:
             with suppress(WeightSyncError):  # it is gone
                 self._connection.send(Failure(fenced.to_fields()), Deadline(_FAREWELL_S), "init")
         self.close()
+
+    def _take_memory_back(self) -> None:
+        """Part the parameters from the memory that processes of the trainer before may still write to."""
+        if any(map(is_running, self._mapped_by)):
+            self.engine_instance = secrets.token_hex(8)  # what they have mapped is no more this engine's
+            self.receiver.take_back()
+        self._mapped_by.clear()
 
     def _check_whole(self) -> None:
         """Raise where the weights are a mixture, so that the engine does not answer from them."""
@@ -228,7 +243,7 @@ class WorkerSession:
         try:
             while True:
                 message = self._receive(connection, patience, phase)
-                patience = _PATIENCE if isinstance(message, Go) else 1
+                patience = _PATIENCE if isinstance(message, (Ready, Go)) else 1
                 if isinstance(message, Release):
                     return
                 deadline = self._deadline()  # for what is asked for, however late it came
@@ -241,6 +256,7 @@ class WorkerSession:
             if not connection.is_open():  # else the engine stays the trainer's, until it has ended the update
                 self.close()
             logger.error("%s gave up: %s; it is %s", self._name, problem, self.status())
+            telemetry.engine_failed(self._model.identity.name, problem, self.receiver.state == POISONED)
             if not isinstance(error, Exception):
                 raise
         finally:
@@ -276,12 +292,17 @@ class WorkerSession:
                 exported = self.receiver.export()
                 self._mapped_by = set(message.processes)
                 return ParametersExported(self.engine_instance, *exported)
+            case Ready():
+                return Ready()
             case Go():
                 # Ranks wait for each other less long, and for a worker longer. It knows for which rank it waits.
                 chunk_s = self._timeout_s + min(_GRACE_S / 2, self._timeout_s / 4)
-                return self.receiver.run(message, wait, lambda: Deadline(chunk_s), tell)
+                self._loaded = self.receiver.run(message, wait, lambda: Deadline(chunk_s), tell)
+                return self._loaded
             case Commit():
-                return Committed(message.version, self.receiver.commit(message.version))
+                committed = Committed(message.version, self.receiver.commit(message.version))
+                telemetry.engine_serves(self._model.identity.name, message.version, self._loaded)
+                return committed
         raise ProtocolError(f"the trainer sent {type(message).__name__}, which a worker does not expect")
 
     def _deadline(self) -> Deadline:

@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from weightsync.errors import ConfigError
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import WeightSource
 
+_FOR_MEGATRON = 'megatron_bridge and vocab_size are for backend="megatron"; this is backend={!r}'
+
 
 def open_source(
-    backend: str | WeightSource, selection: TensorSelection, *, bridge: Any = None, vocab_size: int | None = None
+    backend: str | WeightSource,
+    selection: TensorSelection,
+    *,
+    bridge: Any = None,
+    vocab_size: int | None = None,
+    stream_tensors: Mapping[str, Any] | None = None,
+    ranks: Any = None,
 ) -> WeightSource:
     """Return the weight source of a trainer backend. `backend` may be one itself.
 
-    `bridge` and `vocab_size` are for "megatron" (see `WeightSync`). Raises `ConfigError` for an unknown backend, and
-    for options that have no effect with this one.
+    `bridge` and `vocab_size` are for "megatron", `stream_tensors` for "stream" (see `WeightSync`). Raises `ConfigError`
+    for an unknown backend, and for options that have no effect with this one.
     """
+    if backend == "stream":
+        from weightsync.sources.stream import StreamSource
+
+        if bridge is not None or vocab_size is not None:
+            raise ConfigError(_FOR_MEGATRON.format(backend))
+        return StreamSource(selection, stream_tensors, ranks=ranks)
+    if stream_tensors is not None:
+        raise ConfigError(f'stream_tensors is for backend="stream"; this is backend={backend!r}')
     if backend == "megatron":
         if bridge is not None and not isinstance(bridge, str):
             from weightsync.sources.megatron_bridge import BridgeSource
 
             if vocab_size is not None:
                 raise ConfigError("a bridge that exports whole tensors knows the vocabulary: leave vocab_size out")
-            return BridgeSource(selection, bridge)
+            return BridgeSource(selection, bridge, ranks=ranks)
         from weightsync.sources.megatron import MegatronSource
 
         return MegatronSource(selection, bridge=bridge, vocab_size=vocab_size)
     if bridge is not None or vocab_size is not None:
-        raise ConfigError(f'megatron_bridge and vocab_size are for backend="megatron"; this is backend={backend!r}')
+        raise ConfigError(_FOR_MEGATRON.format(backend))
     if backend == "fsdp":
         from weightsync.sources.fsdp import FsdpSource  # DTensor and FSDP cost more to import than all the rest
 
@@ -39,8 +56,8 @@ def open_source(
         return DeepSpeedSource(selection)
     if not isinstance(backend, WeightSource):
         raise ConfigError(
-            f'backend={backend!r} is unknown; choose "fsdp" (also for DDP and plain modules), "deepspeed" or '
-            '"megatron", or give an object with the methods of weightsync.sources.base.WeightSource'
+            f'backend={backend!r} is unknown; choose "fsdp" (also for DDP and plain modules), "deepspeed", '
+            '"megatron" or "stream", or give an object with the methods of weightsync.sources.base.WeightSource'
         )
     if selection.exclude or not selection.buffers:
         raise ConfigError("a weight source of your own decides what travels: leave exclude and buffers out")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
     from weightsync.planning.layout import Box, Manifest, TensorMeta
 
-Model: TypeAlias = nn.Module | Sequence[nn.Module]
-"""What a trainer holds: one module, or the chunks of a pipeline rank in their order."""
+Pairs: TypeAlias = "Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]"
+"""Checkpoint names and whole tensors, one after the other."""
+Model: TypeAlias = "nn.Module | Sequence[nn.Module] | Pairs | Callable[[], Pairs] | None"
+"""What is pushed: one module, the chunks of a pipeline rank in their order, or a stream."""
 
 
 def one_module(model: Model) -> nn.Module:
@@ -27,7 +29,10 @@ def one_module(model: Model) -> nn.Module:
         return model
     if isinstance(model, Sequence):
         raise ConfigError(f'push was given {len(model)} modules; only the chunks of backend="megatron" come as several')
-    raise ConfigError(f"push takes the model itself, a torch.nn.Module, not its tensors; got a {type(model).__name__}")
+    raise ConfigError(
+        f'push takes the model itself, a torch.nn.Module, not its tensors, which are for backend="stream"; got a '
+        f"{type(model).__name__}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ class TensorShard:
 class WeightSource(Protocol):
     """One trainer backend.
 
-    `manifest` and `shards` are local, not collective, but for those of a bridge's export. No forward or backward may be
+    `manifest` and `shards` are local, not collective, but for those of a stream. No forward or backward may be
     running. The trainer's pending GPU work need not have finished.
     """
 
@@ -79,7 +84,7 @@ class WeightSource(Protocol):
         """Fetch from other ranks what the `compute` of these tensors' shards needs. Collective.
 
         Every trainer rank calls this at each push, for one group of tensors after the other. It may drop what an
-        earlier call fetched.
+        earlier call fetched. The last call has no names: the push needs no more.
         """
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import LocalSource, Model, TensorShard
+from weightsync.sources.base import LocalSource, Model, TensorShard, one_module
 from weightsync.sources.megatron_names import (
     LATENT_BY_HEAD,
     LATENT_DOWN,
@@ -105,7 +105,7 @@ def _sources(chunk: nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tenso
 
 def _chunks(model: Model) -> list[nn.Module]:
     """Return the `GPTModel`s of this rank, without wrappers. Raises for a model, list or mesh that cannot be right."""
-    given = list(model) if isinstance(model, Sequence) else [model]
+    given = list(model) if isinstance(model, Sequence) else [one_module(model)]
     if not given:
         raise ConfigError("push was given an empty list, expected the chunks of this rank's model")
     chunks = [_unwrapped(chunk) for chunk in given]

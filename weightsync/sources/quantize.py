@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import distributed as dist
 
+from weightsync.control.ranks import place_among
 from weightsync.errors import ConfigError, SyncTimeoutError, UnsupportedError
 from weightsync.kernels.quantize import Form, fp8_per_channel, int8_per_channel, row_maxima
 from weightsync.planning.layout import Box, Manifest, TensorMeta
@@ -33,7 +35,7 @@ class QuantizingSource:
 
     form: "fp8" or "int8", both with one scale for each output channel. wait: called as `wait(seconds)` while this rank
     waits for the others' maxima, for at most `timeout_s`. It sleeps, and may raise. Maxima are exchanged over the
-    default process group.
+    process group of `ranks`, which is that of `WeightSync`.
 
     A float32 weight is rounded to bfloat16 first, as on its way to an engine that quantises itself. So both give the
     same bits. `selection.dtypes` may name another dtype for a weight, float32 too.
@@ -49,6 +51,7 @@ class QuantizingSource:
         *,
         wait: Callable[[float], None],
         timeout_s: float,
+        ranks: Any = None,
     ) -> None:
         if form not in FORMS:
             raise ConfigError(
@@ -59,6 +62,7 @@ class QuantizingSource:
         self._selection = selection
         self._idle = wait
         self._timeout_s = timeout_s
+        self._ranks = ranks
         self._form: Form = FORMS[form]
         self._made: set[str] = set()  # names that `source` does not know
         self._inner: list[TensorShard] | None = None  # what `source` holds
@@ -119,7 +123,9 @@ class QuantizingSource:
 
     def gather(self, names: Sequence[str]) -> None:
         self._source.gather([name for name in names if name not in self._made])
-        device = _meeting_place()
+        if not names:
+            return
+        device = self._meeting_place()
         rows = torch.tensor([self._cut_rows(name) for name in names], device=device)
         self._largest_of_all_ranks(rows)
         cut = {name: count for name, count in zip(names, rows.tolist(), strict=True) if count > 0}
@@ -145,10 +151,10 @@ class QuantizingSource:
         self._scales = {(name, box): self._form.scale(at.to(piece.tensor.device)) for name, box, piece, at in mine}
 
     def _largest_of_all_ranks(self, values: torch.Tensor) -> None:
-        """Replace each of `values` by the largest that any rank gives. Collective in a distributed job."""
-        if not (dist.is_available() and dist.is_initialized()):
+        """Replace each of `values` by the largest that any rank gives. Collective where there are several."""
+        if place_among(self._ranks)[1] == 1:
             return
-        work = dist.all_reduce(values, op=dist.ReduceOp.MAX, async_op=True)
+        work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._ranks, async_op=True)
         assert work is not None
         give_up_at = time.monotonic() + self._timeout_s
         while not work.is_completed():
@@ -159,6 +165,12 @@ class QuantizingSource:
                 )
             self._idle(_POLL_S)
         work.wait()
+
+    def _meeting_place(self) -> torch.device:
+        """Return the device whose tensors the process group takes."""
+        if place_among(self._ranks)[1] > 1 and dist.get_backend(self._ranks) == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
 
     def _takes(self, meta: TensorMeta) -> bool:
         return len(meta.shape) == 2 and self._selection.quantizes(meta.name)
@@ -216,10 +228,3 @@ def pairs(manifest: Manifest) -> list[tuple[str, str]]:
 def _name(form: Form) -> str:
     """Return torch's name of the dtype of its values."""
     return str(form.dtype).removeprefix("torch.")
-
-
-def _meeting_place() -> torch.device:
-    """Return the device whose tensors the default process group takes."""
-    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

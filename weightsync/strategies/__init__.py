@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from weightsync.errors import ConfigError
@@ -13,6 +14,7 @@ def open_strategy(transport: Any, options: Options) -> UpdateStrategy:
 
     Raises `ConfigError` for anything else, and for options that the strategy cannot work with.
     """
+    from weightsync.sources.stream import StreamSource
     from weightsync.strategies.copy import CopyWeights
     from weightsync.transports import open_transport
 
@@ -32,4 +34,6 @@ def open_strategy(transport: Any, options: Options) -> UpdateStrategy:
     if hasattr(transport, "open"):
         strategy: UpdateStrategy = transport.open(options)
         return strategy
-    return CopyWeights(options, open_transport(transport))
+    # A stream gives everything once, so that all engines share one link.
+    has_others = isinstance(transport, str) and not isinstance(options.source, StreamSource)
+    return CopyWeights(options, open_transport(transport), partial(open_transport, transport) if has_others else None)

@@ -6,22 +6,23 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import nn
 
+from weightsync.config import WeightSyncConfig
 from weightsync.control.fleet import Fleet
 from weightsync.control.ranks import Ranks
 from weightsync.control.update import Update
 from weightsync.control.wire import LoadPlan
-from weightsync.engines import Engine, LoraAdapter, connect
+from weightsync.engines import Engine, EngineList, LoraAdapter
+from weightsync.engines.lost_engines import LostEngines
 from weightsync.engines.other_ranks import OtherRanks
-from weightsync.errors import ConfigError, WeightSyncError
-from weightsync.planning.bucketing import Bucketer
+from weightsync.engines.parts import join
+from weightsync.errors import ConfigError, EngineUnreachableError, WeightSyncError
 from weightsync.planning.layout import ShardLocation
 from weightsync.report import PushReport
-from weightsync.selection import TensorSelection
 from weightsync.sources.base import Model, TensorShard, WeightSource
 from weightsync.transports.base import LocalTensor
 
@@ -29,27 +30,21 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(WeightSyncConfig):
     """What `WeightSync` was given, checked. None stands for what the user left out."""
 
-    backend: str | WeightSource
-    source: WeightSource
-    engine: Any
-    selection: TensorSelection
-    bucketer: str | Bucketer | None
-    max_bytes: int | None
-    pause: str | None
-    verify: str | None
-    quantize: str | None
-    progress: bool | None
-    vocab_size: int | None
-    timeout_s: float
-    on_engine_failure: str | None
+    source: WeightSource = field(kw_only=True)
+    engines: EngineList = field(kw_only=True)
 
     def refuse(self, strategy: str, *names: str) -> None:
         """Raise `ConfigError` for those of the named options that were given: they have no effect on `strategy`."""
         if given := [name for name in names if getattr(self, name) is not None]:
             raise ConfigError(f"{', '.join(given)}: no effect with {strategy}; leave out what is given for it")
+
+    def refuse_rename(self, strategy: str) -> None:
+        """Raise `ConfigError` where tensors are renamed."""
+        if self.selection.rename is not None:
+            raise ConfigError(f"TensorSelection.rename: no effect with {strategy}; leave it out")
 
 
 class UpdateStrategy(ABC):
@@ -58,6 +53,8 @@ class UpdateStrategy(ABC):
 
     adapter: LoraAdapter | None = None
     """The adapter that was pushed last, where the strategy pushes adapters."""
+    takes_labels = False
+    """Whether engines can report something else than the version."""
 
     @abstractmethod
     def run(self, update: Update, model: Model) -> PushReport:
@@ -75,9 +72,18 @@ class UpdateStrategy(ABC):
     def close(self) -> None:
         """Release engines and memory."""
 
+    @property
+    def engines(self) -> EngineList:
+        """Return the engines, which may change."""
+        raise ConfigError("one engine, which does not change, is what this transport pushes to")
+
     def leave_out(self, engines: Sequence[str]) -> None:
         """Push to all but the engines of these names, until they answer again."""
         raise ConfigError("engines can be left out of pushes that copy weights, and of no others")
+
+    def catch_up(self, update: Update, model: Model) -> PushReport | None:
+        """Push the version that other engines have to those that lack it. Collective, as `run`."""
+        raise ConfigError("engines can catch up with pushes that copy weights, and with no others")
 
     def attach(self, update: Update, model: nn.Module) -> None:
         """Make the parameters of `model` the engine's own."""
@@ -91,12 +97,14 @@ class UpdateStrategy(ABC):
 class FleetStrategy(UpdateStrategy):
     """A strategy that keeps the engines' workers connected from one push to the next."""
 
+    takes_labels = True
+
     def __init__(self, options: Options) -> None:
         self._options = options
         self._fleet: Fleet | None = None  # rank 0's
         self._failed: Fleet | None = None
-        self._left_out: set[str] = set()
-        self._others = OtherRanks(options.engine, options.timeout_s)
+        self._lost = LostEngines()
+        self._others = OtherRanks(options.engines, options.timeout_s)
 
     def explain(self, error: WeightSyncError) -> WeightSyncError:
         return error if self._fleet is None else self._fleet.explain(error)
@@ -113,21 +121,49 @@ class FleetStrategy(UpdateStrategy):
         self._others.close()
 
     def _find_engines(self) -> list[Engine]:
-        """Return all engines, on rank 0."""
-        return [*connect(self._options.engine, self._options.timeout_s), *self._others.engines]
+        """Return all engines that are not lost, on rank 0."""
+        engines = join([*self._options.engines.engines(), *self._others.engines])
+        if not (present := self._lost.present(engines)):
+            raise EngineUnreachableError(f"all engines are lost: {', '.join(one.name for one in engines)}")
+        return present
 
     def _call_in(self, update: Update) -> Fleet:
         """Rank 0: return the engines, whose workers wait for messages until they are released."""
+        fleet = self._open_fleet(update)
+        fleet.connect()
+        return fleet
+
+    def _open_fleet(self, update: Update) -> Fleet:
+        """Rank 0: return the engines, which are not called yet where there was no fleet."""
         options, ranks = self._options, update.ranks
         if self._fleet is None:
             assert isinstance(ranks, Ranks)
-            engines = [one for one in self._find_engines() if one.name not in self._left_out]
             pause = options.pause or "keep"
-            self._fleet = Fleet(engines, ranks, pause, options.timeout_s, self._failed)
+            self._fleet = Fleet(self._find_engines(), ranks, pause, options.timeout_s, self._failed)
             self._failed = None
         update.check = self._fleet.check
-        self._fleet.connect()
         return self._fleet
+
+    def _take_stock(self, update: Update) -> bool:
+        """Give the fleet the engines that there are now, on rank 0. Return whether it had them."""
+        fleet = self._fleet
+        if fleet is None:
+            return False
+        update.check = fleet.check
+        engines = self._find_engines()
+        for one in fleet.members:
+            one.check_fence()
+        gone = [one for one in fleet.members if one.engine not in engines or not one.is_held()]
+        if gone:
+            fleet.dismiss(gone)
+        known = [one.engine for one in fleet.members]
+        new = [one for one in engines if one not in known]
+        if new:
+            fleet.add(new)
+        for what, those in (("lets go of", [one.engine for one in gone]), ("takes in", new)):
+            if those:
+                logger.info("a push %s %s", what, ", ".join(one.name for one in those))
+        return not gone and not new
 
 
 class StrategyOption(Protocol):

@@ -8,45 +8,40 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
-import torch
 from msgspec import Struct
-from torch import distributed
 
 from weightsync.control.fleet import Fleet
+from weightsync.control.member import CALLER, Member, Worker
 from weightsync.control.ranks import Ranks
-from weightsync.control.runtime import boot_id, describe_device
 from weightsync.control.update import Update
-from weightsync.control.wire import Connect, Done, MachineInfo, typed
+from weightsync.control.wire import Connect, Done, Go, typed
+from weightsync.engines import EngineList
 from weightsync.errors import ConfigError, WeightSyncError
-from weightsync.kernels.digest import SAMPLES, WHOLE
+from weightsync.kernels.digest import WHOLE
 from weightsync.planning.bucketing import open_bucketer
-from weightsync.planning.checks import check_plans, check_quantized, cut, reads_of, wire_manifest
-from weightsync.planning.layout import Manifest, ShardLocation, merge_manifests
+from weightsync.planning.layout import ShardLocation
 from weightsync.planning.rows import Run, Storage
-from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES, Route, TransferPlan, make_chunks
+from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES, TransferPlan
 from weightsync.report import Progress, PushReport, WorkerReport
-from weightsync.sources.base import LastShards, Model, TensorShard, WeightSource
-from weightsync.sources.quantize import QuantizingSource, pairs
-from weightsync.strategies.base import FleetStrategy, Options, locate, warn_of_kept
+from weightsync.sources.base import LastShards, Model, TensorShard
+from weightsync.sources.quantize import QuantizingSource
+from weightsync.sources.rename import renamed
+from weightsync.sources.stream import StreamSource
+from weightsync.strategies.base import FleetStrategy, Options, locate
+from weightsync.strategies.compile import compile_plan
+from weightsync.strategies.inventory import Inventory, take_inventory
+from weightsync.strategies.link import Course, Link, choose_course
 from weightsync.transports.base import LocalTensor, LocalTensors, Transport
 
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 7
 """Rank 0 waits at most this many times as long as for anything else until every worker is done with its chunks."""
-
-
-class Inventory(Struct):
-    """What one rank has. `unmapped` are the tensors that workers cannot read where they lie."""
-
-    manifest: Manifest
-    locations: list[ShardLocation]
-    unmapped: list[str]
-    frozen: list[str]
-    machine: MachineInfo
 
 
 class Memory(Struct):
@@ -58,33 +53,42 @@ class Memory(Struct):
 
 
 @dataclass
-class _Link:
-    """What was negotiated, which holds while this rank's shards lie where they lay.
+class _Pushed:
+    """The version that was pushed last, its label, and how often this rank's shards had been written then."""
 
-    nbytes: what travels in the first push, and in a later one.
-    pushes: how many every engine has committed.
-    """
-
-    plan: TransferPlan
-    shards: list[TensorShard]
-    nbytes: tuple[int, int]
-    pushes: int = 0
+    version: int
+    label: str | None
+    writes: list[int]
 
 
 class CopyWeights(FleetStrategy):
     """Every engine gets a copy of every tensor, over one transport."""
 
-    def __init__(self, options: Options, transport: Transport) -> None:
+    def __init__(self, options: Options, transport: Transport, another: Callable[[], Transport] | None = None) -> None:
+        """Push over `transport`, and over `another` to engines that join later.
+
+        Where there is no other, all engines are connected anew when one joins.
+        """
         super().__init__(options)
-        self._transport = transport
-        self._source: WeightSource = options.source
+        self._transport, self._another = transport, another
+        if options.encoding is not None and options.encoding not in transport.encodings:
+            raise ConfigError(
+                f"encoding={options.encoding!r}, and transport {transport.name!r} knows "
+                f"{', '.join(map(repr, transport.encodings)) or 'none'}: leave it out"
+            )
+        self._source = renamed(options.source, options.selection)
         if options.quantize is not None:
             self._source = QuantizingSource(
-                options.source, options.quantize, options.selection, wait=self._wait, timeout_s=options.timeout_s
+                self._source,
+                options.quantize,
+                options.selection,
+                wait=self._wait,
+                timeout_s=options.timeout_s,
+                ranks=options.ranks,
             )
-        bucketer = options.bucketer
+        bucketer: Any = options.bucketer
         if bucketer is None:
-            by_module = transport.name in ("ipc", "cuda_ipc") and options.backend != "megatron"
+            by_module = transport.name in ("ipc", "cuda_ipc") and options.backend not in ("megatron", "stream")
             bucketer = "module" if by_module else "threshold"
         if isinstance(bucketer, str):
             default = None if bucketer == "parameter" else DEFAULT_MAX_BYTES
@@ -97,49 +101,73 @@ class CopyWeights(FleetStrategy):
         self._verify = options.verify or "sampled"
         self._pause = options.pause or "keep"
         self._last = LastShards()
-        self._link: _Link | None = None
+        self._shards: list[TensorShard] | None = None
+        self._links: list[Link] = []
+        self._joining: list[Transport] = []  # whose link is being negotiated
+        self._pushed: _Pushed | None = None
         self._update: Update | None = None
 
     def run(self, update: Update, model: Model) -> PushReport:
+        report = self._push(update, model, False)
+        assert report is not None
+        return report
+
+    def catch_up(self, update: Update, model: Model) -> PushReport | None:
+        if isinstance(self._options.source, StreamSource):
+            raise ConfigError("whether a stream gives what was pushed cannot be known: push it, to all engines")
+        return self._push(update, model, True)
+
+    def _push(self, update: Update, model: Model, late: bool) -> PushReport | None:
+        """Push to all engines, or to those that are `late`, if any: they lack the version that the others have."""
         started = time.perf_counter()
         self._update = update
-        self._take_in()
-        if self._fleet is not None:
-            update.check = self._fleet.check
         ranks, timeline = update.ranks, update.timeline
         with timeline.during("plan"):
-            link, version, sample, place_sample, digests = self._look(update, model)
+            self._others.check_unchanged(ranks.rank)
+            links, version, digests = self._look(update, model, late)
+        if not links:
+            return None
         planned = opened = time.perf_counter()
-        fleet, first = self._fleet, link.pushes == 0
-        due, nbytes = link.plan.due(first), link.nbytes[0 if first else 1]
+        fleet, dues = self._fleet, [link.due for link in links]
+        label = self._pushed.label if late and self._pushed is not None else update.label
+        nbytes = max(link.plan.nbytes(link.pushes == 0) for link in links)
         if fleet is not None:
             with timeline.during("pause"):
                 fleet.opened()
             opened = time.perf_counter()
-            with timeline.during("transfer"):
-                fleet.go(version, sample, place_sample, digests)
-        with (
-            timeline.during("transfer"),
-            update.blaming_ranks(),
-            Progress(self._options.progress, f"push {version}", due, ranks.rank == 0) as bar,
-        ):
-            self._transport.send(bar, sample, update)
+        for link, due, those in zip(links, dues, digests, strict=True):
+            if fleet is not None:
+                with timeline.during("transfer"):
+                    fleet.go(Go(version, link.sample, link.place_sample, those), link.members)
+            with (
+                timeline.during("transfer"),
+                update.blaming_ranks(),
+                Progress(self._options.progress, f"push {version}", due, ranks.rank == 0) as bar,
+            ):
+                link.transport.send(bar, link.sample, update)
+        self._source.gather(())
         sent = time.perf_counter()
         with timeline.during("load"), update.blaming_ranks():
-            done = fleet.done(self._done_s(link.plan, due)) if fleet is not None else []
-            ranks.gather(None, "transfer")  # every rank has sent its part
+            patience_s = max(self._done_s(link.plan, due) for link, due in zip(links, dues, strict=True))
+            done = fleet.done(patience_s) if fleet is not None else []
+            own = sent - opened, sum(link.transport.sent_bytes for link in links)
+            everyone = ranks.gather(own, "transfer")  # every rank has sent its part
+            timeline.sent_s = [seconds for seconds, _ in everyone]
+            sent_bytes = sum(nbytes for _, nbytes in everyone)
         loaded = time.perf_counter()
         report: PushReport | None = None
         if fleet is not None:
             with timeline.during("commit"):
-                self._transport.complete(version)
-                commit_s = [answer.load_s for answer in fleet.commit()]
+                for link in links:
+                    link.transport.complete(version)
+                commit_s = [answer.load_s for answer in fleet.commit(label)]
             now = time.perf_counter()
             workers = _worker_reports(fleet, done, commit_s)
             report = PushReport(
                 version=version,
                 nbytes=nbytes,
-                chunks=len(due),
+                chunks=sum(map(len, dues)),
+                sent_bytes=sent_bytes,
                 plan_s=planned - started,
                 control_s=opened - started + now - loaded,
                 gather_s=sent - opened,
@@ -148,14 +176,16 @@ class CopyWeights(FleetStrategy):
                 load_s=max(worker.load_s for worker in workers),
                 pause_s=now - fleet.paused_at,
                 total_s=now - started,
-                load_paths=link.plan.load_paths,
+                load_paths=dict(sum((Counter(link.plan.load_paths) for link in links), Counter())),
                 workers=workers,
-                left_out=tuple(sorted(self._left_out)),
+                left_out=tuple(sorted(self._lost.names)),
             )
             logger.info("pushed %s", report)
         with timeline.during("commit"):
             report = PushReport.from_dict(ranks.broadcast(asdict(report) if report is not None else None, "commit"))
-        link.pushes += 1
+        for link in links:
+            link.pushes += 1
+        self._pushed = _Pushed(version, label, _writes(self._shards or ()))
         return report
 
     def reset(self, error: WeightSyncError) -> None:
@@ -166,155 +196,145 @@ class CopyWeights(FleetStrategy):
         super().close()
         self._disconnect()
 
-    def leave_out(self, engines: Sequence[str]) -> None:
-        self._left_out.update(engines)
+    @property
+    def engines(self) -> EngineList:
+        return self._options.engines
 
-    def _take_in(self) -> None:
-        """Connect anew, on rank 0, where engines that were left out answer again."""
-        if not self._left_out or self._fleet is None:
-            return
-        if back := {one.name for one in self._find_engines() if one.name in self._left_out and one.is_alive()}:
-            logger.warning("engines that were left out answer again: %s", ", ".join(sorted(back)))
-            self._left_out -= back
-            self._fleet.close()
-            self._transport.abort()  # the other ranks follow when they prepare anew
-            self._fleet = self._link = None
+    def leave_out(self, engines: Sequence[str]) -> None:
+        self._lost.add(engines)
 
     def _disconnect(self) -> None:
-        self._transport.abort()
-        self._link = self._update = None
+        for transport in (*(link.transport for link in self._links), *self._joining):
+            transport.abort()
+        self._links, self._joining, self._pushed = [], [], None
+        self._update = self._shards = None
         self._last = LastShards()
         self._source.close()
 
-    def _look(self, update: Update, model: Model) -> tuple[_Link, int, int | None, int | None, list[int]]:
-        """Return a link that holds for the model, the version, the samples that are verified of what travels and of
-        what is read in place, and the digest of each rank's sample of the latter. Collective.
+    def _look(self, update: Update, model: Model, late: bool) -> tuple[list[Link], int, list[list[int]]]:
+        """Return the links that the push goes over, the version, and the ranks' digests for each link. Collective.
 
         Engines are paused meanwhile where that ends no request: a model has seldom moved.
         """
-        ranks, link = update.ranks, self._link
-        early = link is not None and self._pause == "keep"
-        if early:
-            self._open(update)
+        ranks = update.ranks
+        is_early = self._take_stock(update) and bool(self._links) and self._pause in ("keep", CALLER) and not late
+        if is_early:
+            self._choose_version(update, self._links, late)  # one that cannot be is refused before anything is paused
+            self._open(update, self._links)
         shards = self._last.of(self._source.shards(model))
-        holds = link is not None and shards is link.shards
+        holds = shards is self._shards
+        if late and (self._pushed is None or not holds or self._pushed.writes != _writes(shards)):
+            raise ConfigError(
+                "there is no version to catch up with: nothing was pushed since the last failure, or the model was "
+                "written or moved since. Push it, to all engines"
+            )
         # Only then: memory that the model has left may have been freed.
-        digest = self._transport.look(self._place_sample()) if holds else 0
-        everyone = ranks.gather([holds, digest], "plan")
-        if link is None or not ranks.broadcast(all(each for each, _ in everyone), "plan"):
-            if early and self._fleet is not None:
+        digests = [link.look() for link in self._links] if holds else []
+        everyone = ranks.gather([holds, digests], "plan")
+        course = self._choose(all(each for each, _ in everyone), late) if ranks.rank == 0 else None
+        course = typed(ranks.broadcast(course, "plan"), Course)
+        if course.changes(self._links):
+            if is_early and self._fleet is not None:
                 self._fleet.cancel()
-            early, self._link = False, None
-            link = self._link = self._negotiate(update, model, shards)
-            digest = self._transport.look(self._place_sample())
-            everyone = ranks.gather([True, digest], "plan")
-        version = ranks.broadcast(update.choose_version(self._newest_version()) if self._fleet else 0, "plan")
-        if not early:
-            self._open(update)
-        digests = [digest for _, digest in everyone] if self._verify != "none" else []
-        return link, version, self._sample(), self._place_sample(), digests
+            is_early = False
+            self._follow(course, update, model, shards, late)
+            everyone = ranks.gather([True, [link.look() for link in self._links]], "plan")
+        links = self._links
+        if late:
+            links = self._links[-1:] if course.connects else []
+        version = ranks.broadcast(self._choose_version(update, links, late), "plan")
+        if links and not is_early:
+            self._open(update, links)
+        of_link = {link: [each[at] for _, each in everyone] for at, link in enumerate(self._links)}
+        return links, version, [of_link[link] if self._verify != "none" else [] for link in links]
 
-    def _open(self, update: Update) -> None:
-        """Begin to open the engines' update, on rank 0.
+    def _choose(self, holds: bool, late: bool) -> Course:
+        """Return what becomes of the links, on rank 0."""
+        if self._fleet is None:
+            return Course([], None, True)
+        members = self._fleet.members
+        joining = [one for one in members if not self._is_served(one)] if late else None
+        return choose_course(self._links, holds, members, joining, self._another is None)
 
-        A version that cannot be is refused before anything is paused.
-        """
+    def _is_served(self, one: Member) -> bool:
+        return self._pushed is not None and one.served == self._pushed.version
+
+    def _choose_version(self, update: Update, links: Sequence[Link], late: bool) -> int:
+        """Return the version of a push over these links, on rank 0. Raises `ConfigError` for one that there was."""
+        fleet = self._fleet
+        if fleet is None or not links:
+            return 0
+        newest = max(link.transport.newest_version for link in links)
+        if not late or self._pushed is None:
+            return update.choose_version(max(newest, fleet.newest_version))
+        newest = max(newest, *(one.newest_version for link in links for one in link.members))
+        if newest >= self._pushed.version:
+            raise ConfigError(
+                f"what is to catch up with version {self._pushed.version} has had version {newest}, and versions only "
+                "grow: push a newer one, to all engines"
+            )
+        return self._pushed.version
+
+    def _follow(self, course: Course, update: Update, model: Model, shards: list[TensorShard], late: bool) -> None:
+        """Drop links, and negotiate another. Collective."""
+        before, rank = self._links, update.ranks.rank
+        again = None if course.again is None else before[course.again].transport
+        for number, left in course.kept:
+            link = before[number]
+            if left and rank:
+                link.transport.leave_out(left)
+            if self._fleet is not None:
+                link.members = [one for one in link.members if one in self._fleet.members]
+        self._links = [before[number] for number, _ in course.kept]
+        for link in before:
+            if link not in self._links and link.transport is not again:
+                link.transport.abort()
+        if course.connects:
+            transport = again or (self._transport if self._another is None else self._another())
+            transport.encoding = self._options.encoding
+            self._joining = [transport]
+            link = self._negotiate(update, model, shards, transport, late)
+            self._links, self._joining, self._shards = [*self._links, link], [], shards
+
+    def _open(self, update: Update, links: Sequence[Link]) -> None:
+        """Begin to open the update of these links' engines, on rank 0."""
         if self._fleet is not None:
-            update.choose_version(self._newest_version())
             with update.timeline.during("pause"):
-                self._fleet.open()
+                self._fleet.open([one for link in links for one in link.members])
 
-    def _newest_version(self) -> int:
-        assert self._fleet is not None
-        return max(self._fleet.newest_version, self._transport.newest_version)
+    def _negotiate(
+        self, update: Update, model: Model, shards: list[TensorShard], transport: Transport, late: bool
+    ) -> Link:
+        """Agree with the workers of engines that have no link on what travels, in which dtype and chunks, from where.
 
-    def _sample(self) -> int | None:
-        """Return which sample of what travels gets digests in the next push."""
-        if self._verify == "none":
-            return None
-        pushes = self._link.pushes if self._link is not None else 0
-        return WHOLE if self._verify == "full" or pushes == 0 else pushes % SAMPLES
-
-    def _place_sample(self) -> int | None:
-        """Return which sample is compared of what is read in place, and was proven in full when it was mapped."""
-        if self._verify == "none":
-            return None
-        return WHOLE if self._verify == "full" or self._link is None else self._link.pushes
-
-    def _negotiate(self, update: Update, model: Model, shards: list[TensorShard]) -> _Link:
-        """Agree with every engine worker on what travels, in which dtype, in which chunks, from where. Collective."""
+        Collective.
+        """
         ranks, options = update.ranks, self._options
         assert isinstance(ranks, Ranks)
         self._others.meet(ranks)
         manifest = self._source.manifest(model)
         held = locate(shards, ranks.rank)
-        kind, gpu_uuid = describe_device(_device(held))
-        inventory = Inventory(
-            manifest=manifest,
-            locations=list(held),
-            unmapped=_unmapped(held, self._transport),
-            frozen=sorted({s.meta.name for s in shards if options.selection.freezes(s.meta.name, s.trains)}),
-            machine=MachineInfo(f"trainer rank {ranks.rank}", kind, gpu_uuid, boot_id()),
-        )
+        inventory = take_inventory(manifest, shards, held, ranks.rank, transport, options.selection)
         everyone = typed(ranks.gather(inventory, "plan"), list[Inventory])
-        made = self._plan(update, everyone) if ranks.rank == 0 else None
+        members: list[Member] = []
+        workers: list[Worker] = []
+        made = None
+        if ranks.rank == 0:
+            fleet = self._open_fleet(update)
+            linked = [one for link in self._links for one in link.members]
+            members = [one for one in fleet.members if one not in linked and not (late and self._is_served(one))]
+            workers = fleet.connect(members)
+            made = compile_plan(fleet, everyone, transport, self._bucketer, options)
         plan = typed(ranks.broadcast(made, "plan"), TransferPlan)
         with update.timeline.during("connect"):
-            self._connect(update, plan, held)
-        return _Link(plan, shards, (plan.nbytes(True), plan.nbytes(False)))
+            self._connect(update, plan, held, transport)
+        return Link(transport, plan, self._verify, workers, members)
 
-    def _plan(self, update: Update, everyone: Sequence[Inventory]) -> TransferPlan:
-        """Rank 0: ask the engines, and compile the push."""
-        options, transport = self._options, self._transport
-        manifest = merge_manifests([own.manifest for own in everyone])
-        locations = [location for own in everyone for location in own.locations]
-        together = pairs(manifest) if options.quantize is not None else []
-        if options.quantize is not None and not together:
-            raise ConfigError(
-                f"quantize={options.quantize!r}, but none of the {len(manifest)} tensors is a matrix `....weight` "
-                "that is not named in TensorSelection.unquantized"
-            )
-        fleet = self._call_in(update)
-        plans = fleet.plan(manifest)
-        check_quantized(manifest, together, plans)
-        is_padded = options.backend == "megatron" and options.vocab_size is None
-        if unused := check_plans(manifest, plans, is_padded):
-            logger.info(
-                "%d tensors are not pushed, such as %s: the engine does not run that part of the model",
-                len(unused),
-                unused[0],
-            )
-        warn_of_kept(plans)
-        as_it_is = {name for pair in together for name in pair}
-        travelling = wire_manifest(manifest, plans, options.selection, as_it_is)
-        locations = [location for location in locations if location.name in travelling]
-        together = [pair for pair in together if pair[0] in travelling]
-        reads = [reads_of(travelling, plan) for plan in plans]
-        machines = [own.machine for own in everyone]
-        workers = [worker.machine for worker in fleet.workers]
-        route = transport.route(machines, workers, travelling, locations, reads)
-        frozen = frozen_everywhere(everyone).intersection(travelling.names) if transport.keeps_frozen else set()
-        buckets, last = cut(self._bucketer, travelling, plans, together, frozen)
-        in_place: frozenset[str] = frozenset()
-        if route is Route.IN_PLACE:
-            in_place = frozenset(travelling.names).difference(*(own.unmapped for own in everyone))
-        chunks = make_chunks(
-            travelling,
-            route,
-            [bucket.names for bucket in buckets],
-            last,
-            in_place,
-            locations,
-            reads,
-            getattr(self._bucketer, "max_bytes", None),
-            dict(together),
-        )
-        load_paths = {path: sum(plan.load_paths[path] for plan in plans) for path in plans[0].load_paths}
-        return TransferPlan(travelling, route, chunks, tuple(reads), fleet.host, load_paths)
-
-    def _connect(self, update: Update, plan: TransferPlan, held: dict[ShardLocation, LocalTensor]) -> None:
+    def _connect(
+        self, update: Update, plan: TransferPlan, held: dict[ShardLocation, LocalTensor], transport: Transport
+    ) -> None:
         """Connect transport and workers, and prove what is read in place. Collective."""
-        ranks, transport = update.ranks, self._transport
+        ranks = update.ranks
         endpoints = transport.prepare(plan, LocalTensors(held, self._source.gather), update)
         proof = transport.look(WHOLE if self._verify != "none" else None)
         own = Memory([each.storages for each in endpoints], transport.in_place(), proof)
@@ -349,23 +369,9 @@ class CopyWeights(FleetStrategy):
         return min(1 + staged, _PATIENCE) * self._options.timeout_s
 
 
-def frozen_everywhere(everyone: Sequence[Inventory]) -> set[str]:
-    """Return the tensors that are frozen on every rank that holds any of them."""
-    changing = [{location.name for location in own.locations}.difference(own.frozen) for own in everyone]
-    return set().union(*(own.frozen for own in everyone)).difference(*changing)
-
-
-def _unmapped(held: dict[ShardLocation, LocalTensor], transport: Transport) -> list[str]:
-    """Return the tensors of which this rank has a shard that workers cannot read where it lies."""
-    return sorted({location.name for location, tensor in held.items() if not transport.can_map(tensor)})
-
-
-def _device(held: dict[ShardLocation, LocalTensor]) -> torch.device:
-    """Return where this rank's tensors are; for one that holds none, where its process group works."""
-    if held:
-        return next((each.tensor.device for each in held.values() if each.tensor.is_cuda), torch.device("cpu"))
-    on_gpu = distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+def _writes(shards: Sequence[TensorShard]) -> list[int]:
+    """Return how often each shard's memory was written, as far as torch counts it."""
+    return [shard.tensor._version for shard in shards if not shard.tensor.is_inference()]
 
 
 def _worker_reports(fleet: Fleet, done: Sequence[Done], commit_s: Sequence[float]) -> tuple[WorkerReport, ...]:

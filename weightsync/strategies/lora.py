@@ -37,7 +37,7 @@ from weightsync.control.addresses import is_here
 from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import Deadline
 from weightsync.control.update import Update
-from weightsync.engines import AdapterEngine, LoraAdapter, connect
+from weightsync.engines import AdapterEngine, EngineList, LoraAdapter
 from weightsync.engines.other_ranks import OtherRanks
 from weightsync.errors import ConfigError, EngineError, PlacementError, UnsupportedError, WeightSyncError, foreign
 from weightsync.planning.layout import Manifest, ShardLocation
@@ -92,7 +92,10 @@ class LoraTransport:
 
         if not isinstance(options.source, ModuleSource) or options.quantize is not None:
             raise ConfigError('adapters are those of PEFT: backend="fsdp" or "deepspeed", without quantize')
-        options.refuse("this LoraTransport", "bucketer", "max_bytes", "verify", "on_engine_failure", "pause")
+        options.refuse_rename("this LoraTransport")
+        options.refuse(
+            "this LoraTransport", "bucketer", "max_bytes", "verify", "on_engine_failure", "encoding", "pause"
+        )
         return LoraAdapters(options, options.source, self)
 
 
@@ -144,6 +147,10 @@ class LoraAdapters(UpdateStrategy):
         self.adapter, self._version = LoraAdapter(*row), version
         return PushReport.from_dict(fields)
 
+    @property
+    def engines(self) -> EngineList:
+        return self._options.engines
+
     def reset(self, error: WeightSyncError) -> None:
         """Leave the engines as they are: `run` has taken back what it had loaded."""
 
@@ -162,7 +169,7 @@ class LoraAdapters(UpdateStrategy):
 
         if self.adapter is None:
             assert isinstance(update.ranks, Ranks)
-            OtherRanks(self._options.engine, self._options.timeout_s).meet(update.ranks, refuse="lora")
+            OtherRanks(self._options.engines, self._options.timeout_s).meet(update.ranks, refuse="lora")
         lora = read_lora(self._source, model)
         manifest, mine = share_out(update, lora.manifest, lora.shards)
         version = None
@@ -174,9 +181,8 @@ class LoraAdapters(UpdateStrategy):
 
     def _open(self, rank: int) -> int:
         """Refuse what can be refused before anything is written, and return the newest version."""
-        if not self._engines:
-            self._engines = [_with_adapters(one) for one in connect(self._options.engine, self._options.timeout_s)]
-        for engine in self._engines:
+        engines = [_with_adapters(one) for one in self._options.engines.engines()]
+        for engine in engines:
             most = engine.max_lora_rank()
             if most is not None and rank > most:
                 raise ConfigError(
@@ -184,15 +190,18 @@ class LoraAdapters(UpdateStrategy):
                     f"max_lora_rank={rank}, or train with a smaller one",
                     who=engine.name,
                 )
+        for engine in engines:
+            if self._folder is not None and engine in self._engines:
+                continue
+            engine.adapters_in_use()  # without it, no adapter could ever be unloaded
+            if self._transport.folder is None and not is_here(engine.host):
+                raise PlacementError(
+                    f"adapters in memory of this host cannot be read on {engine.host}; give a folder that both see: "
+                    "LoraTransport(folder=...)",
+                    who=engine.name,
+                )
+        self._engines = engines
         if self._folder is None:
-            for engine in self._engines:
-                engine.adapters_in_use()  # without it, no adapter could ever be unloaded
-                if self._transport.folder is None and not is_here(engine.host):
-                    raise PlacementError(
-                        f"adapters in memory of this host cannot be read on {engine.host}; give a folder that both "
-                        "see: LoraTransport(folder=...)",
-                        who=engine.name,
-                    )
             folder = AdapterFolder(self._transport)
             try:
                 self._loaded = [_adapter(path) for path in folder.earlier()]

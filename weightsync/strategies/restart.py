@@ -92,7 +92,9 @@ class SaveAndRestart(UpdateStrategy):
     def __init__(self, options: Options, transport: CheckpointTransport) -> None:
         if options.quantize is not None:
             raise ConfigError("restart=True saves the trainer's own tensors; leave quantize out")
-        options.refuse("this CheckpointTransport", "bucketer", "max_bytes", "verify", "on_engine_failure", "pause")
+        options.refuse(
+            "this CheckpointTransport", "bucketer", "max_bytes", "verify", "on_engine_failure", "encoding", "pause"
+        )
         self._options = options
         self._transport = transport
         self._folder = Path(transport.folder).absolute()
@@ -104,7 +106,7 @@ class SaveAndRestart(UpdateStrategy):
         server: VllmServer | None = None  # rank 0's
         away_s = 0.0
         with update.timeline.during("plan"):
-            OtherRanks(options.engine, options.timeout_s).meet(ranks, refuse="restart=True")
+            OtherRanks(options.engines, options.timeout_s).meet(ranks, refuse="restart=True")
             version = 0
             if ranks.rank == 0:
                 server = self._server()
@@ -143,7 +145,7 @@ class SaveAndRestart(UpdateStrategy):
         """Leave the server running: it is the user's."""
 
     def _server(self) -> VllmServer:
-        server = self._options.engine
+        server = self._options.engines.given
         if not isinstance(server, VllmServer):
             raise ConfigError(
                 "restart=True ends the engine and starts it anew, so it must be a "

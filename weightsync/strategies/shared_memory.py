@@ -20,7 +20,7 @@ from weightsync.control.member import Worker
 from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import boot_id, this_process
 from weightsync.control.update import Update
-from weightsync.control.wire import typed
+from weightsync.control.wire import Go, typed
 from weightsync.engines import ENGINE_VARIABLE, Engine, connect
 from weightsync.errors import ConfigError, EngineError, PlacementError
 from weightsync.planning.checks import check_plans
@@ -53,7 +53,8 @@ class SingleCopyTransport:
                 'single_copy works on a plain model, or one that `parallelize_module` has sharded: backend="fsdp", and '
                 f"quantize=None. Got backend={options.backend!r}, quantize={options.quantize!r}"
             )
-        options.refuse("this SingleCopyTransport", "bucketer", "max_bytes", "verify", "on_engine_failure")
+        options.refuse_rename("this SingleCopyTransport")
+        options.refuse("this SingleCopyTransport", "bucketer", "max_bytes", "verify", "on_engine_failure", "encoding")
         return SharedMemory(options, self)
 
     def engine_url(self) -> str:
@@ -131,7 +132,7 @@ class SharedMemory(FleetStrategy):
             if fleet is not None:
                 fleet.open()
                 fleet.opened()
-                fleet.go(version, None, 0, [])  # from here on the weights are a mixture
+                fleet.go(Go(version, None, 0, []))  # from here on the weights are a mixture
                 fleet.done()
             ranks.broadcast(None, "pause")
         paused = time.perf_counter()
@@ -145,7 +146,7 @@ class SharedMemory(FleetStrategy):
             if fleet is not None:
                 workers = tuple(
                     WorkerReport(worker.connection.peer, 0, 0.0, 0.0, answer.load_s)
-                    for worker, answer in zip(fleet.workers, fleet.commit(), strict=True)
+                    for worker, answer in zip(fleet.workers, fleet.commit(update.label), strict=True)
                 )
                 now = time.perf_counter()
                 total_s = now - started - (written - paused)
@@ -213,13 +214,13 @@ class SharedMemory(FleetStrategy):
         instances = [export.engine_instance for export in exports]
         if self._attached is not None and self._attached.engine_instances != instances:
             raise EngineError(
-                "the engine was started anew since `attach`, and the model's parameters are the old one's memory: "
-                "close this WeightSync, build the model anew on the meta device, and attach that"
+                "the engine was started anew since `attach`, or went to another trainer, and the model's parameters "
+                "are not its memory: close this WeightSync, build the model anew on the meta device, and attach that"
             )
         return exports
 
     def _find_engines(self) -> list[Engine]:
-        if self._options.engine is None and ENGINE_VARIABLE not in os.environ:
+        if self._options.engines.given is None and ENGINE_VARIABLE not in os.environ:
             return connect(self._transport.engine_url(), self._options.timeout_s)
         return super()._find_engines()
 

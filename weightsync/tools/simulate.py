@@ -4,8 +4,8 @@
 engines' workers, `E` the engines, `C` the bytes of a chunk.
 
     ipc          S / tp / copying * max(here / device_copy, (1 - here) / peer_copy) + control
-    broadcast    busiest / link + C / link + control; `busiest` is the larger of S E / R and S / tp
-                 where E > R: S (R - 1) / R / link + S / link + C / link + control, through rank 0
+    broadcast    busiest / link + (E - 1) c / busiest S / tp / link + control
+                 `busiest` is the larger of S / R and S / tp; c = C, or busiest / (32 (E - 1)) where that is less
     checkpoint   max(S / file_write, H S / file_read) + C / file_read + control; `H` is the engines' hosts
     control      fixed + (E - 1) engine_s + 4 (R - 1 + W) message_s
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from weightsync.errors import ConfigError
-from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES
+from weightsync.planning.transfer_plan import CHUNKS_PER_HOP, DEFAULT_MAX_BYTES
 
 _COPYING = 0.93
 """The share of the device's speed that the copies of a push reach."""
@@ -48,6 +48,8 @@ class Topology:
     device_copy: float = 2140
     peer_copy: float = 397
     broadcast: float = 369
+    relaying: float = 0.8
+    least_mib: float = 16
     network: float = 50
     file_write: float = 20
     file_read: float = 40
@@ -140,16 +142,16 @@ def _ipc(nbytes: int, t: Topology) -> dict[str, float]:
 
 
 def _broadcast(nbytes: int, t: Topology) -> dict[str, float]:
-    if t.engines > t.ranks:  # a rank would send more than the model, so rank 0 sends each byte to all at once
-        link = t.link(1) * 1e9
-        gathering = nbytes * (t.ranks - 1) / t.ranks / (link if t.hosts > 1 else t.peer_copy * 1e9)
-        return {"gathering to rank 0": gathering, "broadcast": nbytes / link, "first chunk": _chunk(t) / link}
-    sending, receiving = t.link(t.ranks) * 1e9, t.link(t.workers) * 1e9
-    sent_s, received_s = nbytes * t.engines / t.ranks / sending, nbytes / t.tp / receiving
-    return {
-        "sending to each worker": max(sent_s, received_s),
-        "first chunk": _chunk(t) / min(sending, receiving),
-    }
+    """Return the parts of a push along chains: each rank sends to the first engine, whose workers pass on."""
+    duplex = t.relaying if t.hosts == 1 and t.engines > 1 else 1.0
+    sent_s = nbytes / t.ranks / (t.link(t.ranks) * 1e9)
+    received_s = nbytes / t.tp / (t.link(t.workers) * 1e9 * duplex)
+    busiest, hops, chunk = nbytes / min(t.ranks, t.tp), t.engines - 1, float(_chunk(t))
+    if hops:
+        chunk = min(chunk, max(busiest / (CHUNKS_PER_HOP * hops), t.least_mib * 2**20))
+    sending_s = max(sent_s, received_s)
+    part = min(1.0, chunk / busiest)
+    return {"sending along chains": sending_s, "passing on the first chunk": part * hops * received_s}
 
 
 def _checkpoint(nbytes: int, t: Topology) -> dict[str, float]:

@@ -20,7 +20,7 @@ nothing about weight sources, models or engines.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from weightsync.control.wire import MachineInfo
 from weightsync.errors import ProtocolError
 from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.planning.rows import Arrival, Reads, Run, Storage
-from weightsync.planning.transfer_plan import Route, TransferPlan
+from weightsync.planning.transfer_plan import Chain, TransferPlan
 
 ALIGN_BYTES = 256
 """Where tensors start in a slot; covers every dtype and the widest vector load."""
@@ -89,6 +89,14 @@ class Transport(ABC):
     name: str
     keeps_frozen: bool = True
     """False: what is frozen travels in every push too."""
+    least_bytes: int = 1
+    """What a chunk must have for its time to pass that of its messages, known to rank 0 after `route`."""
+    encodings: tuple[str, ...] = ()
+    """The values of `encoding` that it knows."""
+    encoding: str | None = None
+    """How what travels is written. Set before `route`; None stands for bytes as they are."""
+    sent_bytes: int = 0
+    """How many bytes the last `send` of this rank has sent. Zero where workers read them themselves."""
     newest_version: int = 0
     """The newest version that outlives engines, known to rank 0 after `prepare`. A push must be newer."""
 
@@ -100,14 +108,16 @@ class Transport(ABC):
         manifest: Manifest,
         locations: Sequence[ShardLocation],
         reads: Sequence[Reads],
-    ) -> Route:
-        """Return how bytes go from these ranks to these workers. Rank 0 calls it; it sends nothing.
+    ) -> tuple[Chain, ...]:
+        """Return the chains along which bytes go from these ranks to these workers; none where workers map memory.
+
+        Rank 0 calls it; it sends nothing.
 
         Raises `PlacementError` when the ranks cannot reach the workers this way.
         """
 
     def can_map(self, tensor: LocalTensor) -> bool:
-        """Return whether workers can read this tensor where it lies. With `Route.IN_PLACE` alone."""
+        """Return whether workers can read this tensor where it lies. Without chains alone."""
         return False
 
     @abstractmethod
@@ -134,6 +144,13 @@ class Transport(ABC):
         `sample` is `WHOLE` for all bytes, None for no digest.
         """
         return 0
+
+    def leave_out(self, workers: Collection[int]) -> bool:
+        """Send nothing to these workers from now on, whose engines have left. Every rank calls it, rank 0 first.
+
+        Return False where that cannot be done: those that stay are then connected anew.
+        """
+        return False
 
     @abstractmethod
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:

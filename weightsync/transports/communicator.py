@@ -11,7 +11,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -21,12 +22,14 @@ import torch.distributed as dist
 
 from weightsync.control.addresses import ends, listen, reach
 from weightsync.control.runtime import Deadline, in_thread
-from weightsync.errors import PeerError, SyncTimeoutError
+from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
 from weightsync.transports.base import Wait
+from weightsync.transports.gloo_port import close_to_newcomers
 
-_POLL_S = 0.0002
 _GPU_POLL_S = 0.00002
 """A chunk takes NCCL less than a millisecond."""
+_LOOK_S = 0.01
+"""How often a wait for gloo, which ends at once, looks for bad news."""
 _MEET_POLL_S = 0.002
 _ARRIVED, _ARRIVAL_POLL_S = "arrived", 0.01
 """The store's count of members that have come, and how often each asks for it."""
@@ -85,12 +88,11 @@ def visit(host: str, port: int, deadline: Deadline) -> dist.Store:
 
 
 class Communicator:
-    """`size` members on `device`s of one type; member 0 is the root of every broadcast.
+    """`size` members on `device`s of one type.
 
     `open_store` returns the store where they meet, `host` is an address of the store's host. `sends_to` and
-    `receives_from` are the members that this one will `exchange` with. Both are None on every member where there are
-    broadcasts instead. `names` are what errors call the members. The constructor returns when all members have come,
-    and waits as `Pending.wait` does.
+    `receives_from` are the members that this one will `exchange` with. The constructor returns when all members have
+    come, and waits as `Pending.wait` does.
     """
 
     def __init__(
@@ -102,14 +104,11 @@ class Communicator:
         host: str,
         wait: Wait,
         deadline: Deadline,
-        sends_to: Iterable[int] | None = None,
-        receives_from: Iterable[int] | None = None,
-        names: Sequence[str] = (),
+        sends_to: Sequence[int],
+        receives_from: Sequence[int],
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._names = names or [f"member {member}" for member in range(size)]
-        self._broadcasts = sends_to is None and receives_from is None
-        self._partners = list(sends_to or ()), list(receives_from or ())
+        self._partners = sends_to, receives_from
         self._group: Any = None
         self._left = False
         self._missing = _ABSENT
@@ -163,6 +162,7 @@ class Communicator:
                 # Deadlines are kept here, and an operation may be posted long before its peer is told of it.
                 options._timeout = timedelta(seconds=_PATIENCE * deadline.timeout_s)
                 self._group = group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+                close_to_newcomers(store, self.rank)
         except Exception as error:
             self._error = error.with_traceback(None)  # which would keep this frame, and with it the store's socket
         else:
@@ -176,38 +176,38 @@ class Communicator:
         """
         nothing = torch.zeros(1, dtype=torch.uint8, device=self.device)
         sends_to, receives_from = self._partners
-        if self._broadcasts:
-            self._from_root(nothing).wait()
-        elif sends_to or receives_from:
-            receives = [(nothing, source) for source in receives_from]
+        if sends_to or receives_from:
+            receives = [(torch.empty_like(nothing), source) for source in receives_from]
             self._together(0, [(nothing, to) for to in sends_to], receives).wait()
         torch.cuda.current_stream(self.device).synchronize()
 
-    def broadcast(self, data: torch.Tensor) -> Pending:
-        """Start a broadcast of member 0's `data` (1-D uint8) into the others'. Every member calls it in one order."""
-        return self._begin(lambda: self._from_root(data), f"broadcast of {data.numel()} bytes")
-
-    def _from_root(self, data: torch.Tensor) -> Any:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        return self._group.broadcast([data], options)
-
     def exchange(
-        self, number: int, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+        self,
+        number: int,
+        sends: Sequence[tuple[torch.Tensor, int]],
+        receives: Sequence[tuple[torch.Tensor, int]],
+        names: Sequence[str] = (),
+        behind: Sequence[str] = (),
     ) -> Pending:
         """Start sending and receiving, each to or from the member beside it, all as one.
 
-        Two members have their exchanges in the same order, under the same `number`s.
+        Two members have their exchanges in the same order, under the same `number`s. `names` are what errors call these
+        members. `behind` are those that these may wait for themselves.
         """
-        nbytes = [sum(data.numel() for data, _ in those) for those in (sends, receives)]
-        members = ", ".join(self._names[member] for member in sorted({member for _, member in (*sends, *receives)}))
-        what = f"send of {nbytes[0]} bytes and receive of {nbytes[1]}, with {members},"
-        return self._begin(lambda: self._together(number, sends, receives), what)
+        verb = "exchange" if sends and receives else "send" if sends else "receive"
+        nbytes = sum(data.numel() for data, _ in (*sends, *receives))
+        what = f"{verb} of {nbytes} bytes with {', '.join(names)}"
+        try:
+            return Pending(self._together(number, sends, receives), self.device, what, [*names, *behind])
+        except RuntimeError as error:
+            raise PeerError(f"the {what} broke: {error}") from error
 
     def _together(
         self, number: int, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> Any:
         group = self._group
+        if group is None:
+            raise WeightSyncError("the communicator was closed")
         if self.device.type == "cpu" or not (sends or receives):
             # gloo ends the process when what arrives under a number is not of the size that was expected.
             works = [group.send([data], member, number) for data, member in sends]
@@ -225,12 +225,6 @@ class Communicator:
                 group._end_coalescing()
             raise
         return group._end_coalescing()
-
-    def _begin(self, operation: Callable[[], Any], what: str) -> Pending:
-        try:
-            return Pending(operation(), self.device, what)
-        except RuntimeError as error:
-            raise PeerError(f"the {what} broke: {error}") from error
 
     def abort(self) -> None:
         """Leave, and break every operation under way on the other members. Returns within seconds."""
@@ -284,12 +278,12 @@ class _Watched:
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
-        self._done = threading.Event()
+        self.done = threading.Event()
         self._error = ""
         if works:
             in_thread("gloo", self._run)
         else:
-            self._done.set()
+            self.done.set()
 
     def _run(self) -> None:
         try:
@@ -298,10 +292,10 @@ class _Watched:
         except RuntimeError as error:
             self._error = str(error)  # the error itself would keep this frame, and with it the group's sockets
         self._works.clear()
-        self._done.set()
+        self.done.set()
 
     def is_completed(self) -> bool:
-        return self._done.is_set()
+        return self.done.is_set()
 
     def wait(self) -> None:
         if self._error:
@@ -309,10 +303,10 @@ class _Watched:
 
 
 class Pending:
-    """An operation under way."""
+    """An operation under way, and what people call those that it waits for."""
 
-    def __init__(self, work: Any, device: torch.device, what: str) -> None:
-        self._work, self._device, self.what = work, device, what
+    def __init__(self, work: Any, device: torch.device, what: str, waiting_for: list[str]) -> None:
+        self._work, self._device, self._what, self._waiting_for = work, device, what, waiting_for
 
     def follow(self, wait: Wait, deadline: Deadline, phase: str) -> None:
         """Order later work on the current stream after it, without waiting. On a CPU wait as `wait` does."""
@@ -326,19 +320,38 @@ class Pending:
 
         Raises `PeerError` when the operation breaks, `SyncTimeoutError` past the deadline, and what `wait` raises.
         """
-        poll_s = _GPU_POLL_S if self._device.type == "cuda" else _POLL_S
         while not self._work.is_completed():
             if deadline.passed():
                 raise SyncTimeoutError(
-                    f"the {self.what} did not finish within {deadline.timeout_s:g} s",
+                    f"the {self._what} did not finish within {deadline.timeout_s:g} s",
                     phase=phase,
-                    waiting_for=[self.what],
+                    waiting_for=self._waiting_for,
                 )
-            wait(poll_s)
+            if isinstance(self._work, _Watched):
+                self._work.done.wait(_LOOK_S)
+                wait(0.0)
+            else:
+                wait(_GPU_POLL_S)
         self._order(phase)
 
     def _order(self, phase: str) -> None:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise PeerError(f"the {self.what} broke: {error}", phase=phase) from error
+            raise PeerError(f"the {self._what} broke: {error}", phase=phase) from error
+
+
+class UnderWay:
+    """Operations that were begun and have not been seen to end, the oldest first."""
+
+    def __init__(self) -> None:
+        self._pending: deque[Pending] = deque()
+
+    def add(self, pending: Pending) -> None:
+        """Note an operation."""
+        self._pending.append(pending)
+
+    def bound(self, count: int, wait: Wait, deadline: Deadline) -> None:
+        """Wait for the oldest until at most `count` are left."""
+        while len(self._pending) > count:
+            self._pending.popleft().wait(wait, deadline, "transfer")

@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ from weightsync.control.wire import MachineInfo, typed
 from weightsync.errors import ConfigError, PlacementError, SyncTimeoutError, WeightSyncError
 from weightsync.planning.layout import Box, Count, Manifest, ShardLocation, itemsize
 from weightsync.planning.rows import Reads, Storage
-from weightsync.planning.transfer_plan import Route, TransferPlan
+from weightsync.planning.transfer_plan import Chain, TransferPlan, chain_of
 from weightsync.transports import staging
 from weightsync.transports.base import (
     DIGEST_BYTES,
@@ -115,9 +115,11 @@ class FilesTransport(Transport):
         manifest: Manifest,
         locations: Sequence[ShardLocation],
         reads: Sequence[Reads],
-    ) -> Route:
+    ) -> tuple[Chain, ...]:
         check_whole(manifest, locations)
-        return Route.ALL  # any worker that sees the folder is reached, and it looks when it connects
+        # Any worker that sees the folder is reached, and it looks when it connects. None passes anything on, so that
+        # one stands for all.
+        return (Chain((0,), chain_of(range(len(reads)), reads).reads),)
 
     def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
         ranks = self._ranks = update.ranks
@@ -137,10 +139,10 @@ class FilesTransport(Transport):
         check_seen(Path(incoming), f"trainer rank {ranks.rank}")
         self._incoming, self._pushes, self._created = Path(incoming), 0, 0
         if ranks.rank:
-            return [Endpoint() for _ in plan.reads]
+            return [Endpoint() for _ in range(plan.workers)]
         layout = [staging.lay_out(plan.manifest, by_rank(chunk.pieces), _SLOT) for chunk in plan.chunks]
         pieces = [[self._describe(plan.manifest, each) for each in those.values()] for those in layout]
-        return [endpoint(layout, [], incoming=incoming, pieces=pieces) for _ in plan.reads]
+        return [endpoint(layout, [], incoming=incoming, pieces=pieces) for _ in range(plan.workers)]
 
     def _open(self, ranks: int) -> tuple[str, int]:
         """Take the folder, on rank 0. Return where pushes of this connection are written, and the newest version."""
@@ -177,6 +179,9 @@ class FilesTransport(Transport):
             create(self._folder_of(self._pushes + 1), self._shards, self._beside)
             self._created += 1
         return 0
+
+    def leave_out(self, workers: Collection[int]) -> bool:
+        return True  # nothing is sent to a worker
 
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
         self._pushes += 1

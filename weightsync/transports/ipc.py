@@ -8,7 +8,7 @@ slots, so that workers read one chunk while the rank fills the next. Counters in
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from weightsync.control.wire import MachineInfo, typed
 from weightsync.errors import PlacementError, ProtocolError, WeightSyncError
 from weightsync.planning.layout import Count, Manifest, ShardLocation, itemsize
 from weightsync.planning.rows import Arrival, Reads, Run, Storage
-from weightsync.planning.transfer_plan import Route, TransferPlan
+from weightsync.planning.transfer_plan import Chain, TransferPlan
 from weightsync.transports.base import (
     SLOTS,
     Endpoint,
@@ -55,6 +55,7 @@ class IpcTransport(Transport):
         self._proof = Proof([[]])
         self._counters: _Counters | None = None
         self._packer: Packer | None = None
+        self._left: set[int] = set()
 
     def route(
         self,
@@ -63,7 +64,7 @@ class IpcTransport(Transport):
         manifest: Manifest,
         locations: Sequence[ShardLocation],
         reads: Sequence[Reads],
-    ) -> Route:
+    ) -> tuple[Chain, ...]:
         if strangers := [each.peer for each in (*workers, *ranks) if each.boot_id != ranks[0].boot_id]:
             raise PlacementError(
                 f"transport {self.name!r} maps memory of one host, but {', '.join(strangers)} runs on another than "
@@ -73,7 +74,7 @@ class IpcTransport(Transport):
             raise PlacementError(
                 f"the trainer's tensors are on GPUs and {', '.join(cpu)} runs on a CPU: it cannot map them"
             )
-        return Route.IN_PLACE
+        return ()
 
     def can_map(self, tensor: LocalTensor) -> bool:
         if tensor.compute is not None:
@@ -92,10 +93,10 @@ class IpcTransport(Transport):
             raise PlacementError(
                 f'transport="cuda_ipc" takes GPU tensors only; {len(on_cpu)} are on a CPU, such as {min(on_cpu)}'
             )
-        self._unlink()
+        self._close_files()
         self._forget()
         rank = self._rank = update.ranks.rank
-        self._workers = len(plan.reads)
+        self._workers = plan.workers
         staged = [number for number, chunk in enumerate(plan.chunks) if not chunk.in_place]
         self._staged = frozenset(staged)
         bundles: Layout = [{} for _ in plan.chunks]
@@ -187,8 +188,12 @@ class IpcTransport(Transport):
             torch.cuda.synchronize(device)
         return 0 if sample is None else self._proof.of(sample)[0]
 
+    def leave_out(self, workers: Collection[int]) -> bool:
+        self._left.update(workers)
+        return True
+
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
-        self._unlink()  # every worker has mapped the files, and nothing is left behind whatever happens now
+        self._close_files()  # every worker has mapped the files, and nothing is left behind whatever happens now
         begun = self._filled
         for number in chunks:
             if number not in self._staged:
@@ -212,16 +217,17 @@ class IpcTransport(Transport):
         """Return the workers that have not taken so many chunks."""
         if (counters := self._counters) is None:
             raise WeightSyncError("the transport was closed while it was sending")
-        return [f"engine worker {worker}" for worker in range(self._workers) if counters[1 + worker] < taken]
+        staying = [worker for worker in range(self._workers) if worker not in self._left]
+        return [f"engine worker {worker}" for worker in staying if counters[1 + worker] < taken]
 
     def abort(self) -> None:
-        self._unlink()
+        self._close_files()
         self._forget()
         self._handles.clear()
 
-    def _unlink(self) -> None:
+    def _close_files(self) -> None:
         for file in self._files:
-            file.unlink()
+            file.close()
 
 
 class _Endpoint(Struct, frozen=True, forbid_unknown_fields=True):

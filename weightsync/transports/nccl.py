@@ -1,20 +1,33 @@
-"""Collectives between trainer ranks and engine workers of any hosts: NCCL on GPUs, gloo on CPUs.
+"""Sends and receives between trainer ranks and engine workers of any hosts: NCCL on GPUs, gloo on CPUs.
 
-With `Route.EACH` all ranks and workers are one communicator, and every rank sends each worker what it reads. With
-`Route.ALL` the ranks send to rank 0, which broadcasts to all workers. Both ends have two slots: one chunk travels while
-the next is filled, or the last one loaded. Sends and receives match, in the order of the plan, and so pace each other.
+All ranks and workers are one communicator. Workers that read the same bytes form a chain. Every rank sends its part of
+a chunk to the first of them, and each passes the whole chunk on while the next one arrives. So each byte leaves the
+trainer once for any number of engines, and crosses the link of each host once in either direction. A host's second
+worker of a chain gets it from the first, over NVLink, shared memory or the loopback.
+
+    rank        sends 1      sends 2      sends 3
+    worker 0                 receives 2,  receives 3,
+                receives 1   passes on 1  passes on 2    passes on 3
+    worker 1                 receives 1   receives 2     receives 3
+
+Both ends have two slots: one chunk travels while the next is filled, or the last one loaded. Sends and receives match,
+in the order of the plan, and so pace each other. A worker's slot takes the next chunk once the chunk in it has been
+loaded and passed on. What a worker waits for is always an earlier chunk, or the same one on an earlier member.
+
+With an `encoding`, workers have a slot for each chunk, which keeps the chunk for the next push. Each rank begins a push
+by telling the workers whether it sends messages, that say themselves how long they are, or runs of bytes as they are.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from weightsync.control.addresses import is_loopback
 from weightsync.control.runtime import Deadline
@@ -23,46 +36,39 @@ from weightsync.control.wire import MachineInfo, typed
 from weightsync.errors import ConfigError, PlacementError, ProtocolError, WeightSyncError
 from weightsync.planning.layout import Count, Manifest, ShardLocation
 from weightsync.planning.rows import Reads, Storage
-from weightsync.planning.transfer_plan import Route, TransferPlan, choose_route
+from weightsync.planning.transfer_plan import Chain, TransferPlan, choose_chains
 from weightsync.transports.base import SLOTS, Endpoint, LocalTensors, Transport, TransportReceiver, Wait
-from weightsync.transports.communicator import Communicator, Pending, Rendezvous, visit
-from weightsync.transports.staging import (
-    Bundle,
-    Layout,
-    Packer,
-    arriving,
-    by_rank,
-    endpoint,
-    lay_out,
-    leaving,
-    slot_bytes,
-)
+from weightsync.transports.communicator import Communicator, Pending, Rendezvous, UnderWay, visit
+from weightsync.transports.encoding import Encoder, Mailbox, length, read
+from weightsync.transports.staging import Layout, Packer, arriving, endpoint, leaving, slot_bytes
 
 _AHEAD = 8
 """Operations that the host begins on a GPU before it looks whether the first has ended. The stream orders them. Without
 a bound, the death of a member would be noticed late."""
 
+_LEAST_BYTES = {"cpu": 2**18, "cuda": 2**24}
+
 _COPY_PROGRAMS = 64
 """Copies of a whole GPU would hold up NCCL, whose kernels need places on it. These are as fast as the fastest link."""
-
-_Part = tuple[torch.Tensor, Bundle, int]
-"""A slot, a bundle in it, and the member of a communicator that sends or receives it."""
 
 
 class NcclTransport(Transport):
     """The trainer's end. `name` is "broadcast", or "nccl" to refuse CPU tensors."""
+
+    encodings = ("auto", "delta")
 
     def __init__(self, name: str = "broadcast") -> None:
         self.name = name
         self._forget()
 
     def _forget(self) -> None:
-        self._to_workers: _Meeting | None = None  # EACH: all ranks; ALL: rank 0 alone
-        self._among_ranks: _Meeting | None = None  # ALL
-        self._pairs: set[tuple[int, int]] = set()  # EACH, rank 0: (rank, worker) that are connected
+        self._meeting: _Meeting | None = None
+        self._edges: set[tuple[int, int]] = set()  # rank 0: members of which the first sends to the second
+        self._peers: list[str] = []  # rank 0: what people call the members
         self._posted: dict[int, Pending] = {}  # by slot
         self._slots: list[torch.Tensor] = []
         self._packer: Packer | None = None
+        self._encoder: Encoder | None = None
 
     def route(
         self,
@@ -71,7 +77,7 @@ class NcclTransport(Transport):
         manifest: Manifest,
         locations: Sequence[ShardLocation],
         reads: Sequence[Reads],
-    ) -> Route:
+    ) -> tuple[Chain, ...]:
         root = ranks[0]
         if self.name == "nccl" and root.device != "cuda":
             raise PlacementError('transport="nccl" takes GPU tensors only, and trainer rank 0 holds CPU tensors')
@@ -80,31 +86,42 @@ class NcclTransport(Transport):
                 f"a broadcast needs one kind of device: trainer rank 0 sends from {root.device}, {', '.join(other)} "
                 f"receives on {workers[0].device}"
             )
+        members = [*ranks, *workers]
         seen: dict[str, str] = {}
-        for member in (root, *workers):
+        for member in members:
             if member.gpu_uuid and member.gpu_uuid in seen:
                 raise PlacementError(
                     f"{member.peer} and {seen[member.gpu_uuid]} share the GPU {member.gpu_uuid}, which NCCL refuses; "
                     'use transport="ipc" for engines on the trainer\'s GPUs'
                 )
             seen[member.gpu_uuid] = member.peer
-        gpus = [member.gpu_uuid for member in (*ranks, *workers) if member.gpu_uuid]
-        if len(set(gpus)) < len(gpus):  # NCCL cannot make one communicator of all
-            return Route.ALL
-        return choose_route(manifest, locations, reads, len(ranks))
+        self._peers, self.least_bytes = [member.peer for member in members], _LEAST_BYTES[root.device]
+        hosts = list(dict.fromkeys(member.boot_id for member in members))  # the trainer's come first
+        return choose_chains(manifest, locations, reads, [hosts.index(worker.boot_id) for worker in workers])
 
     def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
-        self._ranks, self._route, self._workers = update.ranks, plan.route, len(plan.reads)
-        self._device = self._agree_on_device(tensors, update.ranks)
+        ranks = self._ranks = update.ranks
+        self._device = self._agree_on_device(tensors, ranks)
+        if self.encoding is not None and self._device.type != "cpu":
+            raise ConfigError(f"encoding={self.encoding!r} is for tensors on a CPU, found {self._device}: leave it out")
+        self._encoder = Encoder(self.encoding == "auto") if self.encoding is not None else None
+        self._changing = plan.due(first=False)
         self._packer, self._slots = None, []  # before there are others
         self._posted.clear()
-        if plan.route is Route.EACH:
-            self._mine, endpoints = self._prepare_each(plan)
-        else:
-            self._mine, endpoints = self._prepare_all(plan, update)
-        nbytes = slot_bytes([*self._mine, *self._gathered])
-        self._slots = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(SLOTS)]
+        self._mine = leaving(plan, ranks.rank, SLOTS)
+        self._first = [ranks.size + chain.workers[0] for chain in plan.chains]
+        self._slots_of_worker = SLOTS if self._encoder is None else max(len(plan.chunks), 1)
+        chains = range(len(plan.chains)) if ranks.rank == 0 else ()
+        layouts = [arriving(plan, chain, self._slots_of_worker) for chain in chains]
+        self._join(plan, layouts)
+        self._slots = [
+            torch.empty(slot_bytes(self._mine), dtype=torch.uint8, device=self._device) for _ in range(SLOTS)
+        ]
         self._packer = Packer(plan, tensors, self._mine, dict(enumerate(self._slots)), _COPY_PROGRAMS)
+        endpoints = [Endpoint() for _ in range(plan.workers)]
+        for chain, layout in zip(plan.chains, layouts, strict=True) if ranks.rank == 0 else ():
+            for position, worker in enumerate(chain.workers):
+                endpoints[worker] = self._endpoint(chain, position, layout)
         return endpoints
 
     def _agree_on_device(self, tensors: LocalTensors, ranks: Group) -> torch.device:
@@ -116,69 +133,62 @@ class NcclTransport(Transport):
             return each.tensor.device
         return torch.device("cuda", torch.cuda.current_device()) if kinds == ["cuda"] else torch.device("cpu")
 
-    def _prepare_each(self, plan: TransferPlan) -> tuple[Layout, list[Endpoint]]:
-        ranks, workers = self._ranks, range(self._workers)
-        mine = leaving(plan, ranks.rank, SLOTS)
-        alike = [plan.reads.index(reads) for reads in plan.reads] if ranks.rank == 0 else []
-        layouts = {worker: arriving(plan, worker, SLOTS) for worker in dict.fromkeys(alike)}  # engines read alike
-        pairs = {(rank, w) for w, first in enumerate(alike) for those in layouts[first] for rank in those}
-        rendezvous = self._to_workers.rendezvous if self._to_workers is not None else None
-        if ranks.rank == 0 and (rendezvous is None or not pairs <= self._pairs):
-            self.abort()
-            # Workers that are reached by the loopback are on this host, where any of its addresses will do.
-            near = ranks.size > 1 and is_loopback(plan.host)
-            rendezvous, self._pairs = Rendezvous(ranks.host if near else plan.host), pairs
-        place = ranks.broadcast([rendezvous.host, rendezvous.port, rendezvous.name] if rendezvous else None, "connect")
-        if self._to_workers is None or self._to_workers.name != place[2]:
-            if ranks.rank:
-                self.abort()
-            sends_to = sorted({ranks.size + worker for those in mine for worker in those})
-            size = ranks.size + self._workers
-            self._to_workers = _Meeting(place, rendezvous, ranks.rank, size, self._device, ranks.size, sends_to)
-        self._gathered: Layout = [{} for _ in plan.chunks]  # ALL: what rank 0 has in its slots
-        if ranks.rank:
-            return mine, [Endpoint() for _ in workers]
-        endpoints = []
-        for worker, first in enumerate(alike):
-            senders = sorted(rank for rank, to in self._pairs if to == worker)
-            joins = {"place": place, "rank": ranks.size + worker, "size": ranks.size + self._workers}
-            endpoints.append(endpoint(layouts[first], [], **joins, senders=senders))
-        return mine, endpoints
+    def _join(self, plan: TransferPlan, layouts: Sequence[Layout]) -> None:
+        """Agree on the communicator, another one where members exchange that have not before. Collective.
 
-    def _prepare_all(self, plan: TransferPlan, update: Update) -> tuple[Layout, list[Endpoint]]:
-        ranks = self._ranks
-        parts = [by_rank(chunk.pieces) for chunk in plan.chunks]
-        own = [{rank: pieces for rank, pieces in each.items() if ranks.rank in (0, rank)} for each in parts]
-        self._gathered = [lay_out(plan.manifest, each, number % SLOTS) for number, each in enumerate(own)]
-        if self._to_workers is not None and self._to_workers.sends_to is not None:  # for another route
-            self.abort()
-        if ranks.size > 1:
-            self._meet_ranks(update)
-        mine = [{0: each[ranks.rank]} if ranks.rank in each else {} for each in self._gathered]
-        if ranks.rank:  # it has its own alone in its slots
-            return mine, [Endpoint() for _ in plan.reads]
-        size = 1 + self._workers
-        if self._to_workers is None:
-            at = Rendezvous(plan.host)
-            self._to_workers = _Meeting([at.host, at.port, at.name], at, 0, size, self._device, 1)
-        # Without senders there are broadcasts.
-        joins = {"place": self._to_workers.place, "size": size, "senders": None}
-        return mine, [endpoint(self._gathered, [], **joins, rank=1 + worker) for worker in range(self._workers)]
+        `layouts` are those of each chain, on rank 0.
+        """
+        ranks, meeting, rendezvous = self._ranks, self._meeting, None
+        size = ranks.size + plan.workers
+        if ranks.rank == 0:
+            edges = {
+                (rank, first) for first, those in zip(self._first, layouts, strict=True) for rank in _senders(those)
+            }
+            for chain in plan.chains:
+                edges |= {(ranks.size + one, ranks.size + following) for one, following in pairwise(chain.workers)}
+            if meeting is None or meeting.size != size or not edges <= self._edges:
+                # Workers that are reached by the loopback are on this host, where any of its addresses will do.
+                near = ranks.size > 1 and is_loopback(plan.host)
+                rendezvous, self._edges = Rendezvous(ranks.host if near else plan.host), edges
+        place = [rendezvous.host, rendezvous.port, rendezvous.name] if rendezvous else meeting and meeting.place
+        place, self._peers = ranks.broadcast([place, self._peers], "connect")
+        if meeting is None or meeting.place != place:
+            if meeting is not None:
+                meeting.abort()
+            sends_to = sorted({self._first[chain] for those in self._mine for chain in those})
+            self._meeting = _Meeting(place, rendezvous, ranks.rank, size, self._device, sends_to, [])
+        own = {chain for those in self._mine for chain in those}
+        names = [[self._peers[ranks.size + worker] for worker in plan.chains[chain].workers] for chain in sorted(own)]
+        self._after = [each[0] for each in names], [name for each in names for name in each[1:]]
 
-    def _meet_ranks(self, update: Update) -> None:
-        """Make a communicator of the ranks, once. Collective."""
-        ranks = self._ranks
-        known = ranks.broadcast(self._among_ranks.name if self._among_ranks is not None else "", "connect")
-        if self._among_ranks is not None and self._among_ranks.name == known:
-            return
-        at = Rendezvous(ranks.host) if ranks.rank == 0 else None
-        place = ranks.broadcast([at.host, at.port, at.name] if at else None, "connect")
-        ends = ([], [*range(1, ranks.size)]) if ranks.rank == 0 else ([0], [])
-        self._among_ranks = _Meeting(place, at, ranks.rank, ranks.size, self._device, ranks.size, *ends)
-        self._among_ranks.meet(update.wait, update.deadline())
+    def _endpoint(self, chain: Chain, position: int, layout: Layout) -> Endpoint:
+        """Return what a worker of a chain is told."""
+        members = [self._ranks.size + worker for worker in chain.workers]
+        last, senders = len(members) - 1, _senders(layout)
+        fields: dict[str, Any] = {"encoders": [], "origins": []}
+        if self._encoder is not None:  # then runs are passed on one by one
+            fields = {"encoders": senders, "origins": [[*those] for those in layout]}
+        if position:
+            before = members[position - 1]
+            rows = [[[before, each.first, each.end] for each in those.values()] for those in layout]
+            senders, fields["runs"] = [before], rows if self._encoder is not None else [*map(_joined_runs, rows)]
+        assert self._meeting is not None
+        return endpoint(
+            layout,
+            [],
+            place=self._meeting.place,
+            rank=members[position],
+            size=self._meeting.size,
+            senders=senders,
+            slots=self._slots_of_worker,
+            onward=members[position + 1] if position < last else None,
+            before=[self._peers[member] for member in (reversed(members[:position]) if position else senders)],
+            after=[self._peers[member] for member in members[position + 1 :]],
+            **fields,
+        )
 
     def connect(self, deadline: Deadline) -> None:
-        meeting, ranks = self._to_workers, self._ranks
+        meeting, ranks = self._meeting, self._ranks
         if meeting is None:
             return
 
@@ -198,61 +208,84 @@ class NcclTransport(Transport):
                 raise WeightSyncError("the transport was closed while it was sending")
             update.wait(seconds)
 
-        under_way = _UnderWay()
+        under_way, encoder = UnderWay(), self._encoder
+        self.sent_bytes = 0
+        if encoder is not None:
+            encoder.begin()
+            told = torch.tensor([encoder.encodes]).view(torch.uint8)
+            chains = sorted({chain for those in self._mine for chain in those})
+            self._start(len(self._mine), [(told, chain) for chain in chains], under_way)
         for number in chunks:
             if (earlier := self._posted.pop(number % SLOTS, None)) is not None:
                 earlier.follow(wait, update.deadline_after_workers(), "transfer")
             under_way.bound(_AHEAD, wait, update.deadline_after_workers())
             if self._packer is not packer or packer is None:
                 raise WeightSyncError("the transport was closed while it was sending")
-            slot, mine = self._slots[number % SLOTS], self._mine[number]
-            others = [(slot, each, rank) for rank, each in self._gathered[number].items() if rank != self._ranks.rank]
-            gathering = self._exchange(self._among_ranks, number, [], others)
             packer.fill(number, sample)
-            if self._route is Route.EACH:
-                first = self._ranks.size
-                sends = [(slot, each, first + worker) for worker, each in mine.items()]
-                sending = self._exchange(self._to_workers, number, sends, [])
-            elif self._ranks.rank:
-                sending = self._exchange(self._among_ranks, number, [(slot, each, 0) for each in mine.values()], [])
-            else:
-                if gathering is not None:
-                    gathering.follow(wait, update.deadline(), "gather")
-                    under_way.add(gathering)
-                end = max(each.end for each in self._gathered[number].values())
-                sending = _joined(self._to_workers).broadcast(slot[:end])
-            if sending is not None:
-                self._posted[number % SLOTS] = sending
-                under_way.add(sending)
+            slot = self._slots[number % SLOTS]
+            runs = [(slot[each.first : each.end], chain) for chain, each in self._mine[number].items()]
+            sends = runs
+            if encoder is not None and encoder.encodes:
+                sends = [(encoder.message((number, chain), run), chain) for run, chain in runs]
+            if sends:
+                self._posted[number % SLOTS] = self._start(number, sends, under_way)
+            if encoder is not None:
+                for run, chain in runs:
+                    encoder.keep((number, chain), run, number in self._changing)
         self._posted.clear()
         under_way.bound(0, wait, update.deadline_after_workers())
+        if encoder is not None:
+            encoder.end()
 
-    @staticmethod
-    def _exchange(
-        meeting: _Meeting | None, number: int, sends: Sequence[_Part], receives: Sequence[_Part]
-    ) -> Pending | None:
-        """Start sending and receiving bundles of a slot, where there are any."""
-        if not sends and not receives:
-            return None
-        to, of = ([(slot[b.first : b.end], member) for slot, b, member in those] for those in (sends, receives))
-        return _joined(meeting).exchange(number, to, of)
+    def _start(self, number: int, sends: Sequence[tuple[torch.Tensor, int]], under_way: UnderWay) -> Pending:
+        """Start sending bytes, each along the chain beside it."""
+        self.sent_bytes += sum(data.numel() for data, _ in sends)
+        to_first = [(data, self._first[chain]) for data, chain in sends]
+        sending = _joined(self._meeting).exchange(number, to_first, [], *self._after)
+        under_way.add(sending)
+        return sending
 
     def abort(self) -> None:
-        for meeting in (self._to_workers, self._among_ranks):
-            if meeting is not None:
-                meeting.abort()
+        if self._meeting is not None:
+            self._meeting.abort()
         self._forget()
 
 
+def _senders(layout: Layout) -> list[int]:
+    """Return the ranks that send any of it."""
+    return sorted({rank for those in layout for rank in those})
+
+
+def _joined_runs(runs: list[list[int]]) -> list[list[int]]:
+    """Return the runs of one chunk, which one member sends, as one run from the slot's first byte."""
+    return [[runs[0][0], 0, max(end for _, _, end in runs)]] if runs else []
+
+
 class _Endpoint(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker is told of its transport. `runs` has, for each chunk, [rank, first byte in the slot, end]."""
+    """What a worker is told of its transport.
+
+    place: [host, port, name] of the rendezvous.
+    rank, size: its number among the communicator's members, and how many there are.
+    runs: of each chunk, [member that sends it, first byte in the slot, end].
+    slots: how many there are, which chunks take in turn.
+    senders, onward: the members that it receives from, and the one that it passes all on to.
+    encoders: the ranks that begin each push by saying whether they encode it; none where there is no encoding.
+    origins: then, of each chunk, the rank that each run is of.
+    before, after: what people call those whose bytes it waits for, and those that wait for it, the nearest first.
+    """
 
     runs: list[list[tuple[Count, Count, Count]]]
     slot_bytes: Count
+    slots: Annotated[int, Meta(ge=1)]
     place: tuple[str, Count, str]
     rank: Count
     size: Count
-    senders: list[Count] | None
+    senders: list[Count]
+    encoders: list[Count]
+    origins: list[list[Count]]
+    onward: Count | None
+    before: list[str]
+    after: list[str]
 
 
 class NcclReceiver(TransportReceiver):
@@ -264,101 +297,131 @@ class NcclReceiver(TransportReceiver):
         super().__init__(device)
         self._meeting: _Meeting | None = None
         self._slots: list[torch.Tensor] = []
-        self._posted: dict[int, Pending] = {}
 
     def connect(self, storages: list[Storage], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
-        told = typed(fields, _Endpoint)
+        told = self._told = typed(fields, _Endpoint)
         if any(not first <= end <= told.slot_bytes for runs in told.runs for _, first, end in runs):
             raise ProtocolError(f"a run of bytes does not lie in a slot of {told.slot_bytes} bytes")
-        self._runs, self._broadcasts = told.runs, told.senders is None
-        if not self._slots or self._slots[0].numel() != told.slot_bytes:
+        if told.encoders and [*map(len, told.origins)] != [*map(len, told.runs)]:
+            raise ProtocolError("not every run of bytes says which rank it is of")
+        nbytes = [told.slot_bytes] * told.slots
+        if [slot.numel() for slot in self._slots] != nbytes:
             self._slots = []  # before there are others
-            self._slots = [torch.empty(told.slot_bytes, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
-        if self._meeting is None or self._meeting.place != told.place:
+            self._slots = [torch.empty(each, dtype=torch.uint8, device=self.device) for each in nbytes]
+        self._mailbox = Mailbox(told.slot_bytes, len(told.encoders))
+        self._encoding: set[int] = set()
+        self._pushes = 0
+        if self._meeting is None or self._meeting.place != [*told.place]:
             if self._meeting is not None:
                 self._meeting.abort()
-            size = told.size  # those that a worker receives from are ranks
-            self._meeting = _Meeting(told.place, None, told.rank, size, self.device, size, None, told.senders)
+            onward = [] if told.onward is None else [told.onward]
+            self._meeting = _Meeting([*told.place], None, told.rank, told.size, self.device, onward, told.senders)
             self._meeting.meet(wait, deadline)
 
     def storage(self, rank: int, storage: int) -> torch.Tensor:
-        if storage not in range(SLOTS):
+        if storage not in range(len(self._slots)):
             raise ProtocolError(
-                f"something lies in storage {storage} of trainer rank {rank}, and there are {SLOTS} slots"
+                f"something lies in storage {storage} of trainer rank {rank}, and there are {len(self._slots)} slots"
             )
         return self._slots[storage]
 
     def chunks(self, numbers: Sequence[int], wait: Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
-        self._posted.clear()
-        under_way = _UnderWay()
+        on_gpu = self.device.type == "cuda"
+        under_way = UnderWay()
+        if self._told.encoders:
+            self._ask_ranks(under_way, wait, deadline())
+        arriving = self._exchange(None, numbers[0])
+        passing: Pending | None = None
         for number, following in zip(numbers, [*numbers[1:], None], strict=True):
-            # The slot of `following` held the chunk before this one, which has been loaded.
-            for one in (number, following):
-                if one is not None and one not in self._posted:
-                    self._posted[one] = self._receive(one)
-            arriving = self._posted.pop(number)
+            # The slot of `following` held the chunk before this one, which has been loaded, and is passed on first.
+            if passing is not None:
+                passing.follow(wait, deadline(), "transfer")
+            # A GPU's stream runs one operation after the other, so what is passed on meanwhile belongs to the same one.
+            coming = self._exchange(number if on_gpu else None, following)
             arriving.follow(wait, deadline(), "transfer")
             under_way.add(arriving)
             under_way.bound(_AHEAD, wait, deadline())
+            passing = None if on_gpu else self._exchange(number, None)
+            for run, room, _ in self._runs(number):
+                if room is not run:
+                    read(room, run, self._pushes)
             yield number
+            arriving = coming
+        for last in (passing, arriving):
+            if last is not None:
+                under_way.add(last)
         under_way.bound(0, wait, deadline())
+        self._pushes += 1
 
-    def _receive(self, number: int) -> Pending:
-        communicator, slot, runs = _joined(self._meeting), self._slots[number % SLOTS], self._runs[number]
-        if self._broadcasts:
-            return communicator.broadcast(slot[: max(end for _, _, end in runs)])
-        return communicator.exchange(number, [], [(slot[first:end], rank) for rank, first, end in runs])
+    def _ask_ranks(self, under_way: UnderWay, wait: Wait, deadline: Deadline) -> None:
+        """Learn, and pass on, which ranks encode this push."""
+        told, number = self._told, len(self._told.runs)
+        said = torch.zeros(len(told.encoders), 1, dtype=torch.uint8)
+        members = told.senders if told.senders == told.encoders else told.senders * len(told.encoders)
+        self._start(number, [], [*zip(said, members, strict=True)]).wait(wait, deadline, "transfer")
+        self._encoding = {rank for rank, (encodes,) in zip(told.encoders, said.tolist(), strict=True) if encodes}
+        if told.onward is not None:
+            under_way.add(self._start(number, [(each, told.onward) for each in said], []))
+
+    def _runs(self, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+        """Yield, of each run of a chunk, its place in the slot, where it arrives, and the member that sends it."""
+        slot = self._slots[number % len(self._slots)]
+        for position, (member, first, end) in enumerate(self._told.runs[number]):
+            run = slot[first:end]
+            is_message = bool(self._encoding) and self._told.origins[number][position] in self._encoding
+            yield run, self._mailbox.room(number, position, first, end) if is_message else run, member
+
+    def _exchange(self, leaving: int | None, arriving: int | None) -> Pending:
+        """Start passing one chunk on, and receiving another."""
+        told, sends, receives = self._told, [], []
+        if leaving is not None and told.onward is not None and told.runs[leaving]:
+            data = [room if room is run else room[: length(room)] for run, room, _ in self._runs(leaving)]
+            if not told.encoders:
+                data = [self._slots[leaving % SLOTS][: max(end for _, _, end in told.runs[leaving])]]
+            sends = [(each, told.onward) for each in data]
+        if arriving is not None:
+            receives = [(room, member) for _, room, member in self._runs(arriving)]
+        number = (leaving or 0) if arriving is None else arriving  # on a CPU there is one of them at most
+        return self._start(number, sends, receives)
+
+    def _start(
+        self, number: int, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> Pending:
+        """Start sending and receiving, with the names of those that this worker waits for."""
+        told = self._told
+        count = len(told.senders) if receives else 0
+        names = [*told.before[:count], *(told.after[:1] if sends else ())]
+        behind = [*(told.before[count:] if receives else ()), *(told.after[1:] if sends else ())]
+        return _joined(self._meeting).exchange(number, sends, receives, names, behind)
 
     def close(self) -> None:
         if self._meeting is not None:
             self._meeting.abort()
         self._meeting = None
-        self._posted.clear()
         self._slots = []
-
-
-class _UnderWay:
-    """Operations that were begun and have not been seen to end, the oldest first."""
-
-    def __init__(self) -> None:
-        self._pending: deque[Pending] = deque()
-
-    def add(self, pending: Pending) -> None:
-        """Note an operation."""
-        self._pending.append(pending)
-
-    def bound(self, count: int, wait: Wait, deadline: Deadline) -> None:
-        """Wait for the oldest until at most `count` are left."""
-        while len(self._pending) > count:
-            self._pending.popleft().wait(wait, deadline, "transfer")
 
 
 class _Meeting:
     """A communicator that is to be: where its members meet, and which of them this one exchanges with.
 
     place: [host, port, name] of the rendezvous, which its first member alone has.
-    ranks: how many of the members are trainer ranks. They come first.
     """
 
     def __init__(
         self,
-        place: Sequence[Any],
+        place: list[Any],
         rendezvous: Rendezvous | None,
         rank: int,
         size: int,
         device: torch.device,
-        ranks: int,
-        sends_to: list[int] | None = None,
-        receives_from: list[int] | None = None,
+        sends_to: Sequence[int],
+        receives_from: Sequence[int],
     ) -> None:
-        self.place, self.rendezvous, self.sends_to = place, rendezvous, sends_to
-        self.name: str = place[2]
+        self.place, self.rendezvous, self.size = place, rendezvous, size
         self.aborted = threading.Event()
         self.communicator: Communicator | None = None
         self._arguments = rank, size, device
-        self._receives_from = receives_from
-        workers = [f"engine worker {number}" for number in range(size - ranks)]
-        self._names = [*(f"trainer rank {number}" for number in range(ranks)), *workers]
+        self._ends = sends_to, receives_from
 
     def meet(self, wait: Wait, deadline: Deadline) -> None:
         """Wait for the other members, once."""
@@ -371,8 +434,7 @@ class _Meeting:
                 return self.rendezvous.store(deadline.left_s())
             return visit(host, port, deadline)
 
-        ends = self.sends_to, self._receives_from, self._names
-        self.communicator = Communicator(open_store, *self._arguments, host, wait, deadline, *ends)
+        self.communicator = Communicator(open_store, *self._arguments, host, wait, deadline, *self._ends)
         if self.aborted.is_set():
             self.communicator.abort()
 

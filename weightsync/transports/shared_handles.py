@@ -1,20 +1,21 @@
 """Memory of one process that another on this host maps: handles as plain values, and bytes from handles.
 
-GPU memory goes by CUDA IPC. CPU memory that a trainer shares goes as an open file, which has no name and leaves nothing
-behind. What weightsync allocates itself has a name until every reader has opened it.
+GPU memory goes by CUDA IPC. CPU memory goes as an open file without a name, which leaves nothing behind, however its
+users end.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
-import secrets
 import stat
-from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import torch
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
+from torch.multiprocessing.reductions import StorageWeakRef, shared_cache, storage_from_cache
 
 from weightsync.control.runtime import describe_device
 from weightsync.control.wire import typed
@@ -22,8 +23,11 @@ from weightsync.errors import PlacementError, ProtocolError
 from weightsync.planning.layout import Count
 
 SHARED_MEMORY = "/dev/shm"
-_PREFIX = "weightsync-"
-
+_MAP_FIXED = 0x10
+"""The kernel's flag, which Python does not name."""
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 _EXPANDABLE = (
     "an expandable segment of torch's allocator, which torch and the system let few processes map. Start the trainer "
@@ -34,16 +38,8 @@ _EXPANDABLE_TAG = b"e"
 """The second byte of torch's handle for such memory, after its version."""
 
 
-class SharedFileHandle(Struct, frozen=True, forbid_unknown_fields=True):
-    """A `SharedFile`. It is opened by what stands in its name after the prefix, never by a path that came."""
-
-    name: Annotated[str, Meta(pattern=r"^[0-9]+-[0-9a-f]{16}\Z")]
-    nbytes: Count
-    inode: Count
-
-
 class OpenFileHandle(Struct, frozen=True, forbid_unknown_fields=True):
-    """An open file of a process which has no name any more, as torch shares memory."""
+    """An open file of a process, which has no name: a `SharedFile`, or memory that torch shares."""
 
     pid: Count
     fd: Count
@@ -73,35 +69,34 @@ Handle: TypeAlias = tuple[str, dict[str, Any]]
 
 
 class SharedFile:
-    """A new file in shared memory, private to this user, zeroed and mapped as 1-D uint8 `data`.
+    """A new file in shared memory, private to this user, zeroed and mapped as 1-D uint8 `data`. It never has a name.
 
     Raises `PlacementError` when there is no room.
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._name = f"{os.getpid()}-{secrets.token_hex(8)}"
-        self._path = Path(SHARED_MEMORY) / (_PREFIX + self._name)
-        fd = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        self._inode = os.fstat(fd).st_ino
+        fd = os.open(SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR, 0o600)
+        self._file = os.fdopen(fd, "rb")
         try:
             os.posix_fallocate(fd, 0, nbytes)  # a full /dev/shm is an error here, not a crash at the first write
-            self.data = torch.from_file(str(self._path), shared=True, size=nbytes, dtype=torch.uint8)
+            self.data = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
         except (OSError, RuntimeError) as error:
-            self.unlink()
+            self.close()
             raise PlacementError(
                 f"no room for {nbytes} bytes in {SHARED_MEMORY}: {error}; use smaller chunks (max_bytes) or give the "
                 "container more shared memory"
             ) from error
-        finally:
-            os.close(fd)
 
     def handle(self) -> Handle:
-        """Return [kind, fields], for any number of readers."""
-        return "shm", asdict(SharedFileHandle(self._name, self.data.numel(), self._inode))
+        """Return [kind, fields], for any number of readers, until `close`."""
+        return _open_file(self.fileno(), self.data.numel())
 
-    def unlink(self) -> None:
-        """Remove the name. The memory stays for those who have opened it. More than once."""
-        self._path.unlink(missing_ok=True)
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """Keep further readers out. The memory stays for those who have opened it. More than once."""
+        self._file.close()
 
 
 def export(storage: torch.UntypedStorage) -> Handle:
@@ -122,8 +117,28 @@ def export(storage: torch.UntypedStorage) -> Handle:
     fd, nbytes = storage._share_fd_cpu_()
     if fd < 0:
         raise PlacementError(f"{nbytes} bytes of a file cannot be exported: torch has closed it; copy them to memory")
+    return _open_file(fd, nbytes)
+
+
+def _open_file(fd: int, nbytes: int) -> Handle:
     # A reader in another namespace of processes may find another file under these numbers.
     return "fd", asdict(OpenFileHandle(os.getpid(), fd, nbytes, os.fstat(fd).st_ino))
+
+
+def take_back(storage: torch.UntypedStorage) -> None:
+    """Put other memory with the same bytes under a CPU storage that was exported, at the same address.
+
+    Processes that have mapped the storage keep what was there, and share nothing with it any more. Raises
+    `PlacementError` when there is no room.
+    """
+    fd, nbytes = storage._share_fd_cpu_()
+    other = SharedFile(nbytes)
+    other.data.untyped_storage().copy_(storage)
+    os.dup2(other.fileno(), fd, inheritable=False)  # the descriptor that torch exports next
+    other.close()
+    address, shared_and_fixed = storage.data_ptr(), mmap.MAP_SHARED | _MAP_FIXED
+    if _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, shared_and_fixed, fd, 0) != address:
+        raise PlacementError(f"{nbytes} bytes at {address:#x} cannot be mapped anew: {os.strerror(ctypes.get_errno())}")
 
 
 def open_exported(kind: str, fields: dict[str, Any], device: torch.device, owner: str) -> torch.Tensor:
@@ -135,11 +150,7 @@ def open_exported(kind: str, fields: dict[str, Any], device: torch.device, owner
     if kind == "cuda":
         return _open_cuda(typed(fields, CudaHandle), device, owner)
     if kind == "fd":
-        unnamed = typed(fields, OpenFileHandle)
-        return _map(f"/proc/{unnamed.pid}/fd/{unnamed.fd}", 0, unnamed, owner)
-    if kind == "shm":
-        named = typed(fields, SharedFileHandle)
-        return _map(f"{SHARED_MEMORY}/{_PREFIX}{named.name}", 1, named, owner)
+        return _map(typed(fields, OpenFileHandle), owner)
     raise ProtocolError(f"{owner} has exported memory of unknown kind {kind!r}")
 
 
@@ -151,6 +162,7 @@ def _export_cuda(storage: torch.UntypedStorage) -> CudaHandle:
         raise PlacementError(
             f"{storage.nbytes()} bytes on {storage.device} cannot be exported by CUDA IPC: {error}. {what_to_do}"
         ) from error
+    shared_cache[given[1], given[3]] = StorageWeakRef(storage)  # for a reader in this process, which cannot open it
     plain = [each.hex() if isinstance(each, bytes) else each for each in (*given, describe_device(storage.device)[1])]
     return typed(dict(zip(CudaHandle.__struct_fields__, plain, strict=True)), CudaHandle)
 
@@ -169,6 +181,10 @@ def _open_cuda(fields: CudaHandle, device: torch.device, owner: str) -> torch.Te
     handle, counter, event = map(bytes.fromhex, (fields.handle, fields.counter_handle, fields.event_handle))
     given = handle, fields.nbytes, fields.offset_bytes, counter, fields.counter_offset, event, fields.event_sync
     torch.cuda.init()  # or a process that has not used its GPU yet crashes in the next call
+    own = storage_from_cache(torch.UntypedStorage, (handle, fields.offset_bytes))
+    if own is not None and own.device == device:
+        torch.UntypedStorage._release_ipc_counter(counter, fields.counter_offset, device=device)
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(own)
     try:
         storage = torch.UntypedStorage._new_shared_cuda(device.index, *given)
     except RuntimeError as error:
@@ -182,14 +198,15 @@ def _open_cuda(fields: CudaHandle, device: torch.device, owner: str) -> torch.Te
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
-def _map(path: str, names: int, fields: SharedFileHandle | OpenFileHandle, owner: str) -> torch.Tensor:
-    """Return a file's bytes, once it is known to be the one that was exported, which has so many names."""
+def _map(fields: OpenFileHandle, owner: str) -> torch.Tensor:
+    """Return a file's bytes, once it is known to be the one that was exported, which has no name."""
+    path = f"/proc/{fields.pid}/fd/{fields.fd}"
     try:
         # With O_PATH nothing is opened that opening alone would change, such as a device.
-        fd = os.open(path, os.O_PATH | os.O_CLOEXEC | (os.O_NOFOLLOW if names else 0))
+        fd = os.open(path, os.O_PATH)
         try:
             found = os.fstat(fd)
-            same = stat.S_ISREG(found.st_mode) and (found.st_ino, found.st_nlink) == (fields.inode, names)
+            same = stat.S_ISREG(found.st_mode) and (found.st_ino, found.st_nlink) == (fields.inode, 0)
             if not same or found.st_uid != os.geteuid() or found.st_size < fields.nbytes:
                 raise PlacementError(
                     f"{path} is not the memory that {owner} has exported, or is another user's. Both sides must run as "

@@ -67,7 +67,7 @@ class Bundle:
 
 
 Layout = list[dict[int, Bundle]]
-"""The bundles of each chunk in one participant's slots: by worker in a sender's, by rank in a receiver's."""
+"""The bundles of each chunk in one participant's slots: by chain in a sender's, by rank in a receiver's."""
 
 
 def lay_out(manifest: Manifest, groups: Mapping[int, Sequence[ShardLocation]], storage: int) -> dict[int, Bundle]:
@@ -100,19 +100,19 @@ def by_rank(pieces: Iterable[ShardLocation]) -> dict[int, list[ShardLocation]]:
 
 
 def leaving(plan: TransferPlan, rank: int, slots: int) -> Layout:
-    """Return what a rank sends each worker of each chunk, as it lies in the rank's slots, by worker."""
-    reads = [_disjoint(plan.manifest, each) for each in plan.reads]
+    """Return what a rank sends along each chain of each chunk, as it lies in the rank's slots, by chain."""
+    reads = [_disjoint(plan.manifest, chain.reads) for chain in plan.chains]
     layout = []
     for number, chunk in enumerate(plan.chunks):
         own = [piece for piece in chunk.pieces if piece.rank == rank]
-        groups = {worker: _parts_read(own, wanted) for worker, wanted in enumerate(reads)}
+        groups = {chain: _parts_read(own, wanted) for chain, wanted in enumerate(reads)}
         layout.append(lay_out(plan.manifest, groups, number % slots))
     return layout
 
 
-def arriving(plan: TransferPlan, worker: int, slots: int) -> Layout:
-    """Return what a worker receives of each chunk, as it lies in the worker's slots, by rank."""
-    reads = _disjoint(plan.manifest, plan.reads[worker])
+def arriving(plan: TransferPlan, chain: int, slots: int) -> Layout:
+    """Return what each worker of a chain receives of each chunk, as it lies in the worker's slots, by rank."""
+    reads = _disjoint(plan.manifest, plan.chains[chain].reads)
     return [
         lay_out(plan.manifest, by_rank(_parts_read(chunk.pieces, reads)), number % slots)
         for number, chunk in enumerate(plan.chunks)
@@ -120,7 +120,7 @@ def arriving(plan: TransferPlan, worker: int, slots: int) -> Layout:
 
 
 def _disjoint(manifest: Manifest, reads: Reads) -> dict[str, Sequence[Box]]:
-    """Return what a worker reads of each tensor in boxes that do not overlap: the whole tensor where some do."""
+    """Return what is read of each tensor in boxes that do not overlap: the whole tensor where some do."""
     found: dict[str, Sequence[Box]] = {}
     for name, boxes in reads.items():
         shape, once = manifest[name].shape, tuple(dict.fromkeys(boxes))
@@ -141,10 +141,11 @@ def slot_bytes(layout: Layout) -> int:
 def endpoint(layout: Layout, storages: list[Storage], **fields: Any) -> Endpoint:
     """Return what a worker is told whose slots have this layout.
 
-    Beside `fields` it has the "slot_bytes", and the "runs" of each chunk as [rank, first byte in the slot, end].
+    Beside `fields` it has the "slot_bytes", and the "runs" of each chunk as [rank, first byte in the slot, end], where
+    `fields` has none.
     """
     runs = [[[rank, each.first, each.end] for rank, each in bundles.items()] for bundles in layout]
-    return Endpoint(storages, tuple(map(arrival, layout)), {**fields, "slot_bytes": slot_bytes(layout), "runs": runs})
+    return Endpoint(storages, tuple(map(arrival, layout)), {"slot_bytes": slot_bytes(layout), "runs": runs, **fields})
 
 
 def arrival(bundles: Mapping[int, Bundle]) -> Arrival:

@@ -7,6 +7,10 @@ for users who do not use weightsync.
 from __future__ import annotations
 
 import logging
+from typing import Any
+
+from weightsync.engines.vllm_engine import core_process
+from weightsync.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -31,3 +35,32 @@ def register() -> None:
         register_quantisations()
     except Exception:
         logger.debug("this vLLM does not know how to register a quantisation", exc_info=True)
+
+
+def plug_into(llm: Any) -> None:
+    """Give an `LLM` that others have made what `weight_transfer_config={"backend": "weightsync"}` would have given it.
+
+    Raises `ConfigError` for an `LLM` whose engine or workers are other processes, which only take it as they start, and
+    for one with another weight transfer backend.
+    """
+    from vllm.config import WeightTransferConfig
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    config = llm.llm_engine.vllm_config
+    if config.weight_transfer_config is not None:
+        if config.weight_transfer_config.backend != BACKEND:
+            raise ConfigError(f"this LLM was started with another backend: {config.weight_transfer_config}")
+        return
+    if core_process(llm) is not None:
+        raise ConfigError(
+            "the engine of this LLM is another process; start it with "
+            'weight_transfer_config={"backend": "weightsync"}, or in this process with '
+            "VLLM_ENABLE_V1_MULTIPROCESSING=0"
+        )
+    register()
+    config.weight_transfer_config = WeightTransferConfig(backend=BACKEND)
+    for wrapper in llm.collective_rpc(lambda worker: worker):
+        worker = getattr(wrapper, "worker", wrapper)
+        worker.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
+            config.weight_transfer_config, config, worker.device, worker.model_runner.get_model()
+        )

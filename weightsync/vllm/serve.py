@@ -7,6 +7,7 @@ It is `vllm serve` with what weightsync needs, and takes all options of that:
 - It writes vllm_bridge_config.json once the weights are loaded: to --bridge, or $LOGDIR, or the user's runtime
   directory. `weightsync handles` shows it, and a trainer with single_copy finds the server by it. `--bridge none`
   leaves it out.
+- /metrics has the workers' metrics of pushes (docs/metrics.md).
 - With --enable-lora, adapters may come and go while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1).
 
 /health says that it lives, /weight_info which version of the weights it has.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -71,7 +73,10 @@ def main() -> None:
         sys.exit(f"python -m weightsync.vllm.serve: {error}")
     os.environ.update(environment)  # before vllm is imported, which reads it
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as the command `vllm` does
-    _run(command)
+    with tempfile.TemporaryDirectory(prefix="weightsync-metrics-") as folder:
+        # Workers' metrics reach /metrics by files alone. prometheus_client reads this as it is imported.
+        os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", folder)
+        _run(command)
 
 
 def _run(command: list[str]) -> None:

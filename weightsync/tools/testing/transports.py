@@ -18,7 +18,7 @@ from weightsync.errors import PlacementError
 from weightsync.kernels.digest import MASK, WHOLE, digest
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, coverage, itemsize
 from weightsync.planning.rows import Arrival, Reads, Run, Storage
-from weightsync.planning.transfer_plan import Route, TransferPlan, make_chunks
+from weightsync.planning.transfer_plan import TransferPlan, make_chunks
 from weightsync.sources.base import TensorShard
 from weightsync.strategies.base import locate
 from weightsync.tools.testing.assertions import PROMPT_S, must_end, region, require, same_bytes
@@ -228,14 +228,14 @@ class _Rank:
     def compile(self, everyone: Sequence[Any], cut: bool) -> TransferPlan:
         locations = [location for own, _ in everyone for location in own]
         reads = tuple(_reads(worker, len(self.workers), cut) for worker in range(len(self.workers)))
-        route = self.transport.route(self.ranks, self.workers, _MANIFEST, locations, reads)
+        chains = self.transport.route(self.ranks, self.workers, _MANIFEST, locations, reads)
         in_place = frozenset(_TRIAL).difference(*(names for _, names in everyone))
         frozen = _FROZEN if self.transport.keeps_frozen else frozenset()
         changing = [name for name in _TRIAL if name not in frozen]
         buckets = [*(changing[at : at + 4] for at in range(0, len(changing), 4)), *([name] for name in frozen)]
-        in_place = in_place if route is Route.IN_PLACE else frozenset()
-        chunks = make_chunks(_MANIFEST, route, buckets, frozen, in_place, locations, reads, _MAX_BYTES, {})
-        return TransferPlan(_MANIFEST, route, chunks, reads, self.mail.host, {})
+        in_place = frozenset() if chains else in_place
+        chunks = make_chunks(_MANIFEST, chains, buckets, frozen, in_place, locations, _MAX_BYTES, {})
+        return TransferPlan(_MANIFEST, chains, chunks, len(reads), self.mail.host, {})
 
     def gather(self, names: Sequence[str]) -> None:
         """Stand for what ranks fetch from each other together: all must ask for the same, once in a push."""

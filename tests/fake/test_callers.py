@@ -1,0 +1,223 @@
+"""What callers decide themselves: the pause, what engines report, the names, and the thread of a push."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
+from ranks import run_ranks
+from recorders import RecordedEngine
+from safetensors.torch import load_file
+from torch import nn
+
+from weightsync import (
+    CheckpointTransport,
+    ConfigError,
+    EngineError,
+    ManifestError,
+    TensorSelection,
+    WeightSync,
+    WeightSyncError,
+    save,
+)
+
+TIMEOUT_S = 30.0
+
+
+@pytest.fixture
+def engine() -> Iterator[RecordedEngine]:
+    with closing(RecordedEngine(ModuleHost(TinyEngineModel, checkpoint(1)))) as engine:
+        yield engine
+
+
+def serves(engine: FakeEngine, seed: int) -> bool:
+    return all(map(torch.equal, engine.hosts[0].live.parameters(), cold(checkpoint(seed)).parameters()))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The pause
+
+
+@pytest.mark.parametrize("says", [True, None], ids=["paused", "cannot say"])
+def test_an_engine_that_the_caller_has_paused_is_neither_paused_nor_resumed(engine: Any, says: bool | None) -> None:
+    engine.is_paused = lambda: says
+    with WeightSync("fsdp", "ipc", engine, pause="caller", timeout_s=TIMEOUT_S) as sync:
+        for seed in (2, 3):
+            report = sync.push(trainer_model(checkpoint(seed)))
+            assert serves(engine, seed)
+    assert not {"resume", "pause keep", "pause caller"} & {*engine.calls}
+    assert 0 < report.pause_s <= report.total_s
+
+
+def test_an_engine_that_generates_though_the_caller_should_have_paused_it_is_refused(engine: Any) -> None:
+    generates = False
+    engine.is_paused = lambda: not generates
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", "ipc", engine, pause="caller", timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        generates = True
+        model.load_state_dict(checkpoint(3))
+        with pytest.raises(EngineError, match="the engine generates: pause it before each push"):
+            sync.push(model)
+        assert serves(engine, 2)
+        assert engine.version() == "1"
+        generates = False
+        sync.push(model)
+    assert serves(engine, 3)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What engines report
+
+
+def test_a_label_may_repeat(engine: RecordedEngine) -> None:
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        for number, label in enumerate((7, 7, 3, None), start=1):
+            assert sync.push(model, label=label).version == number
+            assert engine.version() == str(number if label is None else label)
+
+
+def test_a_push_that_is_refused_leaves_the_label(engine: RecordedEngine) -> None:
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        sync.push(model, label="step 7")
+        with pytest.raises(ManifestError):
+            sync.push(nn.Linear(2, 2), label="step 8")
+        assert engine.version() == "step 7"
+
+
+def test_labels_without_effect_are_refused(engine: RecordedEngine) -> None:
+    with pytest.raises(ConfigError, match="must not begin with POISONED"):
+        WeightSync("fsdp", "ipc", engine).push(nn.Linear(2, 2), label="POISONED")
+    with pytest.raises(ConfigError, match="no effect with adapters"):
+        WeightSync("fsdp", "lora", engine).push(nn.Linear(2, 2), label=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Names
+
+
+def prefixed(seed: int) -> nn.Module:
+    return trainer_model({f"wrapped.{name}": tensor for name, tensor in checkpoint(seed).items()})
+
+
+RENAMES: dict[str, Any] = {
+    "patterns": {r"^wrapped\.": "then.", r"^then\.": ""},
+    "function": lambda name: name.removeprefix("wrapped."),
+}
+
+
+@pytest.mark.parametrize("rename", RENAMES.values(), ids=RENAMES)
+@pytest.mark.parametrize("transport", ["ipc", "broadcast", "checkpoint"])
+def test_tensors_travel_under_other_names(engine: RecordedEngine, rename: Any, transport: str, tmp_path: Path) -> None:
+    selection = TensorSelection(rename=rename, frozen=("embed.*",), dtypes={"embed.*": "float32"})
+    way = CheckpointTransport(tmp_path) if transport == "checkpoint" else transport
+    with WeightSync("fsdp", way, engine, selection=selection, timeout_s=TIMEOUT_S) as sync:
+        model = prefixed(2)
+        first = sync.push(model)
+        later = sync.push(model)
+    assert serves(engine, 2)
+    assert (later.nbytes < first.nbytes) is (transport != "checkpoint")
+
+
+def test_a_checkpoint_is_saved_under_other_names(tmp_path: Path) -> None:
+    save(prefixed(2), tmp_path / "saved", selection=TensorSelection(rename=RENAMES["patterns"]))
+    assert set(load_file(tmp_path / "saved" / "model.safetensors")) == set(checkpoint(2))
+
+
+def test_two_tensors_of_one_name_are_refused(engine: RecordedEngine) -> None:
+    selection = TensorSelection(rename={r"\d+": "0"})
+    with (
+        WeightSync("fsdp", "ipc", engine, selection=selection, timeout_s=TIMEOUT_S) as sync,
+        pytest.raises(ManifestError, match=r"layers\.0\.\S+ and layers\.1\.\S+ the same name") as caught,
+    ):
+        sync.push(trainer_model(checkpoint(2)))
+    assert next(iter(caught.value.mismatched)).startswith("layers.0.")
+    assert serves(engine, 1)
+
+
+@pytest.mark.parametrize("rename", ["a", {"(": ""}, {"a": 1}, {"a": r"\1"}])
+def test_a_rename_that_cannot_be_is_refused(rename: Any) -> None:
+    with pytest.raises(ConfigError, match="rename"):
+        TensorSelection(rename=rename)
+
+
+def test_a_function_must_give_names() -> None:
+    with pytest.raises(ConfigError, match="rename gives None for a; expected a name"):
+        TensorSelection(rename=lambda name: None).renamed("a")
+
+
+@pytest.mark.parametrize("transport", ["lora", "single_copy"])
+def test_a_rename_without_effect_is_refused(transport: str) -> None:
+    with pytest.raises(ConfigError, match="rename: no effect"):
+        WeightSync("fsdp", transport, selection=TensorSelection(rename={"a": "b"}))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The thread
+
+
+def test_the_event_loop_goes_on_during_a_push(engine: RecordedEngine) -> None:
+    loop_went_on = threading.Event()
+    update = engine.update
+
+    def update_once_the_loop_went_on(info: dict[str, Any]) -> None:
+        assert loop_went_on.wait(TIMEOUT_S)
+        update(info)
+
+    engine.update = update_once_the_loop_went_on  # type: ignore[method-assign]
+
+    async def main() -> None:
+        with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+            pushing = asyncio.create_task(sync.push_async(trainer_model(checkpoint(2)), label="a"))
+            while "start" not in engine.calls:
+                await asyncio.sleep(0.01)
+            with pytest.raises(ConfigError, match="is pushing already"):
+                sync.push(trainer_model(checkpoint(3)))
+            loop_went_on.set()
+            assert (await pushing).version == 1
+            with pytest.raises(WeightSyncError):
+                await sync.push_async(nn.Linear(2, 2))
+
+    asyncio.run(main())
+    assert serves(engine, 2)
+    assert engine.version() == "a"
+
+
+def test_a_task_that_is_cancelled_ends_when_its_push_has(engine: RecordedEngine) -> None:
+    async def main() -> None:
+        with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+            pushing = asyncio.create_task(sync.push_async(trainer_model(checkpoint(2))))
+            while not engine.calls:
+                await asyncio.sleep(0.01)
+            pushing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await pushing
+            assert serves(engine, 2)
+            assert sync.push(trainer_model(checkpoint(3))).version == 2
+
+    asyncio.run(main())
+
+
+def push_of_two_ranks(rank: int) -> None:
+    engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1))) if rank == 0 else None
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        for _ in range(2):
+            report = asyncio.run(sync.push_async(model)) if rank == 0 else sync.push(model)
+    assert report.version == 2
+    if engine is not None:
+        assert serves(engine, 2)
+        engine.close()
+
+
+def test_one_rank_may_await_what_another_waits_for() -> None:
+    run_ranks(push_of_two_ranks, 2)

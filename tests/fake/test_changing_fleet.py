@@ -1,0 +1,372 @@
+"""A fleet that changes: engines join, leave, catch up and come back, and those that stay are asked nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_engine import ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
+from ranks import run_ranks
+from recorders import RecordedEngine, sent_messages
+from torch import nn
+
+from weightsync import CheckpointTransport, ConfigError, EngineUnreachableError, TensorSelection, WeightSync
+from weightsync.engines.lost_engines import LostEngines
+from weightsync.receiver.load_plan import LoadPlanner
+
+TIMEOUT_S = 20.0
+TRANSPORTS = ["ipc", "broadcast", "checkpoint"]
+A_PUSH = {"Ready", "Go", "Commit"}
+"""What an engine that stays is sent."""
+
+
+class Named(RecordedEngine):
+    """An engine with a name, which may be away, and be started anew from its first weights."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(ModuleHost(TinyEngineModel, checkpoint(1)))
+        self.name = name
+
+    def start_anew(self) -> None:
+        for session in self.sessions:
+            session.close()
+        self.__init__(self.name)  # type: ignore[misc]
+
+    def serves(self, seed: int) -> bool:
+        self.hosts[0].check_before_answer()
+        expected = cold(checkpoint(seed)).state_dict()
+        return all(torch.equal(tensor, expected[name]) for name, tensor in self.hosts[0].live.state_dict().items())
+
+
+@pytest.fixture
+def engines() -> Iterator[list[Named]]:
+    engines = [Named(f"engine {number}") for number in range(6)]
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+def fill(model: nn.Module, seed: int) -> nn.Module:
+    """Let a model hold another checkpoint, in the same memory."""
+    model.load_state_dict(checkpoint(seed))
+    return model
+
+
+def way(transport: str, folder: Path) -> Any:
+    return CheckpointTransport(folder) if transport == "checkpoint" else transport
+
+
+def asked(sent: Counter[tuple[str, str]], number: int) -> set[str]:
+    """Return which messages the worker of an engine was sent."""
+    return {message for peer, message in sent if peer.startswith(f"engine {number} ")}
+
+
+def count_traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    traced: list[int] = []
+    make = LoadPlanner.make
+    monkeypatch.setattr(LoadPlanner, "make", lambda *args: (traced.append(1), make(*args))[1])
+    return traced
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_engine_that_joins_serves_the_next_version_as_the_others_do(
+    engines: list[Named], transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = engines[:2]
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", way(transport, tmp_path), [first], timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        first.heard()
+        traced = count_traces(monkeypatch)
+        sync.engines.add(second)
+        with sent_messages() as sent:
+            report = sync.push(fill(model, 3))
+        assert first.serves(3)
+        assert second.serves(3)
+        assert {worker.name for worker in report.workers} == {"engine 0 worker tp=0", "engine 1 worker tp=0"}
+        assert len(traced) == 1, "the engine that stays traced its loader again"
+        if transport != "checkpoint":  # of which there is one, whose folder is one
+            assert asked(sent, 0) == A_PUSH
+            assert "init" not in first.heard()
+        with sent_messages() as sent:
+            sync.push(fill(model, 4))
+        assert asked(sent, 0) == asked(sent, 1) == A_PUSH
+    assert all(engine.serves(4) and engine.version() == "3" for engine in (first, second))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_engine_that_leaves_goes_on_untouched_and_the_others_are_pushed_to(
+    engines: list[Named], transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaving, staying, another = engines[:3]
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", way(transport, tmp_path), [leaving, staying, another], timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        traced = count_traces(monkeypatch)
+        leaving.heard()
+        staying.heard()
+        sync.engines.remove(leaving)
+        with sent_messages() as sent:
+            sync.push(fill(model, 3))
+        assert leaving.serves(2)
+        assert leaving.version() == "1"
+        assert leaving.heard() == ""
+        assert asked(sent, 0) == {"Release"}
+        assert staying.serves(3)
+        assert another.serves(3)
+        assert traced == []
+        if transport != "broadcast":  # a communicator is of all its members
+            assert asked(sent, 1) == A_PUSH
+            assert "init" not in staying.heard()
+        with WeightSync("fsdp", "ipc", leaving, timeout_s=TIMEOUT_S) as other:  # nobody holds it any more
+            other.push(trainer_model(checkpoint(5)))
+        sync.push(fill(model, 4))
+    assert leaving.serves(5)
+    assert staying.serves(4)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_engine_that_joined_alone_stays_connected_when_the_first_leaves(engines: list[Named], transport: str) -> None:
+    first, second = engines[:2]
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", transport, [first], timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        sync.engines.add(second)
+        sync.push(fill(model, 3))
+        sync.engines.remove(first)
+        with sent_messages() as sent:
+            report = sync.push(fill(model, 4))
+    assert asked(sent, 1) == A_PUSH
+    assert [worker.name for worker in report.workers] == ["engine 1 worker tp=0"]
+    assert first.serves(3)
+    assert second.serves(4)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_late_engine_catches_up_while_the_others_generate_on(engines: list[Named], transport: str) -> None:
+    first, second = engines[:2]
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", transport, [first], timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        sync.push(fill(model, 3))
+        first.heard()
+        assert sync.catch_up(model) is None
+        sync.engines.add(second)
+        with sent_messages() as sent:
+            report = sync.catch_up(model)
+        assert report is not None
+        assert report.version == 2
+        assert [worker.name for worker in report.workers] == ["engine 1 worker tp=0"]
+        assert asked(sent, 0) == set()
+        assert first.heard() == ""
+        assert all(engine.serves(3) and engine.version() == "2" for engine in (first, second))
+        assert sync.catch_up(model) is None
+        with sent_messages() as sent:
+            assert len(sync.push(fill(model, 4)).workers) == 2
+        assert asked(sent, 0) == asked(sent, 1) == A_PUSH
+    assert all(engine.serves(4) and engine.version() == "3" for engine in (first, second))
+
+
+def test_nothing_catches_up_with_a_model_that_was_written_since(engines: list[Named]) -> None:
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", "ipc", [engines[0]], timeout_s=TIMEOUT_S) as sync:
+        with pytest.raises(ConfigError, match="there is no version to catch up with"):
+            sync.catch_up(model)
+        sync.push(model)
+        sync.engines.add(engines[1])
+        fill(model, 3)
+        with pytest.raises(ConfigError, match="the model was written or moved since"):
+            sync.catch_up(model)
+        assert engines[0].serves(2)
+        assert engines[1].serves(1)
+        sync.push(model)
+    assert all(engine.serves(3) for engine in engines[:2])
+
+
+def test_engine_that_had_a_newer_version_does_not_catch_up(engines: list[Named]) -> None:
+    with WeightSync("fsdp", "ipc", engines[1], timeout_s=TIMEOUT_S) as sync:
+        sync.push(trainer_model(checkpoint(4)), version=9)
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", "ipc", [engines[0]], timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        sync.engines.add(engines[1])
+        with pytest.raises(ConfigError, match="catch up with version 1 has had version 9"):
+            sync.catch_up(model)
+        assert engines[1].serves(4)
+        assert sync.push(model).version == 10
+    assert all(engine.serves(2) for engine in engines[:2])
+
+
+def test_engine_that_joins_gets_what_is_frozen(engines: list[Named]) -> None:
+    model = trainer_model(checkpoint(2))
+    for name, param in model.named_parameters():
+        param.requires_grad_("attn" in name)
+    selection = TensorSelection(only_trained=True)
+    with WeightSync("fsdp", "ipc", [engines[0]], selection=selection, timeout_s=TIMEOUT_S) as sync:
+        whole = sync.push(model).nbytes
+        assert sync.push(model).nbytes < whole
+        sync.engines.add(engines[1])
+        assert sync.push(model).nbytes == whole
+        assert sync.push(model).nbytes < whole
+    assert all(engine.serves(2) for engine in engines[:2])
+
+
+def test_links_of_many_that_joined_one_by_one_become_one(engines: list[Named]) -> None:
+    model = trainer_model(checkpoint(1))
+    sent: Counter[tuple[str, str]] = Counter()
+    with WeightSync("fsdp", "ipc", [engines[0]], timeout_s=TIMEOUT_S) as sync:
+        for seed, engine in enumerate(engines[1:], 2):
+            sync.push(model)
+            sync.engines.add(engine)
+            with sent_messages() as sent:
+                sync.push(fill(model, seed))
+            assert engine.serves(seed)
+        assert len(sync._strategy._links) == 2
+        assert all(engine.serves(6) for engine in engines)
+        assert asked(sent, 0) == A_PUSH
+        sync.engines.remove(engines[5])
+        sync.push(fill(model, 7))
+    assert all(engine.serves(7) for engine in engines[:5])
+
+
+def test_engine_that_was_started_anew_between_pushes_is_pushed_to(engines: list[Named]) -> None:
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", "ipc", engines[:2], timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        engines[1].start_anew()
+        with sent_messages() as sent:
+            assert sync.push(fill(model, 3)).left_out == ()
+    assert asked(sent, 0) == A_PUSH
+    assert all(engine.serves(3) for engine in engines[:2])
+
+
+def test_engine_that_does_not_join_leaves_the_others_as_they_are(engines: list[Named]) -> None:
+    first, absent = engines[:2]
+
+    def refuse(info: dict[str, Any]) -> None:
+        raise EngineUnreachableError("nothing answers there", who=absent.name)
+
+    absent.init = refuse  # type: ignore[method-assign]
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", "ipc", [first], timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        first.heard()
+        sync.engines.add(absent)
+        with pytest.raises(EngineUnreachableError, match="nothing answers there"):
+            sync.catch_up(model)
+        assert first.heard() == ""
+        assert first.serves(2)
+        sync.engines.remove(absent)
+        sync.push(fill(model, 3))
+    assert first.serves(3)
+
+
+def test_a_callable_and_a_file_are_read_before_each_push(engines: list[Named], tmp_path: Path) -> None:
+    there = engines[:1]
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", "ipc", lambda: there, timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        there = engines[:3]
+        sync.push(fill(model, 3))
+        there = engines[1:3]
+        sync.push(fill(model, 4))
+        with pytest.raises(ConfigError, match="change what it names"):
+            sync.engines.add(engines[4])
+    assert [engine.serves(seed) for engine, seed in zip(engines, (3, 4, 4), strict=False)] == [True] * 3
+    file = tmp_path / "engines"
+    with WeightSync("fsdp", "ipc", file, timeout_s=TIMEOUT_S) as sync:
+        with pytest.raises(ConfigError, match=f"cannot read the engines' addresses from {file}"):
+            sync.push(model)
+        file.write_text("# none yet\n\n")
+        with pytest.raises(ConfigError, match="the list of engines"):
+            sync.push(model)
+        file.write_text("http://127.0.0.1:9  # nobody listens there\n")
+        with pytest.raises(EngineUnreachableError, match=r"127\.0\.0\.1:9"):
+            sync.push(model)
+
+
+def test_engines_are_added_and_removed_once(engines: list[Named]) -> None:
+    sync = WeightSync("fsdp", "ipc", ["http://a:1", engines[0]], timeout_s=TIMEOUT_S)
+    for known in ("http://a:1/", engines[0]):
+        with pytest.raises(ConfigError, match="is among the engines already"):
+            sync.engines.add(known)
+    with pytest.raises(ConfigError, match="is not among the engines"):
+        sync.engines.remove("http://b:1")
+    sync.engines.add("http://b:1")
+    before = sync.engines.engines()
+    sync.engines.remove("http://a:1")
+    assert sync.engines.engines() == before[1:]
+    assert [one.name for one in before] == ["engine 0 (http://a:1)", "engine 0", "engine 2 (http://b:1)"]
+
+
+def test_transports_of_one_engine_have_no_list() -> None:
+    with pytest.raises(ConfigError, match="one engine, which does not change"):
+        _ = WeightSync("fsdp", "single_copy").engines
+
+
+def test_push_does_not_wait_for_a_lost_engine_that_does_not_answer(engines: list[Named]) -> None:
+    """Nothing comes back from a host that is gone, not even a refusal."""
+    over, asks = threading.Event(), []
+
+    def is_alive() -> bool:
+        asks.append(1)
+        return over.wait(TIMEOUT_S)
+
+    lost = LostEngines()
+    engines[1].is_alive = is_alive  # type: ignore[method-assign]
+    lost.add(["engine 1"])
+    for _ in range(3):
+        assert lost.present(engines[:2]) == engines[:1]
+    assert asks == [1], "it is asked anew while nothing has come back"
+    question = lost._asked["engine 1"]
+    over.set()
+    question.answered.wait(TIMEOUT_S)
+    assert lost.present(engines[:2]) == engines[:2]
+    assert lost.names == set()
+
+
+def change_from_ranks(rank: int, transport: str) -> None:
+    engines = [Named(f"engine {number}") for number in range(3)]
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", transport, engines[:2] if rank == 0 else None, timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        if rank == 0:
+            sync.engines.add(engines[2])
+        caught_up = sync.catch_up(model)
+        assert caught_up is not None
+        assert rank or all(engine.serves(2) for engine in engines)
+        sync.push(fill(model, 3))
+        assert rank or all(engine.serves(3) for engine in engines)
+        if rank == 0:
+            sync.engines.remove(engines[0])
+        assert len(sync.push(fill(model, 4)).workers) == 2
+        assert rank or [engine.serves(seed) for engine, seed in zip(engines, (3, 4, 4), strict=True)] == [True] * 3
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_all_ranks_follow_what_rank_0_is_told(transport: str) -> None:
+    run_ranks(change_from_ranks, 2, transport)
+
+
+def add_elsewhere(rank: int) -> None:
+    engines = [Named("engine 0"), Named("engine 1")]
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", "ipc", engines[rank], timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        if rank:
+            sync.engines.add(engines[0])
+        with pytest.raises(ConfigError, match="in the process of trainer rank 1 was added or removed"):
+            sync.push(model)
+    for engine in engines:
+        engine.close()
+
+
+def test_engine_that_another_rank_adds_in_its_process_is_refused() -> None:
+    run_ranks(add_elsewhere, 2)

@@ -1,0 +1,82 @@
+"""Options from files and command lines."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import closing
+from dataclasses import MISSING, fields
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+import yaml
+from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold
+from transformers import HfArgumentParser
+
+from weightsync import ConfigError, TensorSelection, WeightSync, WeightSyncConfig
+
+
+def test_a_config_has_the_options_of_weight_sync_and_their_defaults() -> None:
+    given = inspect.signature(WeightSync).parameters.values()
+    required = {each.name: each.default for each in given}
+    del required["stream_tensors"]  # no file holds them
+    own = {
+        each.name: inspect.Parameter.empty if each.default is MISSING else each.default
+        for each in fields(WeightSyncConfig)
+    }
+    assert own == required
+
+
+TEXT = """
+backend: stream
+max_bytes: 256
+verify: full
+timeout_s: 30
+selection:
+  exclude: [left_out]
+  dtypes: {"*.norm.weight": float32}
+"""
+
+
+@pytest.mark.parametrize("kind", [dict, WeightSyncConfig], ids=["mapping", "config"])
+def test_a_push_by_a_config_that_yaml_has_filled(kind: Any) -> None:
+    engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))
+    config = kind(**yaml.safe_load(TEXT))
+    with closing(engine), WeightSync.from_config(config, engine=engine) as sync:
+        report = sync.push({**checkpoint(2), "left_out": checkpoint(2)["embed.weight"]})
+    assert report.chunks > 1
+    assert all(map(torch.equal, engine.hosts[0].live.parameters(), cold(checkpoint(2)).parameters()))
+
+
+def test_a_command_line_fills_a_config() -> None:
+    words = "--backend fsdp --transport broadcast --engine http://a:1 http://b:2 --max_bytes 1000 --progress false"
+    (config,) = HfArgumentParser(WeightSyncConfig).parse_args_into_dataclasses(words.split())
+    assert config == WeightSyncConfig("fsdp", "broadcast", ["http://a:1", "http://b:2"], max_bytes=1000, progress=False)
+
+
+def test_annotations_name_what_a_file_can_hold() -> None:
+    assert not {name for name, hint in get_type_hints(WeightSyncConfig).items() if "weightsync" in str(hint)}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"backend": "fsdp", "transprot": "ipc"}, "a WeightSyncConfig has no transprot; its fields are backend, "),
+        ({"backend": "fsdp", "selection": {"freeze": []}}, "a TensorSelection has no freeze; its fields are exclude, "),
+        ({"backend": "fsdp", "selection": {"frozen": "a.*"}}, "expected a sequence of patterns"),
+        ({"backend": "fsdp", "selection": ["a"]}, "expected a TensorSelection"),
+        ({"backend": "fsdp", "timeout_s": "300"}, "positive seconds"),
+        ({"backend": "fsdp", "max_bytes": "1GB"}, "max_bytes='1GB'; it must be a whole number"),
+        ({"backend": "fsdp", "vocab_size": True}, "vocab_size=True; it must be a whole number"),
+        ({"backend": "fsdp", "pause": "never"}, "choose one of keep, wait, abort"),
+        ("fsdp", "expected a WeightSyncConfig or a mapping of its fields"),
+    ],
+)
+def test_a_config_has_the_errors_of_weight_sync(config: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        WeightSync.from_config(config)
+
+
+def test_a_selection_stays_what_it_is() -> None:
+    selection = TensorSelection(exclude=("a",))
+    assert WeightSyncConfig("fsdp", selection=selection).selection is selection

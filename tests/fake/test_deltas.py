@@ -1,0 +1,252 @@
+"""Pushes that send what has changed: the engine is as one that was given everything, whatever was lost in between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+import torch
+from engines import TIMEOUT_S
+from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, fail_once_after, module_of
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from weightsync import ConfigError, PushReport, TensorSelection, WeightSync, WeightSyncError
+from weightsync.transports import encoding
+
+ROWS, WIDTH, LAYERS = 256, 512, 6
+NBYTES = 2 * ROWS * WIDTH * LAYERS
+
+
+class Layers(nn.Module):
+    """Rank `rank` of `tp`, which has as many rows of each matrix as another."""
+
+    def __init__(self, rank: int = 0, tp: int = 1) -> None:
+        super().__init__()
+        self.rank = rank
+        self.layers = nn.ParameterList(torch.empty(ROWS // tp, WIDTH, dtype=torch.bfloat16) for _ in range(LAYERS))
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            param = self.get_parameter(name)
+            param.data.copy_(tensor.narrow(0, self.rank * param.shape[0], param.shape[0]))
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {f"layers.{n}": 0.02 * torch.randn(ROWS, WIDTH, generator=draw) for n in range(LAYERS)}
+
+
+class Trainer:
+    """A policy in float32, whose steps change few of the bfloat16 values that travel."""
+
+    def __init__(self, engine: Any, encoding: str | None = "delta", seed: int = 1, **options: Any) -> None:
+        self.master = weights(seed)
+        self.draw = torch.Generator().manual_seed(seed)
+        self.sync = WeightSync(
+            "fsdp", "broadcast", engine, encoding=encoding, timeout_s=TIMEOUT_S, max_bytes=NBYTES // 4, **options
+        )
+        self.model = module_of({name: tensor.bfloat16() for name, tensor in self.master.items()})
+
+    def step(self, lr: float = 1e-6) -> None:
+        for name, param in self.model.named_parameters():
+            self.master[name] += 0.3 * lr * torch.randn(ROWS, WIDTH, generator=self.draw)
+            whole = self.master[name].bfloat16()
+            if isinstance(param, DTensor):
+                whole = whole.chunk(param.device_mesh.size())[param.device_mesh.get_rank()]
+                param.to_local().detach().copy_(whole)
+            else:
+                param.data.copy_(whole)
+
+    def push(self) -> PushReport:
+        return self.sync.push(self.model)
+
+    def check(self, *hosts: ModuleHost) -> None:
+        """The engines hold what the trainer holds, to the bit."""
+        for host in hosts:
+            rank, world = host.identity.rank, host.identity.world
+            for name in self.master:
+                own = self.master[name].bfloat16().chunk(world)[rank].view(torch.int16)
+                assert torch.equal(host.live.get_parameter(name).data.view(torch.int16), own), name
+
+
+def engine_host(rank: int = 0, tp: int = 1) -> ModuleHost:
+    tensors = {name: tensor.bfloat16() for name, tensor in weights(0).items()}
+    return ModuleHost(lambda: Layers(rank, tp), tensors, rank=rank, world=tp)
+
+
+@pytest.fixture
+def host() -> ModuleHost:
+    return engine_host()
+
+
+@pytest.fixture
+def engine(host: ModuleHost) -> Iterator[FakeEngine]:
+    with closing(FakeEngine(host)) as engine:
+        yield engine
+
+
+def test_a_push_sends_what_has_changed(host: ModuleHost, engine: FakeEngine):
+    trainer = Trainer(engine)
+    assert trainer.push().sent_bytes >= NBYTES
+    for lr, factor in [(1e-6, 60), (1e-6, 60), (1e-5, 15), (0.0, 1000), (1e-6, 60)]:
+        trainer.step(lr)
+        report = trainer.push()
+        trainer.check(host)
+        assert (report.nbytes, report.chunks > 2) == (NBYTES, True)
+        assert report.sent_bytes < NBYTES / factor
+    trainer.sync.close()
+
+
+def test_engines_in_a_chain_pass_differences_on():
+    hosts = [[engine_host(rank, 2) for rank in range(2)] for _ in range(3)]
+    with ExitStack() as stack:
+        engines = [stack.enter_context(closing(FakeEngine(*own))) for own in hosts]
+        trainer = Trainer(engines)
+        first = trainer.push()
+        for _ in range(3):
+            trainer.step()
+            report = trainer.push()
+            trainer.check(*(host for own in hosts for host in own))
+            assert report.sent_bytes < first.sent_bytes / 50
+        trainer.sync.close()
+
+
+def rank_of_two(rank: int) -> None:
+    with ExitStack() as stack:
+        hosts = [engine_host(), engine_host()] if rank == 0 else []
+        engines = [stack.enter_context(closing(FakeEngine(host))) for host in hosts]
+        trainer = Trainer(engines or None)
+        fully_shard(trainer.model, mesh=init_device_mesh("cpu", (2,)))
+        sent = []
+        for _ in range(3):
+            trainer.step()
+            sent.append(trainer.push().sent_bytes)
+            trainer.check(*hosts)
+        trainer.sync.close()
+        assert max(sent[1:]) < sent[0] / 50
+
+
+def test_each_of_two_ranks_sends_its_own_differences_to_a_chain():
+    run_ranks(rank_of_two, 2)
+
+
+def test_auto_sends_everything_over_a_fast_link(host: ModuleHost, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(encoding, "_PAYS_BELOW", 0.0)
+    trainer = Trainer(engine, "auto")
+    for _ in range(5):
+        trainer.step()
+        assert trainer.push().sent_bytes >= NBYTES
+        trainer.check(host)
+    trainer.sync.close()
+
+
+def test_frozen_tensors_and_others_of_every_dtype_arrive():
+    host = ModuleHost(TinyEngineModel, checkpoint(1))
+    with closing(FakeEngine(host)) as engine:
+        model = module_of(checkpoint(2))
+        sync = WeightSync(
+            "fsdp", "broadcast", engine, encoding="delta", max_bytes=1000, timeout_s=TIMEOUT_S,
+            selection=TensorSelection(frozen=("embed.weight", "layers.1.*")),
+        )  # fmt: skip
+        for seed in range(4):
+            for name, param in model.named_parameters():
+                if seed and name.startswith("layers.0.attn"):
+                    param.data.copy_(checkpoint(seed)[name])
+            sync.push(model)
+            expected = cold({name: param.detach().clone() for name, param in model.named_parameters()}).state_dict()
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in host.live.state_dict().items())
+        sync.close()
+
+
+# What has lost its base gets everything
+
+
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_after_a_failed_push_everything_is_sent(host: ModuleHost, engine: FakeEngine, chunk: int):
+    trainer = Trainer(engine)
+    trainer.push()
+    trainer.step()
+    fail_once_after(engine.sessions[0].receiver, chunk)
+    with pytest.raises(WeightSyncError, match="no memory left"):
+        trainer.push()
+    assert trainer.push().sent_bytes >= NBYTES
+    trainer.check(host)
+    trainer.step()
+    assert trainer.push().sent_bytes < NBYTES / 50
+    trainer.check(host)
+    trainer.sync.close()
+
+
+def test_an_engine_that_joins_is_sent_everything_and_the_others_what_has_changed(host: ModuleHost, engine: FakeEngine):
+    late = engine_host()
+    with closing(FakeEngine(late)) as other:
+        trainer = Trainer([engine])
+        trainer.push()
+        trainer.step()
+        assert trainer.push().sent_bytes < NBYTES / 50
+        trainer.sync.engines.add(other)
+        for most_bytes in (1.1 * NBYTES, NBYTES / 25):
+            trainer.step()
+            assert trainer.push().sent_bytes < most_bytes
+            trainer.check(host, late)
+        trainer.sync.engines.remove(engine)
+        trainer.step()
+        assert trainer.push().sent_bytes < NBYTES / 50
+        trainer.check(late)
+        trainer.sync.close()
+
+
+def test_a_hundred_pushes_with_losses_in_between_arrive_to_the_bit(host: ModuleHost):
+    chance = random.Random(7)
+    losses = {"failure": 0, "restart": 0, "other trainer": 0}
+    engine, trainer = FakeEngine(host), None
+    whole = 0
+    for number in range(100):
+        if trainer is None:
+            trainer, is_lost = Trainer(engine, seed=number), True
+        loss = chance.choice([*losses, *[""] * 17])
+        trainer.step(chance.choice([1e-6, 1e-5, 1e-3]))
+        if loss == "failure":
+            fail_once_after(engine.sessions[0].receiver, chance.randrange(3))
+            with pytest.raises(WeightSyncError):
+                trainer.push()
+            is_lost = True
+        report = trainer.push()
+        trainer.check(host)
+        assert (report.sent_bytes > NBYTES) == is_lost
+        whole, is_lost = whole + is_lost, False
+        losses |= {loss: losses[loss] + 1} if loss else {}
+        if loss == "restart":  # with other weights, and without what it was sent
+            trainer.sync.close()
+            engine.close()
+            host = engine_host()
+            engine = FakeEngine(host)
+            master = trainer.master
+            trainer, is_lost = Trainer(engine, seed=number), True
+            trainer.master = master
+        if loss == "other trainer":
+            trainer.sync.close()
+            trainer = None
+    assert whole > 5
+    assert min(losses.values()) > 0
+    assert trainer is not None
+    trainer.sync.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("transport", ["ipc", "lora", "single_copy"])
+def test_an_encoding_that_a_transport_has_not_is_refused(transport: str):
+    with pytest.raises(ConfigError, match="encoding"):
+        WeightSync("fsdp", transport, encoding="auto")
+
+
+def test_an_unknown_encoding_is_refused():
+    with pytest.raises(ConfigError, match="'auto', 'delta'"):
+        WeightSync("fsdp", "broadcast", encoding="zstd")

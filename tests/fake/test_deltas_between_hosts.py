@@ -1,0 +1,161 @@
+"""Pushes over a link of 200 Mbit/s that send what has changed: how many bytes, and how long they take."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from fake_engine import FakeEngine, ModuleHost, module_of
+from fake_server import FakeServer
+from hosts import Host, Hosts
+from torch import nn
+
+from weightsync import WeightSync
+from weightsync.control.handshake import KEY
+from weightsync.kernels.digest import digest
+
+all_hosts = pytest.mark.skipif("TEST_HOSTS" not in os.environ, reason="`make test-hosts` runs it")
+
+PORT, TIMEOUT_S, SECRET = 8000, 60.0, "k" * 32
+RATE = "200mbit"
+WIDTH, ROWS = 1024, 512
+LAYER_BYTES = 2 * WIDTH * ROWS
+ALL_OTHER = 0.0
+"""In place of a learning rate: each push has other weights altogether."""
+
+
+def weights(layers: int, seed: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {f"layers.{n}": 0.02 * torch.randn(ROWS, WIDTH, generator=draw) for n in range(layers)}
+
+
+class Layers(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(torch.empty(ROWS, WIDTH, dtype=torch.bfloat16) for _ in range(layers))
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What runs on the hosts
+
+
+def serve(host: Host, layers: int) -> None:
+    os.environ[KEY] = SECRET
+    torch.set_num_threads(1)
+    tensors = {name: tensor.bfloat16() for name, tensor in weights(layers, 0).items()}
+    server = FakeServer(FakeEngine(ModuleHost(lambda: Layers(layers), tensors)), PORT)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    host.kept.append(server)
+
+
+class Trainer:
+    """A policy in float32, of which bfloat16 is pushed."""
+
+    def __init__(self, layers: int, urls: list[str], encoding: str | None) -> None:
+        self.master = weights(layers, 1)
+        self.model = module_of({name: tensor.bfloat16() for name, tensor in self.master.items()})
+        self.sync = WeightSync(
+            "fsdp", "broadcast", urls, encoding=encoding, timeout_s=TIMEOUT_S, max_bytes=4 * LAYER_BYTES
+        )
+
+    def step(self, lr: float, seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        for name, param in self.model.named_parameters():
+            step = torch.randn(ROWS, WIDTH, generator=draw)
+            self.master[name] = 0.02 * step if lr == ALL_OTHER else self.master[name] + 0.3 * lr * step
+            param.data.copy_(self.master[name])
+
+    def close(self) -> None:
+        self.sync.close()
+
+
+def connect(host: Host, *arguments: Any) -> None:
+    os.environ[KEY] = SECRET
+    torch.set_num_threads(1)
+    host.kept.append(Trainer(*arguments))
+    host.kept[0].sync.push(host.kept[0].model)
+
+
+def step_and_push(host: Host, lr: float, seed: int) -> tuple[int, float, float]:
+    """Return the bytes that were sent, and the seconds and the processor time of the push."""
+    trainer = host.kept[0]
+    trainer.step(lr, seed)
+    processor_s = time.process_time()
+    report = trainer.sync.push(trainer.model)
+    return report.sent_bytes, report.total_s, time.process_time() - processor_s
+
+
+def served(host: Host) -> dict[str, int]:
+    return digests(host.kept[0].engine.hosts[0].live)
+
+
+def pushed(host: Host) -> dict[str, int]:
+    return digests(host.kept[0].model)
+
+
+def digests(model: nn.Module) -> dict[str, int]:
+    """Return the digest of each parameter's bytes."""
+    return {name: digest(param.data.view(-1).view(torch.uint8)) for name, param in model.named_parameters()}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def left(hosts: Hosts, name: str) -> int:
+    """Return how many bytes have left a host through its cable."""
+    row = next(line for line in hosts.sh(name, "cat /proc/net/dev").splitlines() if "eth0:" in line)
+    return int(row.partition(":")[2].split()[8])
+
+
+def test_a_slow_link_carries_what_has_changed_alone(tmp_path: Path):
+    layers = 8
+    with Hosts("A", "B", shared=tmp_path) as hosts:
+        engine, trainer = hosts.python("B"), hosts.python("A")
+        engine.call(serve, layers)
+        for name in "AB":
+            hosts.link(name, rate=RATE)
+        trainer.call(connect, layers, [f"http://B:{PORT}"], "auto")
+        for seed in (2, 3):
+            before = left(hosts, "A")
+            trainer.call(step_and_push, 1e-6, seed)
+            assert left(hosts, "A") - before < layers * LAYER_BYTES / 10
+            assert engine.call(served) == trainer.call(pushed)
+
+
+@all_hosts
+@pytest.mark.parametrize(("rate", "of_each"), [(RATE, 1), (RATE, 3), ("1gbit", 1), ("", 1)])
+def test_seconds_of_a_push(tmp_path: Path, rate: str, of_each: int):
+    """Print a row of docs/deltas.md's table for each learning rate: medians, in turns, so that a load is on all."""
+    layers, count = 28, 9
+    fleets = "BCD"[:of_each], "EFG"[:of_each]
+    with Hosts("A", *"".join(fleets), shared=tmp_path) as hosts:
+        engines = [[hosts.python(name) for name in fleet] for fleet in fleets]
+        trainers = [hosts.python("A") for _ in engines]
+        for engine in [*engines[0], *engines[1]]:
+            engine.call(serve, layers)
+        for name in "A" + "".join(fleets) if rate else "":
+            hosts.link(name, rate=rate)
+        for trainer, fleet, encoding in zip(trainers, fleets, (None, "auto"), strict=True):
+            trainer.call(connect, layers, [f"http://{name}:{PORT}" for name in fleet], encoding)
+        print(f"\n{rate or 'no limit'}, engines: {of_each}, {layers * LAYER_BYTES / 1e6:.1f} MB")
+        for lr in (1e-6, 1e-5, 1e-4, ALL_OTHER):
+            rows = [[trainer.call(step_and_push, lr, 10 + n) for trainer in trainers] for n in range(count)]
+            dense, encoded = ([median(row[end][at] for row in rows) for at in range(3)] for end in range(2))
+            print(
+                f"| {lr or 'all other'} | {dense[1]:.3f} s | {encoded[1]:.3f} s | {dense[1] / encoded[1]:.2f} "
+                f"| {dense[0] / encoded[0]:.1f} | processor {dense[2]:.3f} s, {encoded[2]:.3f} s",
+                flush=True,
+            )
+            for fleet, trainer in zip(engines, trainers, strict=True):
+                held = trainer.call(pushed)
+                assert all(engine.call(served) == held for engine in fleet)

@@ -1,0 +1,291 @@
+"""Pushes of streams: pairs of a name and a tensor, once for each push."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
+from ranks import run_ranks
+from recorders import RecordedEngine
+from safetensors.torch import load_file
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from weightsync import ConfigError, ManifestError, TensorSelection, UnsupportedError, WeightSync, WeightSyncError, save
+from weightsync.errors import EngineUnreachableError
+from weightsync.kernels.quantize import int8_per_channel, row_maxima
+from weightsync.sources import open_source
+from weightsync.sources.quantize import QuantizingSource
+
+TENSORS = {name: tensor.to("meta") for name, tensor in checkpoint(1).items()}
+KINDS: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
+    "dict": lambda tensors: tensors,
+    "list": lambda tensors: list(tensors.items()),
+    "function": lambda tensors: lambda: iter(tensors.items()),
+    "iterator": lambda tensors: iter(tensors.items()),
+}
+
+
+def serves(engine: FakeEngine, seed: int) -> bool:
+    return all(map(torch.equal, engine.hosts[0].live.parameters(), cold(checkpoint(seed)).parameters()))
+
+
+def is_poisoned(engine: FakeEngine) -> bool:
+    return engine.version().startswith("POISONED")
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("given", [None, TENSORS], ids=["learnt", "given"])
+def test_a_stream_of_any_kind_is_pushed(transport: str, kind: str, given: Any) -> None:
+    engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))
+    options = {"stream_tensors": given, "timeout_s": 30.0}
+    with closing(engine), WeightSync("stream", transport, engine, **options) as sync:
+        for seed in (2, 3, 4):
+            sync.push(KINDS[kind](checkpoint(seed)))
+            assert serves(engine, seed)
+
+
+def test_a_tensor_lives_until_its_bucket_has_been_sent() -> None:
+    engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))
+    alive: list[int] = []
+
+    def stream(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+        refs: list[StorageWeakRef] = []
+        for name, tensor in checkpoint(seed).items():
+            copy = tensor.clone()
+            refs.append(StorageWeakRef(copy.untyped_storage()))
+            alive.append(sum(not ref.expired() for ref in refs))
+            yield name, copy
+
+    options = {"stream_tensors": TENSORS, "max_bytes": 256, "timeout_s": 30.0}
+    with closing(engine), WeightSync("stream", "ipc", engine, **options) as sync:
+        for seed in (2, 3):
+            report = sync.push(stream(seed))
+    assert serves(engine, 3)
+    assert report.chunks > 3
+    assert 1 < max(alive) < len(TENSORS) / 2
+
+
+def test_an_iterator_whose_names_are_not_known_is_kept_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))
+    with closing(engine), WeightSync("stream", "ipc", engine, timeout_s=30.0) as sync:
+        for words in ("in CPU memory", ""):
+            with caplog.at_level(logging.WARNING):
+                sync.push(iter(checkpoint(2).items()))
+            assert words in caplog.text
+            assert bool(words) is bool(caplog.text)
+            caplog.clear()
+
+
+def changed(change: str) -> Iterator[tuple[str, torch.Tensor]]:
+    tensors = list(checkpoint(3).items())
+    name, tensor = tensors[-1]
+    first, value = tensors[0]
+    return iter(
+        {
+            "another shape first": [(first, value[:-1]), *tensors[1:]],
+            "nothing": [],
+            "another name at the end": [*tensors[:-1], ("another", tensor)],
+            "another dtype at the end": [*tensors[:-1], (name, tensor.double())],
+            "one too few": tensors[:-1],
+            "one too many": [*tensors, ("another", tensor)],
+        }[change]
+    )
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+@pytest.mark.parametrize(
+    ("change", "is_written"),
+    [
+        ("another shape first", False),
+        ("nothing", False),
+        ("another name at the end", True),
+        ("another dtype at the end", True),
+        ("one too few", True),
+        ("one too many", True),
+    ],
+)
+def test_a_stream_that_differs_is_a_manifest_error(transport: str, change: str, is_written: bool) -> None:
+    engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))
+    options = {"stream_tensors": TENSORS, "max_bytes": 256, "timeout_s": 30.0}
+    with closing(engine), WeightSync("stream", transport, engine, **options) as sync:
+        sync.push(iter(checkpoint(2).items()))
+        with pytest.raises(ManifestError, match="the stream"):
+            sync.push(changed(change))
+        assert is_poisoned(engine) is is_written
+        assert serves(engine, 2) or is_written
+        sync.push(iter(checkpoint(4).items()))
+        assert not is_poisoned(engine)
+        assert serves(engine, 4)
+
+
+def test_a_dict_that_differs_is_negotiated_anew() -> None:
+    engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))
+    with closing(engine), WeightSync("stream", "ipc", engine, timeout_s=30.0) as sync:
+        sync.push(checkpoint(2))
+        sync.push(dict(reversed(checkpoint(3).items())))
+        assert serves(engine, 3)
+        short = checkpoint(4)
+        del short["layers.1.norm.weight"]
+        with pytest.raises(ManifestError, match=r"missing 1: layers\.1\.norm\.weight"):
+            sync.push(short)
+        assert serves(engine, 3)
+        assert not is_poisoned(engine)
+
+
+def test_what_a_stream_raises_is_raised_by_push() -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(checkpoint(3).items())[:-1]
+        raise MemoryError("no memory left")
+
+    engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))
+    options = {"stream_tensors": TENSORS, "timeout_s": 30.0}
+    with closing(engine), WeightSync("stream", "ipc", engine, **options) as sync:
+        with pytest.raises(WeightSyncError, match="MemoryError: no memory left"):
+            sync.push(broken())
+        sync.push(iter(checkpoint(4).items()))
+        assert serves(engine, 4)
+
+
+def test_a_stream_is_quantised_as_it_comes() -> None:
+    matrices = {name: tensor for name, tensor in checkpoint(2).items() if name.endswith("q.weight")}
+    selection = TensorSelection()
+    inner = open_source("stream", selection)
+    source = QuantizingSource(inner, "int8", selection, wait=lambda seconds: None, timeout_s=1.0)
+    for _ in range(2):
+        shards = {shard.meta.name: shard for shard in source.shards(lambda: iter(matrices.items()))}
+        assert len(source.manifest(lambda: iter(matrices.items()))) == 2 * len(matrices)
+        for name, matrix in matrices.items():
+            source.gather([name, f"{name}_scale"])
+            scale = int8_per_channel.scale(row_maxima(matrix.bfloat16()))
+            assert torch.equal(shards[f"{name}_scale"].values(), scale)
+            assert torch.equal(shards[name].values(), int8_per_channel.values(matrix.bfloat16(), scale))
+        source.gather(())
+
+
+@pytest.mark.parametrize("kind", ["function", "iterator"])
+def test_a_push_without_a_lost_engine_reads_the_stream_again_where_that_can_be(kind: str) -> None:
+    engines = [RecordedEngine(ModuleHost(TinyEngineModel, checkpoint(1))) for _ in range(2)]
+    engines[0].name, engines[1].name = "first", "second"
+    options: dict[str, Any] = {"stream_tensors": TENSORS, "on_engine_failure": "drop", "timeout_s": 5.0}
+    with WeightSync("stream", "ipc", list(engines), **options) as sync:
+        sync.push(KINDS[kind](checkpoint(2)))
+        engines[0].start_error = EngineUnreachableError("it is gone", who="first")
+        engines[0].is_alive = lambda: False  # type: ignore[method-assign]
+        if kind == "iterator":
+            with pytest.raises(EngineUnreachableError):
+                sync.push(KINDS[kind](checkpoint(3)))
+            sync.leave_out_lost()
+        report = sync.push(KINDS[kind](checkpoint(3)))
+    assert report.left_out == ("first",)
+    assert serves(engines[1], 3)
+    for engine in engines:
+        engine.close()
+
+
+class Bridge:
+    """What exports a Megatron model, whose state this is."""
+
+    def export_weights(self, chunks: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(chunks[0].state_dict().items())
+
+
+@pytest.mark.parametrize("backend", ["stream", "megatron"])
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_an_engine_that_joins_gets_what_the_others_get(backend: str, transport: str) -> None:
+    engines = [FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1))) for _ in range(2)]
+    options = {"megatron_bridge": Bridge()} if backend == "megatron" else {}
+
+    def pushed(seed: int) -> Any:
+        return trainer_model(checkpoint(seed)) if options else checkpoint(seed)
+
+    with WeightSync(backend, transport, [engines[0]], timeout_s=30.0, **options) as sync:
+        sync.push(pushed(2))
+        sync.engines.add(engines[1])
+        with pytest.raises(ConfigError, match="push it, to all engines"):
+            sync.catch_up(pushed(2))
+        for seed in (3, 4):
+            sync.push(pushed(seed))
+            assert all(serves(engine, seed) for engine in engines)
+    for engine in engines:
+        engine.close()
+
+
+def gathered(weights: dict[str, torch.Tensor]) -> Any:
+    """Return a stream of whole tensors, each of which takes a collective, as those of a sharded model do."""
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights.items():
+            part = tensor / 2
+            dist.all_reduce(part)
+            yield name, part
+
+    return stream
+
+
+def push_of_two_ranks(rank: int, transport: str, kind: str) -> None:
+    engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1))) if rank == 0 else None
+    options = {"stream_tensors": TENSORS if kind == "iterator" else None, "max_bytes": 256, "timeout_s": 30.0}
+    with WeightSync("stream", transport, engine, **options) as sync:
+        for seed in (2, 3):
+            if kind == "rank 0 alone":
+                stream = iter(checkpoint(seed).items()) if rank == 0 else None
+            else:
+                stream = gathered(checkpoint(seed))
+            report = sync.push(stream() if kind == "iterator" else stream)
+            assert report.chunks > 3
+            assert engine is None or serves(engine, seed)
+    if engine is not None:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("transport", "kind"), [("ipc", "function"), ("broadcast", "iterator"), ("ipc", "rank 0 alone")]
+)
+def test_ranks_give_the_same_stream_or_none(transport: str, kind: str) -> None:
+    run_ranks(push_of_two_ranks, 2, transport, kind)
+
+
+def test_a_stream_is_saved(tmp_path: Path) -> None:
+    save(iter(checkpoint(2).items()), tmp_path / "saved", "stream")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in checkpoint(2).items())
+
+
+@pytest.mark.parametrize(
+    ("stream", "error", "words"),
+    [
+        (nn.Linear(2, 2), ConfigError, "takes .name, tensor. pairs and not a module"),
+        ([torch.zeros(2)], ConfigError, "the stream gives a Tensor; expected pairs of name and tensor"),
+        (["ab"], ConfigError, "the stream gives a str"),
+        ({"a": torch.zeros(2, device="meta")}, UnsupportedError, "the stream gives a: it is on the meta device"),
+        ([("a", torch.zeros(2)), ("a", torch.zeros(2))], ManifestError, "gives a twice"),
+    ],
+)
+def test_what_is_no_stream_is_refused(stream: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        open_source("stream", TensorSelection()).shards(stream)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "words"),
+    [
+        ("fsdp", {"stream_tensors": TENSORS}, 'stream_tensors is for backend="stream"'),
+        ("stream", {"vocab_size": 5}, 'are for backend="megatron"'),
+        ("stream", {"selection": TensorSelection(only_trained=True)}, "freeze none"),
+        ("stream", {"selection": TensorSelection(buffers=False)}, "leave buffers out"),
+        ("stream", {"transport": "single_copy"}, 'backend="fsdp"'),
+        ("stream", {"transport": "lora"}, "adapters are those of PEFT"),
+    ],
+)
+def test_options_without_effect_are_refused(backend: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        WeightSync(backend, **options)

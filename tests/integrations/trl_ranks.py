@@ -1,0 +1,246 @@
+"""What a rank of a TRL trainer does in the tests: three steps of a tiny model, then answers of its engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any
+
+import tiny_models
+import torch
+from engines import NOT_COMPILED, PROMPTS, Answer, answer_of, note
+from torch.nn.functional import scaled_dot_product_attention
+
+STEPS = 3
+
+
+def save(folder: Path, **sizes: int) -> Path:
+    """Leave the checkpoint of a model of 251 words, and its tokenizer, in `folder`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"t{i}": i for i in range(3, 251)}}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    marks = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **marks).save_pretrained(folder)
+    return tiny_models.save(build(**sizes), folder)
+
+
+def build(**sizes: int) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_models.CONFIGS["qwen3"]()
+    config.update(sizes)
+    if "num_hidden_layers" in sizes:
+        config.layer_types = ["full_attention"] * sizes["num_hidden_layers"]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    tiny_models.fill(model, "A")
+    return model
+
+
+def save_state(state: dict[str, Any], like: Path, folder: Path) -> None:
+    """Leave a checkpoint of these tensors and of the configuration of another."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(like, dtype=torch.float32)
+    model.load_state_dict(state)
+    model.save_pretrained(folder)
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(word < "t2" for word in text.split())) for text in completions]
+
+
+def place(rank: int, size: int, port: int) -> None:
+    """Set what accelerate and vLLM's external launcher read, and what the engines of all tests have."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in names.items()} | NOT_COMPILED | {"VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+def make(method: str, checkpoint: Path, **options: Any) -> Any:
+    """Return TRL's trainer of this method."""
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    adapters = options.pop("adapters", None)
+    config = getattr(trl, f"{method}Config")(
+        output_dir=str(checkpoint.parent / "out"),
+        use_cpu=True,
+        bf16=False,
+        use_vllm=True,
+        max_steps=STEPS,
+        learning_rate=0.01,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=8,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        **options,
+    )
+    prompts = Dataset.from_dict({"prompt": [f"t{3 + i} t{7 + i} t9" for i in range(32)]})
+    return getattr(trl, f"{method}Trainer")(
+        model=str(checkpoint),
+        args=config,
+        train_dataset=prompts,
+        reward_funcs=reward,
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]) if adapters else None,
+    )
+
+
+def ask(llm: Any) -> Answer:
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(max_tokens=4, temperature=0, logprobs=5, ignore_eos=True, detokenize=False)
+    return [answer_of(llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)[0]) for prompt in PROMPTS]
+
+
+def colocate(rank: int, size: int, port: int, method: str, checkpoint: Path, options: dict[str, Any]) -> None:
+    """Train with an engine of TRL's in each rank. Leave its answers and the trained model beside the checkpoint."""
+    place(rank, size, port)
+    trainer = make(method, checkpoint, vllm_mode="colocate", vllm_max_model_length=256, **options)
+    train(trainer, "ipc", checkpoint.parent, lambda: ask(trainer.vllm_generation.llm))
+
+
+def serve(
+    rank: int, size: int, port: int, method: str, checkpoint: Path, url: str, transport: str, options: dict[str, Any]
+) -> None:
+    """Train with a server, as `colocate`."""
+    from weightsync.integrations.trl import no_communicator
+
+    place(rank, size, port)
+    with no_communicator():
+        trainer = make(method, checkpoint, vllm_mode="server", vllm_server_base_url=url, **options)
+    train(
+        trainer, transport, checkpoint.parent, lambda: [] if rank else ask_server(trainer.vllm_generation.vllm_client)
+    )
+
+
+def fine_tune(rank: int, port: int, checkpoint: Path, options: dict[str, Any]) -> None:
+    """Train without a method that generates. A callback pushes to an engine of the user's, which `options` start."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+    from vllm import LLM
+
+    from weightsync import WeightSync
+    from weightsync.integrations.trl import PushCallback
+
+    place(rank, 1, port)
+    llm = LLM(str(checkpoint), weight_transfer_config={"backend": "weightsync"}, **options)
+    given = {"use_cpu": True, "bf16": False, "max_steps": STEPS, "learning_rate": 0.01, "report_to": []}
+    config = SFTConfig(output_dir=str(checkpoint.parent / "out"), save_strategy="no", disable_tqdm=True, **given)
+    texts = Dataset.from_dict({"text": [f"t{3 + i} t{7 + i} t9" for i in range(32)]})
+    with WeightSync("fsdp", "ipc", llm) as sync:
+        trainer = SFTTrainer(str(checkpoint), args=config, train_dataset=texts, callbacks=[PushCallback(sync, every=3)])
+        trainer.train()
+        assert sync.last_report is not None
+        assert sync.last_report.version == 2
+        note(ask(llm), checkpoint.parent / "pushed-0.json")
+    trainer.model.save_pretrained(checkpoint.parent / "trained")
+
+
+def asynchronous(rank: int, port: int, checkpoint: Path, url: str) -> None:
+    """Train TRL's asynchronous trainer on samples that are no server's. Only its attention cannot run on a CPU."""
+    import numpy as np
+    from datasets import Dataset
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+    from trl.generation.vllm_client import VLLMClient
+
+    from weightsync import WeightSync
+    from weightsync.integrations.trl import Transfer
+
+    class Worker:
+        rollout_buffer: Queue[Any] = Queue()
+        metrics_queue: Queue[Any] = Queue()
+
+        def start(self) -> None: ...
+
+        def stop(self) -> None: ...
+
+        def check_health(self, stale_after_s: float) -> None: ...
+
+        def update_model_version(self, model_version: int) -> None:
+            for number in range(4):
+                ids = np.arange(3 + number, 11 + number)
+                made = np.ones(8, dtype=np.int64), np.full(8, -5.0, dtype=np.float32), float(number % 2) - 0.5
+                self.rollout_buffer.put(RolloutSample([], [], ids, *made, model_version, number, {}))
+
+    place(rank, 1, port)
+    packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attend)
+    config = AsyncGRPOConfig(
+        output_dir=str(checkpoint.parent / "out"),
+        use_cpu=True,
+        bf16=False,
+        max_steps=STEPS,
+        learning_rate=0.01,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=1,
+        vllm_server_base_url=url,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    sync = WeightSync("stream", "ipc", url, ranks="alone")
+    trainer = AsyncGRPOTrainer(
+        str(checkpoint),
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": ["t3"] * 32}),
+        reward_funcs=reward,
+        rollout_worker=Worker(),
+        weight_transfer=Transfer(sync),
+    )
+    trainer.train()
+    assert sync.last_report is not None
+    note(ask_server(VLLMClient(url)), checkpoint.parent / "pushed-0.json")
+    trainer.accelerator.unwrap_model(trainer.model).save_pretrained(checkpoint.parent / "trained")
+
+
+def attend(q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, *_: Any, softmax_scale: float, **__: Any) -> Any:
+    """Compute what FlashAttention does for sequences behind each other, each of which ends with its queries."""
+    attended = []
+    for (a, b), (c, d) in zip(pairwise(starts_q.tolist()), pairwise(starts_k.tolist()), strict=True):
+        mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - b + a)
+        rows = (x.transpose(0, 1) for x in (q[a:b], k[c:d], v[c:d]))
+        out = scaled_dot_product_attention(*rows, attn_mask=mask, scale=softmax_scale, enable_gqa=True)
+        attended.append(out.transpose(0, 1))
+    return torch.cat(attended)
+
+
+def train(trainer: Any, transport: str, folder: Path, asked: Callable[[], Answer]) -> None:
+    from weightsync.integrations.trl import attach
+
+    rank = torch.distributed.get_rank()
+    with attach(trainer, transport) as sync:
+        trainer.train()
+        assert sync.last_report is not None
+        trained = sync.last_report.version
+        trainer.vllm_generation.sync_weights()
+        assert sync.last_report.version == trained + 1
+        note(asked(), folder / f"pushed-{rank}.json")
+        torch.distributed.barrier()  # none closes while another looks
+    if rank == 0:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if transport != "lora" and hasattr(model, "merge_and_unload"):
+            model = model.merge_and_unload()
+        model.save_pretrained(folder / "trained")
+    torch.distributed.barrier()
+
+
+def ask_server(client: Any) -> Answer:
+    """Return what `ask` does of an engine that TRL calls over HTTP."""
+    answers: Answer = []
+    for prompt in PROMPTS:
+        said = client.generate([prompt], max_tokens=4, temperature=0.0, logprobs=5, generation_kwargs=KEPT)
+        (tokens,), (logprobs,), (ids,) = said["completion_ids"], said["logprobs"], said["logprob_token_ids"]
+        answers.append((tokens, [dict(zip(*row, strict=True)) for row in zip(ids, logprobs, strict=True)]))
+    return answers
+
+
+KEPT = {"ignore_eos": True}

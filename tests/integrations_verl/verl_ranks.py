@@ -1,0 +1,100 @@
+"""verl's parts on a CPU: a worker that trains, and a replica whose server and workers are verl's own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+import tiny_models
+import torch
+from engines import ANSWER_TOKENS, PROMPTS
+from verl.checkpoint_engine import CheckpointEngineRegistry
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.utils.import_utils import import_external_libs
+from verl.workers.rollout.replica import RolloutMode
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
+
+Answers = list[tuple[list[int], list[float]]]
+MODEL = "qwen3"
+
+
+class Policy(Worker):
+    """What verl's `ActorRolloutRefWorker` is to a checkpoint engine, around a model under FSDP2."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        torch.distributed.init_process_group("gloo")
+        import_external_libs(config.custom_backend_module)
+        self.model = tiny_models.shard(tiny_models.build(MODEL, "A"))
+        self.checkpoint_engine = CheckpointEngineRegistry.new(
+            config.backend, is_master=self.rank == 0, bucket_size=1 << 20, **config.engine_kwargs[config.backend]
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, Any]:
+        tensors = ((name, param.full_tensor().detach()) for name, param in self.model.named_parameters())
+        return await self.checkpoint_engine.send_weights(tensors, global_steps=global_steps)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
+    def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.checkpoint_engine, method)(*args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fill(self, weights: str) -> None:
+        tiny_models.fill(self.model, weights)
+
+
+class Replica(vLLMReplica):
+    """verl's replica of vLLM, whose processes have no GPU."""
+
+    async def launch_servers(self) -> None:
+        self.rollout_mode = RolloutMode.STANDALONE
+        self.workers = group(self.get_ray_class_with_init_args(), 1).workers
+        server = self.server_class.options(name=f"vllm_server_{self.replica_rank}_0", max_concurrency=100).remote(
+            config=self.config,
+            model_config=self.model_config,
+            rollout_mode=self.rollout_mode,
+            workers=self.workers,
+            replica_rank=self.replica_rank,
+            node_rank=0,
+            gpus_per_node=1,
+            nnodes=1,
+            cuda_visible_devices="",
+        )
+        self.servers = [server]
+        await server.launch_server.remote()
+
+
+def group(made: RayClassWithInitArgs, size: int) -> RayWorkerGroup:
+    pool = RayResourcePool([size], use_gpu=False, max_colocate_count=1)
+    return RayWorkerGroup(pool, made, device_name="cpu", use_gpu=False)
+
+
+def policy(config: Any, size: int) -> RayWorkerGroup:
+    return group(RayClassWithInitArgs(ray.remote(Policy), config=config), size)
+
+
+async def ask(server: Any) -> Answers:
+    sampling = {"max_tokens": ANSWER_TOKENS, "temperature": 0.0, "logprobs": True, "ignore_eos": True}
+    answers = [
+        await server.generate.remote(list(prompt), dict(sampling), request_id=os.urandom(4).hex()) for prompt in PROMPTS
+    ]
+    return [(list(answer.token_ids), list(answer.log_probs)) for answer in answers]
+
+
+def cold(checkpoint: Path) -> Answers:
+    """Return what an engine that is started from `checkpoint` answers."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(checkpoint), dtype="bfloat16", enforce_eager=True, max_model_len=256, logprobs_mode="processed_logprobs"
+    )
+    greedy = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0, logprobs=0, ignore_eos=True)
+    outputs = [llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)[0].outputs[0] for prompt in PROMPTS]
+    return [
+        (list(o.token_ids), [row[t].logprob for t, row in zip(o.token_ids, o.logprobs, strict=True)]) for o in outputs
+    ]

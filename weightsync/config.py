@@ -1,0 +1,86 @@
+"""The options of a `WeightSync`, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from weightsync.errors import ConfigError
+from weightsync.selection import TensorSelection
+
+_CHOICES = {
+    "pause": ("keep", "wait", "abort", "caller"),
+    "verify": ("sampled", "full", "none"),
+    "on_engine_failure": ("raise", "drop"),
+}
+
+
+@dataclass(frozen=True)
+class WeightSyncConfig:
+    """The options of a `WeightSync`, as YAML, hydra and command lines fill them. `WeightSync.from_config` takes it.
+
+    `WeightSync` says what each option means, and has the same defaults. The annotations name what a file can hold.
+    Objects, such as an `LLM`, are given to `from_config` beside the config.
+
+    selection: a `TensorSelection`, or a mapping of its options.
+
+    Raises `ConfigError` for a value that an option cannot have.
+    """
+
+    backend: str
+    transport: str = "ipc"
+    engine: list[str] | None = None
+    bucketer: str | None = None
+    max_bytes: int | None = None
+    selection: Any = None
+    pause: str | None = None
+    timeout_s: float = 300.0
+    verify: str | None = None
+    quantize: str | None = None
+    on_engine_failure: str | None = None
+    encoding: str | None = None
+    progress: bool | None = None
+    megatron_bridge: str | None = None
+    vocab_size: int | None = None
+    ranks: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if (given := getattr(self, name)) not in (None, *choices):
+                raise ConfigError(f"{name}={given!r}; choose one of {', '.join(choices)}")
+        if not _is_number(self.timeout_s, float) or not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s={self.timeout_s!r}; it must be positive seconds")
+        for name in ("max_bytes", "vocab_size"):
+            if (given := getattr(self, name)) is not None and not _is_number(given, int):
+                raise ConfigError(f"{name}={given!r}; it must be a whole number")
+        object.__setattr__(self, "selection", _selection(self.selection))
+
+
+def read_config(config: WeightSyncConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that a config has, by name. Raises `ConfigError` for what is no option."""
+    if isinstance(config, WeightSyncConfig):
+        return dict(vars(config))
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"config={config!r}; expected a WeightSyncConfig or a mapping of its fields")
+    return _known("a WeightSyncConfig", WeightSyncConfig, config)
+
+
+def _selection(given: Any) -> TensorSelection:
+    if given is None or isinstance(given, TensorSelection):
+        return given or TensorSelection()
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"selection={given!r}; expected a TensorSelection, such as TensorSelection(**options)")
+    return TensorSelection(**_known("a TensorSelection", TensorSelection, given))
+
+
+def _known(what: str, of: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass that are given. Raise `ConfigError` for anything else."""
+    names = [each.name for each in fields(of)]
+    if unknown := [str(name) for name in given if name not in names]:
+        raise ConfigError(f"{what} has no {', '.join(unknown)}; its fields are {', '.join(names)}")
+    return {str(name): value for name, value in given.items()}
+
+
+def _is_number(value: object, kind: type[int] | type[float]) -> bool:
+    return isinstance(value, (int, kind)) and not isinstance(value, bool)

@@ -1,0 +1,1 @@
+"""weightsync in the trainers of other projects: one module for each, which nothing else of weightsync imports."""

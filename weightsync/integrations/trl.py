@@ -1,0 +1,140 @@
+"""Pushes of weightsync in TRL's trainers.
+
+    trainer = GRPOTrainer(model, args=GRPOConfig(use_vllm=True, vllm_mode="colocate"), ...)
+    sync = attach(trainer)      # every rank calls this
+    trainer.train()             # TRL decides when; weightsync pushes
+
+TRL makes the engine and calls `VLLMGeneration.sync_weights` before it generates with a new policy. `attach` puts a push
+in the place of that method of one trainer. No other trainer of the process changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.sync import WeightSync
+
+_KNOWN = ("1.16.",)
+"""The releases of TRL whose `VLLMGeneration` this module knows."""
+
+
+def attach(trainer: Any, transport: Any = "ipc", **options: Any) -> WeightSync:
+    """Push to the vLLM of `trainer` wherever TRL would synchronise its weights. Every rank calls this, before `train`.
+
+    trainer: any that has an engine, made with `use_vllm=True`, such as those of GRPO, RLOO and distillation. TRL's mode
+        "colocate" needs nothing else. In its mode "server" the server has weightsync's plug-in, and the trainer is made
+        inside of `no_communicator()`.
+    transport, options: those of `WeightSync`. With "lora" the server then generates with the adapter.
+
+    Returns what pushes: `sync.last_report` describes the last push, and `sync.close()` lets the engine go. Raises
+    `ConfigError` for a trainer without an engine, and `UnsupportedError` for a release of TRL that is not known.
+    """
+    _check_release()
+    generation = getattr(trainer, "vllm_generation", None)
+    if generation is None:
+        raise ConfigError(
+            f"this {type(trainer).__name__} has no vLLM engine to push to; make it with use_vllm=True, or push from "
+            "any trainer with PushCallback(WeightSync(backend, transport, engine))"
+        )
+    colocated = generation.mode == "colocate"
+    client = None if colocated else getattr(generation, "vllm_client", None)  # rank 0's alone
+    if colocated:
+        from weightsync.vllm.plugin import plug_into
+
+        plug_into(generation.llm)
+    backend = "deepspeed" if trainer.is_deepspeed_enabled else "fsdp"
+    sync = WeightSync(backend, transport, generation.llm if colocated else client and client.base_url, **options)
+
+    def sync_weights() -> None:
+        if colocated and generation.enable_sleep_mode:
+            torch.cuda.empty_cache()  # or what the trainer has freed is not there for the weights
+            generation.llm.wake_up(tags=["weights"])
+            generation._llm_weights_sleeping = False  # TRL's own note of it
+        sync.push(trainer.model_wrapped)
+        if client is not None and sync.adapter is not None:
+            client.model = sync.adapter.name
+
+    generation.sync_weights = sync_weights
+    return sync
+
+
+@contextmanager
+def no_communicator() -> Iterator[None]:
+    """Keep trainers that are made meanwhile from opening TRL's NCCL group with their vLLM servers.
+
+        with no_communicator():
+            trainer = GRPOTrainer(model, args=GRPOConfig(use_vllm=True, vllm_mode="server"), ...)
+        attach(trainer)
+
+    Raises `UnsupportedError` for a release of TRL that is not known.
+    """
+    _check_release()
+    from trl.generation.vllm_client import VLLMClient
+
+    opened = VLLMClient.init_communicator
+    VLLMClient.init_communicator = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        VLLMClient.init_communicator = opened
+
+
+class Transfer:
+    """What `AsyncGRPOTrainer(weight_transfer=...)` takes: TRL's `WeightTransferProtocol`.
+
+        sync = WeightSync("stream", "ipc", "http://localhost:8000", ranks="alone")
+        trainer = AsyncGRPOTrainer(model, ..., weight_transfer=Transfer(sync))
+
+    TRL gathers each tensor, merges adapters, and calls rank 0 alone. A push pauses the server and resumes it.
+    """
+
+    def __init__(self, sync: WeightSync) -> None:
+        self._sync = sync
+
+    def init_weight_transfer(self) -> None:
+        return
+
+    def pause(self) -> None:
+        return
+
+    def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
+        self._sync.push(iterator)
+
+    def resume(self) -> None:
+        return
+
+    def destroy(self) -> None:
+        self._sync.close()
+
+
+class PushCallback(TrainerCallback):
+    """A callback for any trainer of transformers or TRL that pushes when training begins and after every step.
+
+    every: after every so many steps. The trainer of each rank has a callback with a `WeightSync` of its own.
+    """
+
+    def __init__(self, sync: WeightSync, every: int = 1) -> None:
+        self._sync, self._every = sync, every
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        self._sync.push(objects["model"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        if state.global_step % self._every == 0:
+            self._sync.push(objects["model"])
+
+
+def _check_release() -> None:
+    found = version("trl")
+    if not found.startswith(_KNOWN):
+        raise UnsupportedError(
+            f"TRL {found} may synchronise weights in another way than {', '.join(_KNOWN)}x, whose method is replaced; "
+            "install one of these, or push with PushCallback"
+        )

@@ -1,0 +1,32 @@
+"""What verl's vLLM workers are extended by, for `weightsync.integrations.verl`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+from weightsync.errors import ConfigError
+from weightsync.vllm.extension import WeightSyncWorkerExtension
+
+
+class WorkerExtension(WeightSyncWorkerExtension, vLLMColocateWorkerExtension):
+    """verl's own extension, with the methods that weightsync calls."""
+
+    def update_weights_from_ipc(
+        self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False
+    ) -> None:
+        """Receive verl's empty update, whose sender waits for that.
+
+        verl's method would run vLLM's post-processing again, over weights that weightsync has brought into a kernel's
+        format. Raises `ConfigError` for an update that is not empty.
+        """
+        names: list[str] = []
+        receiver = BucketedWeightReceiver(self._get_zmq_handle(), self.device, use_shm)
+        receiver.receive_weights(on_bucket_received=lambda weights, is_last: names.extend(name for name, _ in weights))
+        if names:
+            raise ConfigError(
+                f"verl has sent {len(names)} tensors itself, such as {names[0]}, and they are dropped: choose "
+                "checkpoint_engine.backend=weightsync, or leave out weightsync's worker extension"
+            )

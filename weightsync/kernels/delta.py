@@ -1,0 +1,192 @@
+"""Bytes written as their difference from other bytes that the reader has. Lossless, for bytes of any dtype.
+
+Bytes are taken as 16-bit words, in blocks. Of each block the words that have changed are written, as three planes:
+where they are, and the low and the high bytes of their differences. Where they are is written as the number of equal
+words before each, or as a mask with a bit for each word, whichever is shorter. A step of an optimizer changes bfloat16
+values by a few units in the last place, so the planes of differences deflate well. docs/wire.md has the layout.
+
+Pure, for CPUs and GPUs alike. Only a CPU's planes are deflated.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from weightsync.errors import ProtocolError
+
+BLOCK_WORDS = 1 << 20
+"""Bounds the scratch memory to a few times 2 MiB, which stays in a CPU's cache."""
+_MOST_EQUAL = 255
+"""Equal words before a changed one, at most. Behind more of them an equal word is written, with the difference 0."""
+_PLANES = 3
+_GATHER_BITS = 0x0102040810204080
+_TRIED_BYTES = 1 << 16
+
+
+def encode(new: torch.Tensor, base: torch.Tensor, bytes_per_s: float = 0.0) -> torch.Tensor | None:
+    """Return `new` as its difference from `base`: None when that is not shorter than `new`.
+
+    Both are contiguous 1-D uint8 tensors of the same even size. A plane is deflated when that saves more bytes per
+    second than `bytes_per_s`, the speed of the link.
+    """
+    words, old = (each.view(torch.int16).split(BLOCK_WORDS) for each in (new, base))
+    parts = [_changed(these, those) for these, those in zip(words, old, strict=True)]
+    differences = torch.cat([part.differences for part in parts]).view(torch.uint8).view(-1, 2)
+    planes = [torch.cat([part.positions for part in parts]), *differences.t().contiguous()]
+    stored = [_deflated(plane, bytes_per_s) for plane in planes]
+    numbers = [*(plane.numel() for plane in stored), *(part.row for part in parts)]
+    head = torch.tensor(numbers, dtype=torch.int32).to(new.device).view(torch.uint8)
+    encoded = torch.cat([head, *stored])
+    return encoded if encoded.numel() < new.numel() else None
+
+
+def decode(encoded: torch.Tensor, base: torch.Tensor) -> None:
+    """Turn `base`, in place, into what `encode(new, base)` was called with.
+
+    Raises `ProtocolError`, before anything is written, for what `encode` returns for no bytes of this size.
+    """
+    blocks = base.view(torch.int16).split(BLOCK_WORDS)
+    parts = _parse(encoded, [block.numel() for block in blocks])
+    for block, part in zip(blocks, parts, strict=True):
+        if part.differences.numel():
+            where = part.where(block.numel())
+            block.index_copy_(0, where, block.index_select(0, where) + _signed(part.differences))
+
+
+class _Block(NamedTuple):
+    """The changed words of one block. `differences` are folded: 0, -1, 1, -2 ... are 0, 1, 2, 3 ..."""
+
+    is_mask: bool
+    positions: torch.Tensor
+    differences: torch.Tensor
+
+    @property
+    def row(self) -> int:
+        """What the head says of this block."""
+        return 2 * self.differences.numel() + self.is_mask
+
+    def where(self, words: int) -> torch.Tensor:
+        """Return the numbers of the changed words in a block of `words`."""
+        if self.is_mask:
+            return _unpacked(self.positions)[:words].nonzero().view(-1)
+        return (self.positions.to(torch.int64) + 1).cumsum(0) - 1
+
+    def fits(self, words: int) -> bool:
+        """Return whether the positions are of that many words, and lie in a block of `words`."""
+        count = self.differences.numel()
+        if not self.is_mask:
+            return int(self.positions.sum()) + count <= words
+        bits = _unpacked(self.positions)
+        return int(bits.sum()) == count and not bits[words:].any()
+
+
+def _changed(words: torch.Tensor, old: torch.Tensor) -> _Block:
+    difference = words - old
+    mask = difference != 0
+    where = mask.nonzero().view(-1)
+    changed = _folded(difference.index_select(0, where))
+    equal = torch.diff(where, prepend=where.new_full((1,), -1)) - 1
+    fillers = equal >> 8
+    count = where.numel() + int(fillers.sum())
+    if count > -(-words.numel() // 8):
+        return _Block(True, _packed(mask), changed)
+    if count == where.numel():
+        return _Block(False, equal.to(torch.uint8), changed)
+    at = (fillers + 1).cumsum(0) - 1
+    positions = torch.full((count,), _MOST_EQUAL, dtype=torch.uint8, device=words.device)
+    positions[at] = (equal & 0xFF).to(torch.uint8)
+    differences = torch.zeros(count, dtype=torch.int16, device=words.device)
+    differences[at] = changed
+    return _Block(False, positions, differences)
+
+
+def _folded(differences: torch.Tensor) -> torch.Tensor:
+    """Return the words with the small ones of either sign made small numbers without a sign."""
+    return (differences << 1) ^ (differences >> 15)
+
+
+def _signed(folded: torch.Tensor) -> torch.Tensor:
+    return ((folded >> 1) & 0x7FFF) ^ -(folded & 1)
+
+
+def _packed(mask: torch.Tensor) -> torch.Tensor:
+    """Return a bit for each bool, padded to bytes, the first in the lowest bit."""
+    bools = torch.zeros(-(-mask.numel() // 8), 8, dtype=torch.uint8, device=mask.device)
+    bools.view(-1)[: mask.numel()] = mask
+    # The product has each byte's lowest bit once in its highest byte, at the place of the byte's number.
+    return ((bools.view(torch.int64).view(-1) * _GATHER_BITS) >> 56).to(torch.uint8)
+
+
+def _unpacked(bits: torch.Tensor) -> torch.Tensor:
+    """Return a byte for each bit."""
+    bytes_of = (torch.arange(256).view(-1, 1) >> torch.arange(8) & 1).to(torch.uint8).view(torch.int64).view(-1)
+    return bytes_of.to(bits.device)[bits.int()].view(torch.uint8)
+
+
+def _deflated(plane: torch.Tensor, bytes_per_s: float) -> torch.Tensor:
+    """Return the plane deflated where that pays, judged by its first bytes, and else as it is."""
+    if plane.is_cuda or not plane.numel():
+        return plane
+    data = plane.numpy().data
+    first = data[:_TRIED_BYTES]
+    started = time.thread_time()
+    deflated = _deflate(first)
+    if len(first) - len(deflated) <= (time.thread_time() - started) * bytes_per_s:
+        return plane
+    if len(data) > len(first):
+        deflated = _deflate(data)
+    return torch.frombuffer(bytearray(deflated), dtype=torch.uint8) if len(deflated) < len(data) else plane
+
+
+def _deflate(data: memoryview) -> bytes:
+    # The planes have no repetitions but runs. What looks for others takes longer, and finds codes that are worse.
+    deflater = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_RLE)
+    return deflater.compress(data) + deflater.flush()
+
+
+def _inflated(stored: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """Return a plane of this size. One that is stored in as many bytes is not deflated."""
+    if stored.numel() == nbytes:
+        return stored
+    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+    try:
+        data = inflater.decompress(stored.cpu().numpy().data, nbytes + 1)
+    except zlib.error as error:
+        raise ProtocolError(f"a plane of a difference cannot be inflated: {error}") from None
+    if len(data) != nbytes or not inflater.eof or inflater.unused_data:
+        raise ProtocolError(f"a plane of a difference inflates to other than {nbytes} bytes")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(stored.device)
+
+
+def _parse(encoded: torch.Tensor, blocks: list[int]) -> Iterator[_Block]:
+    """Return what is written of each block, once all of it is known to be in bounds."""
+    nhead = 4 * (_PLANES + len(blocks))
+    if encoded.numel() < nhead:
+        raise ProtocolError(f"a difference of {encoded.numel()} bytes has no room for the head of {nhead}")
+    sizes, rows = _numbers(encoded[:nhead])
+    counts = [row >> 1 for row in rows]
+    if any(not 0 <= count <= words for count, words in zip(counts, blocks, strict=True)):
+        raise ProtocolError("a difference says that more words of a block have changed than it has")
+    if min(sizes) < 0 or nhead + sum(sizes) != encoded.numel():
+        raise ProtocolError(f"a difference of {encoded.numel()} bytes says that its planes have {sizes}")
+    at = [-(-words // 8) if row & 1 else row >> 1 for row, words in zip(rows, blocks, strict=True)]
+    lengths = [sum(at), sum(counts), sum(counts)]
+    if any(size > length for size, length in zip(sizes, lengths, strict=True)):
+        raise ProtocolError(f"a difference has planes of {sizes} bytes, and room for {lengths}")
+    positions, *bytewise = map(_inflated, encoded[nhead:].split(sizes), lengths)
+    differences = torch.stack(bytewise, 1).view(torch.int16).view(-1)
+    split = zip(rows, positions.split(at), differences.split(counts), strict=True)
+    found = [_Block(bool(row & 1), where, words) for row, where, words in split]
+    if not all(block.fits(words) for block, words in zip(found, blocks, strict=True)):
+        raise ProtocolError("a difference has changed words outside of a block, or not as many as it says")
+    return iter(found)
+
+
+def _numbers(head: torch.Tensor) -> tuple[list[int], list[int]]:
+    values = head.clone().view(torch.int32).tolist()
+    return values[:_PLANES], values[_PLANES:]

@@ -1,0 +1,214 @@
+"""The weight source of a stream: pairs of a checkpoint name and a whole tensor, which come one after the other.
+
+A stream runs along with the push: it is advanced until it has given all of the next bucket, and rank 0 lets go of the
+bucket before. So the model never is in memory as a whole. Tensors of a stream cannot be mapped, and are staged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync.control.ranks import place_among
+from weightsync.errors import ConfigError, ManifestError, UnsupportedError
+from weightsync.planning.layout import Box, Manifest, TensorMeta
+from weightsync.report import format_bytes
+from weightsync.selection import TensorSelection
+from weightsync.sources.base import Model, TensorShard
+from weightsync.sources.module import ON_META, dtype_name, readable
+
+logger = logging.getLogger(__name__)
+
+_Arrival = tuple[TensorMeta, torch.Tensor]
+
+
+class StreamSource:
+    """The tensors of a stream. See `WeightSource`, whose `model` is the stream of one push.
+
+    tensors: what streams give, in their order: the `shape` and `dtype` of each name. None learns it from the first one.
+        An iterator can be read once only, so that what it gives is kept in CPU memory for that push.
+
+    ranks: as for `WeightSync`.
+
+    Rank 0's tensors travel. Another rank gives the same stream, which is advanced as rank 0's is and dropped, or None.
+    Streams of lists and dicts may differ from push to push. Any other must give what the first one gave. A first tensor
+    that differs is found in `shards`, and any later one in `gather`. A tensor keeps its values until it has been sent.
+    Raises `ConfigError` for a selection that has no effect.
+    """
+
+    def __init__(
+        self, selection: TensorSelection, tensors: Mapping[str, Any] | None = None, *, ranks: Any = None
+    ) -> None:
+        if selection.frozen or selection.only_trained:
+            raise ConfigError("a stream gives all tensors in each push anyway: freeze none")
+        if not selection.buffers:
+            raise ConfigError("a stream decides what travels: leave buffers out, or exclude them by name")
+        self.selection = selection
+        self._ranks = ranks
+        self._given = [
+            TensorMeta(name, tuple(each.shape), dtype_name(each))
+            for name, each in (tensors or {}).items()
+            if not selection.excludes(name)
+        ]
+        self.close()
+
+    def close(self) -> None:
+        self._known: list[TensorMeta] = []
+        self._places: dict[str, int] = {}
+        self._has_learnt = False
+        self._shards: list[TensorShard] = []
+        self._device: torch.device | None = None
+        self._kept: deque[_Arrival] | None = None
+        self._forget_run()
+
+    def _forget_run(self) -> None:
+        """Drop the stream of the push before."""
+        self._coming: Iterator[_Arrival] | None = None  # None: this rank's stream gives nothing
+        self._at = 0  # how many of the known tensors have come
+        self._bucket: tuple[str, ...] = ()
+        self._arrived: dict[str, torch.Tensor] = {}
+
+    def manifest(self, model: Model) -> Manifest:
+        self._learn(model)
+        return Manifest(tuple(self._known))
+
+    def shards(self, model: Model) -> list[TensorShard]:
+        self._forget_run()
+        self._learn(model)
+        if self._kept is not None:
+            coming, self._kept = _all_of(self._kept), None
+        else:
+            coming = self._pairs(model)
+        first = next(coming, None)
+        if first is not None:
+            self._check(first[0], 0)
+            self._device = self._device or first[1].device
+            self._coming = _all_of(deque([first]), coming)
+        elif self._is_first():
+            raise ManifestError("the stream gives no tensors", missing=list(self._places))
+        if not self._shards and self._device is not None and self._is_first():
+            empty = {
+                meta.dtype: torch.empty((), dtype=getattr(torch, meta.dtype), device=self._device)
+                for meta in self._known
+            }
+            self._shards = [
+                TensorShard(
+                    meta,
+                    Box.full(meta.shape),
+                    empty[meta.dtype].expand(meta.shape),
+                    compute=partial(self._value, meta.name),
+                )
+                for meta in self._known
+            ]
+        return self._shards
+
+    def gather(self, names: Sequence[str]) -> None:
+        for name in self._bucket:
+            self._arrived.pop(name, None)
+        self._bucket = tuple(names)
+        if self._coming is None:
+            return
+        # Without names the push needs no more, and the stream is run to its end.
+        end = 1 + (max(self._places.get(name, -1) for name in names) if names else len(self._known))
+        while self._at < end:
+            arrival = next(self._coming, None)
+            if arrival is None:
+                if self._at < len(self._known):
+                    left = [meta.name for meta in self._known[self._at :]]
+                    raise ManifestError(f"the stream ended without {left[0]}, which the first one gave", missing=left)
+                return
+            self._check(arrival[0], self._at)
+            self._at += 1
+            if names and self._is_first():
+                self._arrived[arrival[0].name] = arrival[1]
+
+    def _is_first(self) -> bool:
+        return place_among(self._ranks)[0] == 0
+
+    def _value(self, name: str) -> torch.Tensor:
+        return self._arrived[name]
+
+    def _check(self, meta: TensorMeta, at: int) -> None:
+        """Raise `ManifestError` for a tensor that is not the one of this number."""
+        expected = self._known[at] if at < len(self._known) else None
+        if meta != expected:
+            raise ManifestError(
+                f"the stream gives {_described(meta)} where "
+                f"{_described(expected) if expected is not None else 'its end'} was expected: each stream of a "
+                "WeightSync gives the same tensors in the same order; make a new one when the model has changed",
+                mismatched={meta.name: f"{meta.shape} {meta.dtype}"},
+            )
+
+    def _learn(self, model: Model) -> None:
+        """Learn what streams give, where that is not known or may have changed."""
+        is_listed = isinstance(model, (Mapping, Sequence, ItemsView))
+        if self._has_learnt and not is_listed:
+            return
+        known = [] if is_listed else self._given
+        if not known:
+            # An iterator that was read for its names is gone, on every rank alike.
+            kept: deque[_Arrival] | None = deque() if isinstance(model, Iterator) else None
+            names: set[str] = set()
+            for meta, tensor in self._pairs(model):
+                if meta.name in names:
+                    raise ManifestError(f"the stream gives {meta.name} twice", mismatched={meta.name: "given twice"})
+                names.add(meta.name)
+                known.append(meta)
+                self._device = self._device or tensor.device
+                if kept is not None and self._is_first():
+                    kept.append((meta, tensor.to("cpu", copy=True)))
+            if kept:
+                logger.warning(
+                    "the first push keeps %s of tensors in CPU memory, since an iterator can be read only once; push a "
+                    "function that returns one, or say what it gives in stream_tensors",
+                    format_bytes(sum(meta.nbytes for meta in known)),
+                )
+            self._kept = kept
+        if known != self._known:
+            self._known, self._shards = known, []
+            self._places = {meta.name: at for at, meta in enumerate(known)}
+        self._has_learnt = True
+
+    def _pairs(self, stream: Any) -> Iterator[_Arrival]:
+        """Yield what a stream gives, without what the selection excludes. Raise for what is not a whole tensor."""
+        if isinstance(stream, nn.Module):
+            raise ConfigError(
+                'backend="stream" takes (name, tensor) pairs and not a module: push model.state_dict(), or choose the '
+                'backend of its trainer, such as "fsdp"'
+            )
+        given = stream() if callable(stream) else () if stream is None else stream
+        for pair in given.items() if isinstance(given, Mapping) else given:
+            match pair:
+                case (str(name), torch.Tensor() as tensor):
+                    if not self.selection.excludes(name):
+                        yield _arrival(name, tensor)
+                case _:
+                    raise ConfigError(f"the stream gives a {type(pair).__name__}; expected pairs of name and tensor")
+
+
+def _arrival(name: str, tensor: torch.Tensor) -> _Arrival:
+    if hasattr(tensor, "full_tensor"):
+        raise UnsupportedError(f"the stream gives {name} as a DTensor; give whole tensors, as `full_tensor()` returns")
+    try:
+        if tensor.is_meta:
+            raise UnsupportedError(ON_META)
+        return TensorMeta(name, tuple(tensor.shape), dtype_name(tensor)), readable(tensor)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"the stream gives {name}: {error.message}", tensors={name: error.message}) from None
+
+
+def _all_of(kept: deque[_Arrival], coming: Iterable[_Arrival] = ()) -> Iterator[_Arrival]:
+    """Yield what was kept, which is let go, and what is coming."""
+    while kept:
+        yield kept.popleft()
+    yield from coming
+
+
+def _described(meta: TensorMeta) -> str:
+    return f"{meta.name} as {meta.shape} {meta.dtype}"

@@ -1,0 +1,72 @@
+"""What a push is compiled from: the ranks' inventories, and what each engine worker says of its model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from weightsync.control.fleet import Fleet
+from weightsync.errors import ConfigError
+from weightsync.planning.bucketing import Bucketer
+from weightsync.planning.checks import check_plans, check_quantized, cut, reads_of, wire_manifest
+from weightsync.planning.layout import merge_manifests
+from weightsync.planning.transfer_plan import TransferPlan, make_chunks
+from weightsync.sources.quantize import pairs
+from weightsync.strategies.base import Options, warn_of_kept
+from weightsync.strategies.inventory import Inventory, frozen_everywhere
+from weightsync.transports.base import Transport
+
+logger = logging.getLogger(__name__)
+
+
+def compile_plan(
+    fleet: Fleet, everyone: Sequence[Inventory], transport: Transport, bucketer: Bucketer, options: Options
+) -> TransferPlan:
+    """Ask the engines that were called in, and compile their part of a push, on rank 0.
+
+    Raises `ManifestError` and `UnsupportedError` for tensors that do not fit the engines, before anything is written.
+    """
+    manifest = merge_manifests([own.manifest for own in everyone])
+    locations = [location for own in everyone for location in own.locations]
+    together = pairs(manifest) if options.quantize is not None else []
+    if options.quantize is not None and not together:
+        raise ConfigError(
+            f"quantize={options.quantize!r}, but none of the {len(manifest)} tensors is a matrix `....weight` "
+            "that is not named in TensorSelection.unquantized"
+        )
+    plans = fleet.plan(manifest)
+    check_quantized(manifest, together, plans)
+    is_padded = options.backend == "megatron" and options.vocab_size is None
+    if unused := check_plans(manifest, plans, is_padded):
+        logger.info(
+            "%d tensors are not pushed, such as %s: the engine does not run that part of the model",
+            len(unused),
+            unused[0],
+        )
+    warn_of_kept(plans)
+    as_it_is = {name for pair in together for name in pair}
+    travelling = wire_manifest(manifest, plans, options.selection, as_it_is)
+    locations = [location for location in locations if location.name in travelling]
+    together = [pair for pair in together if pair[0] in travelling]
+    reads = [reads_of(travelling, plan) for plan in plans]
+    machines = [own.machine for own in everyone]
+    workers = [worker.machine for worker in fleet.workers]
+    chains = transport.route(machines, workers, travelling, locations, reads)
+    frozen = frozen_everywhere(everyone).intersection(travelling.names) if transport.keeps_frozen else set()
+    buckets, last = cut(bucketer, travelling, plans, together, frozen)
+    in_place: frozenset[str] = frozenset()
+    if not chains:
+        in_place = frozenset(travelling.names).difference(*(own.unmapped for own in everyone))
+    chunks = make_chunks(
+        travelling,
+        chains,
+        [bucket.names for bucket in buckets],
+        last,
+        in_place,
+        locations,
+        getattr(bucketer, "max_bytes", None),
+        dict(together),
+        transport.least_bytes,
+    )
+    load_paths = {path: sum(plan.load_paths[path] for plan in plans) for path in plans[0].load_paths}
+    return TransferPlan(travelling, chains, chunks, len(reads), fleet.host, load_paths)

@@ -1,0 +1,160 @@
+"""What operators watch: Prometheus metrics of pushes, on both sides, and OpenTelemetry spans.
+
+Metrics go into prometheus_client's registry of this process, or into the files of $PROMETHEUS_MULTIPROC_DIR, as all
+of its metrics do. A process that serves those serves these. Spans go to the tracer provider that the trainer has set
+up. Where a package is not installed, nothing is kept. docs/metrics.md lists all names.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from typing import Any
+
+from weightsync.control.update import Timeline
+from weightsync.control.wire import Done
+from weightsync.errors import WeightSyncError
+from weightsync.report import PushReport
+
+_MAKING = threading.Lock()
+_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_PHASES = ("plan", "control", "gather", "transfer", "verify", "load", "pause", "total")
+_WORKER_PHASES = ("transfer", "verify", "load")
+
+
+def push_succeeded(step: Timeline, report: PushReport) -> None:
+    """Note a push. Rank 0 calls it."""
+    if (metrics := _metrics()) is not None:
+        for phase in _PHASES:
+            metrics.push_seconds.labels(phase).observe(getattr(report, f"{phase}_s"))
+        metrics.push_bytes.inc(report.nbytes)
+        metrics.push_version.set(report.version)
+        metrics.push_left_out.set(len(report.left_out))
+    _trace(step, report)
+
+
+def push_failed(step: Timeline, error: WeightSyncError) -> None:
+    """Note a push that has failed. Rank 0 calls it."""
+    if (metrics := _metrics()) is not None:
+        metrics.push_failures.labels(type(error).__name__, error.phase or "").inc()
+    _trace(step, error)
+
+
+def engine_serves(worker: str, version: int, loaded: Done | None = None) -> None:
+    """Note on a worker which version it serves, and what of it this push has loaded."""
+    if (metrics := _metrics()) is None:
+        return
+    metrics.engine_version.labels(worker).set(version)
+    metrics.engine_poisoned.labels(worker).set(0)
+    if loaded is not None:
+        metrics.engine_bytes.labels(worker).inc(loaded.nbytes)
+        for phase in _WORKER_PHASES:
+            metrics.engine_seconds.labels(worker, phase).observe(getattr(loaded, f"{phase}_s"))
+
+
+def engine_failed(worker: str, error: WeightSyncError, poisoned: bool) -> None:
+    """Note on a worker that a push has failed, and whether its weights are a mixture."""
+    if (metrics := _metrics()) is not None:
+        metrics.engine_failures.labels(worker, type(error).__name__).inc()
+        metrics.engine_poisoned.labels(worker).set(poisoned)
+
+
+class _Metrics:
+    """All metrics of both sides. A process has those of the side that it is on."""
+
+    def __init__(self) -> None:
+        from prometheus_client import Counter, Gauge, Histogram
+
+        of_engine = ["worker"]
+        self.push_seconds = Histogram(
+            "weightsync_push_seconds", "Seconds of a push by phase, as in PushReport", ["phase"], buckets=_BOUNDS_S
+        )
+        self.push_bytes = Counter("weightsync_push_bytes", "Bytes of the weights that were pushed")
+        self.push_failures = Counter(
+            "weightsync_push_failures", "Pushes that failed, by class of the error and phase", ["error", "phase"]
+        )
+        newest = "mostrecent"
+        self.push_version = Gauge("weightsync_push_version", "The version pushed last", multiprocess_mode=newest)
+        self.push_left_out = Gauge(
+            "weightsync_push_left_out", "Engines that do not serve the last version", multiprocess_mode=newest
+        )
+        self.engine_seconds = Histogram(
+            "weightsync_engine_seconds",
+            "Seconds of a push by phase, on a worker",
+            [*of_engine, "phase"],
+            buckets=_BOUNDS_S,
+        )
+        self.engine_bytes = Counter("weightsync_engine_bytes", "Bytes that pushes have written to a worker", of_engine)
+        self.engine_failures = Counter(
+            "weightsync_engine_failures", "Pushes that failed on a worker, by class of the error", [*of_engine, "error"]
+        )
+        self.engine_version = Gauge(
+            "weightsync_engine_version", "The version that a worker serves", of_engine, multiprocess_mode=newest
+        )
+        self.engine_poisoned = Gauge(
+            "weightsync_engine_poisoned",
+            "1 where a worker's weights are a mixture, and it does not answer",
+            of_engine,
+            multiprocess_mode=newest,
+        )
+
+
+def _metrics() -> Any:
+    """Return the metrics of this process, or None where prometheus_client is not installed."""
+    with _MAKING:  # its registry takes each name once
+        return _make_metrics()
+
+
+@cache
+def _make_metrics() -> Any:
+    try:
+        return _Metrics()
+    except ImportError:
+        return None
+
+
+@cache
+def _tracer() -> Any:
+    """Return the tracer, or None where opentelemetry is not installed."""
+    try:
+        from opentelemetry import trace
+    except ImportError:
+        return None
+    return trace.get_tracer("weightsync")
+
+
+def _trace(step: Timeline, outcome: PushReport | WeightSyncError) -> None:
+    """Record the spans of a push that has ended, below the span that is current here."""
+    tracer = _tracer()
+    if tracer is None:
+        return
+    from opentelemetry import trace
+
+    push = tracer.start_span("weightsync push", start_time=step.started_ns)
+    if not push.is_recording():
+        return
+    inside = trace.set_span_in_context(push)
+
+    def record(name: str, begin_ns: int, end_ns: int, **attributes: Any) -> None:
+        named = {f"weightsync.{key}": value for key, value in attributes.items()}
+        tracer.start_span(f"weightsync {name}", inside, attributes=named, start_time=begin_ns).end(end_ns)
+
+    for phase, begin_ns, end_ns in step.spans:
+        record(phase, begin_ns, end_ns)
+    sending_ns = next((begin for phase, begin, _ in step.spans if phase == "transfer"), step.started_ns)
+    for rank, sent_s in enumerate(step.sent_s):
+        record("rank", sending_ns, sending_ns + _ns(sent_s), rank=rank)
+    if isinstance(outcome, PushReport):
+        push.set_attributes({"weightsync.version": outcome.version, "weightsync.nbytes": outcome.nbytes})
+        for one in outcome.workers:
+            seconds = {f"{phase}_s": getattr(one, f"{phase}_s") for phase in _WORKER_PHASES}
+            end_ns = sending_ns + _ns(sum(seconds.values()))
+            record("worker", sending_ns, end_ns, worker=one.name, nbytes=one.nbytes, **seconds)
+    else:
+        push.record_exception(outcome)
+        push.set_status(trace.StatusCode.ERROR, str(outcome))
+    push.end()
+
+
+def _ns(seconds: float) -> int:
+    return round(1e9 * seconds)

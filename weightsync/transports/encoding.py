@@ -1,0 +1,157 @@
+"""Runs of bytes as they travel where both ends keep the last ones: whole, or as their difference from those.
+
+A message is a head, and then a run or a difference. A run's digest is a part of it, so that what a difference was made
+from is known by two things: the number of the push that brought it, and the digest that came with it.
+
+    head    kind, bytes that follow, and for a difference the push and the digest of its base: 4 integers of 8 bytes
+
+Encoding has to pay. The first push is whole, and tells the speed of the link. A run whose difference saves less in a
+second than the link carries rests for some pushes, and so do all when a push was slower than a whole one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+
+import torch
+
+from weightsync.errors import ProtocolError
+from weightsync.kernels.delta import decode, encode
+from weightsync.transports.base import DIGEST_BYTES, SLOTS
+
+HEAD_BYTES = 32
+_WHOLE, _DIFFERENCE = 0, 1
+_PAYS_BELOW = 1.5e8
+"""Bytes that a link carries in a second. Faster ones gain nothing, because both ends take longer to compare."""
+_SLOW_ANYWAY = 5e7
+"""The first push has more to do than others. A link that is faster than this in it is measured in the second again."""
+_FIRST_REST, _LONGEST_REST = 2, 64
+"""Pushes."""
+
+
+class Encoder:
+    """What one trainer rank sent last, by run, and whether it pays to send differences from it.
+
+    encodes: the push under way has messages. Otherwise its runs travel as they are.
+    """
+
+    def __init__(self, measures: bool) -> None:
+        """Begin without anything sent. Unless it `measures`, it sends every difference that is shorter."""
+        self.encodes = False
+        self._measures = measures
+        self._pushes = 0
+        self._bases: dict[Hashable, torch.Tensor] = {}
+        self._whole_left, self._rest = 1, _FIRST_REST
+        self._resting: dict[Hashable, tuple[int, int]] = {}  # by run: pushes that are left, and of how many
+        self._bytes_per_s = 0.0  # of the last whole push
+
+    def begin(self) -> None:
+        """Begin a push."""
+        self.encodes = self._whole_left == 0
+        self._nbytes, self._started = 0, time.perf_counter()
+
+    def message(self, key: Hashable, run: torch.Tensor) -> torch.Tensor:
+        """Return what travels of a run."""
+        base, (left, rest) = self._bases.get(key), self._resting.get(key, (0, _FIRST_REST))
+        if base is None or left:
+            self._resting[key] = max(left - 1, 0), rest
+            return _message(_WHOLE, run, 0, None)
+        started = time.thread_time()  # what others take of the processor does not make a difference worse
+        difference = encode(run, base, self._bytes_per_s)
+        saved = 0 if difference is None else run.numel() - difference.numel()
+        if self._measures and saved <= (time.thread_time() - started) * self._bytes_per_s:
+            self._resting[key] = rest, min(2 * rest, _LONGEST_REST)
+        else:
+            self._resting.pop(key, None)
+        if difference is None:
+            return _message(_WHOLE, run, 0, None)
+        return _message(_DIFFERENCE, difference, self._pushes, base)
+
+    def keep(self, key: Hashable, run: torch.Tensor, again: bool) -> None:
+        """Note that a run has been sent in this push, and whether later ones have it too."""
+        self._nbytes += run.numel()
+        if self._whole_left > 1 or not again:
+            return
+        if key in self._bases:
+            self._bases[key].copy_(run)
+        else:
+            self._bases[key] = run.clone()
+
+    def end(self) -> None:
+        """End a push, after which the receivers hold all that was sent."""
+        self._pushes += 1
+        if not self._measures:
+            self._whole_left = 0
+            return
+        bytes_per_s = self._nbytes / max(time.perf_counter() - self._started, 1e-9)
+        if not self.encodes:
+            self._bytes_per_s = bytes_per_s
+            self._whole_left -= 1
+            if self._pushes == 1 and _SLOW_ANYWAY < bytes_per_s < _PAYS_BELOW:
+                self._whole_left = 1
+            elif self._whole_left == 0 and bytes_per_s > _PAYS_BELOW:
+                self._whole_left = _LONGEST_REST
+        elif bytes_per_s < self._bytes_per_s:
+            self._whole_left, self._rest = self._rest, min(2 * self._rest, _LONGEST_REST)
+        else:
+            self._rest = _FIRST_REST
+        if self._whole_left > 1:
+            self._bases.clear()
+
+
+class Mailbox:
+    """Room for the messages of two chunks, in a worker. A message says itself how much of its room it takes, and gloo
+    receives what is shorter than the room for it."""
+
+    def __init__(self, slot_bytes: int, runs: int) -> None:
+        """Allocate for chunks of so many bytes and runs. Without runs there are no messages."""
+        nbytes = slot_bytes + runs * HEAD_BYTES if runs else 0
+        self._boxes = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
+
+    def room(self, number: int, position: int, first: int, end: int) -> torch.Tensor:
+        """Return the room for a message of a chunk's run at this position, from its first byte in the slot to its
+        end."""
+        return self._boxes[number % SLOTS][first + position * HEAD_BYTES : end + (position + 1) * HEAD_BYTES]
+
+
+def length(message: torch.Tensor) -> int:
+    """Return how many of the bytes that there is room for are the message. Raises `ProtocolError`."""
+    nbytes = _head(message)[1]
+    if not 0 <= nbytes <= message.numel() - HEAD_BYTES:
+        raise ProtocolError(f"a message says that it has {nbytes} bytes, and {message.numel() - HEAD_BYTES} have room")
+    return HEAD_BYTES + nbytes
+
+
+def read(message: torch.Tensor, run: torch.Tensor, pushes: int) -> None:
+    """Turn `run`, which the last of so many pushes has filled, into what a message says.
+
+    Raises `ProtocolError`, before anything is written, for a difference from anything else, and a malformed message.
+    """
+    body = message[HEAD_BYTES : length(message)]
+    kind, nbytes, base_pushes, base_digest = _head(message)
+    if kind == _WHOLE and nbytes == run.numel():
+        run.copy_(body)
+    elif kind == _DIFFERENCE:
+        if (base_pushes, base_digest) != (pushes, _digest(run)):
+            raise ProtocolError(
+                f"a difference from what push {base_pushes} over this connection brought, and {pushes} pushes have "
+                "come, or with other digests: push again, and everything is sent"
+            )
+        decode(body, run)
+    else:
+        raise ProtocolError(f"a message of kind {kind} has {nbytes} bytes for a run of {run.numel()}")
+
+
+def _message(kind: int, body: torch.Tensor, pushes: int, base: torch.Tensor | None) -> torch.Tensor:
+    numbers = [kind, body.numel(), pushes, 0 if base is None else _digest(base)]
+    return torch.cat([torch.tensor(numbers).to(body.device).view(torch.uint8), body])
+
+
+def _head(message: torch.Tensor) -> list[int]:
+    numbers: list[int] = message[:HEAD_BYTES].clone().view(torch.int64).tolist()
+    return numbers
+
+
+def _digest(run: torch.Tensor) -> int:
+    return int(run[-DIGEST_BYTES:].clone().view(torch.int64))
