@@ -26,9 +26,9 @@ the moment that the column names. [failures.md](failures.md) says what users see
   `broadcast`, gloo may keep until its own deadline, which is 8 times `timeout_s`, what it has for a member that has
   gone. That is waited for.
 
-The engine is a stand-in of two processes, a vLLM server, an `AsyncLLM` in a Ray actor, or an `LLM` or `AsyncLLM` in the
-process of the only rank. Else there are two ranks. The core is the process that vLLM's scheduler is in. An `LLM` may
-have it in the rank's process. An `LLM` cannot be paused: where it is mute, it is `POISONED`.
+The engine is a stand-in of two processes, a vLLM server, or an `LLM` or `AsyncLLM` in the process of the only rank.
+Else there are two ranks. The core is the process that vLLM's scheduler is in. An `LLM` may have it in the rank's
+process. An `LLM` cannot be paused: where it is mute, it is `POISONED`.
 
 A new trainer makes the next push where a rank was killed, and else the same one. Where rank 0 is stopped, another
 trainer takes the engine over meanwhile, and rank 0 finds that out when it goes on. With `single_copy` the ranks then
