@@ -64,8 +64,8 @@ _FAREWELL_S = 1.0
 _PONG_S = 10.0
 """How long the trainer that holds the engine has at most to show that it is alive, when another asks for the engine."""
 _PATIENCE = 8
-"""A worker that is ready or done may wait this many times as long, for workers that are served before it or have more to
-load, and a trainer that is alive."""
+"""A worker that is ready or done may wait this many times as long: for workers that are served before it, or that have
+more to load, and for a trainer that is alive."""
 
 
 class WorkerSession:
