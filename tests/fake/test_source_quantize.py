@@ -249,11 +249,14 @@ def check_live(engine: FakeEngine, expected: State) -> None:
 
 
 def check_pushes(trainer: Trainer, form: str, transport: str) -> None:
-    """Collective: every trainer rank calls this. Two pushes of weights whose rows are cut."""
+    """Collective: every trainer rank calls this. Pushes of weights whose rows are cut; an engine joins for the last."""
     model = fully_shard(net(), shard_placement_fn=lambda p: Shard(p.ndim - 1 if p.shape[-1] % 2 == 0 else 0))
-    with closing(engine_of(quantized(state_of(net()), form))) as engine:
+    start = quantized(state_of(net()), form)
+    with closing(engine_of(start)) as engine, closing(engine_of(start)) as late:
         sync = WeightSync("fsdp", transport, engine, quantize=form, max_bytes=1, timeout_s=TIMEOUT_S)
-        for factor in (1, 3):
+        for factor in (1, 3, 2):
+            if factor == 2 and trainer.rank == 0:
+                sync.engines.add(late)
             with torch.no_grad():
                 for param in model.parameters():
                     param.mul_(factor)
@@ -264,6 +267,8 @@ def check_pushes(trainer: Trainer, form: str, transport: str) -> None:
             assert report.chunks > 2
             if trainer.rank == 0:
                 check_live(engine, expected)
+        if trainer.rank == 0:
+            check_live(late, expected)
         sync.close()
 
 
