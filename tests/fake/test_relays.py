@@ -266,9 +266,9 @@ def test_a_partition_of_a_minute_is_an_error_in_time_and_heals(tmp_path: Path) -
 
 
 @all_hosts
-@pytest.mark.parametrize(("count", "mbit"), [(1, 200), (2, 200), (3, 200), (8, 40)])
+@pytest.mark.parametrize(("count", "mbit"), [(1, 200), (2, 200), (3, 50), (8, 20)])
 def test_a_push_to_many_engines_takes_hardly_longer_than_one_link(tmp_path: Path, count: int, mbit: int) -> None:
-    """Two cores of the machine that has all hosts do not carry eight at the rate of the others."""
+    """The more hosts there are, the slower their links: two cores do the work of all of them."""
     names = "CDEFGHIJ"[:count]
     with Hosts("A", *names, shared=tmp_path) as hosts:
         fleet = Fleet(hosts, "A", names)
