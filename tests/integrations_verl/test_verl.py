@@ -9,9 +9,12 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fake_engine
 import pytest
 import ray
 import tiny_models
+import torch
+import trl_ranks
 import verl_ranks
 from engines import NOT_COMPILED
 from ranks import FORKSERVER
@@ -31,14 +34,8 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-async def push_twice(checkpoint: Path, transport: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    config = CheckpointEngineConfig(
-        backend="weightsync",
-        custom_backend_module="weightsync.integrations.verl",
-        engine_kwargs={"weightsync": {"transport": transport, "timeout_s": 120.0}},
-    )
-    extension = {"worker_extension_cls": "weightsync.integrations.verl_worker.WorkerExtension"}
-    rollout = RolloutConfig(
+def configure(transport: str) -> RolloutConfig:
+    return RolloutConfig(
         name="vllm",
         tensor_model_parallel_size=1,
         max_model_len=256,
@@ -47,13 +44,21 @@ async def push_twice(checkpoint: Path, transport: str) -> tuple[list[dict[str, A
         enforce_eager=True,
         enable_sleep_mode=False,
         free_cache_engine=False,
-        checkpoint_engine=config,
-        engine_kwargs={"vllm": extension},
+        checkpoint_engine=CheckpointEngineConfig(
+            backend="weightsync",
+            custom_backend_module="weightsync.integrations.verl",
+            engine_kwargs={"weightsync": {"transport": transport, "timeout_s": 120.0}},
+        ),
+        engine_kwargs={"vllm": {"worker_extension_cls": "weightsync.integrations.verl_worker.WorkerExtension"}},
     )
-    trainer = verl_ranks.policy(config, 2)
+
+
+async def push_twice(checkpoint: Path, transport: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    rollout = configure(transport)
+    trainer = verl_ranks.policy(verl_ranks.Policy, rollout.checkpoint_engine)
     replica = verl_ranks.Replica(0, rollout, HFModelConfig(path=str(checkpoint)), gpus_per_node=1)
     await replica.launch_servers()
-    manager = CheckpointEngineManager(config, trainer, [replica])
+    manager = CheckpointEngineManager(rollout.checkpoint_engine, trainer, [replica])
     metrics, answers = [], {}
     for step, weights in enumerate("AB", start=1):
         trainer.fill(weights)
@@ -62,13 +67,32 @@ async def push_twice(checkpoint: Path, transport: str) -> tuple[list[dict[str, A
     return metrics, answers
 
 
-@pytest.mark.parametrize("transport", ["ipc"])
-def test_replica_equals_a_cold_engine(cluster: None, tmp_path: Path, transport: str) -> None:
-    import trl_ranks
+async def push_to_a_stand_in(checkpoint: Path) -> None:
+    """Two updates of the same step of the trainer."""
+    rollout = configure("ipc")
+    trainer = verl_ranks.policy(verl_ranks.TinyPolicy, rollout.checkpoint_engine)
+    replica = verl_ranks.Replica(0, rollout, HFModelConfig(path=str(checkpoint)), gpus_per_node=1)
+    replica.workers = verl_ranks.group(replica.get_ray_class_with_init_args(), 1).workers
+    replica.servers = [ray.remote(verl_ranks.StandIn).options(name="vllm_server_0_0", max_concurrency=50).remote()]
+    manager = CheckpointEngineManager(rollout.checkpoint_engine, trainer, [replica])
+    for version in (1, 2):
+        trainer.fill(version)
+        metrics = await manager.update_weights(global_steps=7)
+        assert metrics["weightsync/version"] == version
+        found, calls, label = await replica.servers[0].state.remote()
+        expected = fake_engine.cold(fake_engine.checkpoint(version)).state()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert (calls, label) == (["abort", 7, "resume"] * version, "7")
 
+
+def test_engine_without_vllm_serves_what_verl_hands_over(cluster: None, tmp_path: Path) -> None:
+    asyncio.run(push_to_a_stand_in(trl_ranks.save(tmp_path / "A")))
+
+
+def test_replica_equals_a_cold_engine(cluster: None, tmp_path: Path) -> None:
     checkpoint = trl_ranks.save(tmp_path / "A")
     other = tiny_models.save(tiny_models.build(verl_ranks.MODEL, "B"), tmp_path / "B")
-    metrics, answers = asyncio.run(push_twice(checkpoint, transport))
+    metrics, answers = asyncio.run(push_twice(checkpoint, "ipc"))
     assert [each["weightsync/version"] for each in metrics] == [1, 2]
     for weights, folder in (("A", checkpoint), ("B", other)):
         with ProcessPoolExecutor(1, FORKSERVER) as process:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import fake_engine
+import hybrid_workers
 import ray
 import tiny_models
 import torch
 from engines import ANSWER_TOKENS, PROMPTS
+from torch.distributed.tensor import DTensor
 from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
@@ -17,6 +22,8 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.utils.import_utils import import_external_libs
 from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
+
+from weightsync.integrations.verl_worker import WorkerExtension
 
 Answers = list[tuple[list[int], list[float]]]
 MODEL = "qwen3"
@@ -36,7 +43,10 @@ class Policy(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, Any]:
-        tensors = ((name, param.full_tensor().detach()) for name, param in self.model.named_parameters())
+        tensors = (
+            (name, (param.full_tensor() if isinstance(param, DTensor) else param).detach())
+            for name, param in self.model.named_parameters()
+        )
         return await self.checkpoint_engine.send_weights(tensors, global_steps=global_steps)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
@@ -69,13 +79,56 @@ class Replica(vLLMReplica):
         await server.launch_server.remote()
 
 
+class StandIn:
+    """What verl calls of its server, and what weightsync does, around the real receiver and without vLLM."""
+
+    def __init__(self) -> None:
+        self.llm = hybrid_workers.LLM()
+        job = ray.get_runtime_context().get_job_id()
+        self.worker = SimpleNamespace(
+            _get_zmq_handle=lambda: f"ipc:///tmp/rl-colocate-zmq-{job}-replica-0-rank-0.sock",
+            device=torch.device("cpu"),
+        )
+        self.calls: list[Any] = []
+
+    async def collective_rpc(self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None) -> None:
+        await asyncio.to_thread(getattr(WorkerExtension, method), self.worker, **kwargs)
+
+    async def abort_all_requests(self, reject_request: bool) -> dict[str, Any]:
+        self.calls.append("abort")
+        return {"aborted_count": 0, "request_ids": []}
+
+    async def resume_engine_generation(self) -> None:
+        self.calls.append("resume")
+
+    async def set_global_steps(self, steps: int) -> None:
+        self.calls.append(steps)
+
+    async def wait_for_requests_to_drain(self) -> None: ...
+    async def release_kv_cache(self) -> None: ...
+    async def resume_kv_cache(self) -> None: ...
+    async def clear_kv_cache(self) -> None: ...
+    async def open_submission_gate(self) -> None: ...
+
+    async def state(self) -> tuple[dict[str, torch.Tensor], list[Any], str]:
+        return self.llm.host.live.state(), self.calls, self.llm.version
+
+
+class TinyPolicy(Policy):
+    """A `Policy` whose model is that of `StandIn`."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fill(self, weights: int) -> None:
+        self.model = fake_engine.module_of(fake_engine.checkpoint(weights))
+
+
 def group(made: RayClassWithInitArgs, size: int) -> RayWorkerGroup:
     pool = RayResourcePool([size], use_gpu=False, max_colocate_count=1)
     return RayWorkerGroup(pool, made, device_name="cpu", use_gpu=False)
 
 
-def policy(config: Any, size: int) -> RayWorkerGroup:
-    return group(RayClassWithInitArgs(ray.remote(Policy), config=config), size)
+def policy(kind: type[Policy], config: Any) -> RayWorkerGroup:
+    return group(RayClassWithInitArgs(ray.remote(kind), config=config), 2)
 
 
 async def ask(server: Any) -> Answers:

@@ -9,6 +9,7 @@ verl gives every trainer rank a generator of gathered tensors for each update, a
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
@@ -53,7 +54,8 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
         self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, Any]:
         """Push what `weights` gives to the replicas that there are. Returns what verl's trackers show."""
-        report = await self._connect().push_async(weights, label=global_steps)
+        sync = await asyncio.to_thread(self._connect)  # which asks Ray, and waits for it
+        report = await sync.push_async(weights, label=global_steps)
         return report.metrics()
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
