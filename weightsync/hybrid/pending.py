@@ -10,6 +10,8 @@ import ray
 from weightsync.control.runtime import Deadline
 from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
 
+_DEATHS = ray.exceptions.RayActorError, ray.exceptions.ObjectLostError
+"""The second is of an actor that had answered, and whose node died before the answer was fetched."""
 _NEWS_S = 1.0
 """How long it may take, after a failure, until Ray says which actor has died. The others notice it sooner."""
 
@@ -33,35 +35,35 @@ class Pending:
         Raises `PeerError` where an actor died. Raises a `WeightSyncError` of an actor as it is, and anything else as a
         `WorkerError`. Raises `SyncTimeoutError` where the call takes too long.
         """
-        waiting = list(self._names)
-        found: dict[Any, Any] = {}
-        while waiting:
-            ended, waiting = ray.wait(waiting, num_returns=1, timeout=self._deadline.left_s())
-            if not ended:
-                self.has_failed = True
-                who = [self._names[ref] for ref in waiting]
-                raise SyncTimeoutError(
-                    f"no answer to {self.doing} within {self._deadline.timeout_s:g} s from {', '.join(who)}",
-                    phase=self.doing,
-                    waiting_for=who,
-                )
-            (ref,) = ended
-            found[ref], error = outcome(ref)
-            if error is not None:
-                self.has_failed = True
-                raise self._first_cause(ref, waiting)
-        return [found[ref] for ref in self._names]
+        refs = list(self._names)
+        failure: WeightSyncError
+        try:
+            # Raises as soon as one of the calls has.
+            found: list[Any] = ray.get(refs, timeout=self._deadline.left_s())
+            return found
+        except ray.exceptions.GetTimeoutError:
+            who = self.running()
+            failure = SyncTimeoutError(
+                f"no answer to {self.doing} within {self._deadline.timeout_s:g} s from {', '.join(who)}",
+                phase=self.doing,
+                waiting_for=who,
+            )
+        except ray.exceptions.RayError:
+            failure = self._first_cause(refs)
+        self.has_failed = True
+        raise failure
 
     def running(self) -> list[str]:
         """Return the names of the actors that have not answered yet."""
         _, waiting = ray.wait(list(self._names), num_returns=len(self._names), timeout=0, fetch_local=False)
         return [self._names[ref] for ref in waiting]
 
-    def _first_cause(self, ended: Any, waiting: list[Any]) -> WeightSyncError:
+    def _first_cause(self, refs: list[Any]) -> WeightSyncError:
         """Return the failure that the others are the outcome of: a death before an exception."""
-        later, _ = ray.wait(waiting, num_returns=len(waiting), timeout=_NEWS_S) if waiting else ([], [])
-        failed = [(ref, error) for ref in (ended, *later) if (error := outcome(ref)[1]) is not None]
-        dead = [(ref, error) for ref, error in failed if isinstance(error, ray.exceptions.RayActorError)]
+        ended, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
+        later, lost = ray.wait(waiting, num_returns=len(waiting), timeout=_NEWS_S) if waiting else ([], [])
+        failed = [(ref, error) for ref in (*ended, *later, *lost) if (error := raised(ref)) is not None]
+        dead = [(ref, error) for ref, error in failed if isinstance(error, _DEATHS)]
         ref, error = (dead or failed)[0]
         return explain(error, self._names[ref], self.doing)
 
@@ -87,17 +89,21 @@ class Method:
         return self.remote(*args, **kwargs).result()
 
 
-def outcome(ref: Any) -> tuple[Any, BaseException | None]:
-    """Return the result of a call that has ended, and what it raised."""
+def raised(ref: Any) -> Exception | None:
+    """Return what a call has raised, or None where it has not, or not yet."""
     try:
-        return ray.get(ref), None
+        ray.get(ref, timeout=0)
+    except ray.exceptions.GetTimeoutError:
+        return None
     except ray.exceptions.RayError as error:
-        return None, error
+        found: Exception = error
+        return found
+    return None
 
 
 def explain(error: BaseException, who: str, doing: str) -> WeightSyncError:
     """Return an error of Ray as one that names the actor, with the traceback from there."""
-    if isinstance(error, ray.exceptions.RayActorError):
+    if isinstance(error, _DEATHS):
         return PeerError(f"{who} died before it answered {doing}: {error}", who=who, phase=doing)
     cause = getattr(error, "cause", None)
     if isinstance(cause, WeightSyncError):
