@@ -57,7 +57,7 @@ def test_a_server_shares_its_memory_starts_anew_from_a_version_and_leaves_a_stal
             with sync.writing(version=7):
                 tiny_models.fill(model, "B")
             assert engine.version() == "7"
-            assert 'weightsync_engine_version{worker="tp=0"} 7.0' in metrics(server)
+            assert 'weightsync_engine_version{worker="tp=0 pp=0 dp=0"} 7.0' in metrics(server)
             assert torch.equal(first_norm(), of_b.model.norm.weight)
             first = server.pid
             restarting = CheckpointTransport(tmp_path / "versions", restart=True)
