@@ -73,6 +73,9 @@ def main() -> None:
         sys.exit(f"python -m weightsync.vllm.serve: {error}")
     os.environ.update(environment)  # before vllm is imported, which reads it
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as the command `vllm` does
+    if "--enable-lora" in command:  # pushes of adapters read a metric of vLLM's that such files would hide
+        _run(command)
+        return
     with tempfile.TemporaryDirectory(prefix="weightsync-metrics-") as folder:
         # Workers' metrics reach /metrics by files alone. prometheus_client reads this as it is imported.
         os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", folder)
