@@ -743,6 +743,7 @@ def refuse_to_reset_once(side: Trainer) -> None:
         engine = side.sync._strategy._fleet.members[0].engine
 
         def reset_caches() -> None:
+            del engine.reset_caches
             raise EngineError("vLLM could not reset its prefix cache")
 
         engine.reset_caches = reset_caches
@@ -797,12 +798,12 @@ def test_workers_in_processes_of_their_own(engines: Remote):
 
 
 def mislead_worker(engines: Engines, number: int) -> None:
-    """Once: where it is told to look there is no shared memory."""
+    """Once: where it is told to look there is other memory."""
 
     def mislead(endpoints: list[Endpoint]) -> None:
         # Workers share the rows of files.
         rows = copy.deepcopy(endpoints[number].storages)
-        rows[0][3]["name"] = rows[0][3]["name"][:-4] + "0000"
+        rows[0][3]["inode"] += 1
         endpoints[number] = replace(endpoints[number], storages=rows)
 
     transport_of(engines).change_endpoints = mislead

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -176,7 +175,9 @@ class CopyWeights(FleetStrategy):
                 load_s=max(worker.load_s for worker in workers),
                 pause_s=now - fleet.paused_at,
                 total_s=now - started,
-                load_paths=dict(sum((Counter(link.plan.load_paths) for link in links), Counter())),
+                load_paths={
+                    path: sum(link.plan.load_paths[path] for link in links) for path in links[0].plan.load_paths
+                },
                 workers=workers,
                 left_out=tuple(sorted(self._lost.names)),
             )
