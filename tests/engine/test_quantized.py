@@ -298,7 +298,7 @@ ROWS = {
     ),
     "GPT-OSS's own checkpoints, experts in MXFP4": ("GptOssMxfp4MoEMethod", ""),
 }
-"""By the first column of the table in docs/quantized.md: the key of `PROVEN` for the row, and one for experts as well."""
+"""By the first column of the table in docs/quantized.md: the key of `PROVEN` for the row, and one for experts."""
 
 
 def test_the_documents_say_what_is_proven():
