@@ -146,15 +146,19 @@ def test_training_goes_on_after_nodes_have_died(tmp_path: Path) -> None:
         assert controller.call(train) == (1, [])
         assert controller.call(train) == (2, [])
 
+        def switch_off(lost: str, meanwhile: str) -> str:
+            """Switch off the host of a process of which something is asked. Return the error that comes of it."""
+            controller.begin(fail_to, meanwhile)
+            time.sleep(2)
+            hosts.down(where[lost])
+            kind, text, seconds = controller.result()
+            print(f"{seconds - 2:.1f} s after {lost} was switched off: {text}")
+            assert kind is PeerError
+            assert seconds < NOTICED_S
+            return text
+
         lost = next(name for name in ranks if where[name] != "A")
-        controller.begin(fail_to, "wait")
-        time.sleep(2)
-        hosts.down(where[lost])
-        kind, text, seconds = controller.result()
-        print(f"{seconds - 2:.1f} s after {lost} was switched off: {text}")
-        assert kind is PeerError
-        assert f"Learner {lost} died before it answered Learner.wait" in text
-        assert seconds < NOTICED_S
+        assert f"Learner {lost} died before it answered Learner.wait" in switch_off(lost, "wait")
         controller.call(close, "actor")
         kind, text, _ = controller.call(fail_to, "start workers", tmp_path / "weights")
         assert kind is PlacementError
@@ -166,14 +170,7 @@ def test_training_goes_on_after_nodes_have_died(tmp_path: Path) -> None:
         assert controller.call(train) == (3, [])
 
         lost = next(name for name in engines if where[name] != "A")
-        controller.begin(fail_to, "generate")
-        time.sleep(2)
-        hosts.down(where[lost])
-        kind, text, seconds = controller.result()
-        print(f"{seconds - 2:.1f} s after {lost} was switched off: {text}")
-        assert kind is PeerError
-        assert f"{lost} died before it answered generate" in text
-        assert seconds < NOTICED_S
+        assert f"{lost} died before it answered generate" in switch_off(lost, "generate")
         controller.call(close, "engine")
         assert start_node(hosts, "F", f"--address={head}").wait(60) == 0
         assert "F" in [host_of[name.split()[-1]] for name in controller.call(start_engines)]

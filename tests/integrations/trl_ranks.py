@@ -62,6 +62,21 @@ def place(rank: int, size: int, port: int) -> None:
     os.environ |= {name: str(value) for name, value in names.items()} | NOT_COMPILED | {"VLLM_LOGGING_LEVEL": "ERROR"}
 
 
+def arguments(checkpoint: Path) -> dict[str, Any]:
+    """What all trainers are given, which train on a CPU and report nothing."""
+    return {
+        "output_dir": str(checkpoint.parent / "out"),
+        "use_cpu": True,
+        "bf16": False,
+        "max_steps": STEPS,
+        "learning_rate": 0.01,
+        "per_device_train_batch_size": 4,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
 def make(method: str, checkpoint: Path, **options: Any) -> Any:
     """Return TRL's trainer of this method."""
     import trl
@@ -70,18 +85,10 @@ def make(method: str, checkpoint: Path, **options: Any) -> Any:
 
     adapters = options.pop("adapters", None)
     config = getattr(trl, f"{method}Config")(
-        output_dir=str(checkpoint.parent / "out"),
-        use_cpu=True,
-        bf16=False,
+        **arguments(checkpoint),
         use_vllm=True,
-        max_steps=STEPS,
-        learning_rate=0.01,
-        per_device_train_batch_size=4,
         num_generations=4,
         max_completion_length=8,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
         **options,
     )
     prompts = Dataset.from_dict({"prompt": [f"t{3 + i} t{7 + i} t9" for i in range(32)]})
@@ -174,19 +181,7 @@ def asynchronous(rank: int, port: int, checkpoint: Path, url: str) -> None:
 
     place(rank, 1, port)
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attend)
-    config = AsyncGRPOConfig(
-        output_dir=str(checkpoint.parent / "out"),
-        use_cpu=True,
-        bf16=False,
-        max_steps=STEPS,
-        learning_rate=0.01,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=1,
-        vllm_server_base_url=url,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-    )
+    config = AsyncGRPOConfig(**arguments(checkpoint), gradient_accumulation_steps=1, vllm_server_base_url=url)
     sync = WeightSync("stream", "ipc", url, ranks="alone")
     trainer = AsyncGRPOTrainer(
         str(checkpoint),

@@ -14,7 +14,7 @@ from typing import Any
 
 import tiny_models
 from cells import IN_ONE_PROCESS
-from engines import NOT_COMPILED, PROMPTS, Remote, answer_of
+from engines import NOT_COMPILED, PROMPTS, Remote, answer_of, options_of
 from looks import Look, look_at
 from servers import Cold, below
 from trainer import RAY, RAY_ACTOR, RAY_NAMESPACE, Rank
@@ -35,16 +35,7 @@ class HeldEngine:
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, which take longer to clear than all else to start
         import vllm
 
-        options: dict[str, Any] = {
-            "model": str(checkpoint),
-            "dtype": "bfloat16",
-            "enforce_eager": True,
-            "max_model_len": 256,
-            "kv_cache_memory_bytes": 64 * 2**20,
-            "skip_tokenizer_init": True,
-            "disable_log_stats": True,
-            "weight_transfer_config": {"backend": "weightsync"},
-        }
+        options = options_of(checkpoint)
         self._sampling = vllm.SamplingParams(max_tokens=4, temperature=0, logprobs=5, ignore_eos=True, detokenize=False)
         self._loop = asyncio.new_event_loop()
         if client in ("AsyncLLM", RAY):

@@ -30,6 +30,7 @@ import tiny_models
 import torch
 from ranks import FORKSERVER
 
+from weightsync.engines.base import CalledEngine
 from weightsync.errors import EngineUnreachableError, SyncTimeoutError, WeightSyncError
 
 TIMEOUT_S = 60.0
@@ -212,16 +213,7 @@ class Engines:
     def options(self, checkpoint: Path) -> dict[str, Any]:
         """How every engine of the tests is started."""
         know_class(checkpoint)
-        return {
-            "model": str(checkpoint),
-            "dtype": "bfloat16",
-            "enforce_eager": True,
-            "max_model_len": 256,
-            "kv_cache_memory_bytes": 64 * 2**20,
-            "skip_tokenizer_init": True,
-            "disable_log_stats": True,
-            "weight_transfer_config": {"backend": "weightsync"},
-        }
+        return options_of(checkpoint)
 
     def live_model(self) -> Any:
         """The module that an engine in this process runs."""
@@ -276,6 +268,20 @@ def noted(file: Path) -> Answer:
     return [(tokens, [{int(t): p for t, p in at.items()} for at in logprobs]) for tokens, logprobs in rows]
 
 
+def options_of(checkpoint: Path) -> dict[str, Any]:
+    """What an engine with the plug-in is started with."""
+    return {
+        "model": str(checkpoint),
+        "dtype": "bfloat16",
+        "enforce_eager": True,
+        "max_model_len": 256,
+        "kv_cache_memory_bytes": 64 * 2**20,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "weight_transfer_config": {"backend": "weightsync"},
+    }
+
+
 def know_class(checkpoint: Path) -> None:
     """Look at the class of a checkpoint's model in this process. VLLM looks at an architecture that is new to the
     machine in a process of its own, which takes 10 s for each."""
@@ -292,7 +298,7 @@ def answer_of(output: Any) -> tuple[list[int], list[dict[int, float]]]:
     return list(completion.token_ids), logprobs
 
 
-class PipeEngine:
+class PipeEngine(CalledEngine):
     """An `Engine` of `weightsync.engines` for a trainer in another process than the `LLM` of an `Engines`."""
 
     host = "127.0.0.1"
@@ -301,36 +307,6 @@ class PipeEngine:
         self.name = "the engine in the other process"
         self._calls = calls
         self._one_at_a_time = threading.Lock()
-
-    def init(self, init_info: dict[str, Any]) -> None:
-        self._call("init", init_info)
-
-    def start(self) -> None:
-        self._call("start")
-
-    def update(self, update_info: dict[str, Any]) -> None:
-        self._call("update", update_info)
-
-    def finish(self, version: str) -> None:
-        self._call("finish", version)
-
-    def pause(self, mode: str) -> None:
-        self._call("pause", mode)
-
-    def resume(self) -> None:
-        self._call("resume")
-
-    def reset_caches(self) -> None:
-        self._call("reset_caches")
-
-    def set_version(self, version: str) -> None:
-        self._call("set_version", version)
-
-    def version(self) -> str | None:
-        return self._call("version")
-
-    def is_alive(self) -> bool:
-        return self._call("is_alive")
 
     def _call(self, method: str, *args: Any) -> Any:
         with self._one_at_a_time:

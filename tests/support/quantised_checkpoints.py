@@ -22,8 +22,6 @@ SCHEMES: dict[str, tuple[str, str, Any]] = {
 def save(model: nn.Module, scheme: str, folder: Path, cache_scale: float | None = None) -> Path:
     """Every linear layer but `lm_head` in the `scheme`: with a scale for each output channel, or, for "FP8-block", for
     each block of 128 by 128. With `cache_scale`, an fp8 KV cache has that scale in every layer."""
-    from safetensors.torch import save_file
-
     in_blocks = scheme == "FP8-block"
     layout, kind, quantise = ("", "", fp8_per_block) if in_blocks else SCHEMES[scheme]
     tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
@@ -56,17 +54,11 @@ def save(model: nn.Module, scheme: str, folder: Path, cache_scale: float | None 
     if in_blocks:
         scales = {"weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
         config["quantization_config"] = {"quant_method": "fp8", "ignored_layers": ["lm_head"], **scales}
-    config["architectures"] = [type(model).__name__]
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, default=str))
-    return folder
+    return _write(model, tensors, config, folder)
 
 
 def save_mxfp4(model: nn.Module, folder: Path) -> Path:
     """GPT-OSS with its experts in MXFP4, as its own checkpoints have them."""
-    from safetensors.torch import save_file
-
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name.endswith((".gate_up_proj", ".down_proj")):
@@ -75,10 +67,16 @@ def save_mxfp4(model: nn.Module, folder: Path) -> Path:
             tensors[name] = tensor.detach().contiguous()
     skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     config = model.config.to_dict() | {  # type: ignore[union-attr, operator]
-        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": skipped},
-        "architectures": [type(model).__name__],
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
     }
+    return _write(model, tensors, config, folder)
+
+
+def _write(model: nn.Module, tensors: dict[str, torch.Tensor], config: dict[str, Any], folder: Path) -> Path:
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, default=str))
+    named = config | {"architectures": [type(model).__name__]}
+    (folder / "config.json").write_text(json.dumps(named, default=str))
     return folder

@@ -50,6 +50,14 @@ _DEEPSEEK: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 
+_GPT_OSS: dict[str, Any] = {
+    "head_dim": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": _config("LlamaConfig"),
     "llama-tied": _config("LlamaConfig", tie_word_embeddings=True),
@@ -133,24 +141,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "olmo2": _config("Olmo2Config"),
     "smollm3": _config("SmolLM3Config", tie_word_embeddings=True),
     "granite": _config("GraniteConfig", tie_word_embeddings=True),
-    "gpt-oss": _config(
-        "GptOssConfig",
-        head_dim=64,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=64,
-        layer_types=["sliding_attention", "full_attention"],
-    ),
-    "gpt-oss-wide": _config(
-        "GptOssConfig",
-        hidden_size=256,
-        intermediate_size=256,
-        head_dim=64,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=64,
-        layer_types=["sliding_attention", "full_attention"],
-    ),
+    "gpt-oss": _config("GptOssConfig", **_GPT_OSS),
+    "gpt-oss-wide": _config("GptOssConfig", hidden_size=256, intermediate_size=256, **_GPT_OSS),
     "bloom": _config("BloomConfig", n_layer=2, n_head=4, tie_word_embeddings=True),
     "apertus": _config("ApertusConfig"),
     "hrm-text": _config("HrmTextConfig", num_layers_per_stack=1, head_dim=32),

@@ -123,15 +123,17 @@ def expert_padding(model: nn.Module, trace: Trace) -> list[Fill]:
     One tensor fills each of their parameters, so what a tensor leaves of one is padding. `trace` is that of their
     quantised tensors. vLLM makes the parameters of zeros, which no loader writes.
     """
-    holes, _ = uncovered(model, trace)
-    padded = {copy.param for copy in trace.copies if copy.param in holes} | trace.computed.keys()
-    return [
-        Fill(name, 0, tuple(param.shape), param.stride(), 0.0)
+    experts = {
+        f"{path}.{key}".removeprefix("."): param
         for path, module in model.named_modules()
         if _is_mxfp4(module._parameters)
         for key, param in module.named_parameters(recurse=False)
-        if (name := f"{path}.{key}".removeprefix(".")) in padded
-    ]
+    }
+    if not experts:  # most models have none, and looking for holes goes over all copies
+        return []
+    holes, _ = uncovered(model, trace)
+    padded = {copy.param for copy in trace.copies if copy.param in holes} | trace.computed.keys()
+    return [Fill(name, 0, tuple(param.shape), param.stride(), 0.0) for name, param in experts.items() if name in padded]
 
 
 def mxfp4_experts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
