@@ -9,6 +9,7 @@ from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import tiny_models
 import torch
@@ -16,6 +17,8 @@ from engines import NOT_COMPILED, PROMPTS, Answer, answer_of, note
 from torch.nn.functional import scaled_dot_product_attention
 
 STEPS = 3
+ZERO = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
 def save(folder: Path, **sizes: int) -> Path:
@@ -31,7 +34,7 @@ def save(folder: Path, **sizes: int) -> Path:
     return tiny_models.save(build(**sizes), folder)
 
 
-def build(**sizes: int) -> Any:
+def build(weights: str = "A", **sizes: int) -> Any:
     from transformers import AutoModelForCausalLM
 
     config = tiny_models.CONFIGS["qwen3"]()
@@ -39,17 +42,37 @@ def build(**sizes: int) -> Any:
     if "num_hidden_layers" in sizes:
         config.layer_types = ["full_attention"] * sizes["num_hidden_layers"]
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    tiny_models.fill(model, "A")
+    tiny_models.fill(model, weights)
     return model
 
 
-def save_state(state: dict[str, Any], like: Path, folder: Path) -> None:
-    """Leave a checkpoint of these tensors and of the configuration of another."""
+def save_trained(trainer: Any, like: Path, folder: Path, merged: bool = True) -> None:
+    """Leave what a trainer's model has become, whole and with its adapters merged unless not `merged`. Every rank calls
+    this."""
+    from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(like, dtype=torch.float32)
-    model.load_state_dict(state)
-    model.save_pretrained(folder)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    state = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if hasattr(tensor, "full_tensor"):
+            state[name] = tensor.full_tensor().detach()
+        elif hasattr(tensor, "ds_id"):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([tensor]):
+                state[name] = tensor.detach().clone()
+        else:
+            state[name] = tensor.detach()
+    if trainer.accelerator.is_main_process:
+        if isinstance(model, PeftModel) and merged:
+            whole = AutoModelForCausalLM.from_pretrained(like, dtype=next(iter(state.values())).dtype)
+            whole = get_peft_model(whole, LoraConfig(**LORA))
+            whole.load_state_dict(state)
+            whole.merge_and_unload().save_pretrained(folder)
+        else:
+            model.save_pretrained(folder, state_dict=state)
+    torch.distributed.barrier()
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -62,11 +85,23 @@ def place(rank: int, size: int, port: int) -> None:
     os.environ |= {name: str(value) for name, value in names.items()} | NOT_COMPILED | {"VLLM_LOGGING_LEVEL": "ERROR"}
 
 
-def arguments(checkpoint: Path) -> dict[str, Any]:
+def shard_on_cpus() -> None:
+    """Let accelerate shard a model over ranks on CPUs. It has FSDP and DeepSpeed for accelerators alone, so CPUs
+    pass for some."""
+    from accelerate.state import DistributedType, PartialState
+
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+
+
+def arguments(checkpoint: Path, **options: Any) -> dict[str, Any]:
     """What all trainers are given, which train on a CPU and report nothing."""
+    sharded = "fsdp" in options or "deepspeed" in options
+    if sharded:
+        shard_on_cpus()
     return {
         "output_dir": str(checkpoint.parent / "out"),
-        "use_cpu": True,
+        "use_cpu": not sharded,
         "bf16": False,
         "max_steps": STEPS,
         "learning_rate": 0.01,
@@ -74,6 +109,7 @@ def arguments(checkpoint: Path) -> dict[str, Any]:
         "report_to": [],
         "save_strategy": "no",
         "disable_tqdm": True,
+        **options,
     }
 
 
@@ -83,21 +119,19 @@ def make(method: str, checkpoint: Path, **options: Any) -> Any:
     from datasets import Dataset
     from peft import LoraConfig
 
-    adapters = options.pop("adapters", None)
-    config = getattr(trl, f"{method}Config")(
-        **arguments(checkpoint),
-        use_vllm=True,
-        num_generations=4,
-        max_completion_length=8,
-        **options,
-    )
-    prompts = Dataset.from_dict({"prompt": [f"t{3 + i} t{7 + i} t9" for i in range(32)]})
+    lora = LoraConfig(**LORA) if options.pop("adapters", False) else None
+    if method == "Distillation":
+        given: dict[str, Any] = {"teacher_model": build("B")}
+    else:
+        options["num_generations"] = 4
+        given = {"reward_funcs": reward}
+    options = arguments(checkpoint, use_vllm=True, max_completion_length=8, **options)
     return getattr(trl, f"{method}Trainer")(
         model=str(checkpoint),
-        args=config,
-        train_dataset=prompts,
-        reward_funcs=reward,
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]) if adapters else None,
+        args=getattr(trl, f"{method}Config")(**options),
+        train_dataset=Dataset.from_dict({"prompt": [f"t{3 + i} t{7 + i} t9" for i in range(32)]}),
+        peft_config=lora,
+        **given,
     )
 
 
@@ -112,7 +146,9 @@ def colocate(rank: int, size: int, port: int, method: str, checkpoint: Path, opt
     """Train with an engine of TRL's in each rank. Leave its answers and the trained model beside the checkpoint."""
     place(rank, size, port)
     trainer = make(method, checkpoint, vllm_mode="colocate", vllm_max_model_length=256, **options)
-    train(trainer, "ipc", checkpoint.parent, lambda: ask(trainer.vllm_generation.llm))
+    train(trainer, "ipc", checkpoint, lambda: ask(trainer.vllm_generation.llm))
+    if "fsdp" in options or "deepspeed" in options:
+        assert all(hasattr(each, "full_tensor") or hasattr(each, "ds_id") for each in trainer.model.parameters())
 
 
 def serve(
@@ -124,9 +160,7 @@ def serve(
     place(rank, size, port)
     with no_communicator():
         trainer = make(method, checkpoint, vllm_mode="server", vllm_server_base_url=url, **options)
-    train(
-        trainer, transport, checkpoint.parent, lambda: [] if rank else ask_server(trainer.vllm_generation.vllm_client)
-    )
+    train(trainer, transport, checkpoint, lambda: [] if rank else ask_server(trainer.vllm_generation.vllm_client))
 
 
 def fine_tune(rank: int, port: int, checkpoint: Path, options: dict[str, Any]) -> None:
@@ -153,7 +187,8 @@ def fine_tune(rank: int, port: int, checkpoint: Path, options: dict[str, Any]) -
 
 
 def asynchronous(rank: int, port: int, checkpoint: Path, url: str) -> None:
-    """Train TRL's asynchronous trainer on samples that are no server's. Only its attention cannot run on a CPU."""
+    """Train TRL's asynchronous trainer on samples that are no server's. Its attention and the name of its
+    device are all that it wants of a GPU."""
     import numpy as np
     from datasets import Dataset
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
@@ -164,8 +199,24 @@ def asynchronous(rank: int, port: int, checkpoint: Path, url: str) -> None:
     from weightsync.integrations.trl import Transfer
 
     class Worker:
-        rollout_buffer: Queue[Any] = Queue()
+        """Has another sample whenever the trainer wants one."""
+
+        model_version, made = 0, 0
         metrics_queue: Queue[Any] = Queue()
+
+        @property
+        def rollout_buffer(self) -> Any:
+            return self
+
+        def qsize(self) -> int:
+            return 1
+
+        def get(self, timeout: float) -> Any:
+            self.made += 1
+            ids = np.arange(self.made, self.made + 8)
+            completed, logprobs = np.ones(8, dtype=np.int64), np.full(8, -5.0, dtype=np.float32)
+            advantage = float(self.made % 2) - 0.5
+            return RolloutSample([], [], ids, completed, logprobs, advantage, self.model_version, self.made, {})
 
         def start(self) -> None: ...
 
@@ -174,27 +225,27 @@ def asynchronous(rank: int, port: int, checkpoint: Path, url: str) -> None:
         def check_health(self, stale_after_s: float) -> None: ...
 
         def update_model_version(self, model_version: int) -> None:
-            for number in range(4):
-                ids = np.arange(3 + number, 11 + number)
-                made = np.ones(8, dtype=np.int64), np.full(8, -5.0, dtype=np.float32), float(number % 2) - 0.5
-                self.rollout_buffer.put(RolloutSample([], [], ids, *made, model_version, number, {}))
+            self.model_version = model_version
 
     place(rank, 1, port)
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attend)
-    config = AsyncGRPOConfig(**arguments(checkpoint), gradient_accumulation_steps=1, vllm_server_base_url=url)
-    sync = WeightSync("stream", "ipc", url, ranks="alone")
-    trainer = AsyncGRPOTrainer(
-        str(checkpoint),
-        args=config,
-        train_dataset=Dataset.from_dict({"prompt": ["t3"] * 32}),
-        reward_funcs=reward,
-        rollout_worker=Worker(),
-        weight_transfer=Transfer(sync),
+    config = AsyncGRPOConfig(
+        **arguments(checkpoint, gradient_accumulation_steps=1, token_budget=32, vllm_server_base_url=url)
     )
+    sync = WeightSync("stream", "ipc", url, ranks="alone")
+    with mock.patch.object(torch.cuda, "get_device_name", return_value="a CPU"):
+        trainer = AsyncGRPOTrainer(
+            str(checkpoint),
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": ["t3"] * 32}),
+            reward_funcs=reward,
+            rollout_worker=Worker(),
+            weight_transfer=Transfer(sync),
+        )
     trainer.train()
     assert sync.last_report is not None
     note(ask_server(VLLMClient(url)), checkpoint.parent / "pushed-0.json")
-    trainer.accelerator.unwrap_model(trainer.model).save_pretrained(checkpoint.parent / "trained")
+    save_trained(trainer, checkpoint, checkpoint.parent / "trained")
 
 
 def attend(q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, *_: Any, softmax_scale: float, **__: Any) -> Any:
@@ -208,10 +259,11 @@ def attend(q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, *_: Any, softma
     return torch.cat(attended)
 
 
-def train(trainer: Any, transport: str, folder: Path, asked: Callable[[], Answer]) -> None:
+def train(trainer: Any, transport: str, checkpoint: Path, asked: Callable[[], Answer]) -> None:
     from weightsync.integrations.trl import attach
 
-    rank = torch.distributed.get_rank()
+    rank, folder = torch.distributed.get_rank(), checkpoint.parent
+    note(asked(), folder / f"untrained-{rank}.json")
     with attach(trainer, transport) as sync:
         trainer.train()
         assert sync.last_report is not None
@@ -220,12 +272,7 @@ def train(trainer: Any, transport: str, folder: Path, asked: Callable[[], Answer
         assert sync.last_report.version == trained + 1
         note(asked(), folder / f"pushed-{rank}.json")
         torch.distributed.barrier()  # none closes while another looks
-    if rank == 0:
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        if transport != "lora" and hasattr(model, "merge_and_unload"):
-            model = model.merge_and_unload()
-        model.save_pretrained(folder / "trained")
-    torch.distributed.barrier()
+    save_trained(trainer, checkpoint, folder / "trained", merged=transport != "lora")
 
 
 def ask_server(client: Any) -> Answer:

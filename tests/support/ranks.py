@@ -93,7 +93,8 @@ def _main(
                 timeout=timedelta(seconds=left_s),
             )
             fn(rank, *args)
-            dist.destroy_process_group()
+            if dist.is_initialized():  # an engine in this process may have ended with it
+                dist.destroy_process_group()
         except BaseException:
             traceback.print_exc(file=report)
             report.flush()
