@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trl_ranks
 from engines import ANSWER_TOKENS, NOT_COMPILED, PROMPTS, Answer, Engines, Remote, answer_of, assert_same, noted
-from ranks import FORKSERVER, run_ranks
+from ranks import run_ranks
 
 from weightsync import ConfigError, UnsupportedError
 from weightsync.engines.child import free_port
@@ -18,9 +17,7 @@ from weightsync.engines.server import VllmServer
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine
 
-os.environ |= NOT_COMPILED | {"DS_ACCELERATOR": "cpu"}
-# Ranks begin with all that they need imported, which takes longer than three steps.
-FORKSERVER.set_forkserver_preload(["pytest", "deepspeed", "peft", "vllm.v1.worker.cpu_worker", "trl_imports"])
+trl_ranks.preload()
 
 # As TRL starts its engines; a kernel of vLLM's that only eager engines take rounds otherwise.
 AS_TRL = {"enforce_eager": False, "logprobs_mode": "processed_logprobs"}

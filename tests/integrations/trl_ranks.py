@@ -14,11 +14,18 @@ from unittest import mock
 import tiny_models
 import torch
 from engines import NOT_COMPILED, PROMPTS, Answer, answer_of, note
+from ranks import FORKSERVER
 from torch.nn.functional import scaled_dot_product_attention
 
 STEPS = 3
 ZERO = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+def preload() -> None:
+    """Let ranks begin with all that they need imported, which takes longer than three steps."""
+    os.environ |= NOT_COMPILED | {"DS_ACCELERATOR": "cpu"}
+    FORKSERVER.set_forkserver_preload(["pytest", "deepspeed", "peft", "vllm.v1.worker.cpu_worker", "trl_imports"])
 
 
 def save(folder: Path, **sizes: int) -> Path:
