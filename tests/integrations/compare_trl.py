@@ -79,13 +79,10 @@ def spoil(llm: Any) -> None:
 
 
 def compare(rank: int, size: int, port: int, checkpoint: Path, options: dict[str, Any]) -> None:
-    from trl.generation import vllm_generation
-
     from weightsync.integrations.trl import attach
 
     trl_ranks.place(rank, size, port)
-    start = vllm_generation.LLM
-    vllm_generation.LLM = lambda **given: start(**given | PLAIN)
+    trl_ranks.start_engines(**PLAIN)
     trainer = trl_ranks.make(
         "GRPO", checkpoint, vllm_mode="colocate", vllm_max_model_length=256, optim="sgd", **options
     )

@@ -40,7 +40,7 @@ def cold_with_adapter(engines: Engines, checkpoint: Path, adapter: Path) -> Answ
 @pytest.mark.parametrize(
     ("method", "ranks", "options"),
     [
-        pytest.param("Distillation", 1, {}, id="one rank"),
+        pytest.param("Distillation", 1, {"vllm_enable_sleep_mode": True}, id="one rank, asleep between"),
         pytest.param("RLOO", 1, {"adapters": True}, id="merged adapters"),
         pytest.param("GRPO", 2, {}, id="DDP"),
         pytest.param("GRPO", 2, {"deepspeed": trl_ranks.ZERO}, id="ZeRO-3"),
@@ -74,7 +74,7 @@ def test_callback_pushes_from_a_trainer_that_does_not_generate(engines: Remote, 
 def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from weightsync.integrations import trl
 
-    with pytest.raises(ConfigError, match="no vLLM engine to push to; make it with use_vllm=True"):
+    with pytest.raises(ConfigError, match="has no `vllm_generation` to push to; make it with use_vllm=True"):
         trl.attach(object())
     monkeypatch.setattr(trl, "version", lambda name: "1.17.0")
     with pytest.raises(UnsupportedError, match=r"TRL 1\.17\.0 may synchronise"):

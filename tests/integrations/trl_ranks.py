@@ -149,11 +149,26 @@ def ask(llm: Any) -> Answer:
     return [answer_of(llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)[0]) for prompt in PROMPTS]
 
 
+def start_engines(**changed: Any) -> None:
+    """Change the options with which TRL starts an engine in this process."""
+    from trl.generation import vllm_generation
+
+    kind = vllm_generation.LLM
+    vllm_generation.LLM = lambda **options: kind(**options | changed)
+
+
 def colocate(rank: int, size: int, port: int, method: str, checkpoint: Path, options: dict[str, Any]) -> None:
     """Train with an engine of TRL's in each rank. Leave its answers and the trained model beside the checkpoint."""
     place(rank, size, port)
+    start_engines(enable_sleep_mode=False)  # a CPU cannot give memory away, but the engine can be told to sleep
     trainer = make(method, checkpoint, vllm_mode="colocate", vllm_max_model_length=256, **options)
-    train(trainer, "ipc", checkpoint, lambda: ask(trainer.vllm_generation.llm))
+    llm = trainer.vllm_generation.llm
+
+    def asked() -> Answer:
+        llm.wake_up()  # after a push that is the cache alone
+        return ask(llm)
+
+    train(trainer, "ipc", checkpoint, asked)
     if "fsdp" in options or "deepspeed" in options:
         assert all(hasattr(each, "full_tensor") or hasattr(each, "ds_id") for each in trainer.model.parameters())
 

@@ -40,8 +40,8 @@ def attach(trainer: Any, transport: Any = "ipc", **options: Any) -> WeightSync:
     generation = getattr(trainer, "vllm_generation", None)
     if generation is None:
         raise ConfigError(
-            f"this {type(trainer).__name__} has no vLLM engine to push to; make it with use_vllm=True, or push from "
-            "any trainer with PushCallback(WeightSync(backend, transport, engine))"
+            f"this {type(trainer).__name__} has no `vllm_generation` to push to; make it with use_vllm=True, or, "
+            "where it has none then either, push with PushCallback(WeightSync(backend, transport, engine))"
         )
     colocated = generation.mode == "colocate"
     client = None if colocated else getattr(generation, "vllm_client", None)  # rank 0's alone
