@@ -118,6 +118,7 @@ def row(case: str) -> list[str]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         checkpoint = trl_ranks.save(folder / "model", **SIZES)
+        trl_ranks.clear_shared_memory()
         run_ranks(compare, size, size, free_port(), checkpoint, options, timeout_s=150)
         with ProcessPoolExecutor(1, FORKSERVER) as process:
             tp = options.get("vllm_tensor_parallel_size", 1)

@@ -52,8 +52,7 @@ def test_colocated_engine_equals_a_cold_one(
     engines: Remote, tmp_path: Path, method: str, ranks: int, options: dict[str, Any]
 ) -> None:
     checkpoint = trl_ranks.save(tmp_path / "tiny")
-    for left in Path("/dev/shm").glob("-tp:0-*-cpushm_*"):
-        left.unlink()  # an engine on CPUs leaves it behind, under one name for all that an external launcher starts
+    trl_ranks.clear_shared_memory()
     run_ranks(trl_ranks.colocate, ranks, ranks, free_port(), method, checkpoint, options, timeout_s=100)
     parallel = {"tensor_parallel_size": options.get("vllm_tensor_parallel_size", 1)}
     trained = engines.call(cold, tmp_path / "trained", parallel)
