@@ -62,34 +62,24 @@ def answers(engine: RolloutGroup) -> list[tuple[list[int], list[float]]]:
 
 
 def test_pushed_equals_cold_in_both_placements(cluster: None, checkpoints: dict[str, Path]):
+    """The controller's part stays as it is when the trainer, the placement or the transport is another one."""
     shared, apart = ResourcePool([2]), ResourcePool([1])
+    trainers: list[tuple[Any, ...]] = [(Fsdp, "B", {}), (Megatron, checkpoints["A"].parent, {"vocab_size": 251})]
     with (
-        WorkerGroup(shared, Fsdp, MODEL, "B", timeout_s=300.0) as fsdp,
+        WorkerGroup(shared, Fsdp, MODEL, "B", timeout_s=300.0) as first,
         RolloutGroup(shared, model=str(checkpoints["A"]), tensor_parallel_size=2, **ENGINE) as colocated,
         RolloutGroup(apart, model=str(checkpoints["B"]), actor=AsyncRollout, **ENGINE) as split,
     ):
-        cold_of_a, cold_of_b = answers(colocated), answers(split)
-        with colocated.follow(fsdp, max_bytes=1 << 16) as sync:
-            assert sync.transport == "ipc"
-            assert sync.push().chunks > 1
-            assert answers(colocated) != cold_of_a
-            fsdp.change("A")
-            sync.push()
-            assert answers(colocated) == cold_of_a
-        with split.follow(fsdp, transport="broadcast") as sync:
-            sync.push()
-            assert answers(split) != cold_of_b
-            fsdp.change("B")
-            sync.push()
-            assert answers(split) == cold_of_b
-        with colocated.follow(fsdp) as sync:
-            sync.push()
-            assert answers(colocated) != cold_of_a
-        # The controller's part stays as it is when the trainer is another one.
-        fsdp.close()
-        with (
-            WorkerGroup(shared, Megatron, MODEL, checkpoints["A"], timeout_s=300.0) as megatron,
-            colocated.follow(megatron, vocab_size=251) as sync,
-        ):
-            sync.push()
-            assert answers(colocated) == cold_of_a
+        cold = {colocated: answers(colocated), split: answers(split)}
+        first.close()
+        for worker, weights, options in trainers:
+            with WorkerGroup(shared, worker, MODEL, weights, timeout_s=300.0) as trainer:
+                for engine, start, other in ((colocated, "A", "B"), (split, "B", "A")):
+                    for transport in ("ipc", "broadcast"):
+                        with engine.follow(trainer, transport=transport, max_bytes=1 << 16, **options) as sync:
+                            trainer.change(other)
+                            assert sync.push().chunks > 1
+                            assert answers(engine) != cold[engine]
+                            trainer.change(start)
+                            sync.push()
+                            assert answers(engine) == cold[engine]

@@ -31,11 +31,14 @@ class Megatron(Worker):
 
     backend = "megatron"
 
-    def init_model(self, model: str, checkpoint: Path) -> None:
+    def init_model(self, model: str, folder: Path) -> None:
         torch.set_num_threads(1)
-        self.config = tiny_models.CONFIGS[model]()
+        self.folder, self.config = folder, tiny_models.CONFIGS[model]()
         self.model = megatron_models.build(self.config, megatron_models.Mesh(tp=2), torch.bfloat16, padding=5)
-        megatron_models.load(self.model, self.config, load_file(checkpoint / "model.safetensors"))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def change(self, weights: str) -> None:
+        megatron_models.load(self.model, self.config, load_file(self.folder / weights / "model.safetensors"))
 
     def place(self) -> Place:
         from megatron.core import parallel_state
