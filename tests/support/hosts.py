@@ -68,6 +68,7 @@ class Hosts:
         files = {
             "/etc/hosts": "\\n".join(["127.0.0.1 localhost", "::1 localhost", *known]),
             "/etc/hostname": name,
+            "/etc/resolv.conf": "nameserver 127.0.0.1",  # which refuses at once; another would be waited for
             "/proc/sys/kernel/random/boot_id": str(uuid.uuid4()),
         }
         steps = ["mount --make-rprivate /", f"hostname {name}", "mount -t tmpfs none /mnt"]

@@ -46,7 +46,7 @@ _AHEAD = 8
 """Operations that the host begins on a GPU before it looks whether the first has ended. The stream orders them. Without
 a bound, the death of a member would be noticed late."""
 
-_LEAST_BYTES = {"cpu": 2**18, "cuda": 2**24}
+_LEAST_BYTES = {"cpu": 2**17, "cuda": 2**24}
 
 _COPY_PROGRAMS = 64
 """Copies of a whole GPU would hold up NCCL, whose kernels need places on it. These are as fast as the fastest link."""
