@@ -17,6 +17,7 @@ import pytest
 import torch
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, open_shared_files
 from ranks import run_ranks
+from rdma_transport import RdmaReceiver, RdmaTransport
 from tcp_transport import TcpReceiver, TcpTransport
 from torch import nn
 
@@ -210,6 +211,10 @@ def broadcast_of_differences() -> Transport:
 def test_check_transport_of_differences_along_a_chain_finds_every_promise_kept():
     receiver = ends_of("broadcast")[1]
     check_transport(broadcast_of_differences, receiver, worker_devices=("cpu",) * 3, timeout_s=20.0)
+
+
+def test_check_transport_of_the_sketch_over_rdma_reads_finds_every_promise_kept():
+    check_transport(RdmaTransport, RdmaReceiver)
 
 
 def test_check_transport_of_sixty_lines_over_tcp_finds_every_promise_kept():
