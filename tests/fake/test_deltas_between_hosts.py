@@ -19,6 +19,7 @@ from torch import nn
 from weightsync import WeightSync
 from weightsync.control.handshake import KEY
 from weightsync.kernels.digest import digest
+from weightsync.tools.simulate import Topology, predict
 
 all_hosts = pytest.mark.skipif("TEST_HOSTS" not in os.environ, reason="`make test-hosts` runs it")
 
@@ -26,6 +27,8 @@ PORT, TIMEOUT_S, SECRET = 8000, 60.0, "k" * 32
 RATE = "200mbit"
 WIDTH, ROWS = 1024, 512
 LAYER_BYTES = 2 * WIDTH * ROWS
+TOPOLOGY = "hosts=2,gpus_per_host=1,ranks=1,tp=1,network=0.0238,chunk_mib=4,fixed_s=0.025"
+"""Links of `RATE` without what headers take of it, as `plan --simulate` is told."""
 ALL_OTHER = 0.0
 """In place of a learning rate: each push has other weights altogether."""
 
@@ -68,12 +71,17 @@ class Trainer:
             "fsdp", "broadcast", urls, encoding=encoding, timeout_s=TIMEOUT_S, max_bytes=4 * LAYER_BYTES
         )
 
-    def step(self, lr: float, seed: int) -> None:
+    def step(self, lr: float, seed: int) -> float:
+        """Return the share of values that it has changed."""
+        changed = 0
         draw = torch.Generator().manual_seed(seed)
         for name, param in self.model.named_parameters():
             step = torch.randn(ROWS, WIDTH, generator=draw)
             self.master[name] = 0.02 * step if lr == ALL_OTHER else self.master[name] + 0.3 * lr * step
+            before = param.data.clone()
             param.data.copy_(self.master[name])
+            changed += int((param.data != before).sum())
+        return changed / sum(param.numel() for param in self.model.parameters())
 
     def close(self) -> None:
         self.sync.close()
@@ -86,13 +94,13 @@ def connect(host: Host, *arguments: Any) -> None:
     host.kept[0].sync.push(host.kept[0].model)
 
 
-def step_and_push(host: Host, lr: float, seed: int) -> tuple[int, float, float]:
-    """Return the bytes that were sent, and the seconds and the processor time of the push."""
+def step_and_push(host: Host, lr: float, seed: int) -> tuple[int, float, float, float]:
+    """Return the bytes sent, the seconds and the processor time of a push, and the share of values that has changed."""
     trainer = host.kept[0]
-    trainer.step(lr, seed)
+    changed = trainer.step(lr, seed)
     processor_s = time.process_time()
     report = trainer.sync.push(trainer.model)
-    return report.sent_bytes, report.total_s, time.process_time() - processor_s
+    return report.sent_bytes, report.total_s, time.process_time() - processor_s, changed
 
 
 def served(host: Host) -> dict[str, int]:
@@ -156,6 +164,13 @@ def test_seconds_of_a_push(tmp_path: Path, rate: str, of_each: int):
                 f"| {dense[0] / encoded[0]:.1f} | processor {dense[2]:.3f} s, {encoded[2]:.3f} s",
                 flush=True,
             )
+            if rate == RATE and of_each == 1 and lr != ALL_OTHER:
+                topology = f"{TOPOLOGY},changed={rows[0][1][3]}"
+                prediction = next(
+                    p for p in predict(layers * LAYER_BYTES, Topology.parse(topology)) if p.transport == "deltas"
+                )
+                best_s = min(row[1][1] for row in rows)
+                print(f"of {rows[0][1][3]:.4f} values, at best {best_s:.3f} s, predicted {prediction.seconds:.3f} s")
             for fleet, trainer in zip(engines, trainers, strict=True):
                 held = trainer.call(pushed)
                 assert all(engine.call(served) == held for engine in fleet)

@@ -6,6 +6,8 @@ engines' workers, `E` the engines, `C` the bytes of a chunk.
     ipc          S / tp / copying * max(here / device_copy, (1 - here) / peer_copy) + control
     broadcast    busiest / link + (E - 1) c / busiest S / tp / link + control
                  `busiest` is the larger of S / R and S / tp; c = C, or busiest / (32 (E - 1)) where that is less
+    deltas       max(d busiest / link, encode_s S / R, decode_s S / tp) + a chunk of the other two + control
+                 `d` is the share of the bytes that a difference has
     checkpoint   max(S / file_write, H S / file_read) + C / file_read + control; `H` is the engines' hosts
     control      fixed + (E - 1) engine_s + 4 (R - 1 + W) message_s
 """
@@ -24,6 +26,8 @@ _COPYING = 0.93
 """The share of the device's speed that the copies of a push reach."""
 _BY_ROWS = 2 / 3
 """The share of a transformer's weights that tensor parallelism divides by rows, as FSDP and ZeRO divide all."""
+_ENCODE_S, _DECODE_S = (1.6, 19.0), (0.1, 12.0)
+"""Seconds of a core for 1 GB: where nothing has changed, and what is added where everything has."""
 _MESSAGES = 4
 """The messages between rank 0 and each participant: ranks look, go, done, commit; workers go, done, commit, answer."""
 COLUMNS = ("GPUs", "hosts", "ranks", "engines", "chunk", "transport", "push", "control", "longest part")
@@ -34,7 +38,8 @@ class Topology:
     """Hosts, what connects them, and who has which part. Speeds are GB/s of payload.
 
     `ranks` of the trainer hold equal shards. `engines` of `tp` workers each hold the model. `cards` is the network
-    cards of a host; 0 stands for eight where a host has eight GPUs, and for one elsewhere.
+    cards of a host; 0 stands for eight where a host has eight GPUs, and for one elsewhere. `changed` is the share of
+    bfloat16 values that a step changes, most of them by little; with 1 there are no deltas.
     """
 
     hosts: int = 1
@@ -44,6 +49,7 @@ class Topology:
     engines: int = 1
     tp: int = 8
     chunk_mib: int = DEFAULT_MAX_BYTES >> 20
+    changed: float = 1.0
     gpu_memory_gb: float = 141
     device_copy: float = 2140
     peer_copy: float = 397
@@ -71,8 +77,9 @@ class Topology:
                 found[name] = kinds[name](value)
             except ValueError:
                 raise ConfigError(f"{part!r}: expected {name}=NUMBER") from None
-            if not found[name] > 0:
-                raise ConfigError(f"{name}={found[name]}: expected a number above 0")
+            most = 1 if name == "changed" else math.inf
+            if not 0 < found[name] <= most:
+                raise ConfigError(f"{name}={found[name]}: expected a number above 0 and at most {most}")
         return cls(**found)
 
     @property
@@ -111,6 +118,8 @@ class Prediction:
 def predict(nbytes: int, topology: Topology) -> list[Prediction]:
     """Return one push of `nbytes` over each transport."""
     formulas = {"ipc": _ipc, "broadcast": _broadcast, "checkpoint": _checkpoint}
+    if topology.changed < 1:
+        formulas["deltas"] = _deltas
     found = []
     for transport, formula in formulas.items():
         impossible = _impossible(transport, nbytes, topology)
@@ -122,11 +131,12 @@ def predict(nbytes: int, topology: Topology) -> list[Prediction]:
 def _impossible(transport: str, nbytes: int, t: Topology) -> str | None:
     if transport == "ipc" and t.hosts > 1:
         return "ipc needs trainer and engine on one host"
-    for_engines = t.gpus - t.ranks if transport == "broadcast" else t.gpus
+    sends = transport in ("broadcast", "deltas")
+    for_engines = t.gpus - t.ranks if sends else t.gpus
     if t.ranks > t.gpus or t.workers > for_engines:
         return f"{t.ranks} ranks and {t.workers} workers do not find a place on {t.gpus} GPUs"
     shard_gb, share_gb = nbytes / t.ranks / 1e9, nbytes / t.tp / 1e9
-    shared = transport != "broadcast" and t.ranks + t.workers > t.gpus
+    shared = not sends and t.ranks + t.workers > t.gpus
     needed_gb = shard_gb + share_gb if shared else max(shard_gb, share_gb)
     return f"{needed_gb:.0f} GB of weights on a GPU of {t.gpu_memory_gb:g} GB" if needed_gb > t.gpu_memory_gb else None
 
@@ -146,12 +156,36 @@ def _broadcast(nbytes: int, t: Topology) -> dict[str, float]:
     duplex = t.relaying if t.hosts == 1 and t.engines > 1 else 1.0
     sent_s = nbytes / t.ranks / (t.link(t.ranks) * 1e9)
     received_s = nbytes / t.tp / (t.link(t.workers) * 1e9 * duplex)
+    passing_s = _chunk_share(nbytes, t) * (t.engines - 1) * received_s
+    return {"sending along chains": max(sent_s, received_s), "passing on the first chunk": passing_s}
+
+
+def _chunk_share(nbytes: int, t: Topology) -> float:
+    """Return the share of a chunk in what the busiest member sends or receives."""
     busiest, hops, chunk = nbytes / min(t.ranks, t.tp), t.engines - 1, float(_chunk(t))
     if hops:
         chunk = min(chunk, max(busiest / (CHUNKS_PER_HOP * hops), t.least_mib * 2**20))
-    sending_s = max(sent_s, received_s)
-    part = min(1.0, chunk / busiest)
-    return {"sending along chains": sending_s, "passing on the first chunk": part * hops * received_s}
+    return min(1.0, chunk / busiest)
+
+
+def _deltas(nbytes: int, t: Topology) -> dict[str, float]:
+    """Return the parts of a push that sends differences: encoded, sent and decoded at the same time."""
+    sending_s, passing_s = (_written(t.changed) * seconds for seconds in _broadcast(nbytes, t).values())
+    encoding_s, decoding_s = (
+        nbytes / holders / 1e9 * (least + more * t.changed)
+        for holders, (least, more) in ((t.ranks, _ENCODE_S), (t.tp, _DECODE_S))
+    )
+    together = {"sending differences": sending_s, "encoding": encoding_s, "decoding": decoding_s}
+    name = max(together, key=lambda each: together[each])
+    ends_s = _chunk_share(nbytes, t) * (sum(together.values()) - together[name])
+    return {name: together[name], "the first and the last chunk": passing_s + ends_s}
+
+
+def _written(changed: float) -> float:
+    """Return the bytes of a difference by those of the weights: a bit or more for each value that has changed, and
+    where it is in somewhat more than the least bits that say it."""
+    least = -changed * math.log2(changed) - (1 - changed) * math.log2(1 - changed)
+    return (1.25 * least + changed * (1 + 4 * changed)) / 16
 
 
 def _checkpoint(nbytes: int, t: Topology) -> dict[str, float]:
