@@ -1,4 +1,4 @@
-"""FSDP2 ranks on two hosts push to vLLM on two others: both answer as one that was started from the weights."""
+"""Ranks on two hosts push to vLLM on two others: both answer as one that was started from the weights."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import megatron_models
 import pytest
 import tiny_models
+import torch
 import torch.distributed as dist
-from engines import NOT_COMPILED, PROMPTS
+import zero
+from engines import NOT_COMPILED, PROMPTS, Remote
 from hosts import Host, Hosts
+from safetensors.torch import load_file
 
 from weightsync import WeightSync, WeightSyncError
 from weightsync.control.addresses import PORTS
@@ -26,27 +32,49 @@ pytestmark = [
 ]
 
 OPTIONS = ("--skip-tokenizer-init", "--enforce-eager", "--max-model-len=256", "--dtype=bfloat16", "--bridge=none")
+MODEL, BACKENDS = "qwen3", ("fsdp", "deepspeed", "megatron")
 PORT, GROUP_PORT, HUB_PORT = 8000, 29500, 29600
-START_S, TIMEOUT_S = 300.0, 60.0
+START_S, TIMEOUT_S = 600.0, 60.0
 TRAINER = {KEY: "k" * 32, PORTS: f"{HUB_PORT}-{HUB_PORT + 3}"}
 
 
-def join(host: Host, rank: int, engines: list[str]) -> None:
+def join(host: Host, rank: int, backend: str, engines: list[str]) -> None:
     os.environ |= TRAINER
-    os.environ |= {"MASTER_ADDR": "A", "MASTER_PORT": str(GROUP_PORT), "RANK": str(rank), "WORLD_SIZE": "2"}
+    port = GROUP_PORT + BACKENDS.index(backend)  # those before may still have theirs
+    os.environ |= {"MASTER_ADDR": "A", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     dist.init_process_group("gloo")
-    model = tiny_models.shard(tiny_models.build("qwen3", "A"))
-    host.kept.append(WeightSync("fsdp", "broadcast", engines, timeout_s=TIMEOUT_S))
-    host.model = model
+    config = tiny_models.CONFIGS[MODEL]()
+    options: dict[str, Any] = {}
+    if backend == "megatron":
+        host.model = megatron_models.build(config, megatron_models.Mesh(tp=2), torch.bfloat16, padding=5)
+        options = {"vocab_size": config.vocab_size}
+    elif backend == "deepspeed":
+        host.model = zero.initialize(tiny_models.build(MODEL, "A"), zero.config(3))
+    else:
+        host.model = tiny_models.shard(tiny_models.build(MODEL, "A"))
+    host.kept.append(WeightSync(backend, "broadcast", engines, timeout_s=TIMEOUT_S, **options))
 
 
-def push(host: Host, weights: str) -> str:
-    tiny_models.fill(host.model, weights)
+def push(host: Host, backend: str, checkpoint: Path) -> str:
+    if backend == "megatron":
+        state = load_file(checkpoint / "model.safetensors")
+        megatron_models.load(host.model, tiny_models.CONFIGS[MODEL](), state)
+    elif backend == "deepspeed":
+        params = list(host.model.module.parameters())
+        with zero.prepare().zero.GatheredParameters(params, modifier_rank=0):
+            tiny_models.fill(host.model.module, checkpoint.name)
+    else:
+        tiny_models.fill(host.model, checkpoint.name)
     try:
         host.kept[0].push(host.model)
     except WeightSyncError as error:
         return str(error)
     return ""
+
+
+def leave(host: Host) -> None:
+    host.kept.pop().close()
+    dist.destroy_process_group()
 
 
 def wait_for(host: Host, url: str) -> None:
@@ -68,20 +96,30 @@ def serve(hosts: Hosts, name: str, folder: Path, *options: str) -> subprocess.Po
         return hosts.start(name, [*command, *OPTIONS, *options], stdout=log, stderr=log, env=environment)
 
 
+def on_both(ranks: list[Remote], fn: Callable[..., Any], *args: Any) -> list[Any]:
+    for remote in ranks:
+        remote.begin(fn, *args)
+    return [remote.result() for remote in ranks]
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_pushed_equals_cold_between_hosts(tmp_path: Path, tp: int) -> None:
-    folders = {weights: tiny_models.save(tiny_models.build("qwen3", weights), tmp_path / weights) for weights in "AB"}
+    folders = {weights: tiny_models.save(tiny_models.build(MODEL, weights), tmp_path / weights) for weights in "AB"}
     with Hosts("A", "B", "C", "D", "E", shared=tmp_path) as hosts:
         urls = [f"http://{name}:{PORT}" for name in "CE"]
-        ranks = [hosts.python(name) for name in "AB"]
-        for rank, remote in enumerate(ranks):
-            remote.begin(join, rank, urls)
-        for remote in ranks:
-            remote.result()
+        user = hosts.python("A")
+
+        def trainers(backend: str) -> list[Remote]:
+            ranks = [hosts.python(name) for name in "AB"]
+            for rank, remote in enumerate(ranks):
+                remote.begin(join, rank, backend, urls)
+            for remote in ranks:
+                remote.result()
+            return ranks
 
         def answers(url: str) -> list[Answer]:
-            ranks[0].call(wait_for, url, timeout_s=START_S + 10)
-            return ranks[0].call(ask, url)
+            user.call(wait_for, url, timeout_s=START_S + 10)
+            return user.call(ask, url)
 
         serve(hosts, "D", folders["B"], f"--tensor-parallel-size={tp}")
         cold = answers(f"http://D:{PORT}")
@@ -93,18 +131,19 @@ def test_pushed_equals_cold_between_hosts(tmp_path: Path, tp: int) -> None:
         assert difference(first, answers(urls[1])) == 0
 
         # The engine is whole after an init that has failed: the answers of its workers stay in order.
+        ranks = trainers(BACKENDS[0])
         blocked = f"pref 5 to {hosts.address('A')} ipproto tcp dport {HUB_PORT}-{HUB_PORT + 3} prohibit"
         hosts.sh("C", f"ip rule add {blocked}")
-        for remote in ranks:
-            remote.begin(push, "B")
-        for text in [remote.result() for remote in ranks]:
+        for text in on_both(ranks, push, BACKENDS[0], folders["B"]):
             assert f"worker tp={tp - 1} pp=0 dp=0 on C could not reach trainer rank 0 at 10.77.0.1:{HUB_PORT}" in text
         hosts.sh("C", f"ip rule del {blocked}")
         assert [difference(answers(url), first) for url in urls] == [0, 0]
 
-        for weights, expected in (("B", cold), ("A", first)):
-            for remote in ranks:
-                remote.begin(push, weights)
-            assert [remote.result() for remote in ranks] == ["", ""]
-            # The engine on C has passed the weights on to the one on E.
-            assert [difference(answers(url), expected) for url in urls] == [0, 0], weights
+        for backend in BACKENDS:
+            ranks = ranks or trainers(backend)
+            for weights, expected in (("B", cold), ("A", first)):
+                assert on_both(ranks, push, backend, folders[weights]) == ["", ""]
+                # The engine on C has passed the weights on to the one on E.
+                assert [difference(answers(url), expected) for url in urls] == [0, 0], (backend, weights)
+            on_both(ranks, leave)
+            ranks = []
