@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from ranks import run_ranks
 
 from weightsync.control.runtime import Deadline
 from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
+from weightsync.transports import communicator as communicators
 from weightsync.transports.communicator import _ARRIVED, Communicator, Rendezvous, visit
+from weightsync.transports.gloo_port import GlooPort
 
 HOST = "127.0.0.1"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))]
@@ -137,3 +140,33 @@ def leave(rank: int, folder: str) -> None:
 
 def test_a_member_that_leaves_ends_what_is_under_way_and_gives_its_sockets_back(tmp_path: Path):
     run_ranks(leave, 2, str(tmp_path), timeout_s=60)
+
+
+class VisitedPort(GlooPort):
+    """A port that strangers come to as soon as it is open: none has a member's address, and then all have."""
+
+    def __init__(self, members: Any, address: str) -> None:
+        super().__init__(members, address)
+        (at,) = (opened.getsockname() for opened in self._opened)
+        with pytest.raises(TimeoutError):
+            socket.create_connection(at, 0.5, ("127.0.0.2", 0))
+        self.strangers = [socket.create_connection(at, 5.0) for _ in range(20)]
+        for number, stranger in enumerate(self.strangers):
+            stranger.sendall(bytes([0x77] * number))  # a member begins with its number, in 8 bytes
+        for stranger in self.strangers[::2]:
+            stranger.close()
+
+
+def meet_among_strangers(rank: int, folder: str) -> None:
+    if rank == 0:
+        communicators.GlooPort = VisitedPort  # type: ignore[misc]
+    communicator = meet(rank, torch.device("cpu"), Path(folder, "port"))
+    data = torch.full((1000,), rank, dtype=torch.uint8)
+    sends, receives = ([(data, 0)], []) if rank else ([], [(data, 1)])
+    communicator.exchange(0, sends, receives).wait(time.sleep, Deadline(20.0), "transfer")
+    assert data.tolist() == [1] * 1000
+    communicator.abort()
+
+
+def test_strangers_do_not_disturb_members_that_meet(tmp_path: Path):
+    run_ranks(meet_among_strangers, 2, str(tmp_path), timeout_s=60)

@@ -60,7 +60,7 @@ LOCATION = ShardLocation("w", Box((0, 0), (2, 3)), 0, 0, 0, (3, 1), "bfloat16")
 GOLDEN: list[tuple[Message, str]] = [
     (
         Hello(
-            protocol=2,
+            protocol=3,
             role="worker",
             group=2,
             rank=3,
@@ -74,7 +74,7 @@ GOLDEN: list[tuple[Message, str]] = [
             update_open=False,
         ),
         (
-            "840000008da174a548656c6c6fa870726f746f636f6c02a4726f6c65a6776f726b6572a567726f757002a472616e6b03a577"
+            "840000008da174a548656c6c6fa870726f746f636f6c03a4726f6c65a6776f726b6572a567726f757002a472616e6b03a577"
             "6f726c6404a7626f6f745f6964a162a6646576696365a463756461a86770755f75756964a54750552d31a46e616d65a47470"
             "3d33a776657273696f6e05a57374617465a5434c45414eab7570646174655f6f70656ec2"
         ),
@@ -213,7 +213,7 @@ def refuse(data: Any, words: str) -> None:
 
 
 def test_the_number_of_the_protocol_that_these_bytes_belong_to():
-    assert PROTOCOL == 2
+    assert PROTOCOL == 3
     assert {type(message) for message in EXAMPLES} == set(Message.__subclasses__())
 
 

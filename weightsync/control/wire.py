@@ -20,7 +20,7 @@ from weightsync.errors import ErrorFields, ProtocolError
 from weightsync.planning.layout import Box, Count, ShardLocation, TensorMeta
 from weightsync.planning.rows import Arrival, Plain, Run, Storage
 
-PROTOCOL = 2
+PROTOCOL = 3
 CLEAN, POISONED = "CLEAN", "POISONED"
 """States of a worker's model. The version of an engine begins with the second one when a push into it has failed after
 its first bucket was announced."""

@@ -24,7 +24,7 @@ from weightsync.control.addresses import ends, listen, reach
 from weightsync.control.runtime import Deadline, in_thread
 from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
 from weightsync.transports.base import Wait
-from weightsync.transports.gloo_port import close_to_newcomers
+from weightsync.transports.gloo_port import GlooPort, meet_addresses
 
 _GPU_POLL_S = 0.00002
 """A chunk takes NCCL less than a millisecond."""
@@ -157,12 +157,14 @@ class Communicator:
                 group.eager_connect_single_device(self.device)
                 self._connect()
             else:
+                address = ends(host)[0]
                 options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=ends(host)[0])]
                 # Deadlines are kept here, and an operation may be posted long before its peer is told of it.
                 options._timeout = timedelta(seconds=_PATIENCE * deadline.timeout_s)
-                self._group = group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
-                close_to_newcomers(store, self.rank)
+                with GlooPort(meet_addresses(store, self.rank, self.size, address), address) as port:
+                    options._devices = [port.device]
+                    self._group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+                    port.close(store, self.rank)
         except Exception as error:
             self._error = error.with_traceback(None)  # which would keep this frame, and with it the store's socket
         else:
