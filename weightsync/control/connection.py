@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
@@ -72,6 +72,7 @@ class Connection:
         """What was wrong with a frame that has come. Nothing behind it is read, by whichever thread."""
         self._reading, self._sending = threading.RLock(), threading.Lock()
         self._owes_pong = self._has_answered = False
+        self._asked_at: float | None = None
         self._closed = False
 
     def fileno(self) -> int:
@@ -166,6 +167,25 @@ class Connection:
             self._take(data)
             return True
 
+    def ask(self, may_ask: Callable[[], bool]) -> None:
+        """Ask the peer whether it is alive, unless it owes the answer. From any thread; never raises.
+
+        may_ask: what the thread that converses sends behind its change is not followed by a question.
+        """
+        if self._asked_at is None and self._sending.acquire(blocking=False):
+            try:
+                if may_ask():
+                    self._asked_at = time.monotonic()
+                    with suppress(WeightSyncError):  # the thread that converses will find it out
+                        self._send(Ping(), Deadline(_PONG_S), "idle")
+            finally:
+                self._sending.release()
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the peer has owed the answer to `ask`."""
+        return 0.0 if (asked_at := self._asked_at) is None else time.monotonic() - asked_at
+
     def answer_pings(self) -> None:
         """Answer a peer that asks whether this process is alive. From any thread; never raises."""
         with suppress(WeightSyncError):  # the thread that converses will find it out
@@ -198,7 +218,7 @@ class Connection:
                     self._owes_pong = True
                     continue
                 if isinstance(message, Pong):  # which may come late, when no answer is awaited any more
-                    self._has_answered = True
+                    self._has_answered, self._asked_at = True, None
                     continue
                 self._waiting_bytes = end + _MESSAGE_BYTES + (self._waiting_bytes if self._inbox else 0)
                 if self._waiting_bytes > _MOST_WAITING * self.most_bytes:

@@ -274,10 +274,15 @@ class Fleet:
         self.check()
         self._version, self.state = message.version, UpdateState.DIRTY
         self._send(message, Deadline(self._timeout_s), "transfer", members)
+        for one in self._audience if members is None else members:
+            one.runs = True
 
     def done(self, timeout_s: float | None = None) -> list[Done]:
         """Wait until every worker has verified and loaded everything; at most `timeout_s`, or one wait's time."""
-        return self._collect(Done, Deadline(timeout_s or self._timeout_s), "load")
+        done = self._collect(Done, Deadline(timeout_s or self._timeout_s), "load")
+        for one in self._audience:
+            one.runs = False
+        return done
 
     def commit(self, label: str | None = None) -> list[Committed]:
         """Declare the version complete: reset caches, stamp the version or its `label`, resume generation."""
@@ -299,10 +304,11 @@ class Fleet:
         return answers
 
     def check(self) -> None:
-        """Raise when a worker or an engine call has failed."""
+        """Raise when a worker or an engine call has failed, or does not answer."""
         for worker in self.workers:
             worker.connection.check("transfer")
         self._check_calls()
+        self._check_health()
 
     def explain(self, error: WeightSyncError) -> WeightSyncError:
         """Return the cause of `error`: why a worker has refused or failed, or `error` with the engines that are lost.
@@ -361,10 +367,11 @@ class Fleet:
         self.dismiss(self.members)
 
     def _answer_pings(self) -> None:
-        """Show workers that ask that this process is alive, whatever its other threads do."""
+        """Show workers that ask that this process is alive, whatever its other threads do, and ask them the same."""
         for one in self.members:
             for worker in one.workers:
                 worker.connection.answer_pings()
+            one.ask_workers()
 
     def _ask_whether_alive(self) -> None:
         """Ask engines whether they are alive, while a push or a call is under way."""
@@ -418,7 +425,7 @@ class Fleet:
 
     def _check_health(self) -> None:
         for one in self._audience:
-            one.check_health()
+            one.check_health(self._timeout_s)
 
     def _check_everyone(self) -> None:
         self._check_ranks()

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from weightsync.control.background_call import BackgroundCall
-from weightsync.control.connection import Connection
+from weightsync.control.connection import Connection, timed_out
 from weightsync.control.listener import Listener
 from weightsync.control.runtime import Deadline
 from weightsync.control.wire import POISONED, Hello, MachineInfo, Release
@@ -49,6 +49,7 @@ class Member:
     version: what it reports while no push is under way, once it `was_asked`. None: vLLM before 0.27 reports none.
     is_over: the push has failed; a call that ends late takes back what it has done.
     is_whole: the weights are those of one version where the push has failed.
+    runs: its workers run the plan.
     """
 
     engine: Engine
@@ -66,6 +67,7 @@ class Member:
     is_marked: bool = False
     is_over: bool = False
     is_whole: bool = True
+    runs: bool = False
     silent: int = 0
     """How often in a row the engine has not answered that it is alive."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -101,8 +103,20 @@ class Member:
     def ask_whether_alive(self) -> None:
         self.silent = 0 if self.engine.is_alive() else self.silent + 1
 
-    def check_health(self) -> None:
-        """Raise when the engine has died, though its workers may still answer."""
+    def ask_workers(self) -> None:
+        """Ask workers that run the plan whether they are alive: vLLM's core answers for one that has stopped."""
+        for worker in self.workers:
+            worker.connection.ask(lambda: self.runs)
+
+    def is_stuck(self) -> bool:
+        """Return whether a worker does not answer, though its engine may."""
+        return any(worker.connection.silent_s > _ANSWER_S for worker in self.workers)
+
+    def check_health(self, timeout_s: float) -> None:
+        """Raise when the engine has died though its workers may answer, or a worker does not for so long."""
+        silent = [worker.connection.peer for worker in self.workers if worker.connection.silent_s > timeout_s]
+        if silent and self.runs:
+            raise timed_out(silent, "load", Deadline(timeout_s))
         if self.silent >= _SILENT:
             raise EngineUnreachableError("the engine has died in a push; its log says why", who=self.engine.name)
 
@@ -189,7 +203,7 @@ class Member:
         # What the engine remembers may be of other weights, though: the mark of an earlier push says so.
         marked = (self.version or "").startswith(POISONED)
         self.is_whole = is_unwritten and not self.is_poisoned and not marked
-        self.is_over = True
+        self.is_over, self.runs = True, False
 
     def take_back(self) -> None:
         """Finish the update after a failure. Where the weights are whole, let the engine generate as before."""
@@ -224,7 +238,7 @@ def find_lost(members: Sequence[Member], error: WeightSyncError, listener: Liste
     deadline = Deadline(_ANSWER_S)
     for call in calls:
         call.join(deadline.left_s())
-    lost = [one.engine.name for one in suspects if one.silent]
+    lost = [one.engine.name for one in suspects if one.silent or one.is_stuck()]
     if lost and not any(name in str(error) for name in lost):
         error.message += f"; {', '.join(lost)} does not answer"
     return lost

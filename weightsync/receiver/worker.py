@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import logging
 import secrets
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from weightsync import telemetry
 from weightsync.control.connection import Connection, dial
-from weightsync.control.runtime import Deadline, boot_id, describe_device, is_running
+from weightsync.control.runtime import Deadline, boot_id, describe_device, in_thread, is_running
 from weightsync.control.wire import (
     POISONED,
     PROTOCOL,
@@ -63,6 +65,8 @@ logger = logging.getLogger(__name__)
 _GRACE_S = 5.0
 """How much longer than the trainer a worker waits, so that the trainer's error, which knows more, comes first."""
 _FAREWELL_S = 1.0
+_PING_LOOK_S = 0.5
+"""How often a worker that runs the plan looks whether the trainer asks if it is alive."""
 _PONG_S = 10.0
 """How long the trainer that holds the engine has at most to show that it is alive, when another asks for the engine."""
 _PATIENCE = 8
@@ -297,13 +301,33 @@ class WorkerSession:
             case Go():
                 # Ranks wait for each other less long, and for a worker longer. It knows for which rank it waits.
                 chunk_s = self._timeout_s + min(_GRACE_S / 2, self._timeout_s / 4)
-                self._loaded = self.receiver.run(message, wait, lambda: Deadline(chunk_s), tell)
+                with self._answering_pings():
+                    self._loaded = self.receiver.run(message, wait, lambda: Deadline(chunk_s), tell)
                 return self._loaded
             case Commit():
                 committed = Committed(message.version, self.receiver.commit(message.version))
                 telemetry.engine_serves(self._model.identity.name, message.version, self._loaded)
                 return committed
         raise ProtocolError(f"the trainer sent {type(message).__name__}, which a worker does not expect")
+
+    @contextmanager
+    def _answering_pings(self) -> Iterator[None]:
+        """Show the trainer meanwhile that this process is alive, whatever it loads."""
+        connection = self._connection
+        assert connection is not None
+        over, ended = threading.Event(), threading.Event()
+
+        def answer() -> None:
+            while not over.wait(_PING_LOOK_S):
+                connection.answer_pings()
+            ended.set()
+
+        in_thread("lease", answer)
+        try:
+            yield
+        finally:
+            over.set()
+            ended.wait()  # this thread must not take in what is waited for next
 
     def _deadline(self) -> Deadline:
         return Deadline(self._timeout_s + _GRACE_S)
