@@ -16,7 +16,7 @@ from faults import FaultyTransport
 from recorders import RecordedEngine
 from torch import nn
 
-from weightsync import EngineBusyError, EngineError, FencedError, WeightSync, WeightSyncError
+from weightsync import EngineBusyError, EngineError, FencedError, SyncTimeoutError, WeightSync, WeightSyncError
 from weightsync.control import fleet
 from weightsync.control.runtime import boot_id, started_ticks
 from weightsync.control.wire import POISONED
@@ -87,6 +87,43 @@ def test_trainer_that_stalls_between_pushes_is_fenced_off(
         second.close()
         first.push(trainer_model(checkpoint(4)))
         assert_serves(engine, 4, 3)
+
+
+def run_slowly(engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let the engine's worker take so long for what it loads last."""
+    receiver = engine.sessions[0].receiver
+    run = receiver.run
+
+    def slow(*args: Any) -> Any:
+        done = run(*args)
+        time.sleep(seconds)
+        return done
+
+    monkeypatch.setattr(receiver, "run", slow)
+
+
+def test_worker_that_loads_for_longer_than_a_wait_is_waited_for(
+    engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "_PING_LOOK_S", 0.05)
+    monkeypatch.setattr(worker, "_PING_LOOK_S", 0.05)
+    run_slowly(engine, monkeypatch, 2.2)
+    with WeightSync("fsdp", "ipc", engine, max_bytes=64, timeout_s=1.5) as sync:
+        sync.push(trainer_model(checkpoint(2)))
+    assert_serves(engine, 2, 1)
+
+
+def test_worker_that_has_stopped_is_lost_though_its_engine_says_that_it_lives(
+    engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "_PING_LOOK_S", 0.05)
+    monkeypatch.setattr(worker, "_PING_LOOK_S", 3600.0)
+    run_slowly(engine, monkeypatch, 8.0)
+    with WeightSync("fsdp", "ipc", engine, max_bytes=64, timeout_s=2.5) as sync:
+        with pytest.raises(SyncTimeoutError, match=r"no answer from engine 0 worker tp=0 .*within 2\.5 s") as raised:
+            sync.push(trainer_model(checkpoint(2)))
+        assert raised.value.lost == [engine.name]
+        assert engine.is_alive()
 
 
 @pytest.mark.parametrize("ends", ["done", "under way"])

@@ -26,9 +26,9 @@ the moment that the column names. [failures.md](failures.md) says what users see
   `broadcast`, gloo may keep until its own deadline, which is 8 times `timeout_s`, what it has for a member that has
   gone. That is waited for.
 
-The engine is a stand-in of two processes, a vLLM server, or an `LLM` or `AsyncLLM` in the process of the only rank.
-Else there are two ranks. The core is the process that vLLM's scheduler is in. An `LLM` may have it in the rank's
-process. An `LLM` cannot be paused: where it is mute, it is `POISONED`.
+The engine is a stand-in of two processes, a vLLM server, an `AsyncLLM` in an actor of Ray, or an `LLM` or `AsyncLLM` in
+the process of the only rank. Else there are two ranks. The core is the process that vLLM's scheduler is in. An `LLM`
+may have it in the rank's process. An `LLM` cannot be paused: where it is mute, it is `POISONED`.
 
 A new trainer makes the next push where a rank was killed, and else the same one. Where rank 0 is stopped, another
 trainer takes the engine over meanwhile, and rank 0 finds that out when it goes on. With `single_copy` the ranks then
@@ -71,12 +71,6 @@ rank is lost.
 | loaded | the engines have loaded the adapter; no other rank was told |
 """
 
-_REASON = """\
-A worker of vLLM may be stopped while its engine's core answers that it is alive. Rank 0 waits for such a worker half of
-`timeout_s` longer than for others, and then 5 s for the engine's calls. Where it has sent all, it waits until the
-worker may have taken all chunks, up to 7 times `timeout_s`.
-"""
-
 
 def read(folder: Path) -> dict[Cell, Result]:
     """Return the last result of each cell that was run."""
@@ -100,7 +94,7 @@ def page_of(results: dict[Cell, Result]) -> str:
             cells = {cell: result for cell, result in of_client.items() if cell.transport == transport}
             parts.append(f"## {client}, {transport}\n\n" + "\n".join(table(cells, notes)) + "\n")
     if notes:
-        parts.append("## Cells that do not hold\n\n" + _REASON + "\n" + "\n".join(notes) + "\n")
+        parts.append("## Cells that do not hold\n\n" + "\n".join(notes) + "\n")
     return "\n".join(parts)
 
 
