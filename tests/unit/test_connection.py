@@ -179,7 +179,7 @@ def sealed(connection: Connection, *frames: bytes) -> bytes:
 
 def test_messages_come_in_the_order_in_which_they_were_sent(pair):
     one, other = pair
-    sent = [Commit(1), Value({"a": [1, None, "\x00", 2.5]}), Release()]
+    sent = [Commit(1), Value.of({"a": [1, None, "\x00", 2.5]}), Release()]
     for message in sent:
         say(one, message)
     assert [other.receive(Deadline(30), "test") for _ in sent] == sent
@@ -192,11 +192,11 @@ def test_a_frame_may_arrive_byte_by_byte(pair):
     received: list[Message] = []
     reader = threading.Thread(target=lambda: received.extend(other.receive(Deadline(30), "test") for _ in range(2)))
     reader.start()
-    for byte in sealed(one, encode(Value([1, 2, 3])), encode(Commit(9))):
+    for byte in sealed(one, encode(Value.of([1, 2, 3])), encode(Commit(9))):
         raw(one).send(bytes([byte]))
         time.sleep(0.0005)
     reader.join(5)
-    assert received == [Value([1, 2, 3]), Commit(9)]
+    assert received == [Value.of([1, 2, 3]), Commit(9)]
 
 
 def test_many_frames_may_arrive_at_once(pair):
@@ -236,7 +236,7 @@ def test_messages_that_are_taken_leave_room_for_others(pair):
 
 def test_a_large_frame_takes_less_than_four_times_its_bytes_until_it_is_a_message(pair):
     ours, theirs = pair
-    data = sealed(ours, encode(Value("x" * 8_000_000)))
+    data = sealed(ours, encode(Value.of("x" * 8_000_000)))
     sending = threading.Thread(target=raw(ours).sendall, args=(data,))
     raw(ours).setblocking(True)
     tracemalloc.start()
@@ -265,7 +265,7 @@ def test_half_a_frame_is_silence(pair):
 
 def test_a_peer_that_does_not_read_runs_into_the_deadline(pair):
     with within(10.0), pytest.raises(SyncTimeoutError, match="the other"):
-        pair[0].send(Value("x" * (64 << 20)), Deadline(0.3), "test")
+        pair[0].send(Value.of("x" * (64 << 20)), Deadline(0.3), "test")
 
 
 def test_large_messages_both_ways_at_once_do_not_block_each_other(pair):
@@ -273,7 +273,7 @@ def test_large_messages_both_ways_at_once_do_not_block_each_other(pair):
     received: dict[Connection, Message] = {}
 
     def talk(connection: Connection) -> None:
-        connection.send(Value(content), Deadline(20), "test")
+        connection.send(Value.of(content), Deadline(20), "test")
         received[connection] = connection.receive(Deadline(20), "test")
 
     threads = [threading.Thread(target=talk, args=(connection,)) for connection in pair]
@@ -282,7 +282,7 @@ def test_large_messages_both_ways_at_once_do_not_block_each_other(pair):
             thread.start()
         for thread in threads:
             thread.join(25)
-    assert [received.get(connection) == Value(content) for connection in pair] == [True, True]
+    assert [received.get(connection) == Value.of(content) for connection in pair] == [True, True]
 
 
 def test_a_death_is_noticed_at_once_by_whoever_waits(pair):
@@ -297,7 +297,7 @@ def test_a_death_is_noticed_at_once_by_whoever_sends(pair):
     one, other = pair
     threading.Timer(0.2, other.close).start()
     with within(10.0), pytest.raises(PeerError, match="the other closed its connection"):
-        one.send(Value("x" * (64 << 20)), Deadline(30), "test")
+        one.send(Value.of("x" * (64 << 20)), Deadline(30), "test")
 
 
 def test_what_a_peer_said_before_it_went_comes_first(pair):
@@ -501,7 +501,7 @@ def test_descriptors_beyond_the_reach_of_select(keep):
         say(connection, Commit(number))
     assert listener.collect(ours, Commit, Deadline(30), "test") == [Commit(0), Commit(1)]
     with pytest.raises(SyncTimeoutError):
-        ours[0].send(Value("x" * (64 << 20)), Deadline(0.1), "test")
+        ours[0].send(Value.of("x" * (64 << 20)), Deadline(0.1), "test")
     with pytest.raises(SyncTimeoutError):
         theirs[1].receive(Deadline(0.1), "test")
 

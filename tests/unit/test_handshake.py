@@ -133,9 +133,9 @@ def test_both_ends_talk_after_the_handshake(listener, keep):
     ours, theirs = met(listener, keep)
     for number in range(3):
         theirs.send(Commit(number), Deadline(20), "test")
-        ours.send(Value([number]), Deadline(20), "test")
+        ours.send(Value.of([number]), Deadline(20), "test")
     assert [expect(ours) for _ in range(3)] == [Commit(number) for number in range(3)]
-    assert [expect(theirs) for _ in range(3)] == [Value([number]) for number in range(3)]
+    assert [expect(theirs) for _ in range(3)] == [Value.of([number]) for number in range(3)]
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.control.wire import PREFIX_BYTES, Value, decode, encode, typed
+from weightsync.control.wire import PREFIX_BYTES, Value, decode, encode
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, coverage, itemsize, row_major
 from weightsync.planning.rows import Reads
 from weightsync.planning.transfer_plan import (
@@ -237,7 +237,7 @@ def test_a_plan_survives_being_plain_values(workers: tuple[tuple[int, ...], ...]
     chains = tuple(chain_of(each, reads) for each in workers)
     chunks = chunks_of(manifest, locations, 64, chains=chains, in_place=in_place)
     plan = TransferPlan(manifest, chains, chunks, 2, "10.0.0.1", {"in_place": 3})
-    carried = decode(encode(Value(plan))[PREFIX_BYTES:])
+    carried = decode(encode(Value.of(plan))[PREFIX_BYTES:])
     assert isinstance(carried, Value)
-    assert typed(carried.value, TransferPlan) == plan
+    assert carried.read(TransferPlan) == plan
     assert sum(itemsize(p.dtype) * p.box.numel for chunk in plan.chunks for p in chunk.pieces) == plan.nbytes(True)

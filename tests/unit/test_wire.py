@@ -80,7 +80,7 @@ GOLDEN: list[tuple[Message, str]] = [
         ),
     ),
     (
-        Value({"a": [1, -1, 2.5, None, True, "\u00e9"]}),
+        Value.of({"a": [1, -1, 2.5, None, True, "\u00e9"]}),
         "2300000082a174a556616c7565a576616c756581a1619601ffcb4004000000000000c0c3a2c3a9",
     ),
     (
@@ -206,9 +206,17 @@ def content(message: Message) -> dict[Any, Any]:
     return dict(msgpack.decode(body(message)))
 
 
+def read(data: bytes) -> Message:
+    """Decode a message, and what it carries where it is a `Value`."""
+    message = decode(data)
+    if isinstance(message, Value):
+        message.read()
+    return message
+
+
 def refuse(data: Any, words: str) -> None:
     with pytest.raises(ProtocolError, match=words) as raised:
-        decode(data if isinstance(data, bytes) else msgpack.encode(data))
+        read(data if isinstance(data, bytes) else msgpack.encode(data))
     assert len(str(raised.value)) < 500
 
 
@@ -383,16 +391,30 @@ def test_a_message_has_one_form(data: bytes):
 
 
 def test_strings_that_are_not_utf_8_are_refused():
-    refuse(b"\x82\xa1t\xa5Value\xa5value\xa2\xff\xfe", "is no message of protocol")
+    refuse(b"\x82\xa1t\xa5Value\xa5value\xa2\xff\xfe", "what came is no plain value")
+    refuse(b"\x82\xa1t\xb0ExportParameters\xa9processes\x91\xa2\xff\xfe", "is no message of protocol")
 
 
 def test_nesting_has_a_limit():
     for depth in (11, 100, 10_000, 1_000_000):
-        refuse(b"\x82\xa1t\xa5Value\xa5value" + b"\x91" * depth + b"\xc0", "got `array`|too many small parts")
-    assert kind(decode(b"\x82\xa1t\xa5Value\xa5value" + b"\x91" * 10 + b"\xc0")) == "Value"
+        refuse(b"\x82\xa1t\xa5Value\xa5value" + b"\x91" * depth + b"\xc0", "got `array`|too many small parts|recursion")
+    assert kind(read(b"\x82\xa1t\xa5Value\xa5value" + b"\x91" * 10 + b"\xc0")) == "Value"
 
 
-SMALL = [{}, [], {"": 0}, {"k": 0}, [0], -32, -100, "ab", "\u20ac", "\U0001f600"]
+SMALL = [
+    {},
+    [],
+    {"": 0},
+    {"k": 0},
+    dict.fromkeys("abcde", 0),
+    dict.fromkeys("abcdef", 0),
+    [0],
+    -32,
+    -100,
+    "ab",
+    "\u20ac",
+    "\U0001f600",
+]
 LARGE = [0, 60_000, 1 << 63, 0.5, "a", "abcdefghijklmnopqrstuvw"]
 
 
@@ -401,7 +423,7 @@ def peak_bytes(data: bytes) -> int:
     tracemalloc.start()
     try:
         with suppress(ProtocolError):
-            decode(data)
+            read(data)
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -409,7 +431,7 @@ def peak_bytes(data: bytes) -> int:
 
 @pytest.mark.parametrize("each", SMALL, ids=str)
 def test_a_crowd_of_small_parts_is_refused_before_it_takes_memory(each: Any):
-    data = body(Value([each] * 200_000))
+    data = body(Value.of([each] * 200_000))
     assert peak_bytes(data) < 1 << 16
     refuse(data, "too many small parts for its size")
 
@@ -418,10 +440,10 @@ def test_a_crowd_of_small_parts_is_refused_before_it_takes_memory(each: Any):
 def test_no_message_takes_more_memory_than_it_may(each: Any):
     """A crowd of small parts beside so much text that it is just let through."""
     content = [each] * 40_000
-    data = body(Value([content]))
+    data = body(Value.of([content]))
     over = memory_bytes(data, 1 << 40) - FREE_BYTES - MEMORY_FACTOR * len(data)
-    data = body(Value([content, "x" * max(1, over // (MEMORY_FACTOR - 1) + 100)]))
-    decode(data)
+    data = body(Value.of([content, "x" * max(1, over // (MEMORY_FACTOR - 1) + 100)]))
+    read(data)
     assert peak_bytes(data) < (MEMORY_FACTOR + 2) * len(data) + FREE_BYTES
 
 
@@ -430,6 +452,7 @@ def test_a_large_honest_plan_is_read():
     for message in (
         Connect("ipc", [], [Arrival((row,) * 20_000)], 0, [Run(1, 2, 1 << 31, 1 << 25)] * 20_000, [], {"runs": [[0]]}),
         PlanRequest(tuple(TensorMeta(f"h.{n}.w", (4096, 4096), "bfloat16") for n in range(20_000))),
+        Value.of([(1, n, "fd", {"pid": 123456, "fd": n, "nbytes": 1 << 25, "inode": 1 << 21}) for n in range(10_000)]),
     ):
         assert decode(body(message)) == message
 
@@ -442,15 +465,15 @@ def test_a_frame_that_announces_too_much_is_refused():
 
 def test_a_message_that_is_too_large_is_not_written(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1000)
-    encode(Value("x" * 900))
+    encode(Value.of("x" * 900))
     with pytest.raises(ProtocolError, match="a Value of 1018 bytes is over the 1000 byte limit"):
-        encode(Value("x" * 1000))
+        encode(Value.of("x" * 1000))
 
 
 @pytest.mark.parametrize("value", [object(), 1 << 64, -(1 << 64), "\ud800", {"a": [print]}])
 def test_what_is_no_plain_value_is_not_written(value: Any):
     with pytest.raises(ProtocolError, match="a Value cannot be written as msgpack"):
-        encode(Value(value))
+        encode(Value.of(value))
 
 
 @given(st.binary(max_size=200))
@@ -472,7 +495,10 @@ plain = st.recursive(
 
 @given(plain)
 def test_any_plain_value_crosses(value: Any):
-    assert decode(body(Value(value))) == Value(value)
+    message = decode(body(Value.of(value)))
+    assert isinstance(message, Value)
+    assert message == Value.of(value)
+    assert message.read() == value
 
 
 @given(st.sampled_from(EXAMPLES), st.data())
@@ -481,7 +507,7 @@ def test_a_spoilt_message_is_read_or_a_protocol_error(message: Message, draw: st
     for _ in range(draw.draw(st.integers(1, 4))):
         data[draw.draw(st.integers(0, len(data) - 1))] = draw.draw(st.integers(0, 255))
     try:
-        assert isinstance(decode(bytes(data)), Message)
+        assert isinstance(read(bytes(data)), Message)
     except ProtocolError:
         pass
 
@@ -491,7 +517,7 @@ def test_a_spoilt_message_is_read_or_a_protocol_error(message: Message, draw: st
 )
 def test_any_map_under_a_known_name_is_read_or_a_protocol_error(name: str, values: dict[str, Any]):
     try:
-        assert isinstance(decode(msgpack.encode({"t": name, **values})), Message)
+        assert isinstance(read(msgpack.encode({"t": name, **values})), Message)
     except ProtocolError:
         pass
 

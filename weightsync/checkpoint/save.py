@@ -20,7 +20,6 @@ from weightsync.checkpoint.safetensors import MAX_SHARD_BYTES, lay_out
 from weightsync.checkpoint.sidecars import files_beside
 from weightsync.control.ranks import Ranks, collective
 from weightsync.control.update import Update
-from weightsync.control.wire import typed
 from weightsync.errors import ConfigError, ManifestError, PlacementError
 from weightsync.planning.bucketing import ThresholdBucketer
 from weightsync.planning.layout import Manifest, ShardLocation, choose_owners, merge_manifests, row_major
@@ -139,14 +138,14 @@ def share_out(
     """
     ranks = update.ranks
     held = {ShardLocation(s.meta.name, s.box, ranks.rank, 0, 0, row_major(s.box.size), s.meta.dtype): s for s in shards}
-    everyone = typed(ranks.gather(_Held(manifest, list(held)), "plan"), list[_Held])
+    everyone: list[_Held] = ranks.gather(_Held(manifest, list(held)), "plan", _Held)
     answer = None
     if ranks.rank == 0:
         merged = merge_manifests([own.manifest for own in everyone])
         locations = [location for own in everyone for location in own.locations]
         check_whole(merged, locations)
         answer = _Held(merged, choose_owners(locations))
-    all_held = typed(ranks.broadcast(answer, "plan"), _Held)
+    all_held: _Held = ranks.broadcast(answer, "plan", _Held)
     return all_held.manifest, [(owner, held[owner]) for owner in all_held.locations if owner.rank == ranks.rank]
 
 

@@ -23,6 +23,7 @@ from weightsync.control.runtime import Deadline
 from weightsync.control.update import Update
 from weightsync.control.wire import PROTOCOL, Failure, Hello, Value
 from weightsync.errors import ConfigError, PeerError, SyncTimeoutError, WeightSyncError, foreign
+from weightsync.planning.rows import Plain
 
 ALONE = "alone"
 _ROLE = "rank"
@@ -67,37 +68,38 @@ class Ranks:
             if self._has_lost(0):
                 self._join()
             with _hint(ALL_PUSH):
-                return bool(self._peers[0].expect(Value, Deadline(self.timeout_s), phase).value)
+                return bool(self._peers[0].expect(Value, Deadline(self.timeout_s), phase).read(bool))
         self.listener = self.listener or Listener()
         lost = [rank for rank in range(1, self.size) if self._has_lost(rank)]
         if lost:
             self._call(lost, self.listener)
         return bool(self.broadcast(bool(lost), phase))
 
-    def gather(self, value: Any, phase: str) -> list[Any]:
+    def gather(self, value: Any, phase: str, kind: Any = Plain) -> list[Any]:
         """Return every rank's value, in rank order, on rank 0; an empty list elsewhere.
 
-        Values are plain, as msgpack carries.
+        Values are of this `kind`, which msgpack carries.
         """
         deadline = Deadline(self.timeout_s)
         if self.rank:
-            self._peers[0].send(Value(value), deadline, phase)
+            self._peers[0].send(Value.of(value), deadline, phase)
             return []
         if self.listener is None or not self._peers:
             return [value]
         with _hint(ALL_PUSH):
-            return [value, *(m.value for m in self.listener.collect(self.connections, Value, deadline, phase))]
+            told = self.listener.collect(self.connections, Value, deadline, phase)
+        return [value, *(message.read(kind) for message in told)]
 
-    def broadcast(self, value: Any, phase: str, away_s: float = 0.0) -> Any:
-        """Return rank 0's value. Collective.
+    def broadcast(self, value: Any, phase: str, kind: Any = Plain, away_s: float = 0.0) -> Any:
+        """Return rank 0's value, which is of this `kind`. Collective.
 
         The other ranks wait `away_s` longer than usual, for what rank 0 does before.
         """
         if self.rank:
-            return self._peers[0].expect(Value, Deadline(_PATIENCE * self.timeout_s + away_s), phase).value
-        deadline = Deadline(self.timeout_s)
+            return self._peers[0].expect(Value, Deadline(_PATIENCE * self.timeout_s + away_s), phase).read(kind)
+        deadline, message = Deadline(self.timeout_s), Value.of(value)
         for connection in self.connections:
-            connection.send(Value(value), deadline, phase)
+            connection.send(message, deadline, phase)
         return value
 
     def wait(self, seconds: float) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from weightsync.control.runtime import Deadline
 from weightsync.errors import ConfigError, PeerError
+from weightsync.planning.rows import Plain
 
 _GRACE_S = 5.0
 _NEWS_S = 0.2
@@ -26,11 +27,11 @@ class Group(Protocol):
     size: int
     host: str
 
-    def gather(self, value: Any, phase: str) -> list[Any]:
-        """Return every rank's value, in rank order, on rank 0; an empty list elsewhere. Collective."""
+    def gather(self, value: Any, phase: str, kind: Any = Plain) -> list[Any]:
+        """Return every rank's value of this kind, in rank order, on rank 0; an empty list elsewhere. Collective."""
 
-    def broadcast(self, value: Any, phase: str) -> Any:
-        """Return rank 0's value. Collective."""
+    def broadcast(self, value: Any, phase: str, kind: Any = Plain) -> Any:
+        """Return rank 0's value of this kind. Collective."""
 
     def wait(self, seconds: float) -> None:
         """Sleep for at most that long. Raise when any rank has failed."""

@@ -8,12 +8,13 @@ is ever executed. This module knows nothing about sockets, tensors, trainers or 
 from __future__ import annotations
 
 import struct
-from functools import reduce
+from collections.abc import Callable
+from functools import cache, reduce
 from operator import or_
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from weightsync.control.wire_memory import memory_bytes
 from weightsync.errors import ErrorFields, ProtocolError
@@ -87,9 +88,27 @@ class Hello(Message, frozen=True):
 
 
 class Value(Message, frozen=True):
-    """Between trainer ranks: one contribution to, or the outcome of, a collective step."""
+    """Between trainer ranks: one contribution to, or the outcome of, a collective step.
 
-    value: Plain
+    It stays the bytes that it came in until its reader says what it is.
+    """
+
+    value: Raw
+
+    @classmethod
+    def of(cls, value: Any) -> Value:
+        """Return the message that carries this. Raises `ProtocolError` for what is no plain value."""
+        return cls(Raw(_written(value, "Value")))
+
+    def read(self, kind: Any = Plain) -> Any:
+        """Return what it carries, as the `kind` that its sender meant. Raises `ProtocolError` for anything else."""
+        try:
+            value = _reader(kind)(self.value)
+            if memoryview(self.value) != _encode(value):
+                raise ValueError("it is written in another form than the one that it has")
+        except (ValueError, RecursionError) as error:
+            raise _no(kind, error) from None
+        return value
 
 
 class PlanRequest(Message, frozen=True):
@@ -197,6 +216,11 @@ class Failure(Message, frozen=True):
     error: ErrorFields
 
 
+@cache
+def _reader(kind: Any) -> Callable[[Raw], Any]:
+    return msgspec.msgpack.Decoder(kind).decode
+
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(reduce(or_, Message.__subclasses__())).decode
 
@@ -207,13 +231,17 @@ def encode(message: Message) -> bytes:
     Raises `ProtocolError` when it would pass `MAX_FRAME_BYTES`, or holds what is not a plain value.
     """
     name = type(message).__name__
-    try:
-        body = _encode(message)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ProtocolError(f"a {name} cannot be written as msgpack: {error}") from error
+    body = _written(message, name)
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a {name} of {len(body)} bytes is over the {MAX_FRAME_BYTES} byte limit")
     return _LENGTH.pack(len(body)) + body
+
+
+def _written(value: Any, name: str) -> bytes:
+    try:
+        return _encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ProtocolError(f"a {name} cannot be written as msgpack: {error}") from error
 
 
 def decode(body: bytes) -> Message:
@@ -236,12 +264,16 @@ def decode(body: bytes) -> Message:
 
 
 def typed(value: Any, kind: type[T]) -> T:
-    """Return what a `Value` carried as the `kind` that its sender meant. Raises `ProtocolError` for anything else."""
+    """Return plain values as the `kind` that their sender meant. Raises `ProtocolError` for anything else."""
     try:
         return msgspec.convert(value, kind)
     except ValueError as error:
-        name = getattr(kind, "__name__", str(kind))
-        raise ProtocolError(f"what came is no {name}: {str(error)[:_REASON_CHARS]}") from None
+        raise _no(kind, error) from None
+
+
+def _no(kind: Any, error: Exception) -> ProtocolError:
+    name = "plain value" if kind is Plain else getattr(kind, "__name__", str(kind))
+    return ProtocolError(f"what came is no {name}: {str(error)[:_REASON_CHARS]}")
 
 
 def frame_length(prefix: bytes, most_bytes: int = MAX_FRAME_BYTES) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 _SLOT = 8
 """Every value takes a place in what holds it."""
-_SHORT, _INTEGER, _LONG, _FLOAT, _ARRAY, _EMPTY_MAP, _MAP, _ENTRY = 28, 32, 36, 24, 56, 64, 184, 64
+_SHORT, _INTEGER, _LONG, _FLOAT, _ARRAY, _EMPTY_MAP, _SMALL_MAP, _MAP, _ENTRY = 28, 32, 36, 24, 56, 64, 248, 184, 64
+_SMALL = 5
+"""A map of at most so many entries has one size."""
 _ASCII, _WIDE = 49, 76
 _SPECIAL = 0
 _STEP = [1] * 256
@@ -15,7 +17,9 @@ _STRINGS, _MAPS = {0xD9: 1, 0xDA: 2, 0xDB: 4}, {0xDE: 2, 0xDF: 4}
 """How many bytes of length follow the first byte."""
 
 for _first in range(0x80, 0xA0):
-    _COST[_first] += _ARRAY if _first >= 0x90 else _MAP + _ENTRY * (_first & 15) if _first > 0x80 else _EMPTY_MAP
+    _COST[_first] += _ARRAY if _first >= 0x90 else _MAP + _ENTRY * (_first & 15)
+for _first in range(0x80, 0x81 + _SMALL):
+    _COST[_first] = _SLOT + (_SMALL_MAP if _first > 0x80 else _EMPTY_MAP)
 for _first in (*range(0xA0, 0xC0), *_STRINGS, *_MAPS):
     _STEP[_first] = _SPECIAL
 for _first, (_step, _cost) in {

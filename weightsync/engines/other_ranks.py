@@ -24,7 +24,7 @@ from weightsync.control.addresses import address_facing, is_loopback
 from weightsync.control.connection import Connection
 from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import Deadline, in_thread
-from weightsync.control.wire import Value, typed
+from weightsync.control.wire import Value
 from weightsync.engines import EngineList, connect, public_name
 from weightsync.engines.base import CalledEngine, Engine
 from weightsync.engines.calls import HEALTH_TIMEOUT_S, LOCAL, as_ours, wait
@@ -100,10 +100,10 @@ class OtherRanks:
         given. With `refuse`, the name of a strategy, an engine in another rank's process is such a one too.
         """
         offer = self._offer(ranks) if ranks.rank else Offer([], [])
-        everyone = typed(ranks.gather(offer, "plan"), list[Offer])
+        everyone = ranks.gather(offer, "plan", Offer)
         self._check(everyone, refuse)
         strangers = [rank for rank, each in enumerate(everyone) if each.own and not self._is_connected(rank)]
-        strangers = typed(ranks.broadcast(strangers, "plan"), list[int])
+        strangers = ranks.broadcast(strangers, "plan", list[int])
         if ranks.rank in strangers:
             self.close()
             self._connection = ranks.dial(_ROLE, Deadline(self._timeout_s))
@@ -212,7 +212,7 @@ class _Calls:
             if end is not None:
                 raise end
             call = EngineCall(number, engine, method, list(args))
-            self.connection.send(Value(call), Deadline(_GRACE_S), method)
+            self.connection.send(Value.of(call), Deadline(_GRACE_S), method)
         except (WeightSyncError, OSError) as error:
             raise EngineUnreachableError(f"{self.connection.peer}, which has the engine, is gone", who=who) from error
         return answer
@@ -220,7 +220,7 @@ class _Calls:
     def _receive(self) -> None:
         try:
             while True:
-                answer = typed(_next(self.connection).value, EngineAnswer)
+                answer = _next(self.connection).read(EngineAnswer)
                 with self._lock:
                     future = self._answers.pop(answer.number)
                 if answer.error is not None:
@@ -248,11 +248,11 @@ def _serve(engines: Sequence[Engine], connection: Connection) -> None:
         except Exception as problem:
             error = as_ours(problem, call.method, engines[call.engine].name).to_fields()
         with suppress(WeightSyncError, OSError):  # rank 0 is gone
-            connection.send(Value(EngineAnswer(call.number, value, error)), Deadline(_GRACE_S), call.method)
+            connection.send(Value.of(EngineAnswer(call.number, value, error)), Deadline(_GRACE_S), call.method)
 
     with suppress(Exception):  # rank 0 is gone, or is no rank 0
         while True:
-            call = typed(_next(connection).value, EngineCall)
+            call = _next(connection).read(EngineCall)
             if call.method not in _METHODS or call.engine >= len(engines):
                 raise ProtocolError(f"rank 0 called {call.method} of engine {call.engine}, which there is not")
             in_thread(f"{call.method} for rank 0", partial(answer, call))

@@ -30,7 +30,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from weightsync.control.runtime import describe_device
 from weightsync.control.update import Update
-from weightsync.control.wire import typed
 from weightsync.errors import ConfigError, PlacementError, UnsupportedError, WeightSyncError
 from weightsync.planning.layout import CopyOp, LoadCopy, ShardLocation, View, copy_ops, part_of
 from weightsync.planning.one_view import one_view
@@ -153,8 +152,9 @@ def lay_over(
     memory = _map_storages(exports, device)
     slots = _slots(model)
     views = _views(slots, shards, own.locations, ranks.rank)
-    located = ranks.gather(_located(shards, own.locations), "connect")
-    everywhere = typed(ranks.broadcast([row for rows in located for row in rows], "connect"), list[ShardLocation])
+    located = ranks.gather(_located(shards, own.locations), "connect", list[ShardLocation])
+    all_located = [row for rows in located for row in rows]
+    everywhere: list[ShardLocation] = ranks.broadcast(all_located, "connect", list[ShardLocation])
     with torch.no_grad():
         replicas = [
             (

@@ -18,7 +18,7 @@ from weightsync.control.fleet import Fleet
 from weightsync.control.member import CALLER, Member, Worker
 from weightsync.control.ranks import Ranks
 from weightsync.control.update import Update
-from weightsync.control.wire import Connect, Done, Go, typed
+from weightsync.control.wire import Connect, Done, Go
 from weightsync.engines import EngineList
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.kernels.digest import WHOLE
@@ -233,7 +233,7 @@ class CopyWeights(FleetStrategy):
         digests = [link.look() for link in self._links] if holds else []
         everyone = ranks.gather([holds, digests], "plan")
         course = self._choose(all(each for each, _ in everyone), late) if ranks.rank == 0 else None
-        course = typed(ranks.broadcast(course, "plan"), Course)
+        course = ranks.broadcast(course, "plan", Course)
         if course.changes(self._links):
             if is_early and self._fleet is not None:
                 self._fleet.cancel()
@@ -316,7 +316,7 @@ class CopyWeights(FleetStrategy):
         manifest = self._source.manifest(model)
         held = locate(shards, ranks.rank)
         inventory = take_inventory(manifest, shards, held, ranks.rank, transport, options.selection)
-        everyone = typed(ranks.gather(inventory, "plan"), list[Inventory])
+        everyone: list[Inventory] = ranks.gather(inventory, "plan", Inventory)
         members: list[Member] = []
         workers: list[Worker] = []
         made = None
@@ -326,7 +326,7 @@ class CopyWeights(FleetStrategy):
             members = [one for one in fleet.members if one not in linked and not (late and self._is_served(one))]
             workers = fleet.connect(members)
             made = compile_plan(fleet, everyone, transport, self._bucketer, options)
-        plan = typed(ranks.broadcast(made, "plan"), TransferPlan)
+        plan: TransferPlan = ranks.broadcast(made, "plan", TransferPlan)
         with update.timeline.during("connect"):
             self._connect(update, plan, held, transport)
         return Link(transport, plan, self._verify, workers, members)
@@ -339,7 +339,7 @@ class CopyWeights(FleetStrategy):
         endpoints = transport.prepare(plan, LocalTensors(held, self._source.gather), update)
         proof = transport.look(WHOLE if self._verify != "none" else None)
         own = Memory([each.storages for each in endpoints], transport.in_place(), proof)
-        everyone = typed(ranks.gather(own, "connect"), list[Memory])
+        everyone: list[Memory] = ranks.gather(own, "connect", Memory)
         fleet = self._fleet
         if fleet is None:
             transport.connect(update.deadline())

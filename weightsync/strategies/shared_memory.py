@@ -20,7 +20,7 @@ from weightsync.control.member import Worker
 from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import boot_id, this_process
 from weightsync.control.update import Update
-from weightsync.control.wire import Go, typed
+from weightsync.control.wire import Go
 from weightsync.engines import ENGINE_VARIABLE, Engine, connect
 from weightsync.errors import ConfigError, EngineError, PlacementError
 from weightsync.planning.checks import check_plans
@@ -182,12 +182,11 @@ class SharedMemory(FleetStrategy):
         assert self._manifest is not None
         assert isinstance(ranks, Ranks)
         self._others.meet(ranks, refuse="single_copy")
-        everyone = typed(
-            ranks.gather([self._manifest, boot_id(), this_process()], "plan"), list[tuple[Manifest, str, str]]
-        )
+        own = self._manifest, boot_id(), this_process()
+        everyone: list[tuple[Manifest, str, str]] = ranks.gather(own, "plan", tuple[Manifest, str, str])
         exports: list[Export] | None = None
         if ranks.rank == 0:
-            manifest = merge_manifests([own for own, _, _ in everyone])
+            manifest = merge_manifests([each for each, _, _ in everyone])
             fleet = self._call_in(update)
             check_pairs([host for _, host, _ in everyone], fleet.workers)
             plans = fleet.plan(manifest)
@@ -210,7 +209,7 @@ class SharedMemory(FleetStrategy):
                 for worker, answer in zip(fleet.workers, exported, strict=True)
             ]
             fleet.release("init")
-        exports = typed(ranks.broadcast(exports, "connect"), list[Export])
+        exports = ranks.broadcast(exports, "connect", list[Export])
         instances = [export.engine_instance for export in exports]
         if self._attached is not None and self._attached.engine_instances != instances:
             raise EngineError(

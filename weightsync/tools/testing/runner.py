@@ -14,6 +14,7 @@ from typing import Any
 from weightsync.control.runtime import Deadline
 from weightsync.control.wire import PREFIX_BYTES, Failure, Value, decode, encode
 from weightsync.errors import ErrorFields
+from weightsync.planning.rows import Plain
 from weightsync.tools.testing.assertions import require
 
 _FAILED = Failure(ErrorFields("WeightSyncError", "this end has failed", None, None, {}))
@@ -37,31 +38,31 @@ class Mail:
         self.rank, self.size, self.timeout_s = number, ranks, timeout_s
         self.workers = range(ranks, ends)
         self._pipes = pipes
-        self._read: dict[int, list[Any]] = {end: [] for end in pipes}
+        self._read: dict[int, list[Value]] = {end: [] for end in pipes}
 
     def send(self, end: int, value: Any) -> None:
         """Send a plain value."""
-        self._pipes[end].send_bytes(encode(Value(value)))
+        self._pipes[end].send_bytes(encode(Value.of(value)))
 
-    def receive(self, end: int) -> Any:
-        """Return the next value from an end. Raises `AnotherEndFailed`."""
+    def receive(self, end: int, kind: Any = Plain) -> Any:
+        """Return the next value, of this kind, from an end. Raises `AnotherEndFailed`."""
         deadline = Deadline(self.timeout_s * _PATIENCE)
         while not self._read[end]:
             require(not deadline.passed(), f"no answer from {title(end, self.size)} within {deadline.timeout_s:g} s")
             self.wait(0.1)
-        return self._read[end].pop(0)
+        return self._read[end].pop(0).read(kind)
 
-    def gather(self, value: Any, phase: str) -> list[Any]:
+    def gather(self, value: Any, phase: str, kind: Any = Plain) -> list[Any]:
         """Return every rank's value on rank 0."""
         if self.rank:
             self.send(0, value)
             return []
-        return [value, *map(self.receive, range(1, self.size))]
+        return [value, *(self.receive(rank, kind) for rank in range(1, self.size))]
 
-    def broadcast(self, value: Any, phase: str) -> Any:
+    def broadcast(self, value: Any, phase: str, kind: Any = Plain) -> Any:
         """Return rank 0's value."""
         if self.rank:
-            return self.receive(0)
+            return self.receive(0, kind)
         for rank in range(1, self.size):
             self.send(rank, value)
         return value
@@ -76,7 +77,7 @@ class Mail:
                 message = _FAILED
             if not isinstance(message, Value):
                 raise AnotherEndFailed(title(end, self.size))
-            self._read[end].append(message.value)
+            self._read[end].append(message)
 
     def fail(self) -> None:
         """Tell the others that this end has failed."""

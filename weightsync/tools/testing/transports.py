@@ -201,9 +201,9 @@ class _Rank:
         tensors = LocalTensors(locate(shards, mail.rank), self.gather)
         unmapped = sorted({location.name for location, each in tensors.at.items() if not transport.can_map(each)})
         own = [*tensors.at], unmapped
-        everyone = typed(mail.gather(own, "plan"), list[tuple[list[ShardLocation], list[str]]])
+        everyone = mail.gather(own, "plan", tuple[list[ShardLocation], list[str]])
         made = self.compile(everyone, cut) if mail.rank == 0 else None
-        self.plan = typed(mail.broadcast(made, "plan"), TransferPlan)
+        self.plan = mail.broadcast(made, "plan", TransferPlan)
         self.pushes = 0
         endpoints = transport.prepare(self.plan, tensors, self.update)
         self.version = max(self.version, transport.newest_version)
