@@ -279,10 +279,7 @@ class Fleet:
 
     def done(self, timeout_s: float | None = None) -> list[Done]:
         """Wait until every worker has verified and loaded everything; at most `timeout_s`, or one wait's time."""
-        done = self._collect(Done, Deadline(timeout_s or self._timeout_s), "load")
-        for one in self._audience:
-            one.runs = False
-        return done
+        return self._collect(Done, Deadline(timeout_s or self._timeout_s), "load")
 
     def commit(self, label: str | None = None) -> list[Committed]:
         """Declare the version complete: reset caches, stamp the version or its `label`, resume generation."""
@@ -293,6 +290,8 @@ class Fleet:
         # An engine does one thing after the other: this one waits behind the update, and saves a round trip.
         resets = [self._call("commit", one, lambda each: each.engine.reset_caches()) for one in self._audience]
         answers = self._collect(Committed, deadline, "commit")
+        for one in self._audience:
+            one.runs = False
         self._await_calls(deadline, "commit")
         version, text = self._version, str(self._version) if label is None else label
         self._all("commit", self._audience, lambda one: one.finish(version, text))

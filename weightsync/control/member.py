@@ -49,7 +49,7 @@ class Member:
     version: what it reports while no push is under way, once it `was_asked`. None: vLLM before 0.27 reports none.
     is_over: the push has failed; a call that ends late takes back what it has done.
     is_whole: the weights are those of one version where the push has failed.
-    runs: its workers run the plan.
+    runs: its workers run the plan, or wait to commit.
     """
 
     engine: Engine
@@ -104,13 +104,13 @@ class Member:
         self.silent = 0 if self.engine.is_alive() else self.silent + 1
 
     def ask_workers(self) -> None:
-        """Ask workers that run the plan whether they are alive: vLLM's core answers for one that has stopped."""
+        """Ask workers in a push whether they are alive: vLLM's core answers for one that has stopped."""
         for worker in self.workers:
             worker.connection.ask(lambda: self.runs)
 
     def is_stuck(self) -> bool:
         """Return whether a worker does not answer, though its engine may."""
-        return any(worker.connection.silent_s > _ANSWER_S for worker in self.workers)
+        return self.runs and any(worker.connection.silent_s > _ANSWER_S for worker in self.workers)
 
     def check_health(self, timeout_s: float) -> None:
         """Raise when the engine has died though its workers may answer, or a worker does not for so long."""
