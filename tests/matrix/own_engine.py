@@ -21,6 +21,7 @@ from trainer import RAY, RAY_ACTOR, RAY_NAMESPACE, Rank
 
 from weightsync.engines import connect
 from weightsync.engines.vllm_engine import vllm_class
+from weightsync.errors import WeightSyncError
 
 _START_S = 240.0
 _ASK_S = 30.0
@@ -130,6 +131,11 @@ class RayHost:
     def look(self, answers: dict[str, Any]) -> Look | None:
         return look_inside(self._actor, self.ask, answers)
 
+    def wait_for_core(self, timeout_s: float) -> None:
+        """Wait until the engine's core, which does one thing after the other, has ended what it does."""
+        with suppress(WeightSyncError):
+            connect(self._actor, timeout_s)[0].version()
+
     def close(self) -> None:
         self._ray.shutdown()
 
@@ -219,6 +225,10 @@ class RaySide(Cold):
 
     def look(self) -> Look | None:
         return self._host.call(RayHost.look, self.answers, timeout_s=5 * _ASK_S)
+
+    def wait_until_given_up(self, timeout_s: float) -> None:
+        """Wait until the worker has given the push up; for nothing where it is not in one."""
+        self._host.call(RayHost.wait_for_core, timeout_s)
 
     def close(self) -> None:
         self._host.close()
