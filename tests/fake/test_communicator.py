@@ -157,16 +157,36 @@ class VisitedPort(GlooPort):
             stranger.close()
 
 
-def meet_among_strangers(rank: int, folder: str) -> None:
+class ForeignPort(GlooPort):
+    """A port to which another user of this host connects as soon as it is open."""
+
+    stranger: socket.socket
+
+    def __init__(self, members: Any, address: str) -> None:
+        super().__init__(members, address)
+        os.seteuid(65534)
+        try:
+            ForeignPort.stranger = socket.create_connection(self._opened[0].getsockname(), 5.0)
+        finally:
+            os.seteuid(0)
+        self.stranger.sendall(bytes([0x77] * 8))
+
+
+def meet_among_strangers(rank: int, folder: str, kind: type[GlooPort]) -> None:
     if rank == 0:
-        communicators.GlooPort = VisitedPort  # type: ignore[misc]
+        communicators.GlooPort = kind  # type: ignore[misc]
     communicator = meet(rank, torch.device("cpu"), Path(folder, "port"))
     data = torch.full((1000,), rank, dtype=torch.uint8)
     sends, receives = ([(data, 0)], []) if rank else ([], [(data, 1)])
     communicator.exchange(0, sends, receives).wait(time.sleep, Deadline(20.0), "transfer")
     assert data.tolist() == [1] * 1000
+    if rank == 0 and kind is ForeignPort:
+        assert ForeignPort.stranger.recv(1) == b"", "its connection was ended"
     communicator.abort()
 
 
-def test_strangers_do_not_disturb_members_that_meet(tmp_path: Path):
-    run_ranks(meet_among_strangers, 2, str(tmp_path), timeout_s=60)
+@pytest.mark.parametrize("kind", [VisitedPort, ForeignPort])
+def test_strangers_do_not_disturb_members_that_meet(tmp_path: Path, kind: type[GlooPort]):
+    if kind is ForeignPort and os.geteuid() != 0:
+        pytest.skip("only root can be another user, too")
+    run_ranks(meet_among_strangers, 2, str(tmp_path), kind, timeout_s=60)

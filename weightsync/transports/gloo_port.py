@@ -19,6 +19,8 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from weightsync.control.addresses import ends
+from weightsync.control.handshake import read_key, refuse_other_users
+from weightsync.errors import ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +59,10 @@ class GlooPort:
     """
 
     def __init__(self, members: Collection[str], address: str) -> None:
-        known = set(map(_inode, before := _listening()))
+        known = set(map(_inode, before := _sockets(listening=True)))
         _close(before)
         self.device = dist.ProcessGroupGloo.create_device(hostname=address)
-        found = _listening()
+        found = _sockets(listening=True)
         self._opened = [opened for opened in found if _inode(opened) not in known]
         _close([opened for opened in found if opened not in self._opened])
         program = _only_from(members, ipaddress.ip_address(address).version)
@@ -76,9 +78,10 @@ class GlooPort:
         _close(self._opened)
 
     def close(self, store: dist.Store, member: int) -> None:
-        """Drop every packet that comes to the port. Its connections are left as they are.
+        """Drop every packet that comes to the port, and end the connections that other users have to it.
 
-        `store` is where the members of the group have met, of which this is number `member`.
+        With a key, members may be other users. `store` is where the members of the group have met, of which this is
+        number `member`.
         """
         told = store.get(f"0/{member}") if store.check([f"0/{member}"]) else b""
         closed = 0
@@ -86,6 +89,8 @@ class GlooPort:
             if _as_told(opened) in told:
                 _attach(opened, _DROP)
                 closed += 1
+                if not read_key():
+                    _end_others(opened.getsockname())
             else:  # another thread's, opened at the same moment
                 with suppress(OSError):  # it has none
                     opened.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
@@ -115,15 +120,29 @@ def _attach(opened: socket.socket, program: bytes) -> None:
     opened.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, pointer)
 
 
-def _listening() -> list[socket.socket]:
-    """Return copies of this process's TCP sockets that listen."""
+def _end_others(port: tuple[str, int]) -> None:
+    """End the connections to a port of this process that other users have. One may have a member's place."""
+    connected = _sockets(listening=False)
+    for opened in connected:
+        with suppress(OSError):  # it has gone
+            if opened.getsockname() == port and opened.getpeername():
+                try:
+                    refuse_other_users(opened, "who has connected to the port of gloo")
+                except ProtocolError as error:
+                    logger.warning("%s", error)
+                    opened.shutdown(socket.SHUT_RDWR)
+    _close(connected)
+
+
+def _sockets(listening: bool) -> list[socket.socket]:
+    """Return copies of this process's TCP sockets that listen, or of the others."""
     found = []
     for fd in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # another thread has closed it meanwhile
             if stat.S_ISSOCK(os.fstat(fd).st_mode):
                 opened = socket.socket(fileno=os.dup(fd))
                 is_tcp = opened.family in (socket.AF_INET, socket.AF_INET6)
-                if is_tcp and opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                if is_tcp and bool(opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) is listening:
                     found.append(opened)
                 else:
                     opened.close()
