@@ -354,6 +354,8 @@ class Ends:
     def _serve(self, frames: list[bytes], spoilt: bool = True) -> str:
         """Let the worker answer. Where it has answered a spoilt message, its state is another one."""
         session = self._session
+        # A thread that runs beside tracemalloc may end the interpreter: CPython's gh-128679.
+        session._answering_pings = contextlib.nullcontext  # type: ignore[method-assign]
         data = sealed(frames, _KEY, self._draw if spoilt else random.Random(0))
         session._connection, session._timeout_s = connection_of(data), 1.0
         connection: Any = session._connection
