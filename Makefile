@@ -35,7 +35,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
 .PHONY: help chaos compare-trl deltas endurance fleet fuzz matrix test test-unit test-fake test-hosts test-integrations \
-    test-verl demo lint clean
+    test-frameworks test-verl demo lint clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -88,9 +88,21 @@ test-verl: .venv-verl/.installed ## Update weights with verl's own manager, work
 	VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=verl_cpu PYTHONPATH=.:tests/integrations:tests/integrations_verl \
 	    .venv-verl/bin/python -m pytest -q -W default tests/integrations_verl $(ARGS)
 
+test-frameworks: .frameworks/.fetched $(INSTALLED) ## Run the recipes for SkyRL, OpenRLHF, prime-rl and NeMo-RL inside their sources, on CPUs.
+	PYTHONPATH=.:tests/integrations:tests/integrations_frameworks $(PY) -m pytest -q -W default --durations=25 \
+	    tests/integrations_frameworks $(ARGS)
+
 demo: $(INSTALLED) ## Push to a live vLLM, prove it equal to a cold start, then learn from reward: `make demo TRANSPORT=ipc|broadcast`.
 	$(PY) -m weightsync demo --transport $(TRANSPORT) $(ARGS)
 	$(PY) examples/grpo.py --transport $(TRANSPORT) --output-dir grpo-output
+
+# No packages: of a framework the tests run only what needs no GPU, and its packages want CUDA and each other's torch.
+.frameworks/.fetched: frameworks.lock
+	@grep -v '^#' $< | while read -r folder url commit; do \
+	    git init --quiet $(@D)/$$folder && git -C $(@D)/$$folder fetch --quiet --depth 1 $$url $$commit \
+	        && git -C $(@D)/$$folder -c advice.detachedHead=false checkout --quiet FETCH_HEAD || exit 1; \
+	done
+	@touch $@
 
 lint: $(INSTALLED) ## ruff and mypy.
 	$(PY) -m ruff check .

@@ -185,7 +185,7 @@ def unknown_names(page: Path) -> list[str]:
     """Return the dotted names of weightsync on a page that nothing in the package defines."""
     text = page.read_text(encoding="utf-8")
     names = set(re.findall(r"(?<![\w./-])weightsync(?:\.[A-Za-z_]\w*)+", text))
-    for module, imported in re.findall(r"from (weightsync[\w.]*) import ([\w, ]+)", text):
+    for module, imported in re.findall(r"from (weightsync(?:\.\w+)*) import ([\w, ]+)", text):
         names |= {f"{module}.{name.strip()}" for name in imported.split(",")}
     return sorted(name for name in names if not is_defined(name))
 
@@ -235,6 +235,14 @@ def test_pages_that_code_names_exist():
     }
     assert named, "no page is named anywhere: does the test look at the right folders?"
     assert not sorted(f"{name_of(path)}: {name}" for path, name in named if not (ROOT / name).exists())
+
+
+def test_pages_of_frameworks_show_their_recipes():
+    recipes = sorted((ROOT / "examples/frameworks").glob("weightsync_*.py"))
+    assert recipes
+    for recipe in recipes:
+        page = ROOT / "docs" / (recipe.stem.removeprefix("weightsync_").replace("_", "-") + ".md")
+        assert f"```python\n{recipe.read_text(encoding='utf-8')}```" in page.read_text(encoding="utf-8"), page.name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

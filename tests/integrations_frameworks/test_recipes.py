@@ -1,0 +1,62 @@
+"""The recipes of examples/frameworks inside their frameworks: the engine answers as it did when it was started."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import recipe_actors
+import recipe_ranks
+import tiny_models
+import trl_ranks
+from engines import NOT_COMPILED
+from ranks import run_ranks
+from sources import FRAMEWORKS, ROOT
+
+from weightsync.engines.server import VllmServer
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = trl_ranks.save(tmp_path_factory.mktemp("models") / "B")  # with its tokenizer
+    return tiny_models.save(tiny_models.build(recipe_ranks.MODEL, "B"), folder)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[VllmServer]:
+    options = ("--max-model-len=256", "--dtype=bfloat16", "--enforce-eager", "--served-model-name=policy")
+    with VllmServer(checkpoint, *options, environment=NOT_COMPILED) as server:
+        yield server
+
+
+def test_skyrl(server: VllmServer) -> None:
+    run_ranks(recipe_ranks.skyrl, 2, server.url, timeout_s=200)
+
+
+def test_prime_rl(server: VllmServer, tmp_path: Path) -> None:
+    """prime-rl has no place to plug in: its page says which lines a user adds to which of its files."""
+    sources = tmp_path / "frameworks"
+    shutil.copytree(FRAMEWORKS / "prime-rl", sources / "prime-rl")
+    for file, lines in additions(ROOT / "docs/prime-rl.md").items():
+        with (sources / "prime-rl" / file).open("a") as source:
+            source.write(lines)
+    run_ranks(recipe_ranks.prime_rl, 2, sources, tmp_path / "outputs", server.url, timeout_s=200)
+
+
+def additions(page: Path) -> dict[str, str]:
+    """Return the blocks of a page whose first line names a file of the framework's, by file."""
+    blocks = page.read_text().split("```python\n")[1:]
+    named = [block.partition("```")[0].partition("\n") for block in blocks if block.startswith("# src/")]
+    return {first.removeprefix("# "): rest for first, _, rest in named}
+
+
+def test_openrlhf(checkpoint: Path) -> None:
+    run_ranks(recipe_actors.openrlhf, 1, checkpoint, timeout_s=280)
+
+
+def test_nemo_rl(checkpoint: Path) -> None:
+    run_ranks(recipe_actors.nemo_rl, 1, checkpoint, timeout_s=280)
