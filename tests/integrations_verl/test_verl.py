@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import fake_engine
 import pytest
 import ray
-import tiny_models
 import torch
 import trl_ranks
 import verl_ranks
 from engines import NOT_COMPILED
-from ranks import FORKSERVER
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 
@@ -38,6 +34,7 @@ def configure(transport: str) -> RolloutConfig:
     return RolloutConfig(
         name="vllm",
         tensor_model_parallel_size=1,
+        load_format="auto",  # verl's own way is to start from random weights
         max_model_len=256,
         max_num_batched_tokens=1024,
         max_num_seqs=8,
@@ -53,48 +50,56 @@ def configure(transport: str) -> RolloutConfig:
     )
 
 
-async def push_twice(checkpoint: Path, transport: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+async def push_twice(checkpoint: Path, transport: str) -> tuple[list[int], list[verl_ranks.Answers]]:
+    """Push other weights than a replica has, and then those that it was started from."""
     rollout = configure(transport)
     trainer = verl_ranks.policy(verl_ranks.Policy, rollout.checkpoint_engine)
     replica = verl_ranks.Replica(0, rollout, HFModelConfig(path=str(checkpoint)), gpus_per_node=1)
     await replica.launch_servers()
     manager = CheckpointEngineManager(rollout.checkpoint_engine, trainer, [replica])
-    metrics, answers = [], {}
-    for step, weights in enumerate("AB", start=1):
+    versions, answers = [], [await verl_ranks.ask(replica.servers[0])]
+    for step, weights in enumerate("BA", start=1):
         trainer.fill(weights)
-        metrics.append(await manager.update_weights(global_steps=step))
-        answers[weights] = await verl_ranks.ask(replica.servers[0])
-    return metrics, answers
+        metrics = await manager.update_weights(global_steps=step)
+        versions.append(metrics["weightsync/version"])
+        answers.append(await verl_ranks.ask(replica.servers[0]))
+    return versions, answers
 
 
-async def push_to_a_stand_in(checkpoint: Path) -> None:
-    """Two updates of the same step of the trainer."""
+def stand_in(rank: int, rollout: RolloutConfig, checkpoint: Path) -> verl_ranks.Replica:
+    replica = verl_ranks.Replica(rank, rollout, HFModelConfig(path=str(checkpoint)), gpus_per_node=1)
+    replica.workers = verl_ranks.group(replica.get_ray_class_with_init_args(), 1).workers
+    server = ray.remote(verl_ranks.StandIn).options(name=f"vllm_server_{rank}_0", max_concurrency=50)
+    replica.servers = [server.remote(rank)]
+    return replica
+
+
+async def push_to_stand_ins(checkpoint: Path) -> None:
+    """Two updates of the same step of the trainer, and one to a replica that has taken the place of a dead one."""
     rollout = configure("ipc")
     trainer = verl_ranks.policy(verl_ranks.TinyPolicy, rollout.checkpoint_engine)
-    replica = verl_ranks.Replica(0, rollout, HFModelConfig(path=str(checkpoint)), gpus_per_node=1)
-    replica.workers = verl_ranks.group(replica.get_ray_class_with_init_args(), 1).workers
-    replica.servers = [ray.remote(verl_ranks.StandIn).options(name="vllm_server_0_0", max_concurrency=50).remote()]
-    manager = CheckpointEngineManager(rollout.checkpoint_engine, trainer, [replica])
-    for version in (1, 2):
+    manager = CheckpointEngineManager(rollout.checkpoint_engine, trainer, [stand_in(0, rollout, checkpoint)])
+    for version, updates in ((1, 1), (2, 2), (3, 1)):
+        if version == 3:
+            (old,) = manager.replicas
+            manager.remove_replicas([old])
+            ray.kill(old.servers[0])
+            manager.add_replicas([stand_in(1, rollout, checkpoint)])
         trainer.fill(version)
         metrics = await manager.update_weights(global_steps=7)
         assert metrics["weightsync/version"] == version
-        found, calls, label = await replica.servers[0].state.remote()
+        found, calls, label = await manager.replicas[0].servers[0].state.remote()
         expected = fake_engine.cold(fake_engine.checkpoint(version)).state()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
-        assert (calls, label) == (["abort", 7, "resume"] * version, "7")
+        assert (calls, label) == (["abort", 7, "resume"] * updates, "7")
 
 
-def test_engine_without_vllm_serves_what_verl_hands_over(cluster: None, tmp_path: Path) -> None:
-    asyncio.run(push_to_a_stand_in(trl_ranks.save(tmp_path / "A")))
+def test_engines_without_vllm_serve_what_verl_hands_over(cluster: None, tmp_path: Path) -> None:
+    asyncio.run(push_to_stand_ins(trl_ranks.save(tmp_path / "A")))
 
 
 def test_replica_equals_a_cold_engine(cluster: None, tmp_path: Path) -> None:
-    checkpoint = trl_ranks.save(tmp_path / "A")
-    other = tiny_models.save(tiny_models.build(verl_ranks.MODEL, "B"), tmp_path / "B")
-    metrics, answers = asyncio.run(push_twice(checkpoint, "ipc"))
-    assert [each["weightsync/version"] for each in metrics] == [1, 2]
-    for weights, folder in (("A", checkpoint), ("B", other)):
-        with ProcessPoolExecutor(1, FORKSERVER) as process:
-            assert answers[weights] == process.submit(verl_ranks.cold, folder).result(200)
-    assert answers["A"] != answers["B"]
+    versions, (cold, other, pushed) = asyncio.run(push_twice(trl_ranks.save(tmp_path / "A"), "ipc"))
+    assert versions == [1, 2]
+    assert cold != other
+    assert pushed == cold

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,11 +81,11 @@ class Replica(vLLMReplica):
 class StandIn:
     """What verl calls of its server, and what weightsync does, around the real receiver and without vLLM."""
 
-    def __init__(self) -> None:
+    def __init__(self, replica: int) -> None:
         self.llm = hybrid_workers.LLM()
         job = ray.get_runtime_context().get_job_id()
         self.worker = SimpleNamespace(
-            _get_zmq_handle=lambda: f"ipc:///tmp/rl-colocate-zmq-{job}-replica-0-rank-0.sock",
+            _get_zmq_handle=lambda: f"ipc:///tmp/rl-colocate-zmq-{job}-replica-{replica}-rank-0.sock",
             device=torch.device("cpu"),
         )
         self.calls: list[Any] = []
@@ -137,17 +136,3 @@ async def ask(server: Any) -> Answers:
         await server.generate.remote(list(prompt), dict(sampling), request_id=os.urandom(4).hex()) for prompt in PROMPTS
     ]
     return [(list(answer.token_ids), list(answer.log_probs)) for answer in answers]
-
-
-def cold(checkpoint: Path) -> Answers:
-    """Return what an engine that is started from `checkpoint` answers."""
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(
-        str(checkpoint), dtype="bfloat16", enforce_eager=True, max_model_len=256, logprobs_mode="processed_logprobs"
-    )
-    greedy = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0, logprobs=0, ignore_eos=True)
-    outputs = [llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)[0].outputs[0] for prompt in PROMPTS]
-    return [
-        (list(o.token_ids), [row[t].logprob for t, row in zip(o.token_ids, o.logprobs, strict=True)]) for o in outputs
-    ]

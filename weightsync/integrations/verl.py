@@ -9,7 +9,6 @@ verl gives every trainer rank a generator of gathered tensors for each update, a
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
@@ -33,9 +32,8 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, transport: str = "ipc", **options: Any) -> None:
-        self._transport, self._options = transport, options
+        self._transport, self._options = transport, {"pause": "caller", **options}
         self._sync: WeightSync | None = None
-        self._servers: list[str] = []
 
     def prepare(self) -> dict[str, Any]:
         return {}
@@ -54,8 +52,9 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
         self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, Any]:
         """Push what `weights` gives to the replicas that there are. Returns what verl's trackers show."""
-        sync = await asyncio.to_thread(self._connect)  # which asks Ray, and waits for it
-        report = await sync.push_async(weights, label=global_steps)
+        if self._sync is None:
+            self._sync = WeightSync("stream", self._transport, _replicas, **self._options)
+        report = await self._sync.push_async(weights, label=global_steps)
         return report.metrics()
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
@@ -63,13 +62,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
         return
         yield
 
-    def _connect(self) -> WeightSync:
-        """Return what pushes to the replicas that there are now, since verl adds and removes them."""
-        servers = sorted(filter(_SERVER.fullmatch, ray.util.list_named_actors()))
-        if self._sync is None or servers != self._servers:
-            if self._sync is not None:
-                self._sync.close()
-            engines = [ray.get_actor(name) for name in servers]
-            self._sync = WeightSync("stream", self._transport, engines, **{"pause": "caller", **self._options})
-            self._servers = servers
-        return self._sync
+
+def _replicas() -> list[Any]:
+    """Return the actors of the replicas that there are now, since verl adds and removes them."""
+    return [ray.get_actor(name) for name in sorted(filter(_SERVER.fullmatch, ray.util.list_named_actors()))]
