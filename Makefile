@@ -35,7 +35,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
 .PHONY: help chaos compare-trl deltas endurance fleet fuzz matrix test test-unit test-fake test-hosts test-integrations \
-    test-frameworks test-verl demo lint clean
+    test-dashboard test-frameworks test-verl demo lint clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,6 +91,9 @@ test-verl: .venv-verl/.installed ## Update weights with verl's own manager, work
 test-frameworks: .frameworks/.fetched $(INSTALLED) ## Run the recipes for SkyRL, OpenRLHF, prime-rl and NeMo-RL inside their sources, on CPUs.
 	PYTHONPATH=.:tests/integrations:tests/integrations_frameworks $(PY) -m pytest -q -W default --durations=25 \
 	    tests/integrations_frameworks $(ARGS)
+
+test-dashboard: $(INSTALLED) ## Put the queries of docs/grafana.json to a Prometheus: `make test-dashboard PROMETHEUS=/usr/bin/prometheus`.
+	PROMETHEUS=$(PROMETHEUS) $(PY) -m pytest -q -W default tests/integrations_prometheus $(ARGS)
 
 demo: $(INSTALLED) ## Push to a live vLLM, prove it equal to a cold start, then learn from reward: `make demo TRANSPORT=ipc|broadcast`.
 	$(PY) -m weightsync demo --transport $(TRANSPORT) $(ARGS)
