@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +44,18 @@ def skyrl(rank: int, url: str) -> None:
     importable("skyrl")
     from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
     from skyrl.train.config import SkyRLTrainConfig
-    from weightsync_skyrl import Policy
+    from skyrl.train.entrypoints.main_base import BasePPOExp
+    from skyrl.train.trainer import RayPPOTrainer
+    from weightsync_skyrl import Experiment, Policy, Trainer
+
+    with mock.patch.object(RayPPOTrainer, "build_models", autospec=True) as build:
+        Trainer.build_models(object.__new__(Trainer), "policy", "critic", "reference")
+    (_, actor, *others), _ = build.call_args
+    assert others == ["critic", "reference"]
+    assert issubclass(actor.__ray_metadata__.modified_class, Policy)
+    with mock.patch.object(RayPPOTrainer, "__init__", autospec=True, return_value=None):
+        names = inspect.signature(BasePPOExp.get_trainer).parameters.keys() - {"self"}
+        assert type(object.__new__(Experiment).get_trainer(**dict.fromkeys(names))) is Trainer
 
     config = SkyRLTrainConfig()
     config.trainer.placement.colocate_all = True

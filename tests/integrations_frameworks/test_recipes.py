@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import tiny_models
 import trl_ranks
 from engines import NOT_COMPILED
 from ranks import run_ranks
-from sources import FRAMEWORKS, ROOT
+from sources import FOLDERS, FRAMEWORKS, RECIPES, ROOT
 
 from weightsync.engines.server import VllmServer
 
@@ -55,6 +58,11 @@ def additions(page: Path) -> dict[str, str]:
 
 
 def test_openrlhf(checkpoint: Path) -> None:
+    folders = [ROOT, *(FRAMEWORKS / each for each in FOLDERS["openrlhf"]), Path(__file__).parent]
+    environment = {**os.environ, "FRAMEWORK": "openrlhf", "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    command = [sys.executable, str(RECIPES / "weightsync_openrlhf.py"), "--help"]
+    usage = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=True).stdout
+    assert "--vllm.num_engines" in usage
     run_ranks(recipe_actors.openrlhf, 1, checkpoint, timeout_s=280)
 
 
