@@ -17,9 +17,9 @@ class Policy(FSDPPolicyWorkerBase):
     async def init_weight_sync_state(self, inference_engine_client: Any, inference_engine_cfg: Any) -> None:
         if self._is_lora:
             raise NotImplementedError("SkyRL sends adapters itself: train them without this entry point")
-        transport = "ipc" if self.cfg.placement.colocate_all else "broadcast"
-        # SkyRL pauses its engines, or lets them sleep, before it asks for a broadcast.
-        self.weightsync = WeightSync("fsdp", transport, inference_engine_client.server_urls, pause="caller")
+        # SkyRL pauses engines that have GPUs of their own before it asks for a broadcast.
+        transport, pause = ("ipc", "keep") if self.cfg.placement.colocate_all else ("broadcast", "caller")
+        self.weightsync = WeightSync("fsdp", transport, inference_engine_client.server_urls, pause=pause)
 
     async def broadcast_to_inference_engines(self, *_: Any, model_id: str | None = None) -> None:
         await self.weightsync.push_async(self.model.model)

@@ -40,7 +40,7 @@ def push_twice(rank: int, model: Any, push: Callable[[int], None], url: str) -> 
             assert (answer(url) == cold) == (weights == "B"), f"the answers after a push of {weights}"
 
 
-def skyrl(rank: int, url: str) -> None:
+def skyrl(rank: int, url: str, colocated: bool) -> None:
     importable("skyrl")
     from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
     from skyrl.train.config import SkyRLTrainConfig
@@ -58,7 +58,7 @@ def skyrl(rank: int, url: str) -> None:
         assert type(object.__new__(Experiment).get_trainer(**dict.fromkeys(names))) is Trainer
 
     config = SkyRLTrainConfig()
-    config.trainer.placement.colocate_all = True
+    config.trainer.placement.colocate_all = colocated
     worker = object.__new__(Policy)  # its own start wants an accelerator
     worker.cfg, worker._is_lora = config.trainer, False
     worker.model = SimpleNamespace(model=tiny_models.shard(tiny_models.build(MODEL, "A")))
@@ -66,12 +66,12 @@ def skyrl(rank: int, url: str) -> None:
 
     async def sync(call: Callable[..., Any]) -> None:
         """As SkyRL's WorkerDispatch does where engines have GPUs of their own."""
-        if rank == 0:
+        if rank == 0 and not colocated:
             await client.pause_generation()
         dist.barrier()
         await call(client, config.generator.inference_engine, model_id=None)
         dist.barrier()
-        if rank == 0:
+        if rank == 0 and not colocated:
             await client.resume_generation()
             await client.teardown()
 

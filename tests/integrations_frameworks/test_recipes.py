@@ -36,8 +36,9 @@ def server(checkpoint: Path) -> Iterator[VllmServer]:
         yield server
 
 
-def test_skyrl(server: VllmServer) -> None:
-    run_ranks(recipe_ranks.skyrl, 2, server.url, timeout_s=200)
+@pytest.mark.parametrize("colocated", [True, False], ids=["colocated", "GPUs of their own"])
+def test_skyrl(server: VllmServer, colocated: bool) -> None:
+    run_ranks(recipe_ranks.skyrl, 2, server.url, colocated, timeout_s=200)
 
 
 def test_prime_rl(server: VllmServer, tmp_path: Path) -> None:
