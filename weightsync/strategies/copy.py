@@ -129,7 +129,7 @@ class CopyWeights(FleetStrategy):
         planned = opened = time.perf_counter()
         fleet, dues = self._fleet, [link.due for link in links]
         label = self._pushed.label if late and self._pushed is not None else update.label
-        nbytes = max(link.plan.nbytes(link.pushes == 0) for link in links)
+        nbytes = max(link.nbytes for link in links)
         if fleet is not None:
             with timeline.during("pause"):
                 fleet.opened()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from msgspec import Struct
 
@@ -40,6 +41,16 @@ class Link:
     def due(self) -> Sequence[int]:
         """Return the chunks of the next push."""
         return self.plan.due(self.pushes == 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the tensors that travel in the next push, each counted once."""
+        return self._nbytes[self.pushes == 0]
+
+    @cached_property
+    def _nbytes(self) -> tuple[int, int]:
+        # There are tens of thousands of tensors in a mixture of experts, and engines are paused meanwhile.
+        return self.plan.nbytes(first=False), self.plan.nbytes(first=True)
 
     @property
     def sample(self) -> int | None:
