@@ -19,7 +19,7 @@ WORKERS ?= 0
 else
 LOCK := requirements-cpu.lock
 PYTHON_VERSION := 3.11
-WORKERS ?= 2
+WORKERS ?= 3
 endif
 PYTHON ?= $(shell command -v python$(PYTHON_VERSION) || echo python3)
 
@@ -100,7 +100,7 @@ demo: $(INSTALLED) ## Push to a live vLLM, prove it equal to a cold start, then 
 	$(PY) examples/grpo.py --transport $(TRANSPORT) --output-dir grpo-output
 
 # No packages: of a framework the tests run only what needs no GPU, and its packages want CUDA and each other's torch.
-.frameworks/.fetched: frameworks.lock
+.frameworks/.fetched: tests/integrations_frameworks/frameworks.lock
 	@grep -v '^#' $< | while read -r folder url commit; do \
 	    git init --quiet $(@D)/$$folder && git -C $(@D)/$$folder fetch --quiet --depth 1 $$url $$commit \
 	        && git -C $(@D)/$$folder -c advice.detachedHead=false checkout --quiet FETCH_HEAD || exit 1; \
