@@ -19,6 +19,7 @@ from weightsync.planning.layout import Box, Manifest, ShardLocation, choose_owne
 from weightsync.planning.rows import Reads
 
 DEFAULT_MAX_BYTES = 320 * 2**20
+"""NCCL sends up to 256 MiB more slowly than larger chunks while copies run on the sender's GPU."""
 _ABOUT = 1.25
 """How much more than the model a participant may hold before all workers become one chain. Workers that read different
 parts repeat what all of them read, such as norms, and some heads of keys and values."""
