@@ -60,7 +60,7 @@ class WeightSync:
     bucketer: "module", "threshold" or "parameter", or an object with a `bucket` method. It decides the order in which
         tensors travel and which travel together. None means modules for ipc, and full buckets for everything else and
         for backend="megatron".
-    max_bytes: the largest chunk, 320 MiB when None. Both ends of a transfer hold two chunks. "parameter" takes none:
+    max_bytes: the largest chunk, 256 MiB when None. Both ends of a transfer hold two chunks. "parameter" takes none:
         its chunks are whole tensors.
     selection: which tensors travel, how often, and in which dtype. None means all of them, at every push, in the
         narrower of the trainer's and the engine's dtype.

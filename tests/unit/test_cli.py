@@ -100,9 +100,9 @@ def test_plan_predicts_a_push_on_other_machines(capsys):
     assert lines[0] == "70B, 140.00 GB in bfloat16: predicted, not measured"
     rows = [re.split(r" {2,}", line.strip()) for line in lines[2:]]
     assert rows[0] == ["GPUs", "hosts", "ranks", "engines", "chunk", "transport", "push", "control", "longest part"]
-    assert rows[1] == ["8", "1", "8", "1 x TP=8", "320 MiB", "ipc", "22 ms", "8 ms", "peer copy, 64%"]
+    assert rows[1] == ["8", "1", "8", "1 x TP=8", "256 MiB", "ipc", "22 ms", "8 ms", "peer copy, 64%"]
     impossible = ["-", "-", "not possible: ipc needs trainer and engine on one host"]
-    assert rows[4] == ["64", "8", "32", "4 x TP=8", "320 MiB", "ipc", *impossible]
+    assert rows[4] == ["64", "8", "32", "4 x TP=8", "256 MiB", "ipc", *impossible]
     assert len(rows) == 1 + 2 * 3
     assert {line.index("  not possible") for line in lines if "not possible" in line} == {lines[2].index("  longest")}
 

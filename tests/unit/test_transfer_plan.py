@@ -114,10 +114,10 @@ def test_what_is_cut_fills_chunks_and_is_whole_again_within_one():
     locations = [shard(meta.name, (0, 0), (40, 4), 0) for meta in manifest]
     chunks = chunks_of(manifest, locations, 1024, buckets=[["t0", "t1"], ["t2", "t3"], ["t4", "t5"]])
     assert [[(piece.name, piece.box.size[0]) for piece in chunk.pieces] for chunk in chunks] == [
-        [("t0", 40), ("t1", 20)],
-        [("t1", 20), ("t2", 40)],
-        [("t3", 40), ("t4", 20)],
-        [("t4", 20), ("t5", 40)],
+        [("t0", 40), ("t1", 24)],
+        [("t1", 16), ("t2", 40), ("t3", 8)],
+        [("t3", 32), ("t4", 32)],
+        [("t4", 8), ("t5", 40)],
     ]
 
 

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from weightsync.planning.layout import Box, Manifest, ShardLocation, choose_owners, itemsize, part_of
 from weightsync.planning.rows import Reads
 
-DEFAULT_MAX_BYTES = 320 * 2**20
-"""NCCL sends up to 256 MiB more slowly than larger chunks while copies run on the sender's GPU."""
+DEFAULT_MAX_BYTES = 256 * 2**20
+"""The host keeps an NVLink busy with chunks of this size, and not with smaller ones."""
 _ABOUT = 1.25
 """How much more than the model a participant may hold before all workers become one chain. Workers that read different
 parts repeat what all of them read, such as norms, and some heads of keys and values."""
@@ -27,8 +27,8 @@ parts repeat what all of them read, such as norms, and some heads of keys and va
 CHUNKS_PER_HOP = 32
 """Chunks for each time that one is passed on. The last worker of a chain waits so many chunks for its first."""
 
-_FINENESS = 4
-"""Into how many more slices a tensor is cut that must be cut. Larger ones would leave much of each chunk empty."""
+_FINENESS = 8
+"""How many parts fill a chunk, at least. Larger ones would leave much of each chunk empty."""
 
 
 class Chain(Struct, frozen=True, array_like=True):
@@ -205,16 +205,16 @@ def _atoms(
     max_bytes: int | None,
     together: Mapping[str, str],
 ) -> list[list[ShardLocation]]:
-    """Return the parts of a bucket that are not cut further: the bucket itself, or slices of its tensors."""
+    """Return the parts of a bucket that are not cut further: a small bucket itself, or slices of its tensors."""
     whole = [piece for name in bucket for piece in owned.get(name, ())]
-    if max_bytes is None or _peak(whole, load) <= max_bytes:
+    if max_bytes is None or _peak(whole, load) * _FINENESS <= max_bytes:
         return [whole] if whole else []
     scales = {together[name] for name in bucket if name in together}
     atoms: list[list[ShardLocation]] = []
     for name in (name for name in bucket if name in owned and name not in scales):
-        count = -(-_peak(owned[name], load) // max_bytes)
+        peak = _peak(owned[name], load)
         rows = [piece.box.size[0] for piece in owned[name] if piece.box.size]
-        count = max(count, min([_FINENESS * count, *rows]))
+        count = max(-(-peak // max_bytes), min([-(-peak * _FINENESS // max_bytes), *rows]))
         cut = _sliced(owned[name], count)
         while max(_peak(part, load) for part in cut) > max_bytes and any(p.box.numel > 1 for part in cut for p in part):
             count += max(1, count // 8)  # rows do not divide evenly
