@@ -57,10 +57,11 @@ class Worker:
         self.close_sync()
         self._sync = WeightSync(self.backend, transport, engines, **options)
 
-    def push(self, version: int | None) -> PushReport:
-        """Push the model. Collective."""
+    def push(self, version: int | None) -> PushReport | None:
+        """Push the model, and return the report on rank 0. Collective."""
         assert self._sync is not None
-        return self._sync.push(self.model, version)
+        report = self._sync.push(self.model, version)
+        return report if self.rank == 0 else None  # all have the same, and each would cost the controller time
 
     def close_sync(self) -> None:
         """Close the `WeightSync`, if there is one."""
