@@ -1,0 +1,41 @@
+"""`push_async` sends what the caller's stream has queued: a thread of torch has a current stream of its own."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import tiny_models
+import torch
+from engines import TIMEOUT_S, Answer, Engines, Remote, assert_same
+
+from weightsync import WeightSync
+
+pytest_plugins = ["engine_fixtures"]
+pytestmark = [pytest.mark.engine, pytest.mark.gpu(1)]
+
+
+def push_behind_a_busy_stream(engines: Engines) -> tuple[bool, list[Answer]]:
+    """Return whether the weights were still to be written when the push began, and what the engine answers."""
+    engines.start(engines.checkpoint("qwen3", "A"))
+    model = tiny_models.build("qwen3", "A").cuda()
+    tiny_models.fill(model, "B")
+    trained = [param.detach().clone() for param in model.parameters()]
+    tiny_models.fill(model, "A")
+    with WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream), torch.no_grad():
+            torch._foreach_copy_([*map(torch.clone, trained)], trained)  # CUDA loads a kernel once nothing runs
+            torch.cuda._sleep(3_000_000_000)  # clock cycles: over a second
+            torch._foreach_copy_(list(model.parameters()), trained)
+            is_to_come = not stream.query()
+            asyncio.run(sync.push_async(model))
+    return is_to_come, engines.ask()
+
+
+def test_a_push_waits_for_what_the_callers_stream_has_queued(engines: Remote) -> None:
+    cold = engines.call(Engines.serve, "qwen3", timeout_s=300)
+    is_to_come, answers = engines.call(push_behind_a_busy_stream, timeout_s=300)
+    assert is_to_come
+    assert_same(answers, cold["B"], "the engine after a push from a busy stream")
