@@ -34,8 +34,8 @@ PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorde
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help chaos compare-trl deltas endurance fleet fuzz matrix test test-unit test-fake test-hosts test-integrations \
-    test-dashboard test-frameworks test-verl demo lint clean
+.PHONY: help chaos compare-trl dashboard-picture deltas endurance fleet fuzz matrix test test-unit test-fake \
+    test-hosts test-integrations test-dashboard test-frameworks test-verl demo lint clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -94,6 +94,15 @@ test-frameworks: .frameworks/.fetched $(INSTALLED) ## Run the recipes for SkyRL,
 
 test-dashboard: $(INSTALLED) ## Put the queries of docs/grafana.json to a Prometheus: `make test-dashboard PROMETHEUS=/usr/bin/prometheus`.
 	PROMETHEUS=$(PROMETHEUS) $(PY) -m pytest -q -W default tests/integrations_prometheus $(ARGS)
+
+dashboard-picture: .dashboard/page.js $(INSTALLED) ## Draw docs/grafana.png from ten minutes of pushes. Needs prometheus, chromium and npm.
+	PYTHONPATH=.:tests/support $(PY) tests/integrations_prometheus/draw_dashboard.py $(<D)
+
+.dashboard/page.js: docs/grafana.json $(addprefix tests/integrations_prometheus/,dashboard.jsx package.json)
+	mkdir -p $(@D) && cp $(filter %/package.json,$^) $(@D)
+	npm install --prefix $(@D) --ignore-scripts --no-audit --no-fund --no-package-lock
+	NODE_PATH=$(@D)/node_modules $(@D)/node_modules/.bin/esbuild $(filter %.jsx,$^) --bundle --jsx=automatic --outfile=$@ \
+	    --loader:.ttf=dataurl '--define:process.env.NODE_ENV="production"'
 
 demo: $(INSTALLED) ## Push to a live vLLM, prove it equal to a cold start, then learn from reward: `make demo TRANSPORT=ipc|broadcast`.
 	$(PY) -m weightsync demo --transport $(TRANSPORT) $(ARGS)

@@ -35,10 +35,13 @@ WINDOW = "1m"
 
 @contextmanager
 def prometheus(folder: Path, **targets: str) -> Iterator[str]:
-    """Run Prometheus, which scrapes targets by name. Gives its address."""
+    """Run Prometheus, which scrapes targets and takes their names for instances. Gives its address."""
     program = os.environ.get("PROMETHEUS") or shutil.which("prometheus")
     assert program, "no prometheus: install it (Debian has it), or name the program with PROMETHEUS=..."
-    jobs = [{"job_name": name, "static_configs": [{"targets": [target]}]} for name, target in targets.items()]
+    jobs = [
+        {"job_name": name, "static_configs": [{"targets": [target], "labels": {"instance": name}}]}
+        for name, target in targets.items()
+    ]
     (folder / "prometheus.yml").write_text(
         json.dumps({"global": {"scrape_interval": f"{SCRAPE_S}s"}, "scrape_configs": jobs})
     )
