@@ -271,9 +271,8 @@ def test_a_partition_of_a_minute_is_an_error_in_time_and_heals(tmp_path: Path) -
 
 
 @all_hosts
-@pytest.mark.parametrize(("count", "mbit"), [(1, 200), (2, 200), (3, 200), (8, 50)])
+@pytest.mark.parametrize(("count", "mbit"), [(1, 200), (2, 200), (3, 200), (8, 200), (8, 50)])
 def test_a_push_to_many_engines_takes_hardly_longer_than_one_link(tmp_path: Path, count: int, mbit: int) -> None:
-    """Eight hosts have slower links, since two cores do the work of all of them."""
     names = "CDEFGHIJ"[:count]
     with Hosts("A", *names, shared=tmp_path) as hosts:
         fleet = Fleet(hosts, "A", names)
@@ -288,7 +287,7 @@ def test_a_push_to_many_engines_takes_hardly_longer_than_one_link(tmp_path: Path
             engines=count,
             tp=1,
             network=payload,
-            least_mib=0.125,
+            least_mib=7 / 32,
             fixed_s=FIXED_S,
         )
         predicted = next(each.seconds for each in predict(NBYTES, topology) if each.transport == "broadcast")

@@ -85,10 +85,12 @@ class Hosts:
             self.sh(name, f"ip neigh add {prefix}{_NOBODY} lladdr {_NO_MAC} dev eth0 nud permanent")
 
     def _plug_in(self, name: str, number: int) -> None:
+        # A packet is up to 64 KiB before it is cut for the cable, and sockets keep the size that they find. A link with
+        # a rate would cut such a packet by itself, which takes four times the processor's time.
         port = f"ip link add port{number} type veth peer name eth0 netns {self._pid(name)}"
-        self._in_network("switch", f"{port} && ip link set port{number} master br0 up")
+        self._in_network("switch", f"{port} && ip link set port{number} gso_max_size 16384 master br0 up")
         addresses = [f"{_PREFIXES[4]}{number}/24", f"{_PREFIXES[6]}{number}/64 nodad"]
-        ups = [f"ip link set {device} up" for device in ("lo", "eth0")]
+        ups = ["ip link set lo up", "ip link set eth0 gso_max_size 16384 up"]
         self._in_network(name, "\n".join([*ups, *(f"ip addr add {address} dev eth0" for address in addresses)]))
 
     def address(self, name: str, version: int = 4) -> str:
@@ -126,13 +128,10 @@ class Hosts:
     def link(self, name: str, rate: str = "") -> None:
         """Give a host's cable a rate in both directions, as tc has it; without one, all that the machine can do."""
         for where, device in ((name, "eth0"), ("switch", f"port{self._numbers[name]}")):
-            # tbf drops packets that are larger than its burst, and one is up to 64 KiB before it is cut for the cable.
-            commands = [f"ip link set {device} gso_max_size 16384"]
+            command = f"tc qdisc del dev {device} root 2>/dev/null || true"
             if rate:
-                commands.append(f"tc qdisc replace dev {device} root tbf rate {rate} burst 64kb latency 100ms")
-            else:
-                commands.append(f"tc qdisc del dev {device} root 2>/dev/null || true")
-            self._in_network(where, "\n".join(commands))
+                command = f"tc qdisc replace dev {device} root tbf rate {rate} burst 64kb latency 100ms"
+            self._in_network(where, command)
 
     def move_away(self, name: str, delay_ms: float, loss: float) -> None:
         """Make a host's cable a long one, which delays every packet and loses a share of them, in both directions.

@@ -46,7 +46,8 @@ _AHEAD = 8
 """Operations that the host begins on a GPU before it looks whether the first has ended. The stream orders them. Without
 a bound, the death of a member would be noticed late."""
 
-_LEAST_BYTES = {"cpu": 2**17, "cuda": 2**24}
+_LEAST_BYTES = {"cpu": 7 * 2**15, "cuda": 2**24}
+"""Of chunks that workers pass on: smaller ones cost processors more time than they save on the way."""
 
 _COPY_PROGRAMS = 64
 """Copies of a whole GPU would hold up NCCL, whose kernels need places on it. These are as fast as the fastest link."""
