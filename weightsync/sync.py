@@ -31,6 +31,9 @@ from weightsync.transports.base import Transport
 
 logger = logging.getLogger(__name__)
 
+_SHARED_BY_RANKS = ("backend", "transport", "verify", "quantize", "on_engine_failure", "encoding")
+"""The options of which every rank uses its own. Of `selection` too, and what then differs is named by tensor."""
+
 
 class WeightSync:
     """A trainer's connection to the vLLM engines that serve its weights.
@@ -152,7 +155,8 @@ class WeightSync:
         self._busy = threading.Lock()
         options = Options(**vars(config), source=source, engines=EngineList(engine, timeout_s))
         self._strategy = open_strategy(transport, options)
-        self._ranks = Ranks(timeout_s, ranks)
+        shared = {name: given[name] for name in _SHARED_BY_RANKS}
+        self._ranks = Ranks(timeout_s, ranks, {name: _told(value) for name, value in shared.items()})
         self.last_report: PushReport | None = None
         """The report of the last `push` or `writing` that succeeded, on every rank."""
 
@@ -318,3 +322,8 @@ class WeightSync:
     def _reset(self, error: WeightSyncError) -> None:
         self._lost = getattr(error, "lost", [])
         self._strategy.reset(error)
+
+
+def _told(option: object) -> str:
+    """Return an option as ranks compare it: an object, which is another one in each process, by its type."""
+    return repr(option) if isinstance(option, str | None) else type(option).__qualname__

@@ -107,6 +107,21 @@ def _values(rank: int) -> None:
         assert group.broadcast(7, "load", away_s=20.0) == 7
 
 
+def test_a_rank_with_other_options_is_named_whenever_it_connects():
+    run_ranks(_other_options, RANKS)
+
+
+def _other_options(rank: int) -> None:
+    group = Ranks(20.0, options={"transport": "ipc", "verify": "full" if rank == 2 else "none"})
+    for _ in range(2):  # the second time as in a push that is tried again
+        raised = outcome(group, lambda: (group.begin("connect"), steps(group)))
+        assert type(raised) is ConfigError
+        assert raised.message == (
+            "trainer rank 2 was given verify=full, and rank 0 verify=none: give every rank the same options"
+        )
+        group.disconnect()
+
+
 def test_one_ranks_failure_is_everybodys():
     run_ranks(_failures, RANKS)
 
@@ -189,7 +204,7 @@ def test_a_rank_that_does_not_come_is_missed():
 
 def _absence(rank: int) -> None:
     # Before the ranks have ever met, and when one of them has left.
-    for absent in (r"trainer rank 1 within 1 s: every rank", r"trainer rank 1 \(0 of unknown have connected"):
+    for absent in (r"trainer rank 1 within 1 s: every rank", r"trainer rank 1 \(it has not connected"):
         if rank == 0:
             with pytest.raises(SyncTimeoutError, match=absent), group_of(rank, 1.0):
                 pass

@@ -533,7 +533,7 @@ def test_groups_do_not_mix(listener, keep):
 
 
 def test_who_is_still_missing_is_said(listener, keep):
-    with within(10.0), pytest.raises(SyncTimeoutError, match=r"workers of engine 0 \(0 of unknown have connected"):
+    with within(10.0), pytest.raises(SyncTimeoutError, match=r"workers of engine 0 \(none has connected"):
         admit(listener, 0.2)
     come = arrive(listener, keep, rank=1, world=2)
     with within(10.0), pytest.raises(SyncTimeoutError, match=r"workers of engine 0 \(1 of 2 have connected to 127\."):

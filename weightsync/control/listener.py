@@ -124,10 +124,11 @@ class Listener:
             check()
             self._turn([], deadline)
             if deadline.passed():
-                known = f"{len(present)} of {worlds.pop() if worlds else 'unknown'}"
+                none = "none has" if role == "worker" else "it has not"
+                known = f"{len(present)} of {worlds.pop()} have" if worlds else none
                 where = ", ".join(at(*place) for place in self.listening.values())
                 refused = f"; {self.refused}" if self.refused else ""
-                raise timed_out([f"{kind} ({known} have connected to {where}{refused})"], phase, deadline)
+                raise timed_out([f"{kind} ({known} connected to {where}{refused})"], phase, deadline)
 
     def collect(
         self,

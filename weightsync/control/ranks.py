@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -38,14 +38,15 @@ class Ranks:
     """All ranks of a process group, or this process alone.
 
     members: the group. None: the default group, or this process where there is none. "alone": this process.
+    options: what every rank must have been given alike. Compared when ranks connect.
 
     `gather` and `broadcast` are collective. An error on any rank is raised on all, from whichever step they are in.
     `listener` is where the engines' workers connect to rank 0; None on other ranks, and while disconnected.
     """
 
-    def __init__(self, timeout_s: float, members: Any = None) -> None:
+    def __init__(self, timeout_s: float, members: Any = None, options: Mapping[str, str] | None = None) -> None:
         self.rank, self.size = place_among(members)
-        self._members = members
+        self._members, self._options = members, dict(options or {})
         self.host = LOOPBACK
         self.timeout_s = timeout_s
         self.listener: Listener | None = None
@@ -61,19 +62,37 @@ class Ranks:
         """Begin a step together, and connect the ranks that are not connected. Collective.
 
         Returns whether some were not, on all ranks. What such a rank knew of earlier steps may be lost. Raises
-        `SyncTimeoutError` when a rank has not come within `timeout_s`.
+        `SyncTimeoutError` when a rank has not come within `timeout_s`, and `ConfigError` when it has other options.
         """
         self.rank, self.size = place_among(self._members)
         if self.rank:
             if self._has_lost(0):
                 self._join()
             with _hint(ALL_PUSH):
-                return bool(self._peers[0].expect(Value, Deadline(self.timeout_s), phase).read(bool))
-        self.listener = self.listener or Listener()
-        lost = [rank for rank in range(1, self.size) if self._has_lost(rank)]
-        if lost:
-            self._call(lost, self.listener)
-        return bool(self.broadcast(bool(lost), phase))
+                is_new = bool(self._peers[0].expect(Value, Deadline(self.timeout_s), phase).read(bool))
+        else:
+            self.listener = self.listener or Listener()
+            lost = [rank for rank in range(1, self.size) if self._has_lost(rank)]
+            if lost:
+                self._call(lost, self.listener)
+            is_new = bool(self.broadcast(bool(lost), phase))
+        if is_new and self._options:
+            self._compare_options(phase)
+        return is_new
+
+    def _compare_options(self, phase: str) -> None:
+        """Raise `ConfigError`, on rank 0, where another rank has other options. Collective.
+
+        Ranks with other options do not follow one protocol, so that what would fail next would name another cause.
+        """
+        for rank, theirs in enumerate(self.gather(self._options, phase, dict[str, str])):
+            if other := [name for name, ours in self._options.items() if theirs.get(name) != ours]:
+                found, expected = (
+                    ", ".join(f"{name}={of.get(name)}" for name in other) for of in (theirs, self._options)
+                )
+                raise ConfigError(
+                    f"trainer rank {rank} was given {found}, and rank 0 {expected}: give every rank the same options"
+                )
 
     def gather(self, value: Any, phase: str, kind: Any = Plain) -> list[Any]:
         """Return every rank's value, in rank order, on rank 0; an empty list elsewhere.
