@@ -23,10 +23,14 @@ raises the first cause, as the same class.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
+
+_MOST = 5
+"""How many names a message lists of each kind; all are in the error's attributes."""
 
 
 class ErrorFields(Struct, frozen=True, forbid_unknown_fields=True):
@@ -188,6 +192,11 @@ def from_fields(fields: ErrorFields) -> WeightSyncError:
 
 def _rebuild(cls: type[WeightSyncError], fields: ErrorFields) -> WeightSyncError:
     return cls(fields.message, who=fields.who, phase=fields.phase, **fields.facts)
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first names, as a message has them, and how many more there are."""
+    return ", ".join(names[:_MOST]) + (f", and {len(names) - _MOST} more" if len(names) > _MOST else "")
 
 
 def foreign(error: BaseException, *, who: str, phase: str) -> WeightSyncError:

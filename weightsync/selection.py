@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,6 +74,10 @@ class TensorSelection:
                 re.compile(pattern)
             except (re.error, TypeError) as error:
                 raise ConfigError(f"rename[{pattern!r}]={replacement!r}: {error}") from None
+
+    def idle(self, names: Sequence[str]) -> list[str]:
+        """Return the patterns of `frozen` and `dtypes` that match none of the names, most likely by a typo."""
+        return [pattern for pattern in (*self.frozen, *self.dtypes) if not fnmatch.filter(names, pattern)]
 
     def renamed(self, name: str) -> str:
         """Return the name under which `name` travels. Raises `ConfigError` where a function returns none."""

@@ -179,6 +179,14 @@ def test_what_fuses_with_something_that_trains_travels(host: ModuleHost, engine:
     trainer.sync.close()
 
 
+def test_a_pattern_that_matches_nothing_is_told(engine: FakeEngine, caplog: pytest.LogCaptureFixture):
+    trainer = Pusher(engine, TensorSelection(frozen=(*PATTERNS, "layer.0.*"), dtypes={"*.rooter.*": "float32"}))
+    trainer.push()
+    (told,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "patterns that match no tensor: layer.0.*, *.rooter.*; the trainer's tensors have names such as" in told
+    trainer.sync.close()
+
+
 def test_everything_frozen_is_refused(host: ModuleHost, engine: FakeEngine):
     before = host.live.state_dict()
     trainer = Pusher(engine, TensorSelection(frozen=("*",)))

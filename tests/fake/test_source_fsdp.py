@@ -321,6 +321,8 @@ def partial_sums_are_refused() -> None:
     model.weight = nn.Parameter(DTensor.from_local(torch.rand(2, 2), mesh, [Partial()]))
     with pytest.raises(UnsupportedError, match=r"weight: .*Partial"):
         source().shards(model)
+    with pytest.raises(UnsupportedError, match=r'weight: it is a DTensor, .* backend="fsdp"'):
+        DeepSpeedSource(TensorSelection()).manifest(model)
 
 
 def qwen3() -> nn.Module:

@@ -81,7 +81,7 @@ def test_tied_embeddings_are_thought_of():
 
 @pytest.mark.parametrize(("padded", "advice"), [(False, "the same config.json"), (True, "vocab_size=...")])
 def test_what_has_another_shape_is_told_with_the_reason(padded: bool, advice: str):
-    refused = {"lm_head.weight": "shape (9, 4): the engine's loader refuses it, which has (8, 4) there"}
+    refused = {"lm_head.weight": "shape (9, 4): the engine has (8, 4) there"}
     error = problem(manifest(*ENGINE), padded, refused=refused)
     assert error.mismatched == refused
     assert f"lm_head.weight ({refused['lm_head.weight']}); " in str(error)

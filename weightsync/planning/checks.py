@@ -7,14 +7,11 @@ import re
 from collections.abc import Sequence, Set
 
 from weightsync.control.wire import LoadPlan
-from weightsync.errors import ConfigError, ManifestError
+from weightsync.errors import ConfigError, ManifestError, some
 from weightsync.planning.bucketing import Bucket, Bucketer, lasting, split
 from weightsync.planning.layout import Box, Manifest, TensorMeta, connected, coverage, itemsize
 from weightsync.planning.rows import Reads
 from weightsync.selection import TensorSelection
-
-_MOST = 5
-"""How many names an error lists of each kind; all are in its attributes."""
 
 
 def check_quantized(manifest: Manifest, together: Sequence[tuple[str, str]], plans: Sequence[LoadPlan]) -> None:
@@ -55,16 +52,16 @@ def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> 
         return [name for name in manifest.names if name not in used]
     parts = []
     if missing:
-        parts.append(f"missing {len(missing)}: {_some(missing)}")
+        parts.append(f"missing {len(missing)}: {some(missing)}")
         if absent := _absent_layers(missing, manifest):
             parts.append(
-                f"nothing came of {_some(absent)}: the trainer has fewer layers, or a pipeline stage did not push all "
+                f"nothing came of {some(absent)}: the trainer has fewer layers, or a pipeline stage did not push all "
                 "of its chunks"
             )
         if missing == ["lm_head.weight"]:
             parts.append("does the trainer tie its embeddings, and the engine not? Set tie_word_embeddings alike")
     if mismatched:
-        parts.append(f"not fitting {len(mismatched)}: {_some([f'{n} ({r})' for n, r in mismatched.items()])}")
+        parts.append(f"not fitting {len(mismatched)}: {some([f'{n} ({r})' for n, r in mismatched.items()])}")
         if not padded:
             parts.append("trainer and engine must have the same config.json")
         elif any(name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in mismatched):
@@ -72,7 +69,7 @@ def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> 
                 "Megatron pads the vocabulary: say how many rows the checkpoint has, WeightSync(vocab_size=...)"
             )
     if unexpected:
-        parts.append(f"unexpected {len(unexpected)}: {_some(unexpected)}")
+        parts.append(f"unexpected {len(unexpected)}: {some(unexpected)}")
         if (prefix := _lacking(unexpected, missing)) is not None:
             parts.append(f'all names lack "{prefix}": push the whole model, not a part of it')
         elif not missing:
@@ -149,7 +146,7 @@ def _unread(manifest: Manifest, plans: Sequence[LoadPlan]) -> dict[str, str]:
             boxes = [box for plan in readers for box in plan.partial[name]]
             if holes := coverage(manifest[name].shape, boxes)[0]:
                 found[name] = (
-                    f"shape {manifest[name].shape}: the engine has no place for {_some([str(h) for h in holes])}"
+                    f"shape {manifest[name].shape}: the engine has no place for {some([str(h) for h in holes])}"
                 )
     return found
 
@@ -186,10 +183,6 @@ def wire_manifest(
 
 def _is_float(dtype: str) -> bool:
     return "float" in dtype
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MOST]) + (f", and {len(names) - _MOST} more" if len(names) > _MOST else "")
 
 
 def _first(items: dict[str, str]) -> str:

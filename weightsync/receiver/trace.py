@@ -126,7 +126,7 @@ def _untraceable(model: nn.Module, meta: TensorMeta | None, error: Exception) ->
 def _refusal(model: nn.Module, name: str) -> str:
     """Return the reason for a loader that gives none, such as one that asserts."""
     held = named_tensors(model).get(name)
-    return "the engine's loader refuses it" + (f", which has {tuple(held.shape)} there" if held is not None else "")
+    return "the engine's loader refuses it" if held is None else f"the engine has {tuple(held.shape)} there"
 
 
 def uncovered(model: nn.Module, trace: Trace) -> tuple[dict[str, list[Box]], dict[str, list[Box]]]:

@@ -30,8 +30,8 @@ def one_module(model: Model) -> nn.Module:
     if isinstance(model, Sequence):
         raise ConfigError(f'push was given {len(model)} modules; only the chunks of backend="megatron" come as several')
     raise ConfigError(
-        f'push takes the model itself, a torch.nn.Module, not its tensors, which are for backend="stream"; got a '
-        f"{type(model).__name__}"
+        f"push takes the model itself, a torch.nn.Module, and got {type(model).__name__}; tensors are for "
+        'backend="stream"'
     )
 
 

@@ -12,10 +12,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.errors import ConfigError, UnsupportedError, some
 from weightsync.planning.layout import Box, Manifest, TensorMeta, flat_boxes, itemsize
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import LocalSource, Model, Snapshot, TensorShard, one_module
@@ -231,8 +232,11 @@ def _adapted(name: str, held: Held, adapters: dict[str, Adapter]) -> Held:
 
 
 def refusal(refused: dict[str, str]) -> UnsupportedError:
-    """Return one error for all tensors that cannot be read, with what is wrong with each."""
-    lines = "\n".join(f"  {name}: {reason}" for name, reason in refused.items())
+    """Return one error for all tensors that cannot be read, whose text has a line for each reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in refused.items():
+        names.setdefault(reason, []).append(name)
+    lines = "\n".join(f"  {some(alike)}: {reason}" for reason, alike in names.items())
     return UnsupportedError(
         f"{len(refused)} tensors cannot be pushed (what should not travel goes into `exclude`):\n{lines}",
         tensors=refused,
@@ -257,6 +261,8 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
     if is_lazy(tensor):
         raise UnsupportedError("it is not initialised yet; run a forward first")
     values = tensor.detach()
+    if isinstance(values, DTensor):
+        raise UnsupportedError('it is a DTensor, as `fully_shard` makes them; backend="fsdp" reads these')
     if is_traceable_wrapper_subclass(values):
         raise UnsupportedError(f"{type(values).__name__} has no memory of its own; push the tensors that it wraps")
     if values.layout != torch.strided:

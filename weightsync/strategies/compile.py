@@ -27,6 +27,12 @@ def compile_plan(
     Raises `ManifestError` and `UnsupportedError` for tensors that do not fit the engines, before anything is written.
     """
     manifest = merge_manifests([own.manifest for own in everyone])
+    if idle := options.selection.idle(manifest.names):
+        logger.warning(
+            "TensorSelection has patterns that match no tensor: %s; the trainer's tensors have names such as %s",
+            ", ".join(idle),
+            manifest.names[0],
+        )
     locations = [location for own in everyone for location in own.locations]
     together = pairs(manifest) if options.quantize is not None else []
     if options.quantize is not None and not together:
