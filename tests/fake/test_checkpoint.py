@@ -176,6 +176,19 @@ def test_config_and_tokenizer_are_saved_once_for_each_connection(engine: FakeEng
     assert read(folder)["embed.weight"].dtype == torch.bfloat16
 
 
+def test_a_models_own_configs_are_saved_where_none_are_given(engine: FakeEngine, tmp_path: Path):
+    from transformers import PretrainedConfig
+
+    pusher = Pusher(engine, tmp_path)
+    pusher.model.config = PretrainedConfig()
+    pusher.model.generation_config = Saver("generation_config.json", {"a": 1})
+    with pusher.sync:
+        pusher.push(2)
+    saved = json.loads((tmp_path / "version-00000001" / "config.json").read_text())
+    assert (saved["architectures"], saved["dtype"]) == ([type(pusher.model).__name__], "float32")
+    assert (tmp_path / "version-00000001" / "generation_config.json").exists()
+
+
 def test_a_config_without_a_class_is_refused_before_anything_is_written(
     host: ModuleHost, engine: FakeEngine, tmp_path: Path
 ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import secrets
 import shutil
 from collections import defaultdict
@@ -11,13 +10,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
 from weightsync.checkpoint.files import check_seen, check_whole, create, publish, write
 from weightsync.checkpoint.safetensors import MAX_SHARD_BYTES, lay_out
-from weightsync.checkpoint.sidecars import files_beside
+from weightsync.checkpoint.sidecars import files_beside, with_configs
 from weightsync.control.ranks import Ranks, collective
 from weightsync.control.update import Update
 from weightsync.errors import ConfigError, ManifestError, PlacementError
@@ -110,7 +108,7 @@ def save_tensors(
         with update.timeline.during("save"):
             if ranks.rank == 0:
                 _make_parents(target)
-                create(incoming, files, files_beside(_configs(model, *beside), manifest))
+                create(incoming, files, files_beside(with_configs(model, *beside), manifest))
             incoming = Path(ranks.broadcast(str(incoming), "save"))
             check_seen(incoming, f"trainer rank {ranks.rank}")
             for names in buckets:
@@ -160,20 +158,6 @@ def _in_saved_dtypes(manifest: Manifest, selection: TensorSelection) -> Manifest
         name, reason = next(iter(wrong.items()))
         raise ManifestError(f"{len(wrong)} tensors cannot be saved, such as {name}: {reason}", mismatched=wrong)
     return Manifest(tuple(saved))
-
-
-def _configs(model: Model, config: Any, generation_config: Any, tokenizer: Any) -> list[Any]:
-    """Return what is saved beside the weights, with a transformers model's own configs where none are given."""
-    from weightsync.sources.module_tree import unwrapped  # DTensor costs more to import than all the rest
-
-    if isinstance(model, torch.nn.Module):
-        own = unwrapped(model)
-        if config is None and hasattr(getattr(own, "config", None), "save_pretrained"):
-            config = copy.deepcopy(own.config)
-            config.architectures = [type(own).__name__.removeprefix("FSDP")]  # FSDP2 puts this before a class's name
-        if generation_config is None and hasattr(getattr(own, "generation_config", None), "save_pretrained"):
-            generation_config = own.generation_config
-    return [config, generation_config, tokenizer]
 
 
 def _make_parents(target: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -9,8 +10,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from torch import nn
+
 from weightsync.errors import ConfigError
 from weightsync.planning.layout import Manifest, itemsize
+from weightsync.sources.base import Model
 
 _CONFIG = "config.json"
 
@@ -58,3 +62,17 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
     for part in config.values():
         if isinstance(part, dict) and ("torch_dtype" in part or "dtype" in part):
             _set_dtype(part, dtype)
+
+
+def with_configs(model: Model, config: Any, generation_config: Any, tokenizer: Any) -> list[Any]:
+    """Return what is saved beside the weights, with a transformers model's own configs where none are given."""
+    from weightsync.sources.module_tree import unwrapped  # DTensor costs more to import than all the rest
+
+    if isinstance(model, nn.Module):
+        own = unwrapped(model)
+        if config is None and hasattr(getattr(own, "config", None), "save_pretrained"):
+            config = copy.deepcopy(own.config)
+            config.architectures = [type(own).__name__.removeprefix("FSDP")]  # FSDP2 puts this before a class's name
+        if generation_config is None and hasattr(getattr(own, "generation_config", None), "save_pretrained"):
+            generation_config = own.generation_config
+    return [config, generation_config, tokenizer]

@@ -23,7 +23,6 @@ from weightsync.engines import EngineList
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.kernels.digest import WHOLE
 from weightsync.planning.bucketing import open_bucketer
-from weightsync.planning.layout import ShardLocation
 from weightsync.planning.rows import Run, Storage
 from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES, TransferPlan
 from weightsync.report import Progress, PushReport, WorkerReport
@@ -35,7 +34,7 @@ from weightsync.strategies.base import FleetStrategy, Options, locate
 from weightsync.strategies.compile import compile_plan
 from weightsync.strategies.inventory import Inventory, take_inventory
 from weightsync.strategies.link import Course, Link, choose_course
-from weightsync.transports.base import LocalTensor, LocalTensors, Transport
+from weightsync.transports.base import LocalTensors, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -328,15 +327,13 @@ class CopyWeights(FleetStrategy):
             made = compile_plan(fleet, everyone, transport, self._bucketer, options)
         plan: TransferPlan = ranks.broadcast(made, "plan", TransferPlan)
         with update.timeline.during("connect"):
-            self._connect(update, plan, held, transport)
+            self._connect(update, plan, LocalTensors(held, self._source.gather, model), transport)
         return Link(transport, plan, self._verify, workers, members)
 
-    def _connect(
-        self, update: Update, plan: TransferPlan, held: dict[ShardLocation, LocalTensor], transport: Transport
-    ) -> None:
+    def _connect(self, update: Update, plan: TransferPlan, tensors: LocalTensors, transport: Transport) -> None:
         """Connect transport and workers, and prove what is read in place. Collective."""
         ranks = update.ranks
-        endpoints = transport.prepare(plan, LocalTensors(held, self._source.gather), update)
+        endpoints = transport.prepare(plan, tensors, update)
         proof = transport.look(WHOLE if self._verify != "none" else None)
         own = Memory([each.storages for each in endpoints], transport.in_place(), proof)
         everyone: list[Memory] = ranks.gather(own, "connect", Memory)

@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 class CheckpointTransport:
     """Pushes that leave a checkpoint of each version behind.
 
-        CheckpointTransport("/shared/run-1", config=model.config, tokenizer=tokenizer)
+        CheckpointTransport("/shared/run-1", tokenizer=tokenizer)
 
     After a push of version 7, `folder/version-00000007` is what `save_pretrained` would have left. It has safetensors,
-    an index when there are several files, and the config, generation config and tokenizer that are given here. The name
-    appears when everything is on the disk, before the engines generate again. Every version has all tensors, those that
-    the selection freezes too.
+    an index when there are several files, the config, the generation config, and the tokenizer that is given here. The
+    name appears when everything is on the disk, before the engines generate again. Every version has all tensors, those
+    that the selection freezes too.
 
     folder: is made when it is missing. All ranks and workers must see it under this path. One trainer at a time.
     keep_last: how many of the newest versions are kept.
@@ -48,8 +48,8 @@ class CheckpointTransport:
     restart: start the engine anew from each version, for engines that cannot be pushed to. The engine must be a
         `weightsync.engines.server.VllmServer`. Tensors are saved in the trainer's own dtypes, unless the selection says
         others.
-    config, generation_config, tokenizer: their `save_pretrained` is called once for each connection. With `restart`
-        None takes a transformers model's own configs.
+    config, generation_config, tokenizer: their `save_pretrained` is called once for each connection. None takes a
+        transformers model's own configs, but not with `quantize`.
 
     Raises `ConfigError` for arguments that cannot work.
     """
@@ -79,7 +79,8 @@ class CheckpointTransport:
         from weightsync.transports.files import FilesTransport
 
         beside = (self.config, self.generation_config, self.tokenizer)
-        transport = FilesTransport(Path(self.folder).absolute(), self.keep_last, self.max_shard_bytes, beside)
+        folder, takes_configs = Path(self.folder).absolute(), options.quantize is None
+        transport = FilesTransport(folder, self.keep_last, self.max_shard_bytes, beside, takes_configs)
         return CopyWeights(options, transport)
 
 

@@ -63,10 +63,12 @@ class LocalTensors:
 
     `gather` is collective among the ranks: it fetches what `compute` of the named tensors needs, and may forget what it
     fetched before. A transport calls it in `send` before each chunk, with the names that the push has not had yet.
+    `model` is what was pushed.
     """
 
     at: Mapping[ShardLocation, LocalTensor]
     gather: Callable[[Sequence[str]], None] = lambda names: None
+    model: Any = None
 
 
 @dataclass(frozen=True)

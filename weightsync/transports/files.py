@@ -41,7 +41,7 @@ from weightsync.checkpoint.files import (
     write,
 )
 from weightsync.checkpoint.safetensors import lay_out, runs
-from weightsync.checkpoint.sidecars import files_beside
+from weightsync.checkpoint.sidecars import files_beside, with_configs
 from weightsync.control.runtime import Deadline
 from weightsync.control.update import Update
 from weightsync.control.wire import MachineInfo, typed
@@ -101,9 +101,11 @@ class FilesTransport(Transport):
         keep_last: int,
         max_shard_bytes: int,
         saved_beside: Sequence[Any],
+        takes_configs: bool,
     ) -> None:
         self._folder, self._keep_last = folder, keep_last
         self._max_shard_bytes, self._saved_beside = max_shard_bytes, saved_beside
+        self._takes_configs = takes_configs  # from the model, where none are given
         self._lock: int | None = None
         self._incoming: Path | None = None
         self._packer: Packer | None = None
@@ -133,7 +135,8 @@ class FilesTransport(Transport):
         self._beside: dict[str, bytes] = {}
         opened = None
         if ranks.rank == 0:
-            self._beside = files_beside(self._saved_beside, plan.manifest)
+            beside = with_configs(tensors.model, *self._saved_beside) if self._takes_configs else self._saved_beside
+            self._beside = files_beside(beside, plan.manifest)
             opened = self._open(ranks.size)
         incoming, self.newest_version = ranks.broadcast(opened, "connect")
         check_seen(Path(incoming), f"trainer rank {ranks.rank}")
