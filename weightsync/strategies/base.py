@@ -23,6 +23,7 @@ from weightsync.engines.parts import join
 from weightsync.errors import ConfigError, EngineUnreachableError, WeightSyncError
 from weightsync.planning.layout import ShardLocation
 from weightsync.report import PushReport
+from weightsync.selection import TensorSelection
 from weightsync.sources.base import Model, TensorShard, WeightSource
 from weightsync.transports.base import LocalTensor
 
@@ -41,10 +42,11 @@ class Options(WeightSyncConfig):
         if given := [name for name in names if getattr(self, name) is not None]:
             raise ConfigError(f"{', '.join(given)}: no effect with {strategy}; leave out what is given for it")
 
-    def refuse_rename(self, strategy: str) -> None:
-        """Raise `ConfigError` where tensors are renamed."""
-        if self.selection.rename is not None:
-            raise ConfigError(f"TensorSelection.rename: no effect with {strategy}; leave it out")
+    def refuse_selection(self, strategy: str, *names: str) -> None:
+        """Raise `ConfigError` for those of the selection's named options that were given."""
+        unset = TensorSelection()
+        if given := [name for name in names if getattr(self.selection, name) != getattr(unset, name)]:
+            raise ConfigError(f"TensorSelection({', '.join(given)}): no effect with {strategy}; leave it out")
 
 
 class UpdateStrategy(ABC):

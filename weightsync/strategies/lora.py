@@ -92,7 +92,7 @@ class LoraTransport:
 
         if not isinstance(options.source, ModuleSource) or options.quantize is not None:
             raise ConfigError('adapters are those of PEFT: backend="fsdp" or "deepspeed", without quantize')
-        options.refuse_rename("this LoraTransport")
+        options.refuse_selection("this LoraTransport", "exclude", "frozen", "only_trained", "dtypes", "rename")
         options.refuse(
             "this LoraTransport", "bucketer", "max_bytes", "verify", "on_engine_failure", "encoding", "pause"
         )

@@ -53,7 +53,7 @@ class SingleCopyTransport:
                 'single_copy works on a plain model, or one that `parallelize_module` has sharded: backend="fsdp", and '
                 f"quantize=None. Got backend={options.backend!r}, quantize={options.quantize!r}"
             )
-        options.refuse_rename("this SingleCopyTransport")
+        options.refuse_selection("this SingleCopyTransport", "frozen", "only_trained", "dtypes", "rename")
         options.refuse("this SingleCopyTransport", "bucketer", "max_bytes", "verify", "on_engine_failure", "encoding")
         return SharedMemory(options, self)
 
