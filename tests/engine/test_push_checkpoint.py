@@ -25,12 +25,9 @@ def load(trainer: Trainer | Engines, model: str, folder: Path, described: Path |
 
     trainer.release()
     trainer.model = tiny_models.build(model, "A", torch.float32)
-    config = trainer.model.config
-    config.architectures = [type(trainer.model).__name__]
     if isinstance(trainer, Trainer):
         tiny_models.shard(trainer.model)
-    if described is not None:
-        config = AutoConfig.from_pretrained(described)
+    config = None if described is None else AutoConfig.from_pretrained(described)
     transport = CheckpointTransport(folder, config=config, max_shard_bytes=1 << 18)
     engine = trainer.engine if isinstance(trainer, Trainer) else trainer.llm
     trainer.sync = WeightSync("fsdp", transport, engine, max_bytes=1 << 16, timeout_s=TIMEOUT_S, **options)

@@ -93,7 +93,7 @@ def why_other(greeting: bytes, key: bytes) -> str:
     if greeting[:16] not in TAGS:
         return "it is no weightsync"
     if greeting[:16] == (_WITH_KEY if key else _WITHOUT_KEY):
-        return "it has another key, or another session's token"
+        return f"it has another key, or another session's token. {SET_A_KEY}"
     return f"it has {'no key' if key else 'a key'}, and this process has {'one' if key else 'none'}. {SET_A_KEY}"
 
 
