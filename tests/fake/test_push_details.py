@@ -579,7 +579,7 @@ def test_a_worker_has_its_whole_time_for_each_chunk(monkeypatch: pytest.MonkeyPa
     [
         (lambda sync, model: sync.push(model.state_dict()), "the model itself, .* got OrderedDict"),
         (lambda sync, model: sync.push(model.parameters()), "the model itself, .* got generator"),
-        (lambda sync, model: sync.push([model]), "was given 1 modules"),
+        (lambda sync, model: sync.push([model]), "given list of length 1, and takes one torch.nn.Module"),
         (lambda sync, model: sync.push(model, version="step-1"), "version='step-1'; it must be a whole number"),
         (lambda sync, model: sync.push(model, version=0), "not newer than 0.* give at least 1"),
         (lambda sync, model: WeightSync("fsdp", None), "transport=None; choose"),

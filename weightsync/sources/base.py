@@ -28,7 +28,10 @@ def one_module(model: Model) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
     if isinstance(model, Sequence):
-        raise ConfigError(f'push was given {len(model)} modules; only the chunks of backend="megatron" come as several')
+        raise ConfigError(
+            f"push was given {type(model).__name__} of length {len(model)}, and takes one torch.nn.Module; only the "
+            'chunks of backend="megatron" come as several'
+        )
     raise ConfigError(
         f"push takes the model itself, a torch.nn.Module, and got {type(model).__name__}; tensors are for "
         'backend="stream"'
