@@ -78,7 +78,7 @@ def test_deltas_take_the_longest_of_link_encoding_and_decoding():
     # One value in a hundred: 1.25 bits for 0.0808 of entropy, and 1.04 for each change, of 16.
     sending_s = 40 * (1.25 * 0.0808 + 0.0104) / 16
     found = parts(10**9, "deltas", f"{topology},changed=0.01")
-    assert found["encoding"] == pytest.approx(1.6 + 0.19)
+    assert found["encoding"] == pytest.approx(0.9 + 0.155)
     assert found["the first and the last chunk"] == pytest.approx((sending_s + 0.22) * 2**20 / 1e9, rel=0.01)
     slow = parts(10**9, "deltas", f"{topology.replace('0.025', '0.0025')},changed=0.01")
     assert slow["sending differences"] == pytest.approx(10 * sending_s, rel=0.01)

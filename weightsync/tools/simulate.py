@@ -26,7 +26,7 @@ _COPYING = 0.93
 """The share of the device's speed that the copies of a push reach."""
 _BY_ROWS = 2 / 3
 """The share of a transformer's weights that tensor parallelism divides by rows, as FSDP and ZeRO divide all."""
-_ENCODE_S, _DECODE_S = (1.6, 19.0), (0.1, 12.0)
+_ENCODE_S, _DECODE_S = (0.9, 15.5), (0.1, 12.0)
 """Seconds of a core for 1 GB: where nothing has changed, and what is added where everything has."""
 _MESSAGES = 4
 """The messages between rank 0 and each participant: ranks look, go, done, commit; workers go, done, commit, answer."""
