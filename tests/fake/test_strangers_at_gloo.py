@@ -6,10 +6,12 @@ import os
 import socket
 from pathlib import Path
 
+import pytest
 from engine_process import EngineProcess, fingerprint
 from fake_engine import checkpoint, cold, trainer_model
 
 from weightsync import WeightSync
+from weightsync.transports.gloo_port import GlooPort
 
 DESCRIPTORS = 64
 LISTEN = "0A"
@@ -53,3 +55,11 @@ def test_strangers_reach_no_port_of_gloo_once_its_members_have_met(tmp_path: Pat
             assert engine.ask()["weights"] == fingerprint(cold(checkpoint(2)))
     finally:
         engine.kill()
+
+
+@pytest.mark.parametrize(("address", "other"), [("127.0.0.1", "127.0.0.2"), ("::1", "::2")])
+def test_while_members_meet_their_addresses_alone_reach_the_port_of_gloo(address: str, other: str) -> None:
+    for members, is_open in (({address, other}, True), ({other}, False)):
+        with GlooPort(members, address) as port:
+            places = {opened.getsockname()[:2] for opened in port._opened}
+            assert [refused(place) for place in places if place[0] == address] == [not is_open]
