@@ -36,6 +36,14 @@ def join(device: torch.device, *, alone: bool = False) -> None:
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
 
+def gather_ranks(device: torch.device) -> None:
+    """Return when all ranks of the default process group have called this, and done all on a GPU. Collective."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def make_trainer(backend: str, model_dir: str, dtype: torch.dtype, device: torch.device) -> Model:
     """Return what `WeightSync.push` is given; the weights are not set yet. `model_dir` has a config.json. Collective.
 

@@ -27,7 +27,16 @@ from weightsync.strategies.restart import CheckpointTransport
 from weightsync.sync import WeightSync
 from weightsync.tools.bench.cases import PEERS, Case, lay_out
 from weightsync.tools.bench.engines import PROMPTS, Engines, start_engines
-from weightsync.tools.bench.models import fill, join, make_trainer, save_checkpoint, share_memory, source_of, stepper
+from weightsync.tools.bench.models import (
+    fill,
+    gather_ranks,
+    join,
+    make_trainer,
+    save_checkpoint,
+    share_memory,
+    source_of,
+    stepper,
+)
 from weightsync.tools.bench.peers import make_peer_push
 from weightsync.tools.processes import Answer, ChildError, difference
 
@@ -87,6 +96,7 @@ def run(order: Namespace) -> dict[str, Any]:
             _answers(engines)
             step()
             time.sleep(_WAIT_S)
+            gather_ranks(device)  # how far apart they come out of a step is not the push's time
             found["in_training"].append(push())
         fill(model, case.backend, "A", draw)
         push()
