@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from functools import partial
+from threading import Timer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,8 @@ from ranks import run_ranks
 from recorders import RecordedEngine
 
 from weightsync import ConfigError, EngineError, EngineUnreachableError, WeightSync
+from weightsync.engines import other_ranks
+from weightsync.engines.other_ranks import OwnEngine, RankEngine
 from weightsync.engines.parts import Part
 
 TIMEOUT_S = 30.0
@@ -134,3 +139,14 @@ def name_it_twice(rank: int) -> None:
 
 def test_server_that_every_rank_names_is_one_engine() -> None:
     run_ranks(name_it_twice, 2)
+
+
+@pytest.mark.parametrize(("method", "arguments"), [("init", [{}]), ("update", [{}]), ("reset_caches", [])])
+def test_call_that_workers_are_released_from_may_take_several_waits(
+    method: str, arguments: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(other_ranks, "_GRACE_S", 0.0)
+    answer: Future[Any] = Future()
+    calls: Any = SimpleNamespace(send=lambda *_: answer)
+    Timer(0.2, answer.set_result, [None]).start()
+    getattr(RankEngine(calls, 0, OwnEngine("an LLM", "127.0.0.1", None), timeout_s=0.01), method)(*arguments)

@@ -34,7 +34,9 @@ EXTENSION_METHODS = {
 }
 
 RESET = "reset_prefix_cache"
-_SERVING = {RESET, *(methods[call] for methods in (PLUG_IN_METHODS, EXTENSION_METHODS) for call in ("init", "update"))}
+_SERVED = "init", "update"
+_SERVING = {RESET, "reset_caches", *_SERVED}  # as an engine of another rank is asked for them, and as vLLM is
+_SERVING |= {methods[call] for methods in (PLUG_IN_METHODS, EXTENSION_METHODS) for call in _SERVED}
 STILL_ASLEEP = "%s generates again only when its memory, which has been put to sleep, is woken up"
 # vLLM's words for "no weight transfer", "another backend's init_info" and "the worker has no such method".
 _NO_PLUG_IN = re.compile(
