@@ -12,17 +12,22 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
+from weightsync.control import fleet as fleet_module
 from weightsync.control import listener as listener_module
 from weightsync.control.background_call import BackgroundCall
 from weightsync.control.connection import Connection, dial
+from weightsync.control.fleet import Fleet
 from weightsync.control.handshake import Seal, greeting
 from weightsync.control.listener import Listener
+from weightsync.control.member import Worker
+from weightsync.control.ranks import ALONE, Ranks
 from weightsync.control.runtime import Deadline
 from weightsync.control.wire import PROTOCOL, Commit, Failure, Hello, Message, Release, Value, encode
 from weightsync.errors import (
@@ -848,6 +853,33 @@ def test_the_end_of_a_call_wakes_the_hub(listener, keep, monkeypatch):
         listener.collect(ours, Commit, Deadline(30), "load", check)
     assert time.monotonic() - ended[0] < 10
     call.join(5)
+
+
+def test_an_answer_that_comes_in_with_a_ping_wakes_the_hub(listener, keep, monkeypatch):
+    """The thread that answers pings may read it after the hub has looked, and before it sleeps."""
+    monkeypatch.setattr(listener_module, "_TURN_S", 25.0)
+    monkeypatch.setattr(fleet_module, "_PING_LOOK_S", 3600.0)
+    (mine,), (worker,) = (each[:1] for each in two_workers(listener, keep))
+    ranks = Ranks(5.0, ALONE)
+    ranks.listener = listener
+    engine: Any = SimpleNamespace(name="an engine")
+    fleet = Fleet([engine], ranks, "keep", 5.0)
+    keep.callback(fleet.close)
+    fleet.members[0].workers = [Worker(HELLO, mine)]
+
+    def check() -> None:
+        worker.send(Commit(3), Deadline(5), "test")
+        arrival(mine)
+        fleet._answer_pings()
+
+    with within(10.0):
+        assert listener.collect([mine], Commit, Deadline(30), "test", check) == [Commit(3)]
+
+
+def test_a_hub_that_nobody_waits_at_can_be_woken_any_number_of_times(listener):
+    with within(10.0):
+        for _ in range(5000):
+            listener.wake()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("odd"), SystemExit(3), KeyboardInterrupt()])

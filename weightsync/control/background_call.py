@@ -39,10 +39,7 @@ class BackgroundCall:
         except BaseException as error:
             self.error = WeightSyncError(f"{type(error).__name__}: {error}")
         self._over.set()
-        try:
-            self._listener.wake()
-        except OSError:
-            pass  # the hub has been closed, and no thread is left to wake
+        self._listener.wake()
 
 
 def arrivals(

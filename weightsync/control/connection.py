@@ -186,10 +186,14 @@ class Connection:
         """For how long the peer has owed the answer to `ask`."""
         return 0.0 if (asked_at := self._asked_at) is None else time.monotonic() - asked_at
 
-    def answer_pings(self) -> None:
-        """Answer a peer that asks whether this process is alive. From any thread; never raises."""
+    def answer_pings(self) -> bool:
+        """Answer a peer that asks whether this process is alive. From any thread; never raises.
+
+        Return whether anything was taken in, which the thread that converses may be about to wait for.
+        """
         with suppress(WeightSyncError):  # the thread that converses will find it out
-            self.read("idle")
+            return self.read("idle")
+        return True
 
     def _pong(self, deadline: Deadline, phase: str) -> None:
         # A thread that is in the middle of a frame answers when that is out.

@@ -369,7 +369,8 @@ class Fleet:
         """Show workers that ask that this process is alive, whatever its other threads do, and ask them the same."""
         for one in self.members:
             for worker in one.workers:
-                worker.connection.answer_pings()
+                if worker.connection.answer_pings():
+                    self._listener.wake()  # else a wait for what was taken in would last a turn
             one.ask_workers()
 
     def _ask_whether_alive(self) -> None:

@@ -65,6 +65,7 @@ class Listener:
         self._arrived: dict[tuple[str, int, int], tuple[Hello, Connection]] = {}
         self._newcomers: list[_Newcomer] = []
         self._wake_out, self._wake_in = socket.socketpair()
+        self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
 
     def listen(self, host: str) -> tuple[str, int]:
@@ -88,8 +89,10 @@ class Listener:
         self._admitted = {key for key in self._admitted if key[0] != role}
 
     def wake(self) -> None:
-        """Make a running `admit` or `collect` look at its `check` again; for other threads."""
-        self._wake_in.send(b"x")
+        """Make a running `admit` or `collect` look again at what other threads may change. From any thread; returns at
+        once, and never raises."""
+        with suppress(OSError):  # there is no room for more, or the hub has been closed
+            self._wake_in.send(b"x")
 
     def admit(
         self, role: str, group: int, deadline: Deadline, phase: str, check: Callable[[], None]
