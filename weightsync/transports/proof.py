@@ -26,7 +26,9 @@ class Proof:
     def __init__(self, runs: Sequence[Sequence[torch.Tensor]]) -> None:
         """Take the runs of each rank."""
         self._runs = [[run for run in own if run.numel()] for own in runs]
-        self._turns = [-(-len(own) // _MOST_BLOCKS) for own in self._runs]
+        # Powers of two: the samples of all ranks repeat together, and so there are few.
+        self._turns = [1 << (max(len(own) - 1, 0) // _MOST_BLOCKS).bit_length() for own in self._runs]
+        self._rooms: list[torch.Tensor] = []
         self._whole: Digests | None = None
         self._samples: dict[tuple[int, ...], tuple[list[BatchedCopy], Digests]] = {}
 
@@ -50,15 +52,22 @@ class Proof:
 
     def _collect(self, samples: Sequence[int]) -> tuple[list[BatchedCopy], Digests]:
         """Return what copies each rank's blocks side by side, and what tells their digests."""
+        if not self._rooms:
+            self._rooms = [_room(runs, turns) for runs, turns in zip(self._runs, self._turns, strict=True)]
         copies: dict[torch.device, list[Copy]] = defaultdict(list)
         collected = []
-        for runs, turns, sample in zip(self._runs, self._turns, samples, strict=True):
+        for runs, turns, room, sample in zip(self._runs, self._turns, self._rooms, samples, strict=True):
             blocks = [_block(run, sample + at) for at, run in enumerate(runs) if (at + sample) % turns == 0]
             sizes = [block.numel() for block in blocks]
-            device = runs[0].device if runs else torch.device("cpu")
-            collected.append(torch.empty(sum(sizes), dtype=torch.uint8, device=device))
-            copies[device] += zip(collected[-1].split(sizes), blocks, repeat(0))
+            collected.append(room[: sum(sizes)])
+            copies[room.device] += zip(collected[-1].split(sizes), blocks, repeat(0))
         return [BatchedCopy(those) for those in copies.values()], Digests(collected)
+
+
+def _room(runs: Sequence[torch.Tensor], turns: int) -> torch.Tensor:
+    """Return memory for the blocks of any one sample."""
+    device = runs[0].device if runs else torch.device("cpu")
+    return torch.empty(-(-len(runs) // turns) * _BLOCK_BYTES, dtype=torch.uint8, device=device)
 
 
 def _block(run: torch.Tensor, number: int) -> torch.Tensor:

@@ -1,0 +1,49 @@
+"""Samples of memory that two processes see: each run has its turn, and the memory that they take does not grow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from weightsync.kernels.digest import WHOLE
+from weightsync.transports.proof import Proof
+
+
+def runs(count: int, nbytes: int) -> list[torch.Tensor]:
+    return list(torch.arange(count * nbytes, dtype=torch.int64).to(torch.uint8).split(nbytes))
+
+
+def test_samples_of_ranks_with_unlike_numbers_of_runs_repeat_together():
+    proof = Proof([runs(4100, 8), runs(6200, 8), []])
+    found = [proof.of(sample) for sample in range(16)]
+    assert found[8:] == found[:8]
+    assert found[0] != found[1]
+
+
+def test_each_run_has_its_turn():
+    own = runs(2100, 8)
+    proof = Proof([own])
+    for run in (own[0], own[1500], own[-1]):
+        before = [proof.of(sample) for sample in range(4)]
+        run[3] += 1
+        assert sum(proof.of(sample) != old for sample, old in enumerate(before)) == 1
+
+
+def test_samples_share_their_memory(monkeypatch: pytest.MonkeyPatch):
+    own = runs(1030, 4096)
+    allocated, empty = 0, torch.empty
+
+    def counted(*size: Any, **options: Any) -> torch.Tensor:
+        nonlocal allocated
+        made = empty(*size, **options)
+        allocated += made.nbytes
+        return made
+
+    monkeypatch.setattr(torch, "empty", counted)
+    proof = Proof([own, own])
+    proof.of(WHOLE)
+    for sample in range(8):
+        proof.of(sample)
+    assert allocated < 5 << 20
