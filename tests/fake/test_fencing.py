@@ -16,9 +16,17 @@ from faults import FaultyTransport
 from recorders import RecordedEngine
 from torch import nn
 
-from weightsync import EngineBusyError, EngineError, FencedError, SyncTimeoutError, WeightSync, WeightSyncError
+from weightsync import (
+    EngineBusyError,
+    EngineError,
+    FencedError,
+    PlacementError,
+    SyncTimeoutError,
+    WeightSync,
+    WeightSyncError,
+)
 from weightsync.control import fleet
-from weightsync.control.runtime import boot_id, started_ticks
+from weightsync.control.runtime import boot_id, started_ticks, this_process
 from weightsync.control.wire import POISONED
 from weightsync.receiver import worker
 from weightsync.receiver.worker import WorkerSession
@@ -254,6 +262,25 @@ def test_memory_that_a_trainer_may_write_to_is_taken_back_before_another_has_the
             raise AssertionError("the body must not run")
     for sync in trainers:
         sync.close()
+    engine.close()
+
+
+def test_worker_that_cannot_take_its_memory_back_says_so_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the last worker may raise, and this is the first."""
+
+    def fail() -> None:
+        raise PlacementError("no room for 64 bytes in /dev/shm")
+
+    hosts = [ModuleHost(Plain, {"weight": torch.ones(4, 4)}, rank=rank, world=2) for rank in (0, 1)]
+    engine = RecordedEngine(*hosts)
+    first = engine.sessions[0]
+    first._mapped_by, take_back = {this_process()}, first.receiver.take_back
+    with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        monkeypatch.setattr(first.receiver, "take_back", fail)
+        with pytest.raises(PlacementError, match="no room for 64 bytes"):
+            sync.push(trainer_model({"weight": torch.zeros(4, 4)}))
+        monkeypatch.setattr(first.receiver, "take_back", take_back)
+        sync.push(trainer_model({"weight": torch.zeros(4, 4)}))
     engine.close()
 
 

@@ -101,8 +101,8 @@ class WorkerSession:
     def init(self, info: dict[str, Any]) -> None:
         """Meet the trainer that `info` describes, an `InitInfo` as plain values. Then answer it until it releases us.
 
-        While another trainer holds the engine, this one is told so, and turned away. A trainer that cannot be met is
-        told by the last worker, which raises.
+        A trainer that cannot have the engine is told why, and turned away. One that cannot be met is told by the last
+        worker, which raises.
         """
         try:
             self._meet(typed(info, InitInfo))
@@ -120,7 +120,6 @@ class WorkerSession:
     def _meet(self, info: InitInfo) -> None:
         if self._connection is not None and self._session == info.session and self._connection.is_open():
             return
-        deadline = Deadline(info.timeout_s)
         identity = self._model.identity
         device, gpu_uuid = describe_device(self._model.device)
         hello = Hello(
@@ -137,17 +136,31 @@ class WorkerSession:
             state=self.receiver.state,
             update_open=self._update_open,
         )
-        connection = dial(info.host, info.port, info.token, hello, "trainer rank 0", deadline)
-        if (held := self._held_by_another(info.process, self._pong_s(info.timeout_s))) is not None:
-            connection.send(Failure(held.to_fields()), deadline, "init")
+        connection = dial(info.host, info.port, info.token, hello, "trainer rank 0", Deadline(info.timeout_s))
+        try:
+            self._take_over(info, connection)
+        except Exception as error:
+            problem = self._tell(connection, error, "init")
             connection.close()
-            return
+            logger.warning("%s turned a trainer away: %s", self._name, problem)
+
+    def _take_over(self, info: InitInfo, connection: Connection) -> None:
+        """Give the engine to the trainer at the other end of a connection."""
+        if (held := self._held_by_another(info.process, self._pong_s(info.timeout_s))) is not None:
+            raise held
         connection.watch_host(info.timeout_s)
         self._fence_off()
         if info.process != self._trainer:
             self._take_memory_back()
         self._connection, self._session, self._timeout_s = connection, info.session, info.timeout_s
-        self._trainer, self._name = info.process, f"engine {info.engine} worker {identity.name}"
+        self._trainer, self._name = info.process, f"engine {info.engine} worker {self._model.identity.name}"
+
+    def _tell(self, connection: Connection, error: BaseException, phase: str) -> WeightSyncError:
+        """Tell a trainer what failed, if it is there. Return the error as a `WeightSyncError`."""
+        problem = foreign(error, who=self._name, phase=phase)
+        with suppress(WeightSyncError):  # it is gone
+            connection.send(Failure(problem.to_fields()), Deadline(_FAREWELL_S), phase)
+        return problem
 
     def _held_by_another(self, process: str, pong_s: float) -> EngineBusyError | None:
         """Return why `process`, a trainer's rank 0, cannot have the engine now. None: it can.
@@ -176,11 +189,8 @@ class WorkerSession:
     def _fence_off(self) -> None:
         """Take the engine from the trainer that had it, if any."""
         if self._connection is not None:
-            fenced = FencedError(
-                "another trainer has taken over this engine, since this one did not answer", who=self._name
-            )
-            with suppress(WeightSyncError):  # it is gone
-                self._connection.send(Failure(fenced.to_fields()), Deadline(_FAREWELL_S), "init")
+            fenced = FencedError("another trainer has taken over this engine, since this one did not answer")
+            self._tell(self._connection, fenced, "")
         self.close()
 
     def _take_memory_back(self) -> None:
@@ -235,12 +245,7 @@ class WorkerSession:
             connection.check(phase, seconds)
 
         def tell(error: BaseException) -> WeightSyncError:
-            problem = foreign(error, who=self._name, phase=phase)
-            try:
-                connection.send(Failure(problem.to_fields()), Deadline(1.0), phase)
-            except WeightSyncError:
-                logger.debug("the trainer cannot be told: it is gone")
-            return problem
+            return self._tell(connection, error, phase)
 
         self._serving = True
         patience = 1
@@ -318,9 +323,11 @@ class WorkerSession:
         over, ended = threading.Event(), threading.Event()
 
         def answer() -> None:
-            while not over.wait(_PING_LOOK_S):
-                connection.answer_pings()
-            ended.set()
+            try:
+                while not over.wait(_PING_LOOK_S):
+                    connection.answer_pings()
+            finally:
+                ended.set()
 
         in_thread("lease", answer)
         try:
