@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +15,14 @@ from weightsync.control.runtime import Deadline
 from weightsync.control.update import Update
 from weightsync.control.wire import MachineInfo
 from weightsync.planning.layout import Box, Manifest, TensorMeta
-from weightsync.planning.transfer_plan import TransferPlan, make_chunks
+from weightsync.planning.transfer_plan import Chunk, TransferPlan, make_chunks
 from weightsync.sources.base import TensorShard
 from weightsync.strategies.base import locate
 from weightsync.tools.testing.runner import Mail, run_together, title
 from weightsync.transports import open_receiver, open_transport
-from weightsync.transports.base import SLOTS, LocalTensors
+from weightsync.transports.base import SLOTS, LocalTensors, Transport
+from weightsync.transports.files import FilesTransport
+from weightsync.transports.ipc import IpcTransport
 
 CHUNK_BYTES = 1 << 16
 SLACK_BYTES = 1024
@@ -107,3 +111,22 @@ def test_broadcast_of_an_embedding_of_many_chunks_allocates_two_chunks_on_every_
     for end, nbytes in made.nbytes.items():
         assert nbytes <= SLOTS * (CHUNK_BYTES + SLACK_BYTES), end
     assert made.nbytes[f"worker {ranks + workers - 1}"] > CHUNK_BYTES
+
+
+def slots_of(transport: Transport) -> list[torch.Tensor]:
+    kept = [
+        each for value in vars(transport).values() for each in (value.values() if isinstance(value, dict) else [value])
+    ]
+    return [each for each in kept if isinstance(each, torch.Tensor) and each.nbytes >= EMBED.nbytes]
+
+
+def test_transport_that_was_aborted_keeps_no_slot(tmp_path: Path):
+    held = locate([TensorShard(EMBED, Box.full(EMBED.shape), torch.ones(EMBED.shape))], 0)
+    alone: Any = SimpleNamespace(rank=0, size=1, host="127.0.0.1", broadcast=lambda value, phase: value)
+    transports: list[Transport] = [IpcTransport(), FilesTransport(tmp_path, 2, 1 << 30, ())]
+    for transport in transports:
+        plan = TransferPlan(Manifest((EMBED,)), (), (Chunk(tuple(held)),), 1, "127.0.0.1", {})
+        transport.prepare(plan, LocalTensors(held), Update(alone, 5.0))
+        assert slots_of(transport)
+        transport.abort()
+        assert not slots_of(transport), transport.name

@@ -107,8 +107,12 @@ class FilesTransport(Transport):
         self._max_shard_bytes, self._saved_beside = max_shard_bytes, saved_beside
         self._takes_configs = takes_configs  # from the model, where none are given
         self._lock: int | None = None
+        self._forget()
+
+    def _forget(self) -> None:
         self._incoming: Path | None = None
         self._packer: Packer | None = None
+        self._slot = torch.empty(0, dtype=torch.uint8)
 
     def route(
         self,
@@ -190,17 +194,18 @@ class FilesTransport(Transport):
         self._pushes += 1
         ranks, folder = self._ranks, self._folder_of(self._pushes)
         for number in chunks:
-            if (packer := self._packer) is None:
+            slot, packer = self._slot, self._packer
+            if packer is None:
                 raise WeightSyncError("the transport was closed while it was sending")
             for bundle in self._mine[number].values():
-                bundle.clear_gaps(self._slot)
+                bundle.clear_gaps(slot)
             packer.fill(number, sample)
             digest = bytes(DIGEST_BYTES)
             for bundle in self._mine[number].values():
-                regions = ((p, strided(self._slot, p.dtype, p.offset, p.box.size, p.stride)) for p in bundle.places)
+                regions = ((p, strided(slot, p.dtype, p.offset, p.box.size, p.stride)) for p in bundle.places)
                 write(folder, self._shards, regions)
                 if sample is not None:
-                    digest = bytes(memory_of(self._slot[bundle.end - DIGEST_BYTES : bundle.end]))
+                    digest = bytes(memory_of(slot[bundle.end - DIGEST_BYTES : bundle.end]))
             append(_progress(folder.parent, ranks.rank), digest)
             update.wait(0.0)
 
@@ -218,7 +223,8 @@ class FilesTransport(Transport):
             if self._incoming is not None:
                 shutil.rmtree(self._incoming, ignore_errors=True)
             unlock(self._lock)
-        self._lock = self._incoming = self._packer = None
+        self._lock = None
+        self._forget()
 
 
 class FilesReceiver(TransportReceiver):

@@ -50,6 +50,7 @@ class IpcTransport(Transport):
 
     def _forget(self) -> None:
         self._files: list[SharedFile] = []
+        self._slots: dict[int, torch.Tensor] = {}
         self._devices: set[torch.device] = set()
         self._runs: list[Run] = []
         self._proof = Proof([[]])
@@ -120,7 +121,6 @@ class IpcTransport(Transport):
 
     def _make_slots(self, mine: Layout, tensors: LocalTensors) -> list[Storage]:
         """Allocate slots and counters where this rank stages anything, and return those that are files."""
-        self._slots: dict[int, torch.Tensor] = {}
         rows: list[Storage] = []
         staged = {source.name for bundles in mine for bundle in bundles.values() for source in bundle.sources}
         if not staged:
