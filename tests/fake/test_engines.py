@@ -20,6 +20,7 @@ import pytest
 from weightsync.control.runtime import Deadline
 from weightsync.control.wire import POISONED
 from weightsync.engines import AdapterEngine, AsyncEngine, HttpEngine, LlmEngine, LoraAdapter, RayEngine, connect
+from weightsync.engines.engine_list import EngineList
 from weightsync.engines.parts import join
 from weightsync.errors import (
     ConfigError,
@@ -111,6 +112,18 @@ def test_an_empty_variable_is_refused(monkeypatch):
     monkeypatch.setenv("WEIGHTSYNC_ENGINE", " , ")
     with pytest.raises(ConfigError, match="WEIGHTSYNC_ENGINE"):
         connect(None, 1.0)
+
+
+def test_list_that_cannot_be_used_once_changes_no_engine():
+    """An engine's name and the turns of its calls belong to the object."""
+    given: list[object] = ["http://a:1", "http://b:2"]
+    engines = EngineList(lambda: given, 1.0)
+    before = engines.engines()
+    given.insert(1, 5)
+    with pytest.raises(ConfigError, match=r"is a builtins\.int"):
+        engines.engines()
+    given.remove(5)
+    assert engines.engines() == before
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -85,14 +85,15 @@ class EngineList:
             for j, other in enumerate(given[:i]):
                 if _is_same(one, other):
                     raise ConfigError(f"engine {i} is engine {j} once more; list each engine once")
-        known, self._known = self._known, []
+        found: list[tuple[object, Engine]] = []
         for one in given:
-            engine = next((engine for other, engine in known if _is_same(one, other)), None)
+            engine = next((engine for other, engine in self._known if _is_same(one, other)), None)
             if engine is None:
                 engine = _connect_one(one, f"engine {self._count}{self._of}", self._timeout_s)
                 self._count += 1
-            self._known.append((one, engine))
-        return [engine for _, engine in self._known]
+            found.append((one, engine))
+        self._known = found
+        return [engine for _, engine in found]
 
     def _changeable(self) -> list[object]:
         if self._read is not None:
