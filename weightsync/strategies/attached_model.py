@@ -116,7 +116,7 @@ class AttachedModel:
 
     def _settle(self, update: Update) -> None:
         for device in {slot.local.device for slot in self._slots if slot.local.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+            torch.cuda.synchronize(device)  # the body may have written on any stream
         update.barrier("write")
 
     def _versions(self) -> list[tuple[int, int]]:
