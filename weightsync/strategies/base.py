@@ -129,12 +129,6 @@ class FleetStrategy(UpdateStrategy):
             raise EngineUnreachableError(f"all engines are lost: {', '.join(one.name for one in engines)}")
         return present
 
-    def _call_in(self, update: Update) -> Fleet:
-        """Rank 0: return the engines, whose workers wait for messages until they are released."""
-        fleet = self._open_fleet(update)
-        fleet.connect()
-        return fleet
-
     def _open_fleet(self, update: Update) -> Fleet:
         """Rank 0: return the engines, which are not called yet where there was no fleet."""
         options, ranks = self._options, update.ranks

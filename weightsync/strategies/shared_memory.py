@@ -187,8 +187,8 @@ class SharedMemory(FleetStrategy):
         exports: list[Export] | None = None
         if ranks.rank == 0:
             manifest = merge_manifests([each for each, _, _ in everyone])
-            fleet = self._call_in(update)
-            check_pairs([host for _, host, _ in everyone], fleet.workers)
+            fleet = self._open_fleet(update)
+            check_pairs([host for _, host, _ in everyone], fleet.connect())
             plans = fleet.plan(manifest)
             warn_of_kept(plans)
             if unused := check_plans(manifest, plans, False):

@@ -5,25 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import asdict
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
+from weightsync.control.wire import InitInfo
 from weightsync.receiver.worker import WorkerSession
 from weightsync.vllm import compat
 from weightsync.vllm.engine_model import VllmModel
 from weightsync.vllm.handle_export import export_bridge
-
-
-@dataclass
-class InitInfo:
-    """What `init_weight_transfer_engine` is sent; see `WorkerSession.init`."""
-
-    session: str
-    engine: int
-    host: str
-    port: int
-    token: str
-    timeout_s: float
-    process: str
 
 
 @dataclass
@@ -49,7 +38,7 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._bridge = export_bridge(vllm_config, model, host.device, host.identity.rank, self.session.engine_instance)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self.session.init(vars(init_info))
+        self.session.init(asdict(init_info))
 
     def start_weight_update(self) -> None:
         self.session.start()
