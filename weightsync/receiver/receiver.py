@@ -10,9 +10,8 @@ any other way leaves it so, and only a whole push heals it.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -263,26 +262,29 @@ class _Connection:
         """
         is_first = not self.is_committed
         due = range(self._count if is_first else self._count - self._frozen)
-        meetings = deque(number for number in due if number in self._collective)
+        self._meetings = sum(number in self._collective for number in due)  # that are ahead
         try:
             if go.sample is not None:
                 self.check_frozen()
             self.is_committed, self.is_whole_push = False, len(due) == self._count
-            return self._run(go, wait, new_deadline, due, is_first, meetings)
+            return self._run(go, wait, new_deadline, due, is_first)
         except Exception as error:
-            if meetings:  # where the others wait for this worker
+            if self._meetings > 0:  # in which the others wait for this worker
                 tell(error)
                 _has_any_failed(self._model, True)
             raise
 
+    @contextmanager
+    def _meeting(self, wait: Wait, deadline: Deadline) -> Iterator[None]:
+        """Enter a body in which workers wait for each other. Raise where one has failed."""
+        left, self._meetings = self._meetings - 1, 0  # a worker that fails in a meeting must not begin another one
+        if _has_any_failed(self._model, False):
+            _await_cause(wait, deadline)
+        yield
+        self._meetings = left
+
     def _run(
-        self,
-        go: Go,
-        wait: Wait,
-        new_deadline: Callable[[], Deadline],
-        due: Sequence[int],
-        is_first: bool,
-        meetings: deque[int],
+        self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline], due: Sequence[int], is_first: bool
     ) -> Done:
         transfer_s = verify_s = load_s = 0.0
         nbytes, loaded = 0, []
@@ -294,14 +296,8 @@ class _Connection:
             arrived = time.perf_counter()
             self._verifier.check_chunk(number, go.sample)
             verified = time.perf_counter()
-            later: list[int] = []
-            if meetings and number == meetings[0]:
-                later = [*meetings][1:]
-                meetings.clear()  # a worker that fails beside the others' collective must not begin another one
-                if _has_any_failed(self._model, False):
-                    _await_cause(wait, new_deadline())
-            nbytes += sum(path.load(number) for path in self._paths)
-            meetings.extend(later)
+            with self._meeting(wait, new_deadline()) if number in self._collective else nullcontext():
+                nbytes += sum(path.load(number) for path in self._paths)
             loaded.append(number)
             transfer_s, verify_s = transfer_s + arrived - since, verify_s + verified - arrived
             since = time.perf_counter()
