@@ -90,6 +90,24 @@ def test_each_engine_gets_all_that_its_dtype_holds(dtypes: tuple[torch.dtype, ..
         assert torch.equal(host.live.weight, new.to(dtype))
 
 
+class OddShapes(OneWeight):
+    """A model with a scalar, a parameter without elements, and one that the trainer holds transposed."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+        self.scalar, self.empty = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(0, 4))
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast", "checkpoint"])
+def test_tensors_of_odd_shapes_arrive(transport: str, tmp_path: Path) -> None:
+    new = {"weight": torch.arange(32.0).view(4, 8).t(), "empty": torch.ones(0, 4), "scalar": torch.tensor(3.0)}
+    host = ModuleHost(OddShapes, {"weight": torch.zeros(8, 4)})
+    over: Any = CheckpointTransport(tmp_path) if transport == "checkpoint" else transport
+    with closing(FakeEngine(host)) as engine, WeightSync("fsdp", over, engine, timeout_s=TIMEOUT_S) as sync:
+        sync.push(trainer_model(new))
+    assert all(torch.equal(tensor, new[name]) for name, tensor in host.live.state_dict().items())
+
+
 class Passing(OneWeight):
     """A loader that passes over what it has no parameter for, as vLLM's do for a tower that was left out."""
 

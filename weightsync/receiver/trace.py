@@ -261,6 +261,8 @@ class _Recorder(TorchDispatchMode):
             meta = self._feed.names.get(_storage(source))
             if meta is not None and source.shape == target.shape:
                 boxes = affine_boxes(meta.shape, _view(source), place)
+                if not meta.numel:  # nothing is to be read of it, and it has its place
+                    boxes = [(Box.full(meta.shape), 0, row_major(meta.shape))]
                 if boxes is not None:
                     self.copies += [LoadCopy(meta.name, box, param, offset, stride) for box, offset, stride in boxes]
                     return

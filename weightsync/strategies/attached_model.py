@@ -267,7 +267,7 @@ def _views(
         view = one_view(tuple(slot.local.shape), int(slot.local.storage_offset()), steps)
         if view is None:
             raise UnsupportedError(
-                f"{steps[0].name} is not one strided region of the engine's memory, so no parameter can be a view of "
+                f"{slot.key!r} is not one strided region of the engine's memory, so no parameter can be a view of "
                 'it; use transport="ipc"'
             )
         found[_key(slot.local)] = steps[0].storage, steps[0].src_dtype, view
