@@ -26,7 +26,7 @@ from weightsync.control.connection import Connection, dial
 from weightsync.control.fleet import Fleet
 from weightsync.control.handshake import Seal, greeting
 from weightsync.control.listener import Listener
-from weightsync.control.member import Worker
+from weightsync.control.member import Member, Worker
 from weightsync.control.ranks import ALONE, Ranks
 from weightsync.control.runtime import Deadline
 from weightsync.control.wire import PROTOCOL, Commit, Failure, Hello, Message, Release, Value, encode
@@ -874,6 +874,40 @@ def test_an_answer_that_comes_in_with_a_ping_wakes_the_hub(listener, keep, monke
 
     with within(10.0):
         assert listener.collect([mine], Commit, Deadline(30), "test", check) == [Commit(3)]
+
+
+@pytest.mark.parametrize("method", [lambda one: one.pause("keep"), Member.start])
+def test_a_call_that_ends_late_takes_nothing_back_from_another_trainer(method, pair):
+    mine, worker = pair
+    calls: list[str] = []
+
+    def fall_behind(*_: Any) -> None:
+        one.give_up(True)
+        worker.send(Failure(FencedError("another trainer has it").to_fields()), Deadline(5), "test")
+        worker.close()
+
+    engine: Any = SimpleNamespace(
+        pause=fall_behind, start=fall_behind, resume=lambda: calls.append("resume"), finish=calls.append
+    )
+    one = Member(engine, workers=[Worker(HELLO, mine)])
+    with pytest.raises(FencedError):
+        method(one)
+    assert not calls
+
+
+def test_a_mark_that_comes_late_is_taken_back():
+    said: list[str] = []
+
+    def fall_behind(version: str) -> None:
+        if not one.is_over:
+            one.give_up(True)
+            one.take_back()
+        said.append(version)
+
+    engine: Any = SimpleNamespace(set_version=fall_behind)
+    one = Member(engine, version="7")
+    one.mark()
+    assert said[-1] == "7"
 
 
 def test_a_hub_that_nobody_waits_at_can_be_woken_any_number_of_times(listener):

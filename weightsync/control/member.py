@@ -154,7 +154,7 @@ class Member:
         finally:
             if self.is_over:  # the fleet did not wait for this call; what it resumed was not paused yet
                 self.is_paused = True
-                self.take_back()
+                self.call(Member.take_back)
 
     def _check_paused(self) -> None:
         """Raise where the engine says that it generates. Not every engine can say so."""
@@ -172,13 +172,17 @@ class Member:
         self.engine.start()
         self.is_started = True
         if self.is_over:
-            self.take_back()
+            self.call(Member.take_back)
 
     def mark(self) -> None:
         """Mark the engine before anything is written, since the trainer may die before it can."""
-        if self.version is not None and not self.is_over:
+        if self.version is None or self.is_over:
+            return
+        self.is_marked = True
+        self.engine.set_version(f"{POISONED}: a push is under way, or its trainer has died")
+        if self.is_over:
             self.is_marked = True
-            self.engine.set_version(f"{POISONED}: a push is under way, or its trainer has died")
+            self.call(Member.take_back)
 
     def finish(self, version: int, label: str) -> None:
         """Finish the update. The engine serves `version`, and reports `label`."""
@@ -189,9 +193,7 @@ class Member:
     def withdraw(self) -> None:
         """Finish the update, in which nothing was written. The engine then reports its version as before."""
         self._finish(None)
-        if self.is_marked and self.version is not None:
-            self.is_marked = False
-            self.engine.set_version(self.version)
+        self._unmark()
 
     def resume(self) -> None:
         if self.is_paused:
@@ -210,7 +212,9 @@ class Member:
         with self.lock:
             try:
                 if self.is_started:  # vLLM takes no other way out of an update
-                    self.withdraw() if self.is_whole else self._finish(None)
+                    self._finish(None)
+                if self.is_whole:
+                    self._unmark()
             finally:
                 if self.is_paused and self.is_whole:
                     self.resume()
@@ -218,6 +222,11 @@ class Member:
     def _finish(self, version: str | None) -> None:
         self.is_started = False  # before the call: vLLM must not be asked twice, whatever comes of it
         self.engine.finish(version)
+
+    def _unmark(self) -> None:
+        if self.is_marked and self.version is not None:
+            self.is_marked = False
+            self.engine.set_version(self.version)
 
 
 def find_lost(members: Sequence[Member], error: WeightSyncError, listener: Listener) -> list[str]:
