@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +14,15 @@ from memory_trainer import MemoryTrainer, manifest_of
 from msgspec.structs import replace
 from torch import nn
 
+from weightsync.control.runtime import Deadline
 from weightsync.control.wire import CLEAN, POISONED, Go
-from weightsync.errors import DigestError, PlacementError, ProtocolError, UnsupportedError
+from weightsync.errors import DigestError, PeerError, PlacementError, ProtocolError, SyncTimeoutError, UnsupportedError
 from weightsync.planning.layout import Box
 from weightsync.planning.rows import Arrival
 from weightsync.receiver.experiment import choose_load_paths
 from weightsync.receiver.load_plan import IN_PLACE, NATIVE_LOADER, RELOAD
 from weightsync.receiver.module_groups import find_groups
-from weightsync.receiver.receiver import Receiver
+from weightsync.receiver.receiver import Receiver, await_stream
 from weightsync.receiver.trace import Trace, trace_loader, uncovered
 
 ONE_ROW = WIDTH * 4
@@ -945,3 +947,45 @@ def test_memory_of_a_rank_without_digests_is_refused(proof: list[int]):
     runs = [replace(run, rank=2) for run in message.in_place]
     with pytest.raises(ProtocolError, match=f"rank 2 is read in place, but there are digests of {len(proof)} ranks"):
         trainer.connect(replace(message, in_place=runs, proof=proof))
+
+
+class Stream:
+    """A GPU's stream that has something to do until it is asked for the `last` time."""
+
+    def __init__(self, last: int) -> None:
+        self.left = last
+
+    def record_event(self) -> Stream:
+        return self
+
+    def query(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def test_chunk_on_a_gpu_is_waited_for_with_a_deadline_and_an_ear_for_bad_news(monkeypatch: pytest.MonkeyPatch):
+    gpu, stream = torch.device("cuda"), Stream(3)
+    calls: list[float] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    await_stream(gpu, 7, calls.append, Deadline(30))
+    assert len(calls) == 3
+    stream.left = 10**9
+    with pytest.raises(SyncTimeoutError, match=r"chunk 7 did not arrive on cuda within 0\.05 s"):
+        await_stream(gpu, 7, lambda seconds: None, Deadline(0.05))
+
+    def bad_news(seconds: float) -> None:
+        raise PeerError("trainer rank 0 has died")
+
+    with pytest.raises(PeerError, match="has died"):
+        await_stream(gpu, 7, bad_news, Deadline(30))
+
+
+def test_transport_is_left_before_a_gpu_is_waited_for_that_waits_for_it(monkeypatch: pytest.MonkeyPatch):
+    calls: list[str] = []
+    source: Any = SimpleNamespace(close=lambda: calls.append("close"))
+    receiver = Receiver(ModuleHost(TinyEngineModel, checkpoint(1)))
+    receiver._model.device = torch.device("cuda")
+    receiver._source = source
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: calls.append("wait"))
+    receiver.disconnect()
+    assert calls == ["close"]

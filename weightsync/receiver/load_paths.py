@@ -104,9 +104,12 @@ class Arrivals:
         """Return the chunks in whose loading workers may wait for each other, the same on all workers."""
         if self.model.all_reduce_max is None:
             return set()
-        paths = self.traced.load_path.items()
-        waiting = {g for g, path in paths if path in (RELOAD, NATIVE_LOADER) or (g.recipe and g.recipe.shared)}
-        return {self.last_chunk[group] for group in waiting}
+        shared = {chunk for group, chunk in self.last_chunk.items() if group.recipe and group.recipe.shared}
+        return self.processed_chunks() | shared
+
+    def processed_chunks(self) -> set[int]:
+        """Return the chunks after which the engine post-processes modules."""
+        return {self.last_chunk[group] for path in (RELOAD, NATIVE_LOADER) for group in self.groups(path)}
 
     def groups(self, path: str) -> list[ModuleGroup]:
         """Return the groups that take a load path, in the model's order."""

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from weightsync.control.runtime import Deadline, describe_device
 from weightsync.control.wire import CLEAN, POISONED, Connect, Done, Go, LoadPlan
-from weightsync.errors import FrozenLostError, PeerError, ProtocolError, UnsupportedError
+from weightsync.errors import FrozenLostError, PeerError, ProtocolError, SyncTimeoutError, UnsupportedError
 from weightsync.kernels.digest import Digests, warm_up
 from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.receiver.engine_model import EngineModel
@@ -36,6 +36,7 @@ _NOTED_SAMPLE = 0
 Tell = Callable[[Exception], object]
 """Tells the trainer of an error before it is raised."""
 
+_STREAM_LOOK_S = 0.00005
 _LOOK_S = 0.05
 """How often a worker looks whether the trainer has said what failed on another worker."""
 
@@ -192,7 +193,6 @@ class Receiver:
         """Give back what was mapped or joined, and forget a push under way. The state stays what it is."""
         self._connection, self._is_exported, self._done = None, False, None
         if self._source is not None:
-            _synchronise(self._model.device)  # after a failure the GPU may still read what is unmapped now
             self._source.close()
             self._source = None
 
@@ -238,6 +238,7 @@ class _Connection:
         for path in self._paths:
             path.bind()
         self._collective = self._arrivals.collective_chunks()
+        self._blocking = self._collective | self._arrivals.processed_chunks()
 
     def note_frozen(self) -> None:
         """Note what the parameters hold that later pushes do not fill."""
@@ -271,6 +272,8 @@ class _Connection:
         except Exception as error:
             if self._meetings > 0:  # in which the others wait for this worker
                 tell(error)
+                if self._model.device.type == "cuda":
+                    self._source.close()  # the stream may wait for what never comes, and the others with it
                 _has_any_failed(self._model, True)
             raise
 
@@ -296,6 +299,8 @@ class _Connection:
             arrived = time.perf_counter()
             self._verifier.check_chunk(number, go.sample)
             verified = time.perf_counter()
+            if number in self._blocking:
+                await_stream(self._model.device, number, wait, new_deadline())
             with self._meeting(wait, new_deadline()) if number in self._collective else nullcontext():
                 nbytes += sum(path.load(number) for path in self._paths)
             loaded.append(number)
@@ -348,6 +353,24 @@ def _has_any_failed(model: EngineModel, failed: bool) -> bool:
     flag = torch.tensor([float(failed)], device=model.device)
     model.all_reduce_max(flag)
     return bool(flag.item())
+
+
+def await_stream(device: torch.device, number: int, wait: Wait, deadline: Deadline) -> None:
+    """Wait until a GPU has done all that it was given, the transfer of a chunk too.
+
+    What the engine does next may wait for the GPU, and has no deadline. Raises `SyncTimeoutError`, and as `wait` does.
+    """
+    if device.type != "cuda":
+        return
+    done = torch.cuda.current_stream(device).record_event()
+    while not done.query():
+        if deadline.passed():
+            raise SyncTimeoutError(
+                f"chunk {number} did not arrive on {device} within {deadline.timeout_s:g} s",
+                phase="transfer",
+                waiting_for=["trainer ranks"],
+            )
+        wait(_STREAM_LOOK_S)
 
 
 def _await_cause(wait: Wait, deadline: Deadline) -> None:

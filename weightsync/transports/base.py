@@ -205,7 +205,10 @@ class TransportReceiver(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Unmap, leave. More than once."""
+        """Unmap, leave. More than once.
+
+        After a failure the current stream of a GPU may still read what `storage` gave, or wait for what never comes.
+        """
 
 
 def align(nbytes: int) -> int:

@@ -286,6 +286,8 @@ class IpcReceiver(TransportReceiver):
         return [f"trainer rank {rank}" for rank in ranks if self._counters[rank][0] < self._taken]
 
     def close(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # after a failure it may read what is unmapped now
         self._counters = {}
         self._open.clear()
 
