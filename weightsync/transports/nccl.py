@@ -107,6 +107,7 @@ class NcclTransport(Transport):
             raise ConfigError(f"encoding={self.encoding!r} is for tensors on a CPU, found {self._device}: leave it out")
         self._encoder = Encoder(self.encoding == "auto") if self.encoding is not None else None
         self._changing = plan.due(first=False)
+        self._computes = any(each.compute is not None for each in tensors.at.values())
         self._packer, self._slots = None, []  # before there are others
         self._posted.clear()
         self._mine = leaving(plan, ranks.rank, SLOTS)
@@ -218,7 +219,9 @@ class NcclTransport(Transport):
             self._start(len(self._mine), [(told, chain) for chain in chains], under_way)
         for number in chunks:
             if (earlier := self._posted.pop(number % SLOTS, None)) is not None:
-                earlier.follow(wait, update.deadline_after_workers(), "transfer")
+                # What computes may wait for the GPU, and so for a member that has died, without a deadline.
+                freed = earlier.wait if self._computes else earlier.follow
+                freed(wait, update.deadline_after_workers(), "transfer")
             under_way.bound(_AHEAD, wait, update.deadline_after_workers())
             if self._packer is not packer or packer is None:
                 raise WeightSyncError("the transport was closed while it was sending")
