@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from weightsync.control.listener import Listener
 from weightsync.control.runtime import Deadline, in_thread
-from weightsync.errors import EngineError, WeightSyncError
+from weightsync.errors import EngineError, WeightSyncError, foreign
 
 _ARRIVAL_S = 3.0
 """How long a worker may take to connect once its engine says that it has been told to."""
@@ -34,10 +34,8 @@ class BackgroundCall:
     def _run(self) -> None:
         try:
             self._function(*self._args)
-        except WeightSyncError as error:
-            self.error = error
         except BaseException as error:
-            self.error = WeightSyncError(f"{type(error).__name__}: {error}")
+            self.error = foreign(error, who="", phase="")
         self._over.set()
         self._listener.wake()
 

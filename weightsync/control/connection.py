@@ -52,7 +52,10 @@ _KEEPALIVE_S = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEE
 
 
 class Connection:
-    """One connection. Frames go out whole and come in whole. One thread converses; others may call `answer_pings`."""
+    """One connection. Frames go out whole and come in whole.
+
+    One thread converses. Others may call `ask`, `answer_pings`, `is_open` and `reported`.
+    """
 
     def __init__(self, sock: socket.socket, peer: str, sent: Seal, received: Seal) -> None:
         """Take a socket on which both ends have greeted each other, and the seals of what is sent and what comes."""
