@@ -158,7 +158,7 @@ class WeightSync:
         shared = {name: given[name] for name in _SHARED_BY_RANKS}
         self._ranks = Ranks(timeout_s, ranks, {name: _told(value) for name, value in shared.items()})
         self.last_report: PushReport | None = None
-        """The report of the last `push` or `writing` that succeeded, on every rank."""
+        """The last report of `push`, `catch_up` or `writing`, on every rank."""
 
     @classmethod
     def from_config(cls, config: WeightSyncConfig | Mapping[str, Any], **objects: Any) -> WeightSync:
@@ -230,7 +230,8 @@ class WeightSync:
         Returns the report, of these engines alone, or None where none lacks it. Raises as `push` does.
         """
         with self._collective() as update:
-            return self._strategy.catch_up(update, model)
+            report = update.report = self._strategy.catch_up(update, model)
+        return report
 
     @property
     def engines(self) -> EngineList:

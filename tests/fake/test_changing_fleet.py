@@ -160,6 +160,7 @@ def test_late_engine_catches_up_while_the_others_generate_on(engines: list[Named
         with sent_messages() as sent:
             report = sync.catch_up(model)
         assert report is not None
+        assert report is sync.last_report
         assert report.version == 2
         assert [worker.name for worker in report.workers] == ["engine 1 worker tp=0"]
         assert asked(sent, 0) == set()

@@ -273,6 +273,9 @@ def test_runs_that_lie_in_no_slot_are_a_protocol_error(changes: dict[str, Any], 
         ([(0, 8, 8), (16, 24, 8)], [(0, 8), (16, 24)]),
         ([(0, 8, 4)], []),
         ([(0, 16, 8), (0, 16, 8), (32, 40, 8)], [(32, 40)]),
+        ([(0, 8, 8), (4, 12, 8), (12, 16, 4)], [(0, 16)]),
+        ([(0, 16, 16), (4, 8, 4)], [(0, 16)]),
+        ([(0, 16, 8), (4, 8, 4)], []),
     ],
 )
 def test_filled_of_runs_joins_neighbours_and_leaves_out_those_with_gaps(runs: Any, expected: Any):

@@ -323,7 +323,10 @@ def filled(runs: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
     found: list[tuple[int, int, int]] = []
     for first, last, nbytes in sorted(set(runs)):
         if found and first <= found[-1][1]:
-            found[-1] = found[-1][0], max(last, found[-1][1]), found[-1][2] + nbytes
+            start, end, before = found[-1]
+            are_whole = (before, nbytes) == (end - start, last - first)  # then what both read counts once
+            end = max(last, end)
+            found[-1] = start, end, end - start if are_whole else before + nbytes
         else:
             found.append((first, last, nbytes))
     return [(first, last) for first, last, nbytes in found if nbytes == last - first]
