@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,10 +18,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from weightsync.engines.child import Child, free_port
 from weightsync.tools import cli, doctor
+from weightsync.tools.bench import run as bench
+from weightsync.tools.bench.cases import expand
 from weightsync.tools.processes import ChildError, run_trainers, tiny_model, wait_for_first
 
 
@@ -220,6 +226,39 @@ def test_a_child_that_dies_is_an_error_with_the_end_of_its_log(tmp_path):
         waits.stop()
 
 
+def test_a_benchmark_that_is_interrupted_ends_its_processes_and_begins_no_other_case(tmp_path, monkeypatch):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    started = tmp_path / "started"
+    code = f"import os, time; open({str(started)!r}, 'a').write(f'{{os.getpid()}} '); time.sleep(100)"
+    (tmp_path / "busy_trainer.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(bench, "trainer", Namespace(__name__="busy_trainer"))
+    monkeypatch.setattr(bench, "floor", lambda *_: (0.0, "none"))
+    axes = {"backend": ["plain"], "ranks": [1], "dtype": ["bfloat16"], "shape": ["tiny"], "tp": [1]}
+    axes |= {"transport": ["ipc"], "bucketer": ["module"], "quantization": ["none"], "engines": [1, 2, 3]}
+    options = Namespace(
+        **axes, client=["http"], peers=False, jobs=1, cuda_graphs=None, trainer_on_cpu=False, max_bytes=None,
+        num_iters_warmup=0, num_iters=1,
+    )  # fmt: skip
+
+    def when_it_has_begun() -> None:
+        while not (started.exists() and started.read_text()):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    threading.Thread(target=when_it_has_begun).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(bench._measure_all(expand(options), options, {"tiny": 1}, 0, {}, tmp_path, Console(quiet=True)))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    (pid,) = map(int, started.read_text().split())
+    assert not running(pid)
+
+
 def test_a_first_child_that_ends_well_is_waited_for_alone(tmp_path):
     waits = python(tmp_path, "import time; time.sleep(100)")
     try:
@@ -261,3 +300,35 @@ time.sleep(1)
         time.sleep(0.05)
     child.stop()
     assert not running(int(text))
+
+
+def test_a_child_ends_when_the_process_that_has_started_it_is_killed(tmp_path):
+    theirs = """
+import os, time
+from weightsync.engines.child import end_with_parent
+end_with_parent()
+print(os.getpid(), flush=True)
+time.sleep(100)
+"""
+    log = tmp_path / "log"
+    code = f"""
+import sys, time
+from pathlib import Path
+from weightsync.engines.child import Child
+Child("the child", [sys.executable, "-c", {theirs!r}], {{}}, Path({str(log)!r}))
+time.sleep(100)
+"""
+    with subprocess.Popen([sys.executable, "-c", code]) as parent:
+        while not (log.exists() and log.read_text().endswith("\n")):
+            assert parent.poll() is None
+            time.sleep(0.05)
+        parent.kill()
+    assert not running(int(log.read_text()))
+
+
+def test_a_child_is_no_rank_of_the_trainer_that_starts_it(tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
+    child = python(tmp_path, "import os; print(*os.environ)")
+    child.process.wait(60)
+    assert not {"RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"} & {*child.log.read_text().split()}

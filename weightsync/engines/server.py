@@ -25,6 +25,8 @@ class VllmServer:
         with VllmServer("Qwen/Qwen3-0.6B", "--max-model-len", "2048") as server:
             sync = WeightSync("fsdp", CheckpointTransport(folder, restart=True), server)
 
+    Where this process is killed before that, the server ends itself.
+
     port: None takes a free one. log: where the server's output goes, "vllm.log" in a temporary folder when None.
     environment: added to this process's. start_timeout_s: how long loading a model may take.
 

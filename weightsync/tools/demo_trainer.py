@@ -17,6 +17,7 @@ from rich.console import Console
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from weightsync.engines.child import end_with_parent
 from weightsync.report import PushReport, format_bytes, format_seconds
 from weightsync.sync import WeightSync
 from weightsync.tools.bench.models import fill, join, make_trainer
@@ -90,6 +91,7 @@ def run(order: dict[str, Any], console: Console) -> None:
 
 
 def main() -> None:
+    end_with_parent()
     shown = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what other code prints goes to the log
     logging.basicConfig(level=logging.INFO)

@@ -9,11 +9,11 @@ import importlib.metadata
 import json
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from types import MappingProxyType
 from typing import Any
 
@@ -104,12 +104,20 @@ def visible_gpus(numbers: Sequence[int]) -> dict[str, str]:
 
 
 def run_trainers(
-    module: str, order: Mapping[str, Any], ranks: int, folder: Path, timeout_s: float, *, shows: bool = False
+    module: str,
+    order: Mapping[str, Any],
+    ranks: int,
+    folder: Path,
+    timeout_s: float,
+    *,
+    shows: bool = False,
+    over: Event | None = None,
 ) -> None:
     """Run `python -m module ORDER` as trainer ranks, with torchrun's variables, and return when rank 0 has ended.
 
     `order` is passed on as JSON. shows: rank 0's standard output is this process's. Raise `ChildError` with the end of
-    its log for a rank that fails, or for rank 0 that takes longer than `timeout_s`. No rank is left running.
+    its log for a rank that fails, or for rank 0 that takes longer than `timeout_s`, and once another thread has set
+    `over`. No rank is left running.
     """
     place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-m", module, json.dumps(order)]
@@ -120,18 +128,22 @@ def run_trainers(
             log = folder / f"trainer{rank}.log"
             trainers.append(Child(f"trainer rank {rank}", command, environment, log, shows=shows and rank == 0))
             cleanup.callback(trainers[-1].stop)
-        wait_for_first(trainers, timeout_s)
+        wait_for_first(trainers, timeout_s, over)
 
 
-def wait_for_first(children: Sequence[Child], timeout_s: float) -> None:
-    """Return when the first child has ended well. Raise `ChildError` where another ends badly before, or in time."""
-    deadline = Deadline(timeout_s)
+def wait_for_first(children: Sequence[Child], timeout_s: float, over: Event | None = None) -> None:
+    """Return when the first child has ended well.
+
+    Raise `ChildError` where another ends badly before, or in time, and once `over` is set.
+    """
+    deadline, over = Deadline(timeout_s), over or Event()
     while children[0].process.poll() is None:
         if deadline.passed():
             raise ChildError(f"{children[0].name} has not ended within {timeout_s:g} s. {children[0].log_end()}")
         if any(child.process.poll() for child in children):
             break
-        time.sleep(_POLL_S)
+        if over.wait(_POLL_S):
+            raise ChildError(f"{children[0].name} is no longer waited for")
     if (failed := next((child for child in children if child.process.poll()), None)) is not None:
         raise ChildError(str(failed.obituary()))
 

@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from weightsync.engines.child import end_with_parent
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.transports import handle_file
 
@@ -71,6 +72,7 @@ def main() -> None:
         command, environment = command_line(sys.argv[1:])
     except WeightSyncError as error:
         sys.exit(f"python -m weightsync.vllm.serve: {error}")
+    end_with_parent()
     os.environ.update(environment)  # before vllm is imported, which reads it
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as the command `vllm` does
     if "--enable-lora" in command:  # pushes of adapters read a metric of vLLM's that such files would hide

@@ -8,6 +8,7 @@ import platform
 import re
 import statistics
 import tempfile
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,6 +57,9 @@ def run(options: Namespace, console: Console) -> bool:
         raise ConfigError(f"--num-iters {options.num_iters} {options.num_iters_warmup}: expected at least 1, and 0")
     if options.jobs < 1:
         raise ConfigError(f"--jobs {options.jobs}: expected at least 1")
+    for name, folder in (("folder", options.folder), ("json", options.json and options.json.parent)):
+        if folder is not None and not Path(folder).is_dir():
+            raise ConfigError(f"--{name} {getattr(options, name)}: there is no folder {folder}")
     if options.families is not None:
         options.shape = add_shapes(options.families)
     if not options.dry_run and vllm_version() is None:
@@ -105,27 +109,39 @@ def _measure_all(
     folder: Path,
     console: Console,
 ) -> Iterator[dict[str, Any]]:
-    """Yield each case, measured, as it is done; `options.jobs` run at once."""
+    """Yield each case, measured, as it is done; `options.jobs` run at once. None runs on when the caller leaves."""
+    over = threading.Event()
 
     def measure_one(case: Case) -> dict[str, Any]:
         own = Path(tempfile.mkdtemp(dir=folder))  # logs and checkpoints have the same names in each
         (own / f"{case.shape}-config").symlink_to(folder / f"{case.shape}-config")
-        return _measure(case, options, sizes[case.shape], gpus, limits, own)
+        return _measure(case, options, sizes[case.shape], gpus, limits, own, over)
 
     with ThreadPoolExecutor(options.jobs) as pool:
         started = {pool.submit(measure_one, case): case for case in cases}
-        for number, done in enumerate(as_completed(started), 1):
-            row = done.result()
-            print_line(console, f"{number} of {len(cases)}: {started[done]}")
-            if "error" in row:
-                print_line(console, "\n".join([f"failed: {row['error']}", "The first errors there:", *row["causes"]]))
-            yield row
+        try:
+            for number, done in enumerate(as_completed(started), 1):
+                row = done.result()
+                print_line(console, f"{number} of {len(cases)}: {started[done]}")
+                if "error" in row:
+                    causes = ["The first errors there:", *row["causes"]]
+                    print_line(console, "\n".join([f"failed: {row['error']}", *causes]))
+                yield row
+        finally:
+            over.set()
+            pool.shutdown(cancel_futures=True)
 
 
 def _measure(
-    case: Case, options: Namespace, nbytes: int, gpus: int, limits: Mapping[str, float], folder: Path
+    case: Case,
+    options: Namespace,
+    nbytes: int,
+    gpus: int,
+    limits: Mapping[str, float],
+    folder: Path,
+    over: threading.Event,
 ) -> dict[str, Any]:
-    """Return one case, measured, as plain values. A case that fails has an "error"."""
+    """Return one case, measured, as plain values. A case that fails, or that `over` breaks off, has an "error"."""
     timeout_s = _PATIENCE_S + nbytes / _SLOWEST_BYTES_PER_S
     least_s, limit = floor(case, nbytes, limits, gpus)
     row: dict[str, Any] = {"case": asdict(case), "nbytes": nbytes, "floor_s": least_s, "floor_limit": limit}
@@ -135,7 +151,7 @@ def _measure(
     places = {"folder": str(folder), "result": str(result)}
     order = {**chosen, **places, "case": asdict(case), "gpus": gpus, "graphs": graphs, "timeout_s": timeout_s}
     try:
-        run_trainers(trainer.__name__, order, case.ranks, folder, 4 * timeout_s)
+        run_trainers(trainer.__name__, order, case.ranks, folder, 4 * timeout_s, over=over)
     except ChildError as error:
         return {**row, "error": str(error), "causes": _causes(folder)}
     measured = json.loads(result.read_text())

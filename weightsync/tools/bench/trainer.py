@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from weightsync.engines.child import end_with_parent
 from weightsync.strategies.restart import CheckpointTransport
 from weightsync.sync import WeightSync
 from weightsync.tools.bench.cases import PEERS, Case, lay_out
@@ -48,6 +49,7 @@ Seconds = dict[str, float]
 
 
 def main() -> None:
+    end_with_parent()
     logging.basicConfig(level=logging.WARNING)
     order, rank = Namespace(**json.loads(sys.argv[1])), os.environ["RANK"]
     try:
