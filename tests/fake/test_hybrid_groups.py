@@ -122,6 +122,19 @@ def test_errors_name_the_rank_and_show_where(actor: WorkerGroup):
     assert actor.nothing() == 0  # the processes go on
 
 
+def test_what_a_failure_keeps_from_beginning_does_not_take_its_place(actor: WorkerGroup, engine: RolloutGroup):
+    with pytest.raises(WorkerError, match=r"Policy\.fail raised KeyError"), engine.follow(actor):
+        actor.fail("stay", 1)
+    with pytest.raises(PeerError, match=r"Policy rank 0 on .* cannot begin Late\.init_model"):
+        WorkerGroup(actor, type("Late", (Neighbour,), {}))
+    while True:
+        try:
+            assert actor.nothing() == 0
+            break
+        except PeerError:
+            time.sleep(0.1)
+
+
 def test_only_registered_methods_are_there(actor: WorkerGroup):
     with pytest.raises(AttributeError, match="unregistered"):
         actor.unregistered()
@@ -296,8 +309,9 @@ def test_a_worker_that_dies_is_noticed_and_replaced(actor: WorkerGroup, engine: 
     with pytest.raises(PeerError):
         actor.where()
     actor.close()
-    with pytest.raises(ConfigError, match="closed"):
-        actor.where()
+    for call in (actor.where, lambda: WorkerGroup(actor, FailingRole)):
+        with pytest.raises(ConfigError, match="closed"):
+            call()
     with WorkerGroup(engine.pool, Policy, 4) as successor, engine.follow(successor) as sync:
         sync.push()
         check_states(engine, 4)

@@ -51,9 +51,11 @@ class Policy(Worker):
         if self.rank == rank:
             if kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise {"ours": ManifestError("one is missing", missing=["q"]), "theirs": KeyError("theirs")}[kind]
+            raise ManifestError("one is missing", missing=["q"]) if kind == "ours" else KeyError(kind)
         if kind == "kill":
             dist.barrier()
+        if kind == "stay":
+            time.sleep(3)  # longer than a group waits for who else has failed
 
     @register(Dispatch.ONE_TO_ALL)
     def change(self, seed: int) -> None:

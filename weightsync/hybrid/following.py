@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from weightsync.errors import ConfigError, PlacementError
+from weightsync.errors import ConfigError, PlacementError, WeightSyncError
 from weightsync.hybrid.worker_group import WorkerGroup
 from weightsync.report import PushReport
 
@@ -63,8 +63,12 @@ class GroupSync:
     def __enter__(self) -> GroupSync:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except WeightSyncError:
+            if kind is None:  # else it follows from what the body has raised, and would take its place
+                raise
 
 
 def choose_transport(

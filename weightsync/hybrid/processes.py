@@ -9,9 +9,10 @@ from typing import Any
 import ray
 
 from weightsync.errors import ConfigError, PeerError
+from weightsync.hybrid.dispatch import Place
 from weightsync.hybrid.pending import Pending
 from weightsync.hybrid.pool import WORKERS, ResourcePool
-from weightsync.hybrid.worker import Process
+from weightsync.hybrid.worker import Process, Worker
 
 
 class Processes:
@@ -42,21 +43,24 @@ class Processes:
 
     def begin(self, role: str, method: str, calls: Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]]) -> Pending:
         """Call a method of the workers of a role on the ranks of `calls`, each with its arguments."""
-        if not self._actors:
-            raise ConfigError(f"the processes of {role} are closed: make a new group")
         self._check_idle(f"{role}.{method}")
         refs = {
             f"{role} {self.names[rank]}": self._actors[rank].call.remote(role, method, *args, **kwargs)
             for rank, (args, kwargs) in calls.items()
         }
-        pending = Pending(f"{role}.{method}", refs, self.timeout_s)
+        return self._begin(f"{role}.{method}", refs)
+
+    def add(self, role: str, worker: type[Worker], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Place]:
+        """Make a worker of this class in each process, and return their places."""
+        self._check_idle(f"{role}.init_model")
+        actors = zip(self.names, self._actors, strict=True)
+        refs = {f"{role} {name}": each.add.remote(role, worker, args, kwargs) for name, each in actors}
+        return self._begin(f"{role}.init_model", refs).results()
+
+    def _begin(self, doing: str, refs: Mapping[str, Any]) -> Pending:
+        pending = Pending(doing, refs, self.timeout_s)
         self._under_way.append(pending)
         return pending
-
-    def ask(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the processes themselves, and return all results."""
-        refs = {name: getattr(each, method).remote(*args) for name, each in zip(self.names, self._actors, strict=True)}
-        return Pending(method, refs, self.timeout_s).results()
 
     def close(self) -> None:
         """End the processes, and give the pool back."""
@@ -69,7 +73,8 @@ class Processes:
     def _start(self) -> None:
         actor = ray.remote(Process)
         self._actors = [actor.options(**self.pool.options(rank)).remote(rank, self.size) for rank in range(self.size)]
-        where = self.ask("node")
+        nodes = {name: each.node.remote() for name, each in zip(self.names, self._actors, strict=True)}
+        where = Pending("node", nodes, self.timeout_s).results()
         self.nodes = [node for node, _ in where]
         self.names = [f"rank {rank} on {address}" for rank, (_, address) in enumerate(where)]
         address = where[0][1]
@@ -82,7 +87,12 @@ class Processes:
         Pending("join", joins, self.timeout_s).results()
 
     def _check_idle(self, doing: str) -> None:
-        """Raise `PeerError` while ranks are still in a call that has failed elsewhere, perhaps for good."""
+        """Raise `ConfigError` once the processes are closed.
+
+        Raise `PeerError` while ranks are still in a call that has failed elsewhere, perhaps for good.
+        """
+        if not self._actors:
+            raise ConfigError(f"{doing} cannot begin, since the processes are closed: make a new group")
         self._under_way = [each for each in self._under_way if each.running()]
         for each in self._under_way:
             if each.has_failed:

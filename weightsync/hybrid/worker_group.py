@@ -56,7 +56,7 @@ class WorkerGroup:
         if self.role in self.processes.roles:
             raise ConfigError(f"the processes have a {self.role} already: give the second one a class of its own")
         try:
-            self.layout = Layout(tuple(self.processes.ask("add", self.role, worker, args, kwargs)))
+            self.layout = Layout(tuple(self.processes.add(self.role, worker, args, kwargs)))
         except BaseException:
             if not self.processes.roles:
                 self.close()
