@@ -52,10 +52,14 @@ def engine_serves(worker: str, version: int, loaded: Done | None = None) -> None
             metrics.engine_seconds.labels(worker, phase).observe(getattr(loaded, f"{phase}_s"))
 
 
-def engine_failed(worker: str, error: WeightSyncError, poisoned: bool) -> None:
-    """Note on a worker that a push has failed, and whether its weights are a mixture."""
+def engine_failed(worker: str, error: WeightSyncError | None, poisoned: bool) -> None:
+    """Note on a worker that a push has failed, and whether its weights are a mixture.
+
+    error: None for a push that has failed elsewhere, where it is counted.
+    """
     if (metrics := _metrics()) is not None:
-        metrics.engine_failures.labels(worker, type(error).__name__).inc()
+        if error is not None:
+            metrics.engine_failures.labels(worker, type(error).__name__).inc()
         metrics.engine_poisoned.labels(worker).set(poisoned)
 
 
@@ -86,7 +90,9 @@ class _Metrics:
         )
         self.engine_bytes = Counter("weightsync_engine_bytes", "Bytes that pushes have written to a worker", of_engine)
         self.engine_failures = Counter(
-            "weightsync_engine_failures", "Pushes that failed on a worker, by class of the error", [*of_engine, "error"]
+            "weightsync_engine_failures",
+            "What workers ran into in pushes, by class of the error",
+            [*of_engine, "error"],
         )
         self.engine_version = Gauge(
             "weightsync_engine_version", "The version that a worker serves", of_engine, multiprocess_mode=newest

@@ -80,6 +80,21 @@ def test_metrics_of_a_push_that_fails_and_of_the_one_that_heals(engine: FakeEngi
         assert value("weightsync_engine_poisoned", worker="tp=0") == 0
 
 
+def test_a_worker_does_not_count_what_another_one_ran_into(sample: Any) -> None:
+    model = trainer_model(checkpoint(2))
+    hosts = [ModuleHost(TinyEngineModel, checkpoint(1), rank=rank, world=2) for rank in range(2)]
+    with closing(FakeEngine(*hosts)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=30.0) as sync:
+        sync.push(model)
+        fail_once_after(engine.sessions[0].receiver, 0)
+        with pytest.raises(WeightSyncError, match="no memory left"):
+            sync.push(model)
+        assert sample("weightsync_engine_failures_total", worker="tp=0", error="WeightSyncError") == 1
+        assert value("weightsync_engine_failures_total", worker="tp=1", error="WeightSyncError") is None
+        assert value("weightsync_engine_poisoned", worker="tp=1") == 1
+        sync.push(model)
+        assert value("weightsync_engine_poisoned", worker="tp=1") == 0
+
+
 WORKER = """
 import sys
 from weightsync import telemetry

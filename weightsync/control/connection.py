@@ -250,6 +250,10 @@ class Connection:
             (cause for cause in causes if isinstance(cause, FencedError)), causes[0] if causes else self._broken
         )
 
+    def was_told(self) -> bool:
+        """Return whether the peer has reported a failure that has already been read."""
+        return any(isinstance(message, Failure) for message in tuple(self._inbox))
+
     def has_mail(self) -> bool:
         """Return whether `pop` would give a message."""
         return bool(self._inbox)

@@ -260,12 +260,14 @@ class WorkerSession:
                 if isinstance(message, Commit):
                     return
         except BaseException as error:
+            failed_elsewhere = connection.was_told()
             problem = tell(error)
             self.receiver.disconnect()
             if not connection.is_open():  # else the engine stays the trainer's, until it has ended the update
                 self.close()
             logger.error("%s gave up: %s; it is %s", self._name, problem, self.status())
-            telemetry.engine_failed(self._model.identity.name, problem, self.receiver.state == POISONED)
+            own = None if failed_elsewhere else problem
+            telemetry.engine_failed(self._model.identity.name, own, self.receiver.state == POISONED)
             if not isinstance(error, Exception):
                 raise
         finally:
