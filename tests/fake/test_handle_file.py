@@ -11,6 +11,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from weightsync.engines.server import VllmServer
 from weightsync.strategies.shared_memory import SingleCopyTransport
 from weightsync.tools import handles
 from weightsync.transports import handle_file
+from weightsync.vllm import serve
 from weightsync.vllm.serve import command_line
 
 LIVE: list[dict[str, torch.Tensor]] = []
@@ -165,12 +167,23 @@ def test_files_are_looked_for_in_order(tmp_path: Path, monkeypatch: pytest.Monke
     assert handle_file.place_to_write() == places[2] / handle_file.FILE
 
 
+def test_an_engine_that_ends_leaves_the_file_of_another_one(written: Path):
+    write(written, {}, pid=os.getppid())
+    handle_file.remove(written)
+    assert written.exists()
+    write(written, {})
+    for _ in range(2):
+        handle_file.remove(written)
+        assert not written.exists()
+
+
 def test_the_command_says_whether_a_file_holds(written: Path, tmp_path: Path):
     with open(tmp_path / "out", "w+") as out:
         assert handles.run(Namespace(file=written), Console(file=out, width=200))
         assert not handles.run(Namespace(file=change(written, boot_id="another")), Console(file=out, width=200))
         out.seek(0)
         text = out.read()
+    assert text.splitlines()[1].split() == ["worker", "process", "device", "GPU", "parameters", "bytes", "instance"]
     assert "3 parameters can be mapped" in text
     assert "stale" in text
 
@@ -195,11 +208,25 @@ def test_the_server_listens_on_this_host_alone_and_keeps_vllms_options(monkeypat
     assert (command[1], command[-2:]) == ("m", ["--dtype", "bfloat16"])
     assert environment == {"VLLM_SERVER_DEV_MODE": "1", handle_file.VARIABLE: ""}
     assert command_line(["m", "--enable_lora"])[1]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert command_line(["m", "--host", "::1"])[1][handle_file.URL_VARIABLE] == "http://[::1]:8000"
     for option in ("--weight-transfer-config", "--weight_transfer_config"):
         with pytest.raises(ConfigError, match="leave --weight-transfer-config out"):
             command_line(["m", option, "{}"])
-    with pytest.raises(SystemExit):
-        command_line(["--dtype", "bfloat16"])
+    for arguments in (["--dtype", "bfloat16"], ["m", "--model", "other"]):
+        with pytest.raises(SystemExit):
+            command_line(arguments)
+
+
+@pytest.mark.parametrize("option", ["--enable-lora", "--enable_lora"])
+def test_a_server_of_adapters_keeps_the_metric_that_pushes_of_them_read(option: str, monkeypatch: pytest.MonkeyPatch):
+    """Metrics in files would hide it."""
+    found = []
+    monkeypatch.setattr(serve, "_run", lambda _: found.append(os.environ.get("PROMETHEUS_MULTIPROC_DIR")))
+    for arguments in (["m"], ["m", option]):
+        with mock.patch.dict(os.environ):
+            monkeypatch.setattr(sys, "argv", ["serve", *arguments])
+            serve.main()
+    assert (found[0] is None, found[1]) == (False, None)
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path):

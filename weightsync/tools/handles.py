@@ -7,11 +7,11 @@ from math import prod
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from weightsync.errors import PlacementError
 from weightsync.planning.layout import itemsize
 from weightsync.report import format_bytes
+from weightsync.tools.tables import print_line, print_table
 from weightsync.transports import handle_file
 
 
@@ -21,8 +21,8 @@ def run(options: Namespace, console: Console) -> bool:
     GPU memory is not mapped here, since torch counts how often it is. Raise as `handle_file.find` and `read` do.
     """
     found = handle_file.read(handle_file.find(options.file))
-    console.print(f"{found.path}: {found.model}, tensor parallel {found.tp_degree}, {found.url or 'no server'}")
-    table = Table("worker", "process", "device", "GPU", "parameters", "bytes", "epoch")
+    print_line(console, f"{found.path}: {found.model}, tensor parallel {found.tp_degree}, {found.url or 'no server'}")
+    table = []
     for worker in found.workers:
         rows = worker.ipc_handles.values()
         nbytes = sum(prod(row["shape"]) * itemsize(row["dtype"].removeprefix("torch.")) for row in rows)
@@ -35,8 +35,9 @@ def run(options: Namespace, console: Console) -> bool:
             format_bytes(nbytes),
             worker.engine_instance,
         ]
-        table.add_row(*map(str, facts))
-    console.print(table)
+        table.append([*map(str, facts)])
+    columns = ("worker", "process", "device", "GPU", "parameters", "bytes", "instance")
+    print_table(console, columns, table, ">><<>><")
     try:
         handle_file.check(found)
         on_cpu = [worker.rank for worker in found.workers if worker.device == "cpu"]
@@ -44,5 +45,5 @@ def run(options: Namespace, console: Console) -> bool:
     except PlacementError as error:
         console.print(str(error), style="bold red", markup=False, highlight=False, soft_wrap=True)
         return False
-    console.print("its engine is alive" + (f", {mapped} parameters can be mapped" if on_cpu else ""))
+    print_line(console, "its engine is alive" + (f", {mapped} parameters can be mapped" if on_cpu else ""))
     return True

@@ -12,6 +12,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from weightsync.control.runtime import boot_id, started_ticks
-from weightsync.errors import ConfigError, PlacementError, ProtocolError
+from weightsync.errors import ConfigError, PlacementError, ProtocolError, WeightSyncError
 from weightsync.transports.base import strided
 from weightsync.transports.shared_handles import export, open_exported
 
@@ -50,8 +51,11 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker of the engine. `epoch` is another one for each start. `ipc_handles` has for each of its parameters
-    where it lies, as `handle_rows` has it."""
+    """One worker of the engine.
+
+    engine_instance: another one for each start of the engine.
+    ipc_handles: where each of its parameters lies, as `handle_rows` has it.
+    """
 
     rank: int
     pid: int
@@ -174,6 +178,13 @@ def read(path: Path) -> Bridge:
         if isinstance(error, ProtocolError):
             raise
         raise ProtocolError(f"{path} is no {FILE} of format {FORMAT}: {type(error).__name__}: {error}") from error
+
+
+def remove(path: Path) -> None:
+    """Remove the file of the engine of this process. What another engine has written there since stays."""
+    with suppress(WeightSyncError):  # it is gone, or is none of this engine's
+        if any(worker.pid == os.getpid() for worker in read(path).workers):
+            path.unlink(missing_ok=True)
 
 
 def check(bridge: Bridge) -> None:

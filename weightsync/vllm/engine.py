@@ -10,6 +10,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from weightsync.control.wire import InitInfo
 from weightsync.receiver.worker import WorkerSession
+from weightsync.transports import handle_file
 from weightsync.vllm import compat
 from weightsync.vllm.engine_model import VllmModel
 from weightsync.vllm.handle_export import export_bridge
@@ -56,7 +57,7 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         self.session.close()
         if self._bridge is not None:
-            self._bridge.unlink(missing_ok=True)
+            handle_file.remove(self._bridge)
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:

@@ -22,11 +22,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from weightsync.control.addresses import at
 from weightsync.engines.child import end_with_parent
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.transports import handle_file
 
 _HOST, _PORT = "127.0.0.1", 8000
+_LORA_UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 
 def command_line(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -52,6 +54,8 @@ def command_line(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     model = first[0] if first else own.model
     if model is None:
         parser.error("which model? e.g. python -m weightsync.vllm.serve Qwen/Qwen3-0.6B")
+    if own.model not in (None, model):
+        parser.error(f"which model, {model} or {own.model}? Leave --model out")
     options = {word.partition("=")[0].replace("_", "-") for word in others}  # vLLM takes both
     if any(option.startswith("--weight-transfer-config") for option in options):
         raise ConfigError("leave --weight-transfer-config out: this command sets it to weightsync; or use `vllm serve`")
@@ -59,9 +63,9 @@ def command_line(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     if own.bridge != "none":
         reached = _HOST if own.host in ("0.0.0.0", "::", "localhost") else own.host
         path = Path(own.bridge).absolute() if own.bridge else handle_file.place_to_write().absolute()
-        environment |= {handle_file.VARIABLE: str(path), handle_file.URL_VARIABLE: f"http://{reached}:{own.port}"}
+        environment |= {handle_file.VARIABLE: str(path), handle_file.URL_VARIABLE: f"http://{at(reached, own.port)}"}
     if "--enable-lora" in options:
-        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        environment[_LORA_UPDATING] = "1"
     config = '{"backend": "weightsync"}'
     command = ["serve", model, "--host", own.host, "--port", str(own.port), "--weight-transfer-config", config, *others]
     return command, environment
@@ -75,7 +79,7 @@ def main() -> None:
     end_with_parent()
     os.environ.update(environment)  # before vllm is imported, which reads it
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as the command `vllm` does
-    if "--enable-lora" in command:  # pushes of adapters read a metric of vLLM's that such files would hide
+    if _LORA_UPDATING in environment:  # pushes of adapters read a metric of vLLM's that such files would hide
         _run(command)
         return
     with tempfile.TemporaryDirectory(prefix="weightsync-metrics-") as folder:
