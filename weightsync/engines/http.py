@@ -60,6 +60,10 @@ class HttpEngine:
             raise ConfigError(f"{url!r} is not a URL: {error}") from error
         if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
             raise ConfigError(f"{url!r} is not the URL of a server; expected one such as {DEFAULT_URL!r}")
+        if parts.username is not None:
+            raise ConfigError(
+                f"the URL of {host} names a user, whom weightsync would not send, and logs would show: leave it out"
+            )
         if parts.path.rstrip("/").endswith("/v1"):
             raise ConfigError(f"{url!r} is where vLLM answers as OpenAI does; give the server's address, without /v1")
         self.name = name
