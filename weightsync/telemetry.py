@@ -7,6 +7,7 @@ up. Where a package is not installed, nothing is kept. docs/metrics.md lists all
 
 from __future__ import annotations
 
+import logging
 import threading
 from functools import cache
 from typing import Any
@@ -15,6 +16,8 @@ from weightsync.control.update import Timeline
 from weightsync.control.wire import Done
 from weightsync.errors import WeightSyncError
 from weightsync.report import PushReport
+
+logger = logging.getLogger(__name__)
 
 _MAKING = threading.Lock()
 _BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -116,6 +119,9 @@ def _make_metrics() -> Any:
     try:
         return _Metrics()
     except ImportError:
+        return None
+    except Exception:  # of prometheus_client, as where its folder is gone; a push and an engine go on without it
+        logger.exception("no metrics of pushes are kept in this process")
         return None
 
 

@@ -198,6 +198,17 @@ def test_pushes_work_without_the_packages() -> None:
     assert ran.stdout == "1\n", ran.stderr
 
 
+def test_nothing_fails_where_no_metrics_can_be_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> None:
+        raise FileNotFoundError("the folder of $PROMETHEUS_MULTIPROC_DIR is gone")
+
+    monkeypatch.setattr(telemetry, "_Metrics", refuse)
+    assert telemetry._make_metrics.__wrapped__() is None
+    assert "no metrics of pushes are kept" in caplog.text
+
+
 def names() -> set[str]:
     telemetry._metrics()
     return {family.name for family in REGISTRY.collect() if family.name.startswith("weightsync_")}
