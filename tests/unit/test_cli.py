@@ -126,6 +126,7 @@ def test_answers_differ_by_tokens_or_by_log_probabilities():
     assert difference([one], [one]) == 0
     assert difference([one], [Answer((1, 2), (-0.5, -1.25))]) == 0.25
     assert difference([one], [Answer((1, 3), (-0.5, -1.0))]) == float("inf")
+    assert difference([one], [Answer((1, 2), (-0.5, float("nan")))]) == float("inf")
 
 
 def test_a_tiny_model_is_a_config_alone(tmp_path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -213,8 +214,12 @@ def _complete(engine: HttpEngine, prompt: Sequence[int], asked: dict[str, Any]) 
 
 
 def difference(a: Sequence[Answer], b: Sequence[Answer]) -> float:
-    """Return the largest difference of log-probabilities. It is infinite where the token ids differ."""
+    """Return the largest difference of log-probabilities.
+
+    It is infinite where the token ids differ, or a log-probability is not a number.
+    """
     if [answer.token_ids for answer in a] != [answer.token_ids for answer in b]:
         return float("inf")
     pairs = [zip(one.logprobs, other.logprobs, strict=True) for one, other in zip(a, b, strict=True)]
-    return max(abs(x - y) for pair in pairs for x, y in pair)
+    gaps = [abs(x - y) for pair in pairs for x, y in pair]
+    return float("inf") if any(map(math.isnan, gaps)) else max(gaps)
