@@ -38,7 +38,7 @@ class EngineList:
         self._read: Callable[[], object] | None = None
         if isinstance(given, os.PathLike):
             self._read = lambda: _addresses(Path(given))
-        elif callable(given) and not isinstance(given, Engine) and vllm_class(given) is public_name(given) is None:
+        elif callable(given) and not _is_engine(given):
             self._read = given
         self._listed: list[object] | None = None if given is None or self._read is not None else listed(given)
         self._added: list[object] = []
@@ -123,10 +123,19 @@ def public_name(engine: Any) -> str | None:
     """Return the URL or the Ray actor's id by which every process reaches an engine. None: it lives in this process."""
     if isinstance(engine, Engine):
         return None
-    url = engine if isinstance(engine, str) else getattr(engine, "url", None)
-    if isinstance(url, str):  # or a `VllmServer`
+    if (url := _url(engine)) is not None:
         return url.rstrip("/")
     return f"Ray actor {engine._actor_id.hex()}" if _is_ray_actor(engine) else None
+
+
+def _url(engine: Any) -> str | None:
+    """Return the URL that an engine is, or has, as a `VllmServer` does."""
+    url = engine if isinstance(engine, str) else getattr(engine, "url", None)
+    return url if isinstance(url, str) else None
+
+
+def _is_engine(given: object) -> bool:
+    return isinstance(given, Engine) or vllm_class(given) is not None or public_name(given) is not None
 
 
 def _is_same(one: object, other: object) -> bool:
@@ -148,8 +157,7 @@ def _is_ray_actor(engine: Any) -> bool:
 def _connect_one(engine: object, label: str, timeout_s: float) -> Engine:
     if isinstance(engine, Engine):
         return engine
-    url = engine if isinstance(engine, str) else getattr(engine, "url", None)
-    if isinstance(url, str):  # or a `VllmServer`
+    if (url := _url(engine)) is not None:
         return HttpEngine(url, name=f"{label} ({url})", timeout_s=timeout_s)
     kind = vllm_class(engine)
     if kind == "AsyncLLM":

@@ -76,7 +76,9 @@ class HttpEngine:
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the JSON object that the server answers to one request. Raise `EngineError`s."""
-        return self._object(path, self._checked(path, *self._request(method, path, body, self.timeout_s)))
+        route = path.partition("?")[0]
+        limit = limit_s(route.lstrip("/"), self.timeout_s)
+        return self._object(route, self._checked(route, *self._request(method, path, body, limit)))
 
     def init(self, init_info: dict[str, Any]) -> None:
         # Known from the version, not found by trying: see `VllmEngine`.
@@ -198,9 +200,7 @@ class HttpEngine:
         return found - {""}
 
     def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        route = path.partition("?")[0]
-        limit = limit_s(route.lstrip("/"), self.timeout_s)
-        return self._object(route, self._checked(route, *self._request("POST", path, body, limit)))
+        return self.call("POST", path, body)
 
     def _object(self, route: str, text: str) -> dict[str, Any]:
         """Return the JSON object that an answer is, or {} for an answer without a body."""
