@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from weightsync.errors import ConfigError
-from weightsync.tools import cli
+from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.tools import cli, doctor, handles
 from weightsync.tools.demo import lay_out
 from weightsync.tools.processes import Answer, difference, tiny_model
 
@@ -61,6 +61,8 @@ def test_help(arguments, words, capsys):
         (["demo", "--steps", "0"], "--steps 0"),
         (["bench", "--num-iters", "0"], "--num-iters 0"),
         (["bench", "--ranks", "2", "0"], "--ranks 0"),
+        (["bench", "--json", "/nonexistent/found.json"], "there is no folder /nonexistent"),
+        (["bench", "--folder", "/nonexistent"], "there is no folder /nonexistent"),
         (["doctor", "--model", "/nonexistent"], "--model needs --engine"),
         (["doctor", "--engine", "http://127.0.0.1:1", "--model", "/nonexistent", "--no-engine"], "exclude each other"),
         (["doctor", "--no-engine", "--quantization", "fp8"], "engines of the doctor's own"),
@@ -71,6 +73,24 @@ def test_help(arguments, words, capsys):
 def test_a_call_that_cannot_work_is_one_message_and_status_2(arguments, message, capsys):
     assert cli.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_weightsync_does_not_cover_is_status_2_too(monkeypatch, capsys):
+    def refuse(*_: object) -> bool:
+        raise UnsupportedError("3 experts cannot be divided evenly")
+
+    monkeypatch.setattr(handles, "run", refuse)
+    assert cli.main(["handles"]) == 2
+    assert "3 experts cannot be divided evenly" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("release", "status"), [("0.19.1", "FAIL"), ("0.24.0", "skip"), ("0.25.0", "pass"), ("0.34.0rc1", "FAIL")]
+)
+def test_doctor_knows_releases_that_the_worker_extension_alone_serves(monkeypatch, release, status):
+    monkeypatch.setattr(doctor.processes, "vllm_version", lambda: release)
+    (found,) = [finding for finding in doctor._versions() if finding.check == "vllm"]
+    assert found.status == status
 
 
 def test_the_help_of_bench_begins_with_what_it_does(capsys):

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except WeightSyncError as error:
         Console(stderr=True).print(f"[bold red]weightsync {options.command}[/bold red]:", end=" ")
         Console(stderr=True).print(str(error), markup=False, highlight=False, soft_wrap=True)
-        return 2 if isinstance(error, ValueError) else 1
+        return 2 if isinstance(error, (ValueError, NotImplementedError)) else 1
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted")
         return 130

@@ -49,6 +49,8 @@ from weightsync.transports.shared_handles import SHARED_MEMORY, export, open_exp
 _PROMPTS = ([5, 6, 7, 8], [40, 41], [100, 101, 102])
 _VLLM_VERSIONS = ((0, 25), (0, 33))
 """The first and the last release that the plug-in works in."""
+_EXTENSION_SINCE = (0, 20)
+"""The first release that the worker extension works in."""
 _WEIGHTS = ("*.safetensors", "*.bin")
 _START_TIMEOUT_S = 300.0
 _CHILD_TIMEOUT_S = 60.0
@@ -102,6 +104,9 @@ def _versions() -> Findings:
         yield Finding("skip", "vllm", "not installed here; it is needed where the engine runs")
         return
     (low, high), release = _VLLM_VERSIONS, tuple(int(part) for part in vllm.split(".")[:2])
+    if _EXTENSION_SINCE <= release < low:
+        yield Finding("skip", "vllm", f"{vllm} has no plug-ins; start engines with weightsync's worker extension")
+        return
     known = f"{vllm}; weightsync works with {'.'.join(map(str, low))} to {'.'.join(map(str, high))}"
     yield found("vllm", low <= release <= high, vllm, known)
 
