@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -87,6 +88,8 @@ def test_union_joins_columns():
     assert sorted(joined.keys()) == ["anything", "more", "number", "text"]
     assert joined.get("anything").tolist() == batch_of(3).get("anything").tolist()
     assert sorted(one.keys()) == ["number", "text"]
+    unknown = TensorDict({"number": torch.tensor([1.0, torch.nan])}, [2])
+    assert union(unknown, unknown.clone())["number"].isnan().tolist() == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -107,6 +110,11 @@ def test_union_refuses_what_contradicts(other: TensorDict, words: str):
 def test_concat_refuses_other_columns():
     with pytest.raises(ConfigError, match=r"\['number'\]"):
         concat([batch_of(1), batch_of(1).select("number")])
+    rows_of = {"[3]": torch.zeros(2, 3), "[4]": torch.zeros(1, 4), "no tensors": column(["a"])}
+    for one, other in itertools.permutations(rows_of, 2):
+        words = re.escape(f"the rows of the column 'answers' are of the sizes {one}, {other}: pad them alike first")
+        with pytest.raises(ConfigError, match=words):
+            concat([TensorDict({"answers": rows_of[size]}, [len(rows_of[size])]) for size in (one, other)])
 
 
 @given(COUNTS)

@@ -56,13 +56,20 @@ def split(batch: TensorDict, parts: int) -> list[TensorDict]:
 
 
 def concat(batches: Sequence[TensorDict]) -> TensorDict:
-    """Return the rows of all batches, in order. Raises `ConfigError` where their columns differ."""
+    """Return the rows of all batches, in order.
+
+    Raises `ConfigError` where their columns differ, or the sizes of the rows of one.
+    """
     names = [sorted(batch.keys()) for batch in batches]
     if not batches or any(other != names[0] for other in names):
         raise ConfigError(f"batches with the columns {names} cannot be put one below the other")
     found: dict[str, Any] = {}
     for name in names[0]:
         values = [batch.get(name) for batch in batches]
+        shapes = dict.fromkeys(each.shape[1:] if isinstance(each, torch.Tensor) else None for each in values)
+        if len(shapes) > 1:
+            sizes = ", ".join("no tensors" if shape is None else str(list(shape)) for shape in shapes)
+            raise ConfigError(f"the rows of the column {name!r} are of the sizes {sizes}: pad them alike first")
         if isinstance(values[0], torch.Tensor):
             found[name] = _joined(values)
         else:
@@ -154,5 +161,7 @@ def _tensor_of(data: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and bool((one == other).all())
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return bool(((one == other) | ((one != one) & (other != other))).all())  # NaN is what NaN is
     return type(one) is type(other) and one.tolist() == other.tolist()
