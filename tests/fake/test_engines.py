@@ -241,9 +241,9 @@ def test_http_calls_the_worker_extension_of_a_vllm_without_plug_ins(server, vers
         engine.init({})
 
 
-@pytest.mark.parametrize("answer", ['{"version": "0.25.0"}', '{"version": "1.0.0"}', '{"version": "dev"}', "{}"])
-def test_http_calls_the_plug_in_of_every_other_vllm(server, answer):
-    server.replies["/version"] = (200, answer)
+@pytest.mark.parametrize("version", ["0.25.0", "1.0.0", "dev", "0.1.dev1+g12ab", None])
+def test_http_calls_the_plug_in_of_every_other_vllm(server, version):
+    server.replies["/version"] = (200, json.dumps({} if version is None else {"version": version}))
     http_engine(server.url).init({})
     assert [path for _, path, _ in server.requests] == ["/version", "/init_weight_transfer_engine"]
 

@@ -37,7 +37,7 @@ DEFAULT_URL = "http://localhost:8000"
 
 logger = logging.getLogger(__name__)
 
-_PLUG_INS_SINCE = (0, 25)
+_EXTENSION_SINCE, _PLUG_INS_SINCE = (0, 20), (0, 25)
 _DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
 _LORA_UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 _LORA_METRIC = "vllm:lora_requests_info"
@@ -81,9 +81,10 @@ class HttpEngine:
         return self._object(route, self._checked(route, *self._request(method, path, body, limit)))
 
     def init(self, init_info: dict[str, Any]) -> None:
-        # Known from the version, not found by trying: see `VllmEngine`.
+        # Known from the version, not found by trying: see `VllmEngine`. A build without tags calls itself 0.1.dev1.
         version = re.match(r"(\d+)\.(\d+)", str(self.call("GET", "/version").get("version")))
-        self._has_plug_ins = version is None or tuple(map(int, version.groups())) >= _PLUG_INS_SINCE
+        release = tuple(map(int, version.groups())) if version is not None else _PLUG_INS_SINCE
+        self._has_plug_ins = not _EXTENSION_SINCE <= release < _PLUG_INS_SINCE
         if self._has_plug_ins:
             self._post("/init_weight_transfer_engine", {"init_info": init_info})
         else:
