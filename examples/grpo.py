@@ -372,7 +372,8 @@ def main() -> None:
 def run(options: argparse.Namespace, name: str, device: torch.device, rank: int, size: int) -> None:
     engine = None
     if rank == 0:
-        launched = {key: os.environ.pop(key) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if key in os.environ}
+        of_torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
+        launched = {key: os.environ.pop(key) for key in of_torchrun if key in os.environ}
         engine = ServedEngine(options.engine) if options.engine else OwnEngine(name, options)  # it has ranks of its own
         os.environ.update(launched)
     transport: Any = options.transport
