@@ -122,15 +122,32 @@ def test_errors_name_the_rank_and_show_where(actor: WorkerGroup):
     assert actor.nothing() == 0  # the processes go on
 
 
-def test_what_a_failure_keeps_from_beginning_does_not_take_its_place(actor: WorkerGroup, engine: RolloutGroup):
+def test_what_a_failure_keeps_from_beginning_does_not_take_its_place(
+    actor: WorkerGroup, engine: RolloutGroup, tmp_path: Path
+):
     with pytest.raises(WorkerError, match=r"Policy\.fail raised KeyError"), engine.follow(actor):
-        actor.fail("stay", 1)
+        actor.fail("theirs", 1, tmp_path / "end")
     with pytest.raises(PeerError, match=r"Policy rank 0 on .* cannot begin Late\.init_model"):
         WorkerGroup(actor, type("Late", (Neighbour,), {}))
+    (tmp_path / "end").touch()
+    wait_until_idle(actor)
+
+
+def test_a_failure_that_nobody_asked_for_keeps_others_from_beginning(actor: WorkerGroup, tmp_path: Path):
+    later = actor.fail.remote("theirs", 1, tmp_path / "end")
+    while not later._pending.has_failed():
+        time.sleep(0.05)
+    with pytest.raises(PeerError, match=r"cannot begin Policy\.where, since Policy\.fail has failed elsewhere"):
+        actor.where()
+    (tmp_path / "end").touch()
+    wait_until_idle(actor)
+
+
+def wait_until_idle(actor: WorkerGroup) -> None:
     while True:
         try:
             assert actor.nothing() == 0
-            break
+            return
         except PeerError:
             time.sleep(0.1)
 

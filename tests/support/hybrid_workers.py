@@ -47,15 +47,15 @@ class Policy(Worker):
         return self.rank
 
     @register(Dispatch.ONE_TO_ALL)
-    def fail(self, kind: str, rank: int) -> None:
+    def fail(self, kind: str, rank: int, until: Path | None = None) -> None:
         if self.rank == rank:
             if kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ManifestError("one is missing", missing=["q"]) if kind == "ours" else KeyError(kind)
         if kind == "kill":
             dist.barrier()
-        if kind == "stay":
-            time.sleep(3)  # longer than a group waits for who else has failed
+        while until is not None and not until.exists():
+            time.sleep(0.05)
 
     @register(Dispatch.ONE_TO_ALL)
     def change(self, seed: int) -> None:

@@ -25,7 +25,7 @@ class Pending:
 
     def __init__(self, doing: str, refs: Mapping[str, Any], timeout_s: float) -> None:
         self.doing = doing
-        self.has_failed = False
+        self._given_up = False
         self._names = {ref: name for name, ref in refs.items()}
         self._deadline = Deadline(timeout_s)
 
@@ -50,13 +50,21 @@ class Pending:
             )
         except ray.exceptions.RayError:
             failure = self._first_cause(refs)
-        self.has_failed = True
+        self._given_up = True
         raise failure
 
     def running(self) -> list[str]:
         """Return the names of the actors that have not answered yet."""
-        _, waiting = ray.wait(list(self._names), num_returns=len(self._names), timeout=0, fetch_local=False)
-        return [self._names[ref] for ref in waiting]
+        return [self._names[ref] for ref in self._by_now()[1]]
+
+    def has_failed(self) -> bool:
+        """Return whether an actor has raised or died, or the call took too long. Asks for no result."""
+        return self._given_up or any(raised(ref) is not None for ref in self._by_now()[0])
+
+    def _by_now(self) -> tuple[list[Any], list[Any]]:
+        """Return the results that there are, and those that are not there yet."""
+        ended, waiting = ray.wait(list(self._names), num_returns=len(self._names), timeout=0, fetch_local=False)
+        return ended, waiting
 
     def _first_cause(self, refs: list[Any]) -> WeightSyncError:
         """Return the failure that the others are the outcome of: a death before an exception."""

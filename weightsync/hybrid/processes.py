@@ -95,7 +95,7 @@ class Processes:
             raise ConfigError(f"{doing} cannot begin, since the processes are closed: make a new group")
         self._under_way = [each for each in self._under_way if each.running()]
         for each in self._under_way:
-            if each.has_failed:
+            if each.has_failed():
                 raise PeerError(
                     f"{', '.join(each.running())} cannot begin {doing}, since {each.doing} has failed elsewhere and "
                     "goes on there: close the group, and make another on the same pool",
