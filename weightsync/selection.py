@@ -71,8 +71,7 @@ class TensorSelection:
         for pattern, replacement in self.rename.items():
             try:
                 re.sub(pattern, replacement, "")
-                re.compile(pattern)
-            except (re.error, TypeError) as error:
+            except (re.error, TypeError, IndexError) as error:
                 raise ConfigError(f"rename[{pattern!r}]={replacement!r}: {error}") from None
 
     def idle(self, names: Sequence[str]) -> list[str]:

@@ -144,7 +144,7 @@ def test_two_tensors_of_one_name_are_refused(engine: RecordedEngine) -> None:
     assert serves(engine, 1)
 
 
-@pytest.mark.parametrize("rename", ["a", {"(": ""}, {"a": 1}, {"a": r"\1"}])
+@pytest.mark.parametrize("rename", ["a", {"(": ""}, {"a": 1}, {"a": r"\1"}, {"a": r"\g<b>"}])
 def test_a_rename_that_cannot_be_is_refused(rename: Any) -> None:
     with pytest.raises(ConfigError, match="rename"):
         TensorSelection(rename=rename)
