@@ -13,6 +13,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from test_source_fsdp import assert_same, rebuilt
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard
@@ -26,6 +27,7 @@ from transformers.core_model_loading import (
     WeightRenaming,
 )
 
+from weightsync.checkpoint.sidecars import with_configs
 from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import Box
 from weightsync.selection import TensorSelection
@@ -91,7 +93,7 @@ def test_sharded_tensors_that_a_checkpoint_has_in_one(tmp_path: Path):
 
 
 def sharded_experts(rank: int, folder: str) -> None:
-    """Two ranks: on the experts' own dimension, on the one along which gate and up lie, flattened, and wrapped."""
+    """Two ranks: on the experts' own dimension, replicated, on the one along which gate and up lie, and flattened."""
     expected = load_file(Path(folder) / "model.safetensors")
 
     def check(model: nn.Module) -> None:
@@ -100,6 +102,9 @@ def sharded_experts(rank: int, folder: str) -> None:
         assert not found
 
     check(tiny_models.shard(tiny_models.build("mixtral", "A")))
+    replicated = replicate(tiny_models.build("mixtral", "A"))
+    check(replicated)
+    assert with_configs(replicated, None, None, None)[0].architectures == ["MixtralForCausalLM"]
     for dim in (1, 2):
         model = tiny_models.build("mixtral", "A")
         for layer in model.model.layers:
@@ -180,8 +185,14 @@ class Doubled(ConversionOps):
         return self
 
 
+class DoubledInPlace(Doubled):
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {name: [tensor[0].mul_(2)] for name, tensor in input_dict.items()}
+
+
 def test_what_a_checkpoint_has_in_another_form_than_a_view_is_refused():
-    doubled = [WeightConverter(f"twice_{name}", name, [Doubled()]) for name in ("one", "other")]
+    kinds = {"one": Doubled(), "other": DoubledInPlace()}
+    doubled = [WeightConverter(f"twice_{name}", name, [kind]) for name, kind in kinds.items()]
     with pytest.raises(UnsupportedError, match="computes what it saves") as caught:
         sent(odd(*doubled, RENAMED))
     assert set(caught.value.tensors) == {"one", "other"}

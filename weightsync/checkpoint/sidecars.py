@@ -66,13 +66,13 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 
 def with_configs(model: Model, config: Any, generation_config: Any, tokenizer: Any) -> list[Any]:
     """Return what is saved beside the weights, with a transformers model's own configs where none are given."""
-    from weightsync.sources.module_tree import unwrapped  # DTensor costs more to import than all the rest
+    from weightsync.sources.module_tree import own_class, unwrapped  # DTensor costs more to import than all the rest
 
     if isinstance(model, nn.Module):
         own = unwrapped(model)
         if config is None and hasattr(getattr(own, "config", None), "save_pretrained"):
             config = copy.deepcopy(own.config)
-            config.architectures = [type(own).__name__.removeprefix("FSDP")]  # FSDP2 puts this before a class's name
+            config.architectures = [own_class(own).__name__]
         if generation_config is None and hasattr(getattr(own, "generation_config", None), "save_pretrained"):
             generation_config = own.generation_config
     return [config, generation_config, tokenizer]

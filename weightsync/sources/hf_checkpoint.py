@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import Box, Manifest, TensorMeta, row_major
 from weightsync.selection import TensorSelection
-from weightsync.sources.module_tree import unwrapped
+from weightsync.sources.module_tree import own_class, unwrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +116,8 @@ def _follow(model: nn.Module, tensors: Sequence[TensorMeta]) -> Iterable[list[Sa
                 f"cannot follow how transformers saves a {type(model).__name__} ({type(error).__name__}: {error})"
             ) from error
     by_storage = {_storage(state[meta.name]): meta for meta in tensors}
+    for storage in aliases.changed:
+        by_storage.pop(storage, None)
     found: dict[str, list[Saved]] = {meta.name: [] for meta in tensors}
     for name, tensor in written.items():
         parts: list[tuple[TensorMeta, Saved]] = []
@@ -143,11 +144,12 @@ def _follow(model: nn.Module, tensors: Sequence[TensorMeta]) -> Iterable[list[Sa
 class _Aliases(TorchDispatchMode):
     """A mode in which a clone is the tensor itself, so that its storage tells what it was made from.
 
-    It notes the parts of a tensor that is put together.
+    It notes the parts of a tensor that is put together, and the storages that are written to.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.changed: set[int] = set()
         self._joined: dict[int, tuple[torch.Tensor, list[tuple[torch.Tensor, Box]]]] = {}
 
     def __torch_dispatch__(
@@ -156,6 +158,9 @@ class _Aliases(TorchDispatchMode):
         aten = torch.ops.aten
         if func is aten.clone.default:
             return args[0]
+        if func._schema.is_mutable:
+            self.changed.add(_storage(args[0]))
+            self._joined.pop(_storage(args[0]), None)
         result = func(*args, **(kwargs or {}))
         if func in (aten.cat.default, aten.stack.default):
             dim = (args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)) % result.dim()
@@ -181,8 +186,7 @@ def _as_built(module: nn.Module) -> nn.Module:
     transformers does not recognise a class that is not its own. The modules are new and share what they hold.
     """
     module = unwrapped(module)
-    # FSDP2 puts a class in front: FSDPLlamaForCausalLM(FSDPModule, LlamaForCausalLM).
-    kind: type[nn.Module] = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
+    kind = own_class(module)
     twin = kind.__new__(kind)
     modules = {name: None if child is None else _as_built(child) for name, child in module._modules.items()}
     vars(twin).update({**vars(module), "_modules": modules})

@@ -20,6 +20,17 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return _shells(module)[-1]
 
 
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the module's class without those that `fully_shard` and `replicate` put in front of it.
+
+    They change a module's class to FSDPLlamaModel(FSDPModule, LlamaModel), which transformers and engines do not know.
+    """
+    kind = type(module)
+    while len(kind.__bases__) == 2 and kind.__bases__[0].__module__.startswith("torch.distributed."):
+        kind = kind.__bases__[1]
+    return kind
+
+
 def _shells(module: nn.Module) -> list[nn.Module]:
     """Return the module, what it wraps, what that wraps, and so on. The last one is the model's own."""
     shells = [module]
