@@ -163,6 +163,12 @@ def begun_otherwise() -> Any:
     return model
 
 
+def with_a_norm_that_trains() -> Any:
+    model = wrapped("linear")
+    model.base_model.model.model.norm.weight.requires_grad = True
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no adapter": (lambda: tiny_models.build("qwen3", "A"), ConfigError, "no LoRA adapter; wrap it"),
     "two": (both_active, ConfigError, "active: default, other"),
@@ -171,6 +177,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "dora": (lambda: wrapped("linear", use_dora=True), UnsupportedError, "DoraLinearVariant"),
     "whole modules": (lambda: wrapped("whole modules"), UnsupportedError, r"modules_to_save=\['lm_head', 'model.norm'"),
     "bias": (lambda: wrapped("linear", model="qwen2", bias="all"), UnsupportedError, "bias='all'"),
+    "a base that trains": (with_a_norm_that_trains, UnsupportedError, r"1 tensors .* as model.norm.weight"),
     "another base": (begun_otherwise, UnsupportedError, "it changes the base's weights"),
     "ranks": (lambda: wrapped("linear", rank_pattern={"q_proj": 4}), UnsupportedError, r"self_attn.q_proj.*\(4, 4.0\)"),
     "alphas": (lambda: wrapped("linear", alpha_pattern={"q_proj": 4}), UnsupportedError, r"are \(8, 0.5\)"),

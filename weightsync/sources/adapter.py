@@ -19,7 +19,7 @@ from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.planning.layout import Manifest, TensorMeta
 from weightsync.sources.base import Model, TensorShard, one_module
 from weightsync.sources.module import Held, ModuleSource, adapters_of, refusal
-from weightsync.sources.module_tree import modules, walk_shells
+from weightsync.sources.module_tree import modules, walk, walk_shells
 from weightsync.sources.peft import Adapter
 
 _FILE_PREFIX = "base_model.model."
@@ -60,6 +60,17 @@ def read_lora(source: ModuleSource, model: Model) -> Lora:
     config = copy.copy(_config(model, name))
     config.inference_mode = True  # as `save_pretrained` has it
     _check(config)
+    if trained := [
+        f"{prefix}{tail}"
+        for prefix, module in walk(model)
+        for tail, param in module._parameters.items()
+        if param is not None and param.requires_grad
+    ]:
+        raise UnsupportedError(
+            f"{len(trained)} tensors of the base train beside the adapter, such as {trained[0]}, and an engine keeps "
+            "the base as it was: freeze them, or choose a transport that pushes weights",
+            tensors=dict.fromkeys(trained, "trains, and is no part of the adapter"),
+        )
     held: dict[str, Held] = {}
     refused: dict[str, str] = {}
     for prefix, adapter in layers.items():
