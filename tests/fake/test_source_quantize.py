@@ -284,12 +284,14 @@ def check_failure(trainer: Trainer) -> None:
     with closing(engine_of(quantized(state_of(net()), "fp8"))) as engine:
         sync = WeightSync("fsdp", "ipc", engine, quantize="fp8", timeout_s=TIMEOUT_S)
         source: Any = sync._strategy._source
-        if trainer.rank == 1:
-            source._read = lambda piece: 1 / 0
-        with pytest.raises(WeightSyncError, match="division by zero"):
+        for owner, method in ((source, "_read"), (source._source, "gather")):
+            if trainer.rank == 1:
+                # Meanwhile the other rank waits in a collective.
+                setattr(owner, method, lambda _: time.sleep(0.3) or 1 / 0)
+            with pytest.raises(WeightSyncError, match="division by zero"):
+                sync.push(model)
+            vars(owner).pop(method, None)
             sync.push(model)
-        vars(source).pop("_read", None)
-        sync.push(model)
         if trainer.rank == 0:
             check_live(engine, quantized(state_of(net()), "fp8"))
         sync.close()

@@ -122,16 +122,17 @@ class QuantizingSource:
         self._source.close()
 
     def gather(self, names: Sequence[str]) -> None:
-        self._source.gather([name for name in names if name not in self._made])
-        if not names:
-            return
+        failed: Exception | None = None  # raised at the end: the job's collectives must stay in step
+        try:
+            self._source.gather([name for name in names if name not in self._made])
+        except Exception as error:
+            failed = error
+        self._scales = {}
         device = self._meeting_place()
-        rows = torch.tensor([self._cut_rows(name) for name in names], device=device)
-        self._largest_of_all_ranks(rows)
+        rows = torch.tensor([self._cut_rows(name) for name in names], dtype=torch.int64, device=device)
+        if names:
+            self._largest_of_all_ranks(rows)
         cut = {name: count for name, count in zip(names, rows.tolist(), strict=True) if count > 0}
-        if not cut:
-            self._scales = {}
-            return
         maxima = torch.zeros((sum(cut.values()), 1), device=device)
         of = dict(zip(cut, maxima.split(list(cut.values())), strict=True))
         mine = [
@@ -139,13 +140,13 @@ class QuantizingSource:
             for name in cut
             for box, piece in self._held.get(name, {}).items()
         ]
-        failed: Exception | None = None
         for _, _, piece, at in mine:
             try:
                 at.copy_(torch.maximum(at, row_maxima(self._read(piece)).to(device)))
             except Exception as error:
-                failed = error
-        self._largest_of_all_ranks(maxima)  # also after a failure: the job's collectives must stay in step
+                failed = failed or error
+        if cut:
+            self._largest_of_all_ranks(maxima)
         if failed is not None:
             raise failed
         self._scales = {(name, box): self._form.scale(at.to(piece.tensor.device)) for name, box, piece, at in mine}
