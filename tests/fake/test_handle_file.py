@@ -231,11 +231,14 @@ def test_a_server_of_adapters_keeps_the_metric_that_pushes_of_them_read(option: 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path):
     server = VllmServer(tmp_path / "nothing", "--weight-transfer-config={}", log=tmp_path / "log", start_timeout_s=120)
-    transport = CheckpointTransport(tmp_path / "versions", restart=True)
+    earlier = tmp_path / "versions" / "version-00000004"
+    earlier.mkdir(parents=True)
+    transport = CheckpointTransport(tmp_path / "versions", restart=True, keep_last=1)
     with pytest.raises(EngineError, match=r"(?s)ended with exit code .*leave --weight-transfer-config out") as raised:
         WeightSync("fsdp", transport, server).push(torch.nn.Linear(2, 2))
     assert raised.value.phase == "restart"
     assert server.pid is None
+    assert earlier.exists()  # the server can go back to it
 
 
 def test_another_server_is_not_taken_for_ours(tmp_path: Path):

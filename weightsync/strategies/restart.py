@@ -122,9 +122,9 @@ class SaveAndRestart(UpdateStrategy):
         report: PushReport | None = None
         with update.timeline.during("restart"):
             if server is not None:
-                prune(self._folder, transport.keep_last)
                 server.restart(target)
                 connect(server, options.timeout_s)[0].set_version(str(version))
+                prune(self._folder, transport.keep_last)  # a server that does not start leaves the versions before
                 now = time.perf_counter()
                 report = PushReport(
                     version=version,
