@@ -233,12 +233,17 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path):
     server = VllmServer(tmp_path / "nothing", "--weight-transfer-config={}", log=tmp_path / "log", start_timeout_s=120)
     earlier = tmp_path / "versions" / "version-00000004"
     earlier.mkdir(parents=True)
+    (earlier.parent / ".version-00000005.incoming-0").mkdir()  # of a trainer that was killed
     transport = CheckpointTransport(tmp_path / "versions", restart=True, keep_last=1)
+    sync = WeightSync("fsdp", transport, server)
     with pytest.raises(EngineError, match=r"(?s)ended with exit code .*leave --weight-transfer-config out") as raised:
+        sync.push(torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="another trainer writes checkpoints to"):
         WeightSync("fsdp", transport, server).push(torch.nn.Linear(2, 2))
+    sync.close()
     assert raised.value.phase == "restart"
     assert server.pid is None
-    assert earlier.exists()  # the server can go back to it
+    assert {path.name for path in earlier.parent.iterdir()} == {".lock", earlier.name, "version-00000005"}
 
 
 def test_another_server_is_not_taken_for_ours(tmp_path: Path):

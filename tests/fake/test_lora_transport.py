@@ -424,6 +424,10 @@ def test_one_engine_that_fails_fails_the_push(model: Any, memory: Path):
         second.fails = False
         assert sync.push(model).version == 2
         assert len(first.adapters) == len(second.adapters) == 2
+        second.fails = True
+        first.unload_adapter = second.load_adapter  # which fails
+        with pytest.raises(EngineError, match=r"no memory left.* an engine may have it still"):
+            sync.push(model)
 
 
 def test_a_rank_that_is_too_high_is_refused_before_anything_is_written(model: Any, memory: Path):

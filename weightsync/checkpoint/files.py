@@ -21,13 +21,14 @@ from pathlib import Path
 import torch
 
 from weightsync.checkpoint.safetensors import INDEX, Shards, runs
-from weightsync.errors import PlacementError
+from weightsync.errors import ConfigError, PlacementError
 from weightsync.planning.layout import Box, Manifest, ShardLocation, coverage, itemsize
 
 logger = logging.getLogger(__name__)
 
 _VERSION = re.compile(r"version-(\d{8,})")
 _REMOVED = ".removed-"
+LOCK = ".lock"
 
 
 def check_whole(manifest: Manifest, locations: Sequence[ShardLocation]) -> None:
@@ -117,6 +118,20 @@ def publish(incoming: Path, target: Path) -> None:
             _sync(path)
         incoming.rename(target)
         _sync(target.parent)
+
+
+def take(folder: Path, what: str) -> int:
+    """Make a folder and take its lock. Return what `unlock` releases.
+
+    Raises `ConfigError` where another trainer has it, who writes `what` there, and `OSError`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    held = lock(folder / LOCK)
+    if held is None:
+        raise ConfigError(
+            f"another trainer writes {what} to {folder}: close its WeightSync first, or use another folder"
+        )
+    return held
 
 
 def lock(path: Path) -> int | None:

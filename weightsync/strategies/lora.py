@@ -29,7 +29,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
-from weightsync.checkpoint.files import check_seen, create, lock, publish, unlock, write
+from weightsync.checkpoint.files import LOCK, check_seen, create, lock, publish, take, unlock, write
 from weightsync.checkpoint.safetensors import lay_out
 from weightsync.checkpoint.save import share_out
 from weightsync.checkpoint.sidecars import files_beside
@@ -52,7 +52,6 @@ logger = logging.getLogger(__name__)
 
 _MEMORY = Path("/dev/shm")
 _PRIVATE = "weightsync-lora-"
-_LOCK = ".lock"
 _INCOMING = ".incoming-"
 _REMOVED = ".removed-"
 _FILE = "adapter_model.safetensors"
@@ -228,10 +227,11 @@ class LoraAdapters(UpdateStrategy):
             calls = [pool.submit(_load, engine, adapter, nbytes) for engine in self._engines]
         if any(call.exception() is not None for call in calls):
             # Its files go once every engine has forgotten it. Else it is unloaded later, when it is old.
-            if _forgotten(self._engines, [adapter]):
+            is_forgotten = _forgotten(self._engines, [adapter])
+            if is_forgotten:
                 shutil.rmtree(adapter.path, ignore_errors=True)
                 self._loaded.remove(adapter)
-            raise _failure(adapter, self._engines, [call.exception() for call in calls])
+            raise _failure(adapter, self._engines, [call.exception() for call in calls], is_forgotten)
         self._retire()
         return adapter, tuple(call.result() for call in calls)
 
@@ -348,15 +348,20 @@ def _load(engine: AdapterEngine, adapter: LoraAdapter, nbytes: int) -> WorkerRep
 
 
 def _failure(
-    adapter: LoraAdapter, engines: Sequence[AdapterEngine], errors: Sequence[BaseException | None]
+    adapter: LoraAdapter,
+    engines: Sequence[AdapterEngine],
+    errors: Sequence[BaseException | None],
+    is_forgotten: bool,
 ) -> WeightSyncError:
     """Return the first engine's error, with what became of the others."""
     loaded = [engine.name for engine, error in zip(engines, errors, strict=True) if error is None]
     who, first = next((engine.name, error) for engine, error in zip(engines, errors, strict=True) if error is not None)
     problem = foreign(first, who=who, phase="load")
     problem.message += f". The adapter was in {adapter.path}, where the engine must see it"
-    if loaded:
+    if loaded and is_forgotten:
         problem.message += f"; it was taken back from {', '.join(loaded)}"
+    elif not is_forgotten:
+        problem.message += "; an engine may have it still, until a later push unloads it"
     problem.message += ". The adapters before it are untouched"
     return problem
 
@@ -377,16 +382,11 @@ class AdapterFolder:
             if self.is_private:
                 # It is locked before it has a name that other trainers look for.
                 hidden = Path(mkdtemp(prefix=f".{_PRIVATE}", dir=where))
-                held = lock(hidden / _LOCK)
+                held = take(hidden, "adapters")
                 self.path = hidden.rename(where / hidden.name.removeprefix("."))
             else:
                 self.path = where
-                self.path.mkdir(parents=True, exist_ok=True)
-                held = lock(self.path / _LOCK)
-            if held is None:
-                raise ConfigError(
-                    f"another trainer writes adapters to {where}: close its WeightSync first, or use another folder"
-                )
+                held = take(where, "adapters")
             for left in (*self.path.glob(f"{_INCOMING}*"), *self.path.glob(f"{_REMOVED}*")):
                 shutil.rmtree(left)
         except OSError as error:
@@ -420,7 +420,7 @@ class AdapterFolder:
     def _abandoned(self) -> Iterator[Path]:
         for root in _MEMORY.glob(f"{_PRIVATE}*"):
             with suppress(OSError):  # another user's, or another trainer removes it just now
-                if root != self.path and (held := lock(root / _LOCK)) is not None:
+                if root != self.path and (held := lock(root / LOCK)) is not None:
                     unlock(held)
                     if any(not path.name.startswith(".") for path in root.iterdir()):
                         yield root

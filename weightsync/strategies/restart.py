@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from weightsync.checkpoint.files import prune, version_name, versions
+from weightsync.checkpoint.files import prune, take, unlock, version_name, versions
 from weightsync.checkpoint.safetensors import MAX_SHARD_BYTES
 from weightsync.checkpoint.save import save_tensors
 from weightsync.control.ranks import Ranks
@@ -99,6 +100,7 @@ class SaveAndRestart(UpdateStrategy):
         self._options = options
         self._transport = transport
         self._folder = Path(transport.folder).absolute()
+        self._lock: int | None = None  # rank 0's
 
     def run(self, update: Update, model: Model) -> PushReport:
         started = time.perf_counter()
@@ -143,7 +145,10 @@ class SaveAndRestart(UpdateStrategy):
         """Leave the server as it is: serving the version before, or ended."""
 
     def close(self) -> None:
-        """Leave the server running: it is the user's."""
+        """Release the folder. Leave the server running: it is the user's."""
+        if self._lock is not None:
+            unlock(self._lock)
+            self._lock = None
 
     def _server(self) -> VllmServer:
         server = self._options.engines.given
@@ -156,7 +161,10 @@ class SaveAndRestart(UpdateStrategy):
 
     def _newest_version(self) -> int:
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            if self._lock is None:
+                self._lock = take(self._folder, "checkpoints")
+            for left in self._folder.glob(".version-*.incoming-*"):  # by a trainer that was killed
+                shutil.rmtree(left)
             return max(versions(self._folder), default=0)
         except OSError as error:
             raise PlacementError(f"cannot write checkpoints to {self._folder}: {error}") from error

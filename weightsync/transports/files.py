@@ -27,14 +27,15 @@ import torch
 from msgspec import Meta, Struct
 
 from weightsync.checkpoint.files import (
+    LOCK,
     append,
     check_seen,
     check_whole,
     create,
-    lock,
     memory_of,
     prune,
     publish,
+    take,
     unlock,
     version_name,
     versions,
@@ -63,7 +64,6 @@ from weightsync.transports.base import (
 from weightsync.transports.staging import Bundle, Packer, by_rank, endpoint, slot_bytes, wait_until
 
 _SLOT = 0
-_LOCK = ".lock"
 _INCOMING = ".incoming-"
 _READ_BYTES = 64 * 2**20
 """Read at once, between looks for bad news."""
@@ -154,14 +154,8 @@ class FilesTransport(Transport):
     def _open(self, ranks: int) -> tuple[str, int]:
         """Take the folder, on rank 0. Return where pushes of this connection are written, and the newest version."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
             if self._lock is None:
-                self._lock = lock(self._folder / _LOCK)
-            if self._lock is None:
-                raise ConfigError(
-                    f"another trainer writes checkpoints to {self._folder}: close its WeightSync first, or use another "
-                    "folder"
-                )
+                self._lock = take(self._folder, "checkpoints")
             for left in self._folder.glob(f"{_INCOMING}*"):  # by a trainer that was killed, or our last connection
                 shutil.rmtree(left)
             incoming = self._folder / f"{_INCOMING}{secrets.token_hex(4)}"
@@ -243,7 +237,7 @@ class FilesReceiver(TransportReceiver):
         told = typed(fields, FilesEndpoint)
         self._incoming, self._runs, self._pieces = Path(told.incoming), told.runs, told.pieces
         check_seen(self._incoming, "this engine worker")
-        with _reading(self._incoming.parent / _LOCK):
+        with _reading(self._incoming.parent / LOCK):
             pass  # a folder of checkpoints has one, and a worker reads in no other
         self._pushes = self._seen = 0
         if self._slot.numel() != told.slot_bytes:
