@@ -267,6 +267,8 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
         raise UnsupportedError(f"{type(values).__name__} has no memory of its own; push the tensors that it wraps")
     if values.layout != torch.strided:
         raise UnsupportedError(f"its layout is {values.layout}, expected torch.strided")
+    if values.is_neg():
+        raise UnsupportedError("it is the negative of its memory; give it memory of its own (`resolve_neg()`)")
     dtype_name(values)
     if values.numel() > 0 and values.untyped_storage().nbytes() == 0:
         raise UnsupportedError("its memory has been freed; is it sharded by something else than this backend?")
