@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from weightsync.control.wire import MAX_TIMEOUT_S
 from weightsync.errors import ConfigError
 from weightsync.selection import TensorSelection
 
@@ -49,8 +50,8 @@ class WeightSyncConfig:
         for name, choices in _CHOICES.items():
             if (given := getattr(self, name)) not in (None, *choices):
                 raise ConfigError(f"{name}={given!r}; choose one of {', '.join(choices)}")
-        if not _is_number(self.timeout_s, float) or not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s={self.timeout_s!r}; it must be positive seconds")
+        if not _is_number(self.timeout_s, float) or not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise ConfigError(f"timeout_s={self.timeout_s!r}; it must be positive seconds, {MAX_TIMEOUT_S:.0f} at most")
         for name in ("max_bytes", "vocab_size"):
             if (given := getattr(self, name)) is not None and not _is_number(given, int):
                 raise ConfigError(f"{name}={given!r}; it must be a whole number")
@@ -80,6 +81,12 @@ def _known(what: str, of: type[Any], given: Mapping[str, Any]) -> dict[str, Any]
     if unknown := [str(name) for name in given if name not in names]:
         raise ConfigError(f"{what} has no {', '.join(unknown)}; its fields are {', '.join(names)}")
     return {str(name): value for name, value in given.items()}
+
+
+def check_count(name: str, given: object, reason: str) -> None:
+    """Raise `ConfigError` for anything but a whole number from 1 on."""
+    if not isinstance(given, int) or given < 1:
+        raise ConfigError(f"{name}={given!r}; it must be a whole number from 1 on: {reason}")
 
 
 def _is_number(value: object, kind: type[int] | type[float]) -> bool:

@@ -369,8 +369,8 @@ def test_arguments_that_cannot_work(tmp_path: Path):
         WeightSync("fsdp", "checkpoint")
     with pytest.raises(ConfigError, match="keep_last=0"):
         CheckpointTransport(tmp_path, keep_last=0)
-    with pytest.raises(ConfigError, match="max_shard_bytes=0"):
-        CheckpointTransport(tmp_path, max_shard_bytes=0)
+    with pytest.raises(ConfigError, match="max_shard_bytes='5GB'; it must be a whole number"):
+        CheckpointTransport(tmp_path, max_shard_bytes="5GB")
     with pytest.raises(ConfigError, match=r"config=model\.config"):
         CheckpointTransport(tmp_path, config=nn.Linear(1, 1))
 

@@ -66,6 +66,7 @@ def test_annotations_name_what_a_file_can_hold() -> None:
         ({"backend": "fsdp", "selection": {"frozen": "a.*"}}, "expected a sequence of patterns"),
         ({"backend": "fsdp", "selection": ["a"]}, "expected a TensorSelection"),
         ({"backend": "fsdp", "timeout_s": "300"}, "positive seconds"),
+        ({"backend": "fsdp", "timeout_s": float("inf")}, "timeout_s=inf; it must be positive seconds, 86400 at most"),
         ({"backend": "fsdp", "max_bytes": "1GB"}, "max_bytes='1GB'; it must be a whole number"),
         ({"backend": "fsdp", "vocab_size": True}, "vocab_size=True; it must be a whole number"),
         ({"backend": "fsdp", "pause": "never"}, "choose one of keep, wait, abort"),

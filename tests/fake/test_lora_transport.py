@@ -476,8 +476,9 @@ def test_arguments_that_cannot_work():
     for options in ({"backend": "megatron"}, {"backend": "fsdp", "quantize": "fp8"}):
         with pytest.raises(ConfigError, match="adapters are those of PEFT"):
             WeightSync(transport="lora", **options)
-    with pytest.raises(ConfigError, match="keep_last=0"):
-        LoraTransport(keep_last=0)
+    for keep_last in (0, 1.5):
+        with pytest.raises(ConfigError, match=f"keep_last={keep_last}; it must be a whole number"):
+            LoraTransport(keep_last=keep_last)
     for name in ("", "a/b", ".hidden", "a b"):
         with pytest.raises(ConfigError, match="part of a file's name"):
             LoraTransport(name=name)

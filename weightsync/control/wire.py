@@ -25,6 +25,8 @@ PROTOCOL = 3
 CLEAN, POISONED = "CLEAN", "POISONED"
 """States of a worker's model. The version of an engine begins with the second one when a push into it has failed after
 its first bucket was announced."""
+MAX_TIMEOUT_S = 86400.0
+"""No trainer waits for longer than a day."""
 MAX_FRAME_BYTES = 1 << 28
 MEMORY_FACTOR = 16
 """How many times its bytes a message may take in memory.
@@ -53,7 +55,7 @@ class InitInfo(Struct, frozen=True, forbid_unknown_fields=True):
     host: str
     port: Annotated[int, Meta(ge=1, le=65535)]
     token: str
-    timeout_s: Annotated[float, Meta(gt=0, le=86400)]  # no trainer waits for longer than a day
+    timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
     process: Process
 
 

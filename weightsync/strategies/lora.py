@@ -33,6 +33,7 @@ from weightsync.checkpoint.files import LOCK, check_seen, create, lock, publish,
 from weightsync.checkpoint.safetensors import lay_out
 from weightsync.checkpoint.save import share_out
 from weightsync.checkpoint.sidecars import files_beside
+from weightsync.config import check_count
 from weightsync.control.addresses import is_here
 from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import Deadline
@@ -82,8 +83,7 @@ class LoraTransport:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w.-]*", self.name, re.ASCII):
             raise ConfigError(f"name={self.name!r}; it is part of a file's name: letters, digits, and _ . - inside")
-        if self.keep_last < 1:
-            raise ConfigError(f"keep_last={self.keep_last}: the version that was just pushed must stay")
+        check_count("keep_last", self.keep_last, "the version that was just pushed must stay")
 
     def open(self, options: Options) -> LoraAdapters:
         """Return the strategy. Raises `ConfigError` for options that it cannot work with."""

@@ -19,6 +19,7 @@ from torch import nn
 from weightsync.checkpoint.files import prune, take, unlock, version_name, versions
 from weightsync.checkpoint.safetensors import MAX_SHARD_BYTES
 from weightsync.checkpoint.save import save_tensors
+from weightsync.config import check_count
 from weightsync.control.ranks import Ranks
 from weightsync.control.update import Update
 from weightsync.engines import connect
@@ -65,10 +66,8 @@ class CheckpointTransport:
     tokenizer: Any = None
 
     def __post_init__(self) -> None:
-        if self.keep_last < 1:
-            raise ConfigError(f"keep_last={self.keep_last}: the version that was just written must stay")
-        if self.max_shard_bytes < 1:
-            raise ConfigError(f"max_shard_bytes={self.max_shard_bytes}: a file needs room for at least one byte")
+        check_count("keep_last", self.keep_last, "the version that was just written must stay")
+        check_count("max_shard_bytes", self.max_shard_bytes, "a file needs room for at least one byte")
         if isinstance(self.config, nn.Module):
             raise ConfigError("config is a model; give its config alone: config=model.config")
 
