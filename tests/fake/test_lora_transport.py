@@ -260,7 +260,7 @@ def see_other_folders(rank: int, folder: Path) -> None:
     seen = weightsync.strategies.lora.check_seen
     with WeightSync("fsdp", LoraTransport(folder=folder), of_rank_0(engine, rank)) as sync:
         if rank == 1:
-            weightsync.strategies.lora.check_seen = lambda path, who: seen(path / "elsewhere", who)
+            weightsync.strategies.lora.check_seen = lambda path, *more: seen(path / "elsewhere", *more)
         with pytest.raises(
             PlacementError, match=r"rank 1 cannot open .*LoraTransport\(folder=\.\.\.\).*phase save"
         ) as error:

@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 _VERSION = re.compile(r"version-(\d{8,})")
 _REMOVED = ".removed-"
 LOCK = ".lock"
+_SEE_THE_FOLDER = (
+    "all trainer ranks and engine workers must see the folder of checkpoints under the same path, and may read it"
+)
 
 
 def check_whole(manifest: Manifest, locations: Sequence[ShardLocation]) -> None:
@@ -50,14 +53,13 @@ def check_whole(manifest: Manifest, locations: Sequence[ShardLocation]) -> None:
         )
 
 
-def check_seen(incoming: Path, who: str) -> None:
-    """Raise `PlacementError` when `who` cannot open the folder that trainer rank 0 has just made."""
+def check_seen(incoming: Path, who: str, advice: str = _SEE_THE_FOLDER) -> None:
+    """Raise `PlacementError`, with advice, when `who` cannot open the folder that trainer rank 0 has just made."""
     try:
         os.listdir(incoming)
     except OSError as error:
         raise PlacementError(
-            f"{who} cannot open {incoming}, which trainer rank 0 has just made ({error}): all trainer ranks and engine "
-            "workers must see the folder of checkpoints under the same path, and may read it"
+            f"{who} cannot open {incoming}, which trainer rank 0 has just made ({error}): {advice}"
         ) from error
 
 

@@ -70,7 +70,8 @@ class RowQuantiser:
             self._launches.quantise(scales)
 
     def _run_in_torch(self) -> None:
-        by_job = [torch.cat([row_maxima(source).flatten() for _, source in _in_order(job)]) for job in self._jobs]
+        in_order = [sorted(job.shards, key=lambda shard: shard[0]) for job in self._jobs]
+        by_job = [torch.cat([row_maxima(source).flatten() for _, source in shards]) for shards in in_order]
         maxima = torch.cat(by_job if self._form.per_row else [rows.amax().reshape(1) for rows in by_job])
         if self._share is not None:
             self._share(maxima)
@@ -81,7 +82,3 @@ class RowQuantiser:
             for row, source in job.shards:
                 part = slice(row, row + len(source))
                 job.values[part] = self._form.values(source, scale[part, None] if self._form.per_row else scale)
-
-
-def _in_order(job: Job) -> list[tuple[int, torch.Tensor]]:
-    return sorted(job.shards, key=lambda piece: piece[0])

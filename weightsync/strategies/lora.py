@@ -294,14 +294,8 @@ def _write(
     if incoming is not None:
         create(incoming, files, files_beside([config], manifest))
     folder = Path(update.ranks.broadcast(str(incoming), "save"))
-    who = f"trainer rank {update.ranks.rank}"
-    try:
-        check_seen(folder, who)
-    except PlacementError as error:
-        raise PlacementError(
-            f"{who} cannot open {folder}, where trainer rank 0 writes the adapter: give a folder on a file system that "
-            "all trainer ranks and engines share, LoraTransport(folder=...)"
-        ) from error
+    advice = "give a folder on a file system that all trainer ranks and engines share, LoraTransport(folder=...)"
+    check_seen(folder, f"trainer rank {update.ranks.rank}", advice)
     write(folder, files, ((location, shard.tensor) for location, shard in mine))
     update.ranks.gather(None, "save")  # every rank has written
 
