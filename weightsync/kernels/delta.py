@@ -168,7 +168,8 @@ def _parse(encoded: torch.Tensor, blocks: list[int]) -> Iterator[_Block]:
     nhead = 4 * (_PLANES + len(blocks))
     if encoded.numel() < nhead:
         raise ProtocolError(f"a difference of {encoded.numel()} bytes has no room for the head of {nhead}")
-    sizes, rows = _numbers(encoded[:nhead])
+    numbers = encoded[:nhead].clone().view(torch.int32).tolist()
+    sizes, rows = numbers[:_PLANES], numbers[_PLANES:]
     counts = [row >> 1 for row in rows]
     if any(not 0 <= count <= words for count, words in zip(counts, blocks, strict=True)):
         raise ProtocolError("a difference says that more words of a block have changed than it has")
@@ -185,8 +186,3 @@ def _parse(encoded: torch.Tensor, blocks: list[int]) -> Iterator[_Block]:
     if not all(block.fits(words) for block, words in zip(found, blocks, strict=True)):
         raise ProtocolError("a difference has changed words outside of a block, or not as many as it says")
     return iter(found)
-
-
-def _numbers(head: torch.Tensor) -> tuple[list[int], list[int]]:
-    values = head.clone().view(torch.int32).tolist()
-    return values[:_PLANES], values[_PLANES:]

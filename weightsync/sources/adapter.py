@@ -82,16 +82,15 @@ def read_lora(source: ModuleSource, model: Model) -> Lora:
                 "whole adapter, without `rank_pattern`, `alpha_pattern` or `set_scale`"
             )
         for key, factor in adapter.factors(name).items():
+            is_embedding = isinstance(factor, nn.ParameterDict)  # with one parameter for each adapter
             for tail, read in source.readers(factor):
-                if isinstance(factor, nn.ParameterDict):  # of an embedding, one parameter for each adapter
-                    full = f"{_FILE_PREFIX}{prefix}{key}" if tail == name else None
-                else:
-                    full = f"{_FILE_PREFIX}{prefix}{key}.{tail}"
-                if full is not None:
-                    try:
-                        held[full] = read()
-                    except UnsupportedError as error:
-                        refused[full] = error.message
+                if is_embedding and tail != name:
+                    continue
+                full = f"{_FILE_PREFIX}{prefix}{key}" if is_embedding else f"{_FILE_PREFIX}{prefix}{key}.{tail}"
+                try:
+                    held[full] = read()
+                except UnsupportedError as error:
+                    refused[full] = error.message
     if refused:
         raise refusal(refused)
     metas = {name: TensorMeta(name, one.shape, one.dtype) for name, one in held.items()}
