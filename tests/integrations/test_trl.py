@@ -75,6 +75,8 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(ConfigError, match="has no `vllm_generation` to push to; make it with use_vllm=True"):
         trl.attach(object())
+    with pytest.raises(ConfigError, match="every=0; it must be a whole number from 1 on"):
+        trl.PushCallback(object(), every=0)
     monkeypatch.setattr(trl, "version", lambda name: "1.17.0")
     with pytest.raises(UnsupportedError, match=r"TRL 1\.17\.0 may synchronise"):
         trl.attach(object())

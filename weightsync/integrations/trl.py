@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from weightsync.config import check_count
 from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.sync import WeightSync
 
@@ -118,9 +119,12 @@ class PushCallback(TrainerCallback):
     """A callback for any trainer of transformers or TRL that pushes when training begins and after every step.
 
     every: after every so many steps. The trainer of each rank has a callback with a `WeightSync` of its own.
+
+    Raises `ConfigError` for an `every` below 1.
     """
 
     def __init__(self, sync: WeightSync, every: int = 1) -> None:
+        check_count("every", every, "a push follows so many steps")
         self._sync, self._every = sync, every
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
