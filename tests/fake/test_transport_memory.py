@@ -123,7 +123,7 @@ def slots_of(transport: Transport) -> list[torch.Tensor]:
 def test_transport_that_was_aborted_keeps_no_slot(tmp_path: Path):
     held = locate([TensorShard(EMBED, Box.full(EMBED.shape), torch.ones(EMBED.shape))], 0)
     alone: Any = SimpleNamespace(rank=0, size=1, host="127.0.0.1", broadcast=lambda value, phase: value)
-    transports: list[Transport] = [IpcTransport(), FilesTransport(tmp_path, 2, 1 << 30, ())]
+    transports: list[Transport] = [IpcTransport(), FilesTransport(tmp_path, 2, 1 << 30, (), takes_configs=False)]
     for transport in transports:
         plan = TransferPlan(Manifest((EMBED,)), (), (Chunk(tuple(held)),), 1, "127.0.0.1", {})
         transport.prepare(plan, LocalTensors(held), Update(alone, 5.0))
