@@ -19,7 +19,8 @@ import sys
 import time
 import tracemalloc
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -354,8 +355,6 @@ class Ends:
     def _serve(self, frames: list[bytes], spoilt: bool = True) -> str:
         """Let the worker answer. Where it has answered a spoilt message, its state is another one."""
         session = self._session
-        # A thread that runs beside tracemalloc may end the interpreter: CPython's gh-128679.
-        session._answering_pings = contextlib.nullcontext  # type: ignore[method-assign]
         data = sealed(frames, _KEY, self._draw if spoilt else random.Random(0))
         session._connection, session._timeout_s = connection_of(data), 1.0
         connection: Any = session._connection
@@ -392,17 +391,22 @@ def kind(message: Message) -> str:
     return type(message).__name__
 
 
-def trace(frames: list[bytes]) -> None:
+def trace(frames: Iterable[bytes]) -> None:
     """Raise when reading one of these takes more memory than it may."""
-    for frame in frames:
-        tracemalloc.start()
-        with contextlib.suppress(ProtocolError):
-            message = decode(frame[PREFIX_BYTES:])
-            if isinstance(message, Value):
-                message.read()
-        peak = tracemalloc.get_traced_memory()[1]
+    # Once for all: a thread that runs while tracemalloc stops may end the interpreter, which is CPython's gh-128679.
+    tracemalloc.start()
+    try:
+        for frame in frames:
+            tracemalloc.reset_peak()
+            held = tracemalloc.get_traced_memory()[0]
+            with contextlib.suppress(ProtocolError):
+                message = decode(frame[PREFIX_BYTES:])
+                if isinstance(message, Value):
+                    message.read()
+            peak = tracemalloc.get_traced_memory()[1] - held
+            assert peak < (MEMORY_FACTOR + 2) * len(frame) + 2 * FREE_BYTES, f"{len(frame)} bytes took {peak}"
+    finally:
         tracemalloc.stop()
-        assert peak < (MEMORY_FACTOR + 2) * len(frame) + 2 * FREE_BYTES, f"{len(frame)} bytes took {peak}"
 
 
 def run(examples: int, seed: int, seconds: float = float("inf")) -> dict[str, Any]:
@@ -420,6 +424,8 @@ def run(examples: int, seed: int, seconds: float = float("inf")) -> dict[str, An
         ends = stack.enter_context(contextlib.closing(Ends(draw, asked, answered)))
         # A worker loads a model, which takes as long as ten of the other states.
         names = [name for name in ends.states for _ in range(1 if name.startswith("worker: before") else 10)]
+        spoilt = (ends._mutate.frames(draw.choice([*asked, *answered]))[1] for _ in range(0, examples, _TRACE_EVERY))
+        trace(chain.from_iterable(spoilt))
         for number in range(examples):
             # The same state many times in a row: what leads to it is said once.
             name = names[(number >> 8) % len(names)]
@@ -430,8 +436,6 @@ def run(examples: int, seed: int, seconds: float = float("inf")) -> dict[str, An
                 print(f"{number} of {examples}, {len(crashes)} crashes", file=sys.stderr, flush=True)
             if time.monotonic() > started + seconds:
                 break
-            if not number % _TRACE_EVERY:
-                trace(ends._mutate.frames(draw.choice([*asked, *answered]))[1])
             at = time.thread_time()
             try:
                 outcome = ends.states[name]()
