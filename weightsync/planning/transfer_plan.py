@@ -158,11 +158,12 @@ def make_chunks(
 ) -> tuple[Chunk, ...]:
     """Cut what travels into chunks, in the order of the buckets.
 
-    Neighbouring buckets share a chunk as long as no participant holds more than `max_bytes` of it, and larger ones are
-    cut by rows. Chunks that workers pass on are smaller, though not below `least_bytes`, so that no worker waits long
-    for its first. With `max_bytes` None every bucket is one chunk. The names in `in_place`, which there are without
-    chains alone, are one chunk. The names in `frozen` have the last chunks to themselves. `together` maps the name of a
-    quantised weight to that of its scales, which travel with the weight's first chunk.
+    Neighbouring buckets share a chunk as long as no participant holds more than `max_bytes` of it. Those that are more
+    than an eighth of a chunk are cut by rows, so that chunks are full. Chunks that workers pass on are smaller, though
+    not below `least_bytes`, so that no worker waits long for its first. With `max_bytes` None every bucket is one
+    chunk. The names in `in_place`, which there are without chains alone, are one chunk. The names in `frozen` have the
+    last chunks to themselves. `together` maps the name of a quantised weight to that of its scales, which travel with
+    the weight's first chunk.
     """
     load = load_chains(manifest, chains) if chains else load_staged(manifest)
     travelling = [location for location in locations if location.box.numel and location.name not in in_place]
