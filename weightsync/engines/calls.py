@@ -12,6 +12,8 @@ from weightsync.control.runtime import Deadline
 from weightsync.errors import EngineError, EngineUnreachableError, SyncTimeoutError, WeightSyncError
 
 BACKEND = "weightsync"
+EXTENSION_SINCE, PLUG_INS_SINCE = (0, 20), (0, 25)
+"""The first releases of vLLM that the worker extension and the plug-in work in."""
 LOCAL = "127.0.0.1"
 HEALTH_TIMEOUT_S = 10.0
 """At most half of `timeout_s`, so that two silences after each other are noticed by then."""

@@ -17,8 +17,10 @@ from weightsync.control.runtime import Deadline
 from weightsync.engines.base import LoraAdapter
 from weightsync.engines.calls import (
     EXTENSION_METHODS,
+    EXTENSION_SINCE,
     HEALTH_TIMEOUT_S,
     LOCAL,
+    PLUG_INS_SINCE,
     STILL_ASLEEP,
     caches_not_reset,
     engine_error,
@@ -37,7 +39,6 @@ DEFAULT_URL = "http://localhost:8000"
 
 logger = logging.getLogger(__name__)
 
-_EXTENSION_SINCE, _PLUG_INS_SINCE = (0, 20), (0, 25)
 _DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
 _LORA_UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 _LORA_METRIC = "vllm:lora_requests_info"
@@ -83,8 +84,8 @@ class HttpEngine:
     def init(self, init_info: dict[str, Any]) -> None:
         # Known from the version, not found by trying: see `VllmEngine`. A build without tags calls itself 0.1.dev1.
         version = re.match(r"(\d+)\.(\d+)", str(self.call("GET", "/version").get("version")))
-        release = tuple(map(int, version.groups())) if version is not None else _PLUG_INS_SINCE
-        self._has_plug_ins = not _EXTENSION_SINCE <= release < _PLUG_INS_SINCE
+        release = tuple(map(int, version.groups())) if version is not None else PLUG_INS_SINCE
+        self._has_plug_ins = not EXTENSION_SINCE <= release < PLUG_INS_SINCE
         if self._has_plug_ins:
             self._post("/init_weight_transfer_engine", {"init_info": init_info})
         else:

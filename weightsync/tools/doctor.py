@@ -33,6 +33,7 @@ from weightsync import __version__
 from weightsync.control.listener import Listener
 from weightsync.control.wire import POISONED, PROTOCOL
 from weightsync.engines import connect
+from weightsync.engines.calls import EXTENSION_SINCE, PLUG_INS_SINCE
 from weightsync.errors import ConfigError, EngineUnreachableError, WeightSyncError
 from weightsync.kernels.copies import BatchedCopy
 from weightsync.kernels.digest import digest
@@ -47,10 +48,8 @@ from weightsync.transports.base import SLOTS
 from weightsync.transports.shared_handles import SHARED_MEMORY, export, open_exported
 
 _PROMPTS = ([5, 6, 7, 8], [40, 41], [100, 101, 102])
-_VLLM_VERSIONS = ((0, 25), (0, 33))
-"""The first and the last release that the plug-in works in."""
-_EXTENSION_SINCE = (0, 20)
-"""The first release that the worker extension works in."""
+_LAST_VLLM = (0, 33)
+"""The last release that the plug-in works in."""
 _WEIGHTS = ("*.safetensors", "*.bin")
 _START_TIMEOUT_S = 300.0
 _CHILD_TIMEOUT_S = 60.0
@@ -103,12 +102,12 @@ def _versions() -> Findings:
     if vllm is None:
         yield Finding("skip", "vllm", "not installed here; it is needed where the engine runs")
         return
-    (low, high), release = _VLLM_VERSIONS, tuple(int(part) for part in vllm.split(".")[:2])
-    if _EXTENSION_SINCE <= release < low:
+    release = tuple(int(part) for part in vllm.split(".")[:2])
+    if EXTENSION_SINCE <= release < PLUG_INS_SINCE:
         yield Finding("skip", "vllm", f"{vllm} has no plug-ins; start engines with weightsync's worker extension")
         return
-    known = f"{vllm}; weightsync works with {'.'.join(map(str, low))} to {'.'.join(map(str, high))}"
-    yield found("vllm", low <= release <= high, vllm, known)
+    known = f"{vllm}; weightsync works with {'.'.join(map(str, PLUG_INS_SINCE))} to {'.'.join(map(str, _LAST_VLLM))}"
+    yield found("vllm", PLUG_INS_SINCE <= release <= _LAST_VLLM, vllm, known)
 
 
 def _gpus() -> Findings:
