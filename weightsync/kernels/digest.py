@@ -74,6 +74,12 @@ class Digests:
         for number, run in enumerate(self._runs):
             self._numbers.setdefault(run.device, []).append(number)
         self._launches: dict[tuple[torch.device, int], Any] = {}  # by device, and bytes of each MiB
+        for device in self._numbers:
+            if device.type == "cuda":  # now: the first use must not wait for what a stream waits for
+                from weightsync.kernels.digest_triton import Launch
+
+                for nbytes in (MIB, MIB // SAMPLES):
+                    self._launches[device, nbytes] = Launch(self._on(device), nbytes)
 
     def of(self, sample: int) -> list[int]:
         """Return `digest(run, sample)` of each run. Runs may be on several devices. Waits for their current streams."""
@@ -113,16 +119,14 @@ class Digests:
         return found != expected
 
     def _write(self, device: torch.device, sample: int, out: torch.Tensor) -> None:
-        runs = [self._runs[number] for number in self._numbers[device]]
-        if device.type == "cpu":
-            out.copy_(torch.tensor([signed(digest(run, sample)) for run in runs], dtype=torch.int64))
-            return
         first, nbytes = share(sample)
-        if (device, nbytes) not in self._launches:
-            from weightsync.kernels.digest_triton import Launch
+        if device.type == "cpu":
+            out.copy_(torch.tensor([signed(digest(run, sample)) for run in self._on(device)], dtype=torch.int64))
+        else:
+            self._launches[device, nbytes].run(first, out)
 
-            self._launches[device, nbytes] = Launch(runs, nbytes)
-        self._launches[device, nbytes].run(first, out)
+    def _on(self, device: torch.device) -> list[torch.Tensor]:
+        return [self._runs[number] for number in self._numbers[device]]
 
 
 def warm_up(device: torch.device) -> None:

@@ -105,11 +105,7 @@ class Arrivals:
         if self.model.all_reduce_max is None:
             return set()
         shared = {chunk for group, chunk in self.last_chunk.items() if group.recipe and group.recipe.shared}
-        return self.processed_chunks() | shared
-
-    def processed_chunks(self) -> set[int]:
-        """Return the chunks after which the engine post-processes modules."""
-        return {self.last_chunk[group] for path in (RELOAD, NATIVE_LOADER) for group in self.groups(path)}
+        return shared | {self.last_chunk[group] for path in (RELOAD, NATIVE_LOADER) for group in self.groups(path)}
 
     def groups(self, path: str) -> list[ModuleGroup]:
         """Return the groups that take a load path, in the model's order."""
@@ -168,6 +164,10 @@ class LoadPath(ABC):
     def begin(self, first: bool) -> None:
         """Begin a push, `first` over this connection. The model counts as a mixture from here on."""
         return
+
+    def blocking(self) -> Iterable[int]:
+        """Return the chunks in whose loading the host may wait for the GPU, once this is bound."""
+        return ()
 
     @abstractmethod
     def load(self, chunk: int) -> int:
@@ -265,6 +265,9 @@ class FusedQuantize(LoadPath):
         }
         self._fresh: dict[ModuleGroup, torch.Tensor] = {}
 
+    def blocking(self) -> Iterable[int]:
+        return self._due
+
     def begin(self, first: bool) -> None:
         self._fresh.clear()
 
@@ -328,6 +331,9 @@ class _Reloading(LoadPath):
 
     def bind(self) -> None:
         self._due = self._arrivals.due(self._groups)
+
+    def blocking(self) -> Iterable[int]:
+        return self._due
 
     def begin(self, first: bool) -> None:
         self._open.clear()

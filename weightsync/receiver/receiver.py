@@ -238,7 +238,7 @@ class _Connection:
         for path in self._paths:
             path.bind()
         self._collective = self._arrivals.collective_chunks()
-        self._blocking = self._collective | self._arrivals.processed_chunks()
+        self._blocking = self._collective.union(*(path.blocking() for path in self._paths))
 
     def note_frozen(self) -> None:
         """Note what the parameters hold that later pushes do not fill."""
@@ -296,11 +296,11 @@ class _Connection:
             path.begin(is_first)
         since = time.perf_counter()
         for number in self._source.chunks(due, wait, new_deadline):
+            if is_first or number in self._blocking:  # a process loads each kernel when it first launches it
+                await_stream(self._model.device, number, wait, new_deadline())
             arrived = time.perf_counter()
             self._verifier.check_chunk(number, go.sample)
             verified = time.perf_counter()
-            if number in self._blocking:
-                await_stream(self._model.device, number, wait, new_deadline())
             with self._meeting(wait, new_deadline()) if number in self._collective else nullcontext():
                 nbytes += sum(path.load(number) for path in self._paths)
             loaded.append(number)

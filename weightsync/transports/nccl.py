@@ -44,7 +44,8 @@ from weightsync.transports.staging import Layout, Packer, arriving, endpoint, le
 
 _AHEAD = 8
 """Operations that the host begins on a GPU before it looks whether the first has ended. The stream orders them. Without
-a bound, the death of a member would be noticed late."""
+a bound, the death of a member would be noticed late. In a first push the host begins none before the last has ended:
+what a process does for the first time, as loading a kernel, may wait for all that its GPU was given."""
 
 _LEAST_BYTES = {"cpu": 7 * 2**15, "cuda": 2**24}
 """Of chunks that workers pass on: smaller ones cost processors more time than they save on the way."""
@@ -110,6 +111,7 @@ class NcclTransport(Transport):
         self._computes = any(each.compute is not None for each in tensors.at.values())
         self._packer, self._slots = None, []  # before there are others
         self._posted.clear()
+        self._has_sent = False
         self._mine = leaving(plan, ranks.rank, SLOTS)
         self._first = [ranks.size + chain.workers[0] for chain in plan.chains]
         self._slots_of_worker = SLOTS if self._encoder is None else max(len(plan.chunks), 1)
@@ -211,6 +213,7 @@ class NcclTransport(Transport):
             update.wait(seconds)
 
         under_way, encoder = UnderWay(), self._encoder
+        ahead, self._has_sent = 0 if self._device.type == "cuda" and not self._has_sent else _AHEAD, True
         self.sent_bytes = 0
         if encoder is not None:
             encoder.begin()
@@ -222,7 +225,7 @@ class NcclTransport(Transport):
                 # What computes may wait for the GPU, and so for a member that has died, without a deadline.
                 freed = earlier.wait if self._computes else earlier.follow
                 freed(wait, update.deadline_after_workers(), "transfer")
-            under_way.bound(_AHEAD, wait, update.deadline_after_workers())
+            under_way.bound(ahead, wait, update.deadline_after_workers())
             if self._packer is not packer or packer is None:
                 raise WeightSyncError("the transport was closed while it was sending")
             packer.fill(number, sample)
@@ -336,12 +339,13 @@ class NcclReceiver(TransportReceiver):
             self._ask_ranks(under_way, wait, deadline())
         arriving = self._exchange(None, numbers[0])
         passing: Pending | None = None
+        if on_gpu:
+            aside, loaded = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device).record_event()
         for number, following in zip(numbers, [*numbers[1:], None], strict=True):
             # The slot of `following` held the chunk before this one, which has been loaded, and is passed on first.
             if passing is not None:
                 passing.follow(wait, deadline(), "transfer")
-            # A GPU's stream runs one operation after the other, so what is passed on meanwhile belongs to the same one.
-            coming = self._exchange(number if on_gpu else None, following)
+            coming = None if on_gpu else self._exchange(None, following)
             arriving.follow(wait, deadline(), "transfer")
             under_way.add(arriving)
             under_way.bound(_AHEAD, wait, deadline())
@@ -350,6 +354,13 @@ class NcclReceiver(TransportReceiver):
                 if room is not run:
                     read(room, run, self._pushes)
             yield number
+            if coming is None:
+                # Only now: what loads a chunk may wait for all that its GPU was given, and this has no deadline there.
+                before, loaded = loaded, torch.cuda.current_stream(self.device).record_event()
+                with torch.cuda.stream(aside):
+                    aside.wait_event(before)
+                    # A communicator runs one operation after the other, so what is passed on belongs to this one.
+                    coming = self._exchange(number, following)
             arriving = coming
         for last in (passing, arriving):
             if last is not None:
