@@ -253,6 +253,52 @@ class Communicator:
                 atexit.register(leaving.join, _LEAVE_S)
 
 
+class Meeting:
+    """A communicator that is to be: where its members meet, and which of them this one exchanges with.
+
+    place: [host, port, name] of the rendezvous, which its first member alone has.
+    """
+
+    def __init__(
+        self,
+        place: list[Any],
+        rendezvous: Rendezvous | None,
+        rank: int,
+        size: int,
+        device: torch.device,
+        sends_to: Sequence[int],
+        receives_from: Sequence[int],
+    ) -> None:
+        self.place, self.rendezvous, self.size = place, rendezvous, size
+        self.aborted = threading.Event()
+        self.communicator: Communicator | None = None
+        self._arguments = rank, size, device
+        self._ends = sends_to, receives_from
+
+    def meet(self, wait: Wait, deadline: Deadline) -> None:
+        """Wait for the other members, once."""
+        if self.communicator is not None:
+            return
+        host, port, _ = self.place
+
+        def open_store() -> dist.Store:
+            if self.rendezvous is not None:
+                return self.rendezvous.store(deadline.left_s())
+            return visit(host, port, deadline)
+
+        self.communicator = Communicator(open_store, *self._arguments, host, wait, deadline, *self._ends)
+        if self.aborted.is_set():
+            self.communicator.abort()
+
+    def abort(self) -> None:
+        """Break the wait for the members, and the communicator."""
+        self.aborted.set()
+        if self.communicator is not None:
+            self.communicator.abort()
+        if self.rendezvous is not None:
+            self.rendezvous.close()
+
+
 def _leave(group: list[Any], others: Sequence[int]) -> None:
     """Break what is under way in a group of gloo's, and close the group, which waits for that."""
     # gloo has no abort. A wait that runs out breaks all that the group does, here and on the other members. Where the

@@ -20,13 +20,11 @@ by telling the workers whether it sends messages, that say themselves how long t
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 from msgspec import Meta, Struct
 
 from weightsync.control.addresses import is_loopback
@@ -38,7 +36,7 @@ from weightsync.planning.layout import Count, Manifest, ShardLocation
 from weightsync.planning.rows import Reads, Storage
 from weightsync.planning.transfer_plan import Chain, TransferPlan, choose_chains
 from weightsync.transports.base import SLOTS, Endpoint, LocalTensors, Transport, TransportReceiver, Wait
-from weightsync.transports.communicator import Communicator, Pending, Rendezvous, UnderWay, visit
+from weightsync.transports.communicator import Communicator, Meeting, Pending, Rendezvous, UnderWay
 from weightsync.transports.encoding import Encoder, Mailbox, length, read
 from weightsync.transports.staging import Layout, Packer, arriving, endpoint, leaving, slot_bytes
 
@@ -64,7 +62,7 @@ class NcclTransport(Transport):
         self._forget()
 
     def _forget(self) -> None:
-        self._meeting: _Meeting | None = None
+        self._meeting: Meeting | None = None
         self._edges: set[tuple[int, int]] = set()  # rank 0: members of which the first sends to the second
         self._peers: list[str] = []  # rank 0: what people call the members
         self._posted: dict[int, Pending] = {}  # by slot
@@ -160,7 +158,7 @@ class NcclTransport(Transport):
             if meeting is not None:
                 meeting.abort()
             sends_to = sorted({self._first[chain] for those in self._mine for chain in those})
-            self._meeting = _Meeting(place, rendezvous, ranks.rank, size, self._device, sends_to, [])
+            self._meeting = Meeting(place, rendezvous, ranks.rank, size, self._device, sends_to, [])
         own = {chain for those in self._mine for chain in those}
         names = [[self._peers[ranks.size + worker] for worker in plan.chains[chain].workers] for chain in sorted(own)]
         self._after = [each[0] for each in names], [name for each in names for name in each[1:]]
@@ -302,7 +300,7 @@ class NcclReceiver(TransportReceiver):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._meeting: _Meeting | None = None
+        self._meeting: Meeting | None = None
         self._slots: list[torch.Tensor] = []
 
     def connect(self, storages: list[Storage], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
@@ -322,7 +320,7 @@ class NcclReceiver(TransportReceiver):
             if self._meeting is not None:
                 self._meeting.abort()
             onward = [] if told.onward is None else [told.onward]
-            self._meeting = _Meeting([*told.place], None, told.rank, told.size, self.device, onward, told.senders)
+            self._meeting = Meeting([*told.place], None, told.rank, told.size, self.device, onward, told.senders)
             self._meeting.meet(wait, deadline)
 
     def storage(self, rank: int, storage: int) -> torch.Tensor:
@@ -416,53 +414,7 @@ class NcclReceiver(TransportReceiver):
         self._slots = []
 
 
-class _Meeting:
-    """A communicator that is to be: where its members meet, and which of them this one exchanges with.
-
-    place: [host, port, name] of the rendezvous, which its first member alone has.
-    """
-
-    def __init__(
-        self,
-        place: list[Any],
-        rendezvous: Rendezvous | None,
-        rank: int,
-        size: int,
-        device: torch.device,
-        sends_to: Sequence[int],
-        receives_from: Sequence[int],
-    ) -> None:
-        self.place, self.rendezvous, self.size = place, rendezvous, size
-        self.aborted = threading.Event()
-        self.communicator: Communicator | None = None
-        self._arguments = rank, size, device
-        self._ends = sends_to, receives_from
-
-    def meet(self, wait: Wait, deadline: Deadline) -> None:
-        """Wait for the other members, once."""
-        if self.communicator is not None:
-            return
-        host, port, _ = self.place
-
-        def open_store() -> dist.Store:
-            if self.rendezvous is not None:
-                return self.rendezvous.store(deadline.left_s())
-            return visit(host, port, deadline)
-
-        self.communicator = Communicator(open_store, *self._arguments, host, wait, deadline, *self._ends)
-        if self.aborted.is_set():
-            self.communicator.abort()
-
-    def abort(self) -> None:
-        """Break the wait for the members, and the communicator."""
-        self.aborted.set()
-        if self.communicator is not None:
-            self.communicator.abort()
-        if self.rendezvous is not None:
-            self.rendezvous.close()
-
-
-def _joined(meeting: _Meeting | None) -> Communicator:
+def _joined(meeting: Meeting | None) -> Communicator:
     if meeting is None or meeting.communicator is None:
         raise WeightSyncError("the communicator was closed, or no member has joined it")
     return meeting.communicator
