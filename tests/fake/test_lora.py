@@ -213,7 +213,7 @@ def disabled_while_merged() -> nn.Module:
 
 
 def partitioned() -> nn.Module:
-    """As ZeRO-3 leaves parameters behind: without elements."""
+    """As FSDP1 leaves parameters behind on a rank that holds nothing of them: without elements."""
     model = wrapped("linear")
     for name, param in model.named_parameters():
         if "lora_" in name:
@@ -239,8 +239,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "tied": (lambda: wrapped("embedding", model="qwen3-tied"), "lm_head.weight: it is tied to model.embed_tokens"),
     "half merged": (half_merged, r"call `unmerge_adapter\(\)`"),
     "disabled while merged": (disabled_while_merged, r"call `unmerge_adapter\(\)`"),
-    "partitioned": (partitioned, "ZeRO-3 and FSDP1 partition them"),
-    "persistent": (partitioned_and_persistent, "ZeRO-3 and FSDP1 partition them"),
+    "partitioned": (partitioned, "FSDP1 partitions them"),
+    "of ZeRO-3": (partitioned_and_persistent, 'push with backend="deepspeed"'),
 }
 
 
@@ -279,7 +279,7 @@ def fsdp2(rank: int) -> None:
     flat = FullyShardedDataParallel(
         model, device_id=torch.device("cpu"), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True
     )
-    with pytest.raises(UnsupportedError, match="ZeRO-3 and FSDP1 partition them"):
+    with pytest.raises(UnsupportedError, match="FSDP1 partitions them"):
         open_source("fsdp", TensorSelection()).manifest(flat)
 
 

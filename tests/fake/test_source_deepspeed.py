@@ -17,6 +17,7 @@ import zero
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
+from test_lora import merged, wrapped
 from torch import nn
 
 from weightsync.errors import ConfigError, UnsupportedError
@@ -253,6 +254,26 @@ def a_tied_transformers_model() -> None:
             check_source(make, engine, state)
 
 
+def adapters_are_merged(kind: str, settings: dict[str, Any], **options: Any) -> None:
+    """As built and after a step, as PEFT merges a copy of the whole; and DeepSpeed's own state is as it was."""
+    engine, plain = zero.initialize(wrapped(kind, **options), settings), wrapped(kind, **options)
+    found = []
+    for _ in range(2):
+        plain.load_state_dict(zero.gathered(engine), strict=False)
+        found.append(merged(plain))
+        statuses = [getattr(param, "ds_status", None) for param in engine.module.parameters()]
+        check_source(make, engine, found[-1])
+        assert [getattr(param, "ds_status", None) for param in engine.module.parameters()] == statuses
+        tokens = torch.arange(24).view(2, 12) * (dist.get_rank() + 3) % 251
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+    assert not equal(*found), "a step changed nothing"
+    assert {name for name in found[0] if not torch.equal(found[0][name], found[1][name])} == {
+        shard.meta.name for shard in make(TensorSelection()).shards(engine) if shard.trains
+    }
+    engine.destroy()
+
+
 def trains_on(settings: dict[str, Any]) -> None:
     """A run whose weights are read after every step ends as one that was left alone, bit by bit."""
 
@@ -279,6 +300,23 @@ def trains_on(settings: dict[str, Any]) -> None:
 
 
 # --- What is refused
+
+
+def adapters_that_cannot_be_read() -> None:
+    with started(zero.config(3), wrapped("linear")) as engine:
+        q, v = (
+            getattr(engine.module.base_model.model.model.layers[1].self_attn, name) for name in ("q_proj", "v_proj")
+        )
+        v.lora_A["default"].weight.ds_tensor.final_location = "nvme"
+        with (
+            zero.prepare().zero.GatheredParameters([q.lora_B["default"].weight], modifier_rank=0),
+            pytest.raises(UnsupportedError) as caught,
+        ):
+            make(TensorSelection()).manifest(engine)
+        found = {name.removeprefix("model.layers.1.self_attn."): why for name, why in caught.value.tensors.items()}
+        assert found.keys() == {"q_proj.weight", "v_proj.weight"}
+        assert found["q_proj.weight"].startswith("of a factor of its adapter 'default': it may be about to change")
+        assert "NVMe" in found["v_proj.weight"]
 
 
 def on_nvme_or_quantised_or_of_another_partitioning() -> None:
@@ -369,6 +407,17 @@ CASES: dict[str, tuple[Callable[[], None], ...]] = {
         a_tied_transformers_model,
         *(partial(trains_on, zero.config(stage, param_persistence_threshold=SMALL)) for stage in (1, 2, 3)),
         partial(trains_on, zero.config(3, "fp16", overlap_comm=True, **OFFLOADED)),
+        *(partial(adapters_are_merged, kind, zero.config(3)) for kind in ("all of these", "rslora")),
+        *(partial(adapters_are_merged, "all of these", zero.config(stage)) for stage in (1, 2)),
+        partial(
+            adapters_are_merged,
+            "all of these",
+            zero.config(3, "fp32", param_persistence_threshold=0),
+            dtype=torch.float32,
+        ),
+        partial(adapters_are_merged, "embedding", zero.config(3, "fp32"), autocast=True),  # factors in float32
+        partial(adapters_are_merged, "linear", zero.config(3, param_persistence_threshold=0, **OFFLOADED)),
+        adapters_that_cannot_be_read,
         on_nvme_or_quantised_or_of_another_partitioning,
         the_sender_of_another_backend,
         experts_of_deepspeed,

@@ -62,21 +62,22 @@ class DeepSpeedSource(ModuleSource):
                 raise UnsupportedError("DeepSpeed's PipelineModule numbers its layers, and has no checkpoint names")
             for name, param in module._parameters.items():
                 if param is not None:
-                    yield prefix + name, partial(_read, param)
+                    yield prefix + name, partial(self.read, param)
             yield from self.buffers(prefix, module, read_whole)
 
+    def read(self, tensor: torch.Tensor) -> Held:
+        if getattr(tensor, "ds_is_replaced_module", False):
+            raise UnsupportedError(
+                "DeepSpeed's AutoTP has cut it; train without `tensor_parallel`, with ZeRO-3 instead"
+            )
+        if getattr(tensor, "allreduce", True) is False:
+            raise UnsupportedError("it is one of DeepSpeed's own experts (MoE, AutoEP), which have no checkpoint names")
+        if getattr(tensor, "weight_quantized", False):
+            raise UnsupportedError("it is quantised (`quantized_initialization`); push a model that is not")
+        return _read_partition(tensor) if hasattr(tensor, "ds_tensor") else read_whole(tensor)
 
-def _read(param: Any) -> Held:
-    """Read a parameter: partitioned by ZeRO-3, or whole."""
-    if getattr(param, "ds_is_replaced_module", False):
-        raise UnsupportedError("DeepSpeed's AutoTP has cut it; train without `tensor_parallel`, with ZeRO-3 instead")
-    if getattr(param, "allreduce", True) is False:
-        raise UnsupportedError("it is one of DeepSpeed's own experts (MoE, AutoEP), which have no checkpoint names")
-    if getattr(param, "weight_quantized", False):
-        raise UnsupportedError("it is quantised (`quantized_initialization`); push a model that is not")
-    if not hasattr(param, "ds_tensor"):
-        return read_whole(param)
-    return _read_partition(param)
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        return _gathered(tensor) if hasattr(tensor, "ds_tensor") else tensor.detach()
 
 
 def _is_settled(param: Any) -> bool:
@@ -104,6 +105,15 @@ def _read_partition(param: Any) -> Held:
         )
     values = readable(partition)[: stop - start]
     return Held(shape, dtype_name(values), ("ds_id", param.ds_id), flat_parts(shape, start, values), trains(param))
+
+
+def _gathered(param: Any) -> torch.Tensor:
+    """Return all of a partitioned parameter, and leave it as it is. Collective among those that share it."""
+    group = param.ds_process_group
+    partition = param.ds_tensor.to(param.device)  # one that is offloaded lies where the group cannot send it
+    parts = [torch.empty_like(partition) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, partition, group)
+    return torch.cat(parts)[: param.ds_numel].view(param.ds_shape)
 
 
 def held_range(numel: int, world: int, rank: int) -> tuple[int, int, int]:

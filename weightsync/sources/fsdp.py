@@ -73,19 +73,20 @@ class FsdpSource(ModuleSource):
                 yield prefix + name, partial(_read_flat, handle, index)
             for name, param in module._parameters.items():
                 if param is not None and name not in flat and not isinstance(param, FlatParameter):
-                    yield prefix + name, partial(_read, param)
-            yield from self.buffers(prefix, module, _read)
+                    yield prefix + name, partial(self.read, param)
+            yield from self.buffers(prefix, module, self.read)
 
+    def read(self, tensor: torch.Tensor) -> Held:
+        if hasattr(tensor, "ds_tensor"):
+            raise UnsupportedError('DeepSpeed has partitioned it (ZeRO-3); push with backend="deepspeed"')
+        if not isinstance(tensor, DTensor):
+            return read_whole(tensor)
+        local = readable(tensor.to_local())
+        shape = tuple(tensor.shape)
+        return Held(shape, dtype_name(local), memory_of(local, shape), _sharded_parts(tensor, local), trains(tensor))
 
-def _read(tensor: torch.Tensor) -> Held:
-    """Read a parameter or buffer: sharded when it is a DTensor, whole otherwise."""
-    if hasattr(tensor, "ds_tensor"):
-        raise UnsupportedError('DeepSpeed has partitioned it (ZeRO-3); push with backend="deepspeed"')
-    if not isinstance(tensor, DTensor):
-        return read_whole(tensor)
-    local = readable(tensor.to_local())
-    shape = tuple(tensor.shape)
-    return Held(shape, dtype_name(local), memory_of(local, shape), _sharded_parts(tensor, local), trains(tensor))
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 # --- FSDP2: DTensors

@@ -22,7 +22,7 @@ from weightsync.selection import TensorSelection
 from weightsync.sources.base import LocalSource, Model, Snapshot, TensorShard, one_module
 from weightsync.sources.hf_checkpoint import SavedParts, manifest_of, saved_form
 from weightsync.sources.module_tree import modules, walk_shells
-from weightsync.sources.peft import Adapter, adapter_of
+from weightsync.sources.peft import Adapter, Factors, adapter_of
 
 ON_META = "it is on the meta device and has no values; materialise it first (`to_empty`, then load)"
 
@@ -58,12 +58,21 @@ class ModuleSource(LocalSource):
     def __init__(self, selection: TensorSelection) -> None:
         super().__init__(selection)
         self._adapters: dict[str, Adapter] = {}  # by name of the tensor that it is added to
+        self._factors: dict[Adapter, Factors] = {}  # of the last `gather`
         self._wrapped = False  # PEFT has wrapped layers, whose state is not only in their tensors
         self._saved: Snapshot[list[SavedParts]] = Snapshot()
 
     @abstractmethod
     def readers(self, model: nn.Module) -> Iterator[NamedReader]:
         """Yield every parameter and persistent buffer in the order of `state_dict`, tied ones under each name."""
+
+    @abstractmethod
+    def read(self, tensor: torch.Tensor) -> Held:
+        """Return what this rank holds of a parameter. Raises `UnsupportedError` for one that cannot be read."""
+
+    @abstractmethod
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return all of a parameter that `read` can read. Collective where it is sharded."""
 
     def settle(self, found: list[nn.Module]) -> None:
         """Bring the tensors of the model, which has these modules, to where `readers` reads them."""
@@ -105,14 +114,16 @@ class ModuleSource(LocalSource):
     def close(self) -> None:
         super().close()
         self._saved.clear()
-        self._adapters = {}
+        self._adapters, self._factors = {}, {}
 
     def gather(self, names: Sequence[str]) -> None:
-        for adapter in dict.fromkeys(self._adapters[name] for name in names if name in self._adapters):
-            adapter.gather()
+        self._factors = {}  # those of the names before are let go
+        adapters = dict.fromkeys(self._adapters[name] for name in names if name in self._adapters)
+        self._factors = {adapter: adapter.gather(self.whole) for adapter in adapters}
 
     def _merged(self, name: str, box: Box, values: torch.Tensor) -> torch.Tensor:
-        return self._adapters[name].add_to(values, box)
+        adapter = self._adapters[name]
+        return adapter.add_to(values, box, self._factors[adapter])
 
     def _as_saved(self, model: nn.Module, on_meta: bool) -> list[tuple[Held, SavedParts]]:
         """Return what this rank holds of each of the model's tensors, and what these are in the checkpoint."""
@@ -142,7 +153,7 @@ class ModuleSource(LocalSource):
             if self.selection.excludes(name):
                 continue
             try:
-                held = _adapted(name, read(), adapters)
+                held = self._adapted(name, read(), adapters)
             except UnsupportedError as error:
                 refused[name] = error.message
                 continue
@@ -158,6 +169,19 @@ class ModuleSource(LocalSource):
         if refused:
             raise refusal(refused)
         return list(found.items())
+
+    def _adapted(self, name: str, held: Held, adapters: dict[str, Adapter]) -> Held:
+        """Return `held` with its adapter, if `name` is the weight of a layer that has one.
+
+        Raises `UnsupportedError` for an adapter that cannot be added, also for another tensor of its layer.
+        """
+        for end in (at + 1 for at, letter in enumerate(name) if letter == "."):
+            if (adapter := adapters.get(name[:end])) is not None:
+                names = adapter.names()
+                if name[end:] == "weight":
+                    adapter.check(names, held.shape, lambda factor: self.read(factor).shape)
+                    return replace(held, trains=True, adapter=adapter if names else None)
+        return held
 
     def buffers(self, prefix: str, module: nn.Module, read: Callable[[torch.Tensor], Held]) -> Iterator[NamedReader]:
         """Yield the module's own persistent buffers, or none where the selection says so."""
@@ -215,20 +239,6 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
             if (adapter := known[shell]) is not None:
                 found[prefix] = adapter
     return found
-
-
-def _adapted(name: str, held: Held, adapters: dict[str, Adapter]) -> Held:
-    """Return `held` with its adapter, if `name` is the weight of a layer that has one.
-
-    Raises `UnsupportedError` for an adapter that cannot be added, and for another tensor in a layer with an adapter.
-    """
-    for end in (at + 1 for at, letter in enumerate(name) if letter == "."):
-        if (adapter := adapters.get(name[:end])) is not None:
-            names = adapter.names()
-            if name[end:] == "weight":
-                adapter.check(names, held.shape)
-                return replace(held, trains=True, adapter=adapter if names else None)
-    return held
 
 
 def refusal(refused: dict[str, str]) -> UnsupportedError:

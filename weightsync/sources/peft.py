@@ -8,15 +8,19 @@ that product. The trainer's base weights and adapters are only read, so there is
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import Box
+
+Shape: TypeAlias = "tuple[int, ...]"
+Factors: TypeAlias = "Mapping[str, Sequence[torch.Tensor]]"
+"""A and B of each active adapter, whole, in the order in which PEFT adds them."""
 
 
 def beneath(module: nn.Module) -> nn.Module | None:
@@ -67,7 +71,6 @@ class Adapter:
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
-        self._gathered: dict[str, list[torch.Tensor]] = {}
 
     def names(self) -> list[str]:
         """Return the adapters to add, in order: none when they are disabled, or merged into the base.
@@ -104,41 +107,43 @@ class Adapter:
                 raise UnsupportedError(f"its adapter {name!r} has a bias (`lora_bias=True`), expected none")
         return active
 
-    def check(self, names: list[str], shape: tuple[int, ...]) -> None:
-        """Raise `UnsupportedError` when these adapters cannot be added to a weight of `shape`."""
+    def check(self, names: list[str], shape: tuple[int, ...], shape_of: Callable[[torch.Tensor], Shape]) -> None:
+        """Raise `UnsupportedError` when these adapters cannot be added to a weight of `shape`.
+
+        `shape_of` returns the full shape of a factor, or raises for one that the backend cannot read.
+        """
         for name in names:
-            a, b = self._factors()[name]
-            whole = a.dim() == b.dim() == 2 and {b.shape[0], a.shape[1]} == set(shape)
-            # ZeRO-3 keeps small parameters gathered, but those are copies.
-            if not whole or hasattr(a, "ds_tensor") or hasattr(b, "ds_tensor"):
+            try:
+                a, b = map(shape_of, self._factors()[name])
+            except UnsupportedError as error:
+                raise UnsupportedError(f"of a factor of its adapter {name!r}: {error.message}") from None
+            if not len(a) == len(b) == 2 or {b[0], a[1]} != set(shape):
                 raise UnsupportedError(
-                    f"the factors of its adapter {name!r} have shapes {tuple(a.shape)} and {tuple(b.shape)} here; they "
-                    "must be whole, or sharded by `fully_shard`. ZeRO-3 and FSDP1 partition them in ways that are not "
-                    "covered"
+                    f"the factors of its adapter {name!r} have shapes {a} and {b} here; they must be whole, or sharded "
+                    "by `fully_shard` or ZeRO-3. FSDP1 partitions them in a way that is not covered"
                 )
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """Fetch the whole factors. Collective where factors are sharded: every rank of their mesh calls this."""
-        self._gathered = {
-            name: [factor.full_tensor() if isinstance(factor, DTensor) else factor.detach() for factor in factors]
-            for name, factors in self._factors().items()
-            if any(isinstance(factor, DTensor) for factor in factors)
-        }
+    def gather(self, whole: Callable[[torch.Tensor], torch.Tensor]) -> Factors:
+        """Return the factors of the active adapters, each as `whole` gives it. Collective where `whole` is."""
+        factors = self._factors()
+        return {name: [whole(factor) for factor in factors[name]] for name in self.names()}
 
     @torch.no_grad()
-    def add_to(self, values: torch.Tensor, box: Box) -> torch.Tensor:
+    def add_to(self, values: torch.Tensor, box: Box, factors: Factors) -> torch.Tensor:
         """Return a copy of `values`, the region `box` of the base weight, with that of each active adapter added as
         PEFT does.
 
-        Uses memory for the whole product, in the factors' dtype.
+        `factors` is what `gather` gave. Uses memory for the whole product, in the factors' dtype.
         """
         from peft.tuners.lora.layer import Embedding
 
         merged = values.clone()
         region = tuple(slice(start, start + size) for start, size in zip(box.start, box.size, strict=True))
-        for name in self.names():
-            delta = self._product(name)[region]
+        for name, (a, b) in factors.items():
+            delta = self._product(name, a, b)[region].to(
+                merged.device
+            )  # where values are offloaded, factors need not be
             # PEFT lets a linear layer's sum be rounded once, and rounds an embedding's product first.
             merged += delta.to(merged.dtype) if isinstance(self._layer, Embedding) else delta
         return merged
@@ -154,9 +159,8 @@ class Adapter:
         """Return the rank of adapter `name`, and what the product of its factors is multiplied by."""
         return int(self._layer.r[name]), float(self._layer.scaling[name])
 
-    def _product(self, name: str) -> torch.Tensor:
-        """Compute what PEFT would add to the whole weight, from the gathered factors: its own code, on a stand-in."""
-        a, b = self._gathered.get(name) or [factor.detach() for factor in self._factors()[name]]
+    def _product(self, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Compute what PEFT would add to the whole weight, from the whole factors: its own code, on a stand-in."""
         linear = {"lora_A": {name: SimpleNamespace(weight=a)}, "lora_B": {name: SimpleNamespace(weight=b)}}
         embedding = {"lora_embedding_A": {name: a}, "lora_embedding_B": {name: b}}
         stand_in = SimpleNamespace(**{**vars(self._layer), **linear, **embedding})
