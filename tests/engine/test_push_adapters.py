@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
-from engines import PROMPTS, TIMEOUT_S, Answer, Engines, Remote, answer_of, assert_same
+import zero
+from engines import (
+    PROMPTS,
+    TIMEOUT_S,
+    Answer,
+    Engines,
+    PipeEngine,
+    Remote,
+    Trainer,
+    Trainers,
+    answer_of,
+    assert_same,
+)
 from test_lora import fill_adapters, wrapped
 from test_lora_transport import KINDS
 
@@ -67,6 +80,34 @@ def push(engines: Engines, kind: str) -> dict[str, Answer]:
     engines.release()
     assert not engines.llm.llm_engine.list_loras()
     return found
+
+
+class AdapterPipe(PipeEngine):
+    """An `AdapterEngine` for a trainer in another process than its `LLM`."""
+
+    max_lora_rank, load_adapter, unload_adapter, has_adapter, adapters_in_use = (
+        partialmethod(PipeEngine._call, method)
+        for method in ("max_lora_rank", "load_adapter", "unload_adapter", "has_adapter", "adapters_in_use")
+    )
+
+
+def connect_zero(trainer: Trainer, kind: str) -> None:
+    trainer.model = zero.initialize(wrapped(kind), zero.config(3))
+    engine = AdapterPipe(trainer.calls) if trainer.calls is not None else None
+    trainer.sync = WeightSync("deepspeed", "lora", engine, timeout_s=TIMEOUT_S)
+
+
+def push_zero(trainer: Trainer, weights: str) -> Any:
+    with zero.to_fill(trainer.model):
+        fill_adapters(trainer.model, weights)
+    trainer.sync.push(trainer.model)
+    return trainer.sync.adapter
+
+
+def end_zero(trainer: Trainer) -> None:
+    engine = trainer.model
+    trainer.release()
+    engine.destroy()
 
 
 def push_while_a_request_runs(engines: Engines) -> Answer:
@@ -153,11 +194,16 @@ def check_pushes(engines: Remote, expected: dict[str, Answer], kinds: Iterable[s
     assert_same(found["adapter"], expected["BlinearA"], "the adapter over the new base")
 
 
-def test_a_real_engine_answers_as_one_that_loaded_what_peft_saved(engines: Remote, tmp_path: Path):
+def test_a_real_engine_answers_as_one_that_loaded_what_peft_saved(engines: Remote, trainers: Trainers, tmp_path: Path):
     expected = engines.call(cold, tmp_path, KINDS, 1, timeout_s=240)
     assert_same(engines.call(push_while_a_request_runs), expected["AlinearA"][:1], "the request that ran")
     engines.call(refuse)
     engines.call(refuse_experts)
+    trainers.call(connect_zero, "linear")
+    for weights in "AB":
+        adapter = trainers.call(push_zero, weights)[0]
+        assert_same(engines.call(ask, adapter), expected["Alinear" + weights], f"{weights} of two ranks under ZeRO-3")
+    trainers.call(end_zero)
     check_pushes(engines, expected, KINDS)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+import zero
 from engines import TIMEOUT_S, Answer, Engines, Remote, Trainer, Trainers, assert_same
 from test_lora import fill_adapters, frozen_copy, local, shard, wrapped
 
@@ -25,18 +26,21 @@ def cold(engines: Engines, folder: Path, kind: str) -> Answer:
     return engines.ask()
 
 
-def connect(trainer: Trainer | Engines, kind: str, transport: str) -> None:
+def connect(trainer: Trainer | Engines, backend: str, kind: str, transport: str) -> None:
     model = trainer.model = wrapped(kind)
-    if isinstance(trainer, Trainer):
+    if backend == "deepspeed":
+        trainer.model = zero.initialize(model, zero.config(3))
+    elif isinstance(trainer, Trainer):
         shard(model)
     engine = trainer.engine if isinstance(trainer, Trainer) else trainer.llm
     selection = TensorSelection(only_trained=True)
-    trainer.sync = WeightSync("fsdp", transport, engine, selection=selection, max_bytes=1 << 16, timeout_s=TIMEOUT_S)
+    trainer.sync = WeightSync(backend, transport, engine, selection=selection, max_bytes=1 << 16, timeout_s=TIMEOUT_S)
 
 
 def push(trainer: Trainer | Engines, weights: str) -> int:
     """The bytes that it moved; the trainer's own are as they were."""
-    fill_adapters(trainer.model, weights)
+    with zero.to_fill(trainer.model):
+        fill_adapters(trainer.model, weights)
     before = frozen_copy(trainer.model)
     nbytes = trainer.sync.push(trainer.model).nbytes
     assert all(torch.equal(local(param), before[name]) for name, param in trainer.model.named_parameters())
@@ -44,18 +48,21 @@ def push(trainer: Trainer | Engines, weights: str) -> int:
 
 
 def release(trainer: Trainer | Engines) -> None:
+    engine = trainer.model
     trainer.release()
+    if hasattr(engine, "destroy"):
+        engine.destroy()
 
 
 def test_a_real_engine_equals_a_cold_one_of_the_merged_model(engines: Remote, trainers: Trainers, tmp_path: Path):
     kind = "all of these"
     expected = engines.call(cold, tmp_path, kind, timeout_s=240)
     for transport in ("ipc", "broadcast"):
-        for side in (engines, trainers):
-            side.call(connect, kind, transport)
+        for side, backend in ((engines, "fsdp"), (trainers, "fsdp"), (trainers, "deepspeed")):
+            side.call(connect, backend, kind, transport)
             whole = side.call(push, "B")
             assert engines.call(Engines.ask) != expected
             partial = side.call(push, "A")
             assert (partial if side is engines else partial[0]) < (whole if side is engines else whole[0])
-            assert_same(engines.call(Engines.ask), expected, transport)
+            assert_same(engines.call(Engines.ask), expected, f"{transport}, {backend}")
             side.call(release)

@@ -74,6 +74,9 @@ def frozen_copy(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def local(param: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a parameter, wherever an optimizer writes it."""
+    if hasattr(param, "ds_tensor"):
+        return param.ds_tensor
     return param.detach().to_local() if isinstance(param, DTensor) else param.detach()
 
 

@@ -46,6 +46,7 @@ def cold_with_adapter(engines: Engines, checkpoint: Path, adapter: Path) -> Answ
         pytest.param("GRPO", 2, {"deepspeed": trl_ranks.ZERO}, id="ZeRO-3"),
         pytest.param("RLOO", 2, {"fsdp": True, "vllm_tensor_parallel_size": 2}, id="FSDP2 to an engine of two ranks"),
         pytest.param("GRPO", 2, {"fsdp": True, "adapters": True}, id="merged adapters under FSDP2"),
+        pytest.param("GRPO", 2, {"deepspeed": trl_ranks.ZERO, "adapters": True}, id="merged adapters under ZeRO-3"),
     ],
 )
 def test_colocated_engine_equals_a_cold_one(
@@ -91,7 +92,8 @@ def test_server_equals_a_cold_engine(engines: Remote, tmp_path: Path) -> None:
     options = ("--enable-lora", "--max-model-len=256", "--dtype=bfloat16", "--logprobs-mode=processed_logprobs")
     with VllmServer(adapters, *options, log=tmp_path / "log", environment=NOT_COMPILED) as server:
         url, limit = server.url, {"timeout_s": 200}
-        run_ranks(trl_ranks.serve, 1, 1, free_port(), "GRPO", adapters, url, "lora", {"adapters": True}, **limit)
+        zero = {"deepspeed": trl_ranks.ZERO, "adapters": True}
+        run_ranks(trl_ranks.serve, 2, 2, free_port(), "GRPO", adapters, url, "lora", zero, **limit)
         run_ranks(trl_ranks.serve, 2, 2, free_port(), "GRPO", weights, url, "ipc", {}, **limit)
         run_ranks(trl_ranks.asynchronous, 1, free_port(), streams, url, **limit)
     untrained = noted(adapters.parent / "untrained-0.json")

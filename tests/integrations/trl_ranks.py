@@ -58,6 +58,7 @@ def save_trained(trainer: Any, like: Path, folder: Path, merged: bool = True) ->
     this."""
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     model = trainer.accelerator.unwrap_model(trainer.model)
     state = {}
@@ -73,6 +74,7 @@ def save_trained(trainer: Any, like: Path, folder: Path, merged: bool = True) ->
             state[name] = tensor.detach()
     if trainer.accelerator.is_main_process:
         if isinstance(model, PeftModel) and merged:
+            unset_hf_deepspeed_config()  # or ZeRO-3 partitions the next model too, which takes all ranks
             whole = AutoModelForCausalLM.from_pretrained(like, dtype=next(iter(state.values())).dtype)
             whole = get_peft_model(whole, LoraConfig(**LORA))
             whole.load_state_dict(state)

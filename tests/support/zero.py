@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -47,6 +49,14 @@ def prepare() -> Any:
 def initialize(model: nn.Module, settings: dict[str, Any]) -> Any:
     """Collective: every rank calls this. The engine that trains `model`."""
     return prepare().initialize(model=model, model_parameters=model.parameters(), config=settings)[0]
+
+
+@contextmanager
+def to_fill(model: nn.Module) -> Iterator[None]:
+    """Meanwhile every rank has all parameters, of which rank 0's values count. Any other model is as it was."""
+    partitioned = [param for param in model.parameters() if hasattr(param, "ds_id")]
+    with prepare().zero.GatheredParameters(partitioned, modifier_rank=0) if partitioned else nullcontext():
+        yield
 
 
 def gathered(engine: Any) -> dict[str, torch.Tensor]:
