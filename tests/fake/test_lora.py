@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -129,6 +130,26 @@ def test_what_trains():
     trained = {name for name, _, _, trains in pieces_of(model) if trains}
     keys = {f"model.layers.{n}.self_attn.k_proj.weight" for n in (0, 1)}
     assert trained == keys | {"lm_head.weight", "model.norm.weight"}
+
+
+def test_the_factors_of_one_bucket_are_held_at_a_time():
+    model = wrapped("linear")
+    source: Any = open_source("fsdp", TensorSelection())
+    whole, given = source.whole, []
+
+    def note(factor: torch.Tensor) -> torch.Tensor:
+        found = whole(factor)
+        given.append(weakref.ref(found))
+        return found
+
+    source.whole = note
+    for name in source.manifest(model).names:
+        source.gather([name])
+        assert sum(each() is not None for each in given) == 2 * any(
+            module in name for module in KINDS["linear"]["target_modules"]
+        )
+    source.gather(())
+    assert not any(each() is not None for each in given)
 
 
 def test_several_adapters_are_added_in_their_order():

@@ -13,6 +13,9 @@ Where the truth lies:
 - The secondary partitions of ZeRO++ (`zero_hpz_partition_size`) and its quantised gathers (`zero_quantized_weights`)
   are copies too.
 
+Merging an adapter of PEFT's takes its whole factors. This source gathers them out of the partitions itself, since
+`GatheredParameters` changes what DeepSpeed knows to be gathered.
+
 The masters are not read. A push sends what a checkpoint in the model's own dtype has.
 """
 
@@ -45,7 +48,8 @@ from weightsync.sources.module_tree import walk
 class DeepSpeedSource(ModuleSource):
     """Tensors of a model under DeepSpeed's ZeRO 0, 1, 2 or 3. See `WeightSource`.
 
-    Nothing is gathered, and DeepSpeed's state stays as it is. Push outside of `GatheredParameters`, after `step`.
+    Nothing is gathered but the factors of adapters, and DeepSpeed's state stays as it is. Push outside of
+    `GatheredParameters`, after `step`.
     """
 
     def local(self, tensors: list[Any]) -> list[torch.Tensor] | None:
