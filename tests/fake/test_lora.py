@@ -137,9 +137,9 @@ def test_the_factors_of_one_bucket_are_held_at_a_time():
     source: Any = open_source("fsdp", TensorSelection())
     whole, given = source.whole, []
 
-    def note(factor: torch.Tensor) -> torch.Tensor:
-        found = whole(factor)
-        given.append(weakref.ref(found))
+    def note(factors: list[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        found = whole(factors)
+        given.extend(map(weakref.ref, found.values()))
         return found
 
     source.whole = note

@@ -36,6 +36,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2, an engine in each of 2 ranks": (2, {"fsdp": True}),
     "FSDP2, an engine of 2 ranks": (2, {"fsdp": True, "vllm_tensor_parallel_size": 2}),
     "ZeRO-3, an engine in each of 2 ranks": (2, {"deepspeed": trl_ranks.ZERO}),
+    "ZeRO-3, merged adapters": (2, {"deepspeed": trl_ranks.ZERO, "adapters": True}),
 }
 PLAIN = {"quantization": "weightsync_plain"}
 SIZES = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8}

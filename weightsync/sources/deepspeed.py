@@ -22,7 +22,8 @@ The masters are not read. A push sends what a checkpoint in the model's own dtyp
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -80,8 +81,17 @@ class DeepSpeedSource(ModuleSource):
             raise UnsupportedError("it is quantised (`quantized_initialization`); push a model that is not")
         return _read_partition(tensor) if hasattr(tensor, "ds_tensor") else read_whole(tensor)
 
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        return _gathered(tensor) if hasattr(tensor, "ds_tensor") else tensor.detach()
+    def whole(self, tensors: Sequence[Any]) -> dict[torch.Tensor, torch.Tensor]:
+        found: dict[torch.Tensor, torch.Tensor] = {}
+        together: dict[Any, list[Any]] = defaultdict(list)
+        for each in tensors:
+            if hasattr(each, "ds_tensor"):
+                together[each.ds_process_group, each.ds_tensor.dtype, each.device].append(each)
+            else:
+                found[each] = each.detach()
+        for (group, _, device), params in together.items():
+            found |= zip(params, _gathered(params, group, device), strict=True)
+        return found
 
 
 def _is_settled(param: Any) -> bool:
@@ -111,13 +121,15 @@ def _read_partition(param: Any) -> Held:
     return Held(shape, dtype_name(values), ("ds_id", param.ds_id), flat_parts(shape, start, values), trains(param))
 
 
-def _gathered(param: Any) -> torch.Tensor:
-    """Return all of a partitioned parameter, and leave it as it is. Collective among those that share it."""
-    group = param.ds_process_group
-    partition = param.ds_tensor.to(param.device)  # one that is offloaded lies where the group cannot send it
-    parts = [torch.empty_like(partition) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, partition, group)
-    return torch.cat(parts)[: param.ds_numel].view(param.ds_shape)
+def _gathered(params: list[Any], group: Any, device: torch.device) -> list[torch.Tensor]:
+    """Return all of each of these partitioned parameters, which stay as they are. Collective in `group`."""
+    # Partitions that are offloaded lie where the group cannot send them.
+    mine = torch.cat([param.ds_tensor.to(device) for param in params])
+    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(theirs, mine, group)
+    sizes = [param.ds_tensor.numel() for param in params]
+    parts = zip(*(each.split(sizes) for each in theirs), strict=True)
+    return [torch.cat(own)[: param.ds_numel].view(param.ds_shape) for param, own in zip(params, parts, strict=True)]
 
 
 def held_range(numel: int, world: int, rank: int) -> tuple[int, int, int]:

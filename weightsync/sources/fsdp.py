@@ -85,8 +85,8 @@ class FsdpSource(ModuleSource):
         shape = tuple(tensor.shape)
         return Held(shape, dtype_name(local), memory_of(local, shape), _sharded_parts(tensor, local), trains(tensor))
 
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    def whole(self, tensors: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        return {each: each.full_tensor() if isinstance(each, DTensor) else each.detach() for each in tensors}
 
 
 # --- FSDP2: DTensors

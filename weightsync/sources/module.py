@@ -22,7 +22,7 @@ from weightsync.selection import TensorSelection
 from weightsync.sources.base import LocalSource, Model, Snapshot, TensorShard, one_module
 from weightsync.sources.hf_checkpoint import SavedParts, manifest_of, saved_form
 from weightsync.sources.module_tree import modules, walk_shells
-from weightsync.sources.peft import Adapter, Factors, adapter_of
+from weightsync.sources.peft import Adapter, adapter_of
 
 ON_META = "it is on the meta device and has no values; materialise it first (`to_empty`, then load)"
 
@@ -58,7 +58,7 @@ class ModuleSource(LocalSource):
     def __init__(self, selection: TensorSelection) -> None:
         super().__init__(selection)
         self._adapters: dict[str, Adapter] = {}  # by name of the tensor that it is added to
-        self._factors: dict[Adapter, Factors] = {}  # of the last `gather`
+        self._whole: dict[torch.Tensor, torch.Tensor] = {}  # the factors of the last `gather`, by what this rank has
         self._wrapped = False  # PEFT has wrapped layers, whose state is not only in their tensors
         self._saved: Snapshot[list[SavedParts]] = Snapshot()
 
@@ -71,8 +71,8 @@ class ModuleSource(LocalSource):
         """Return what this rank holds of a parameter. Raises `UnsupportedError` for one that cannot be read."""
 
     @abstractmethod
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return all of a parameter that `read` can read. Collective where it is sharded."""
+    def whole(self, tensors: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """Return all of each of these parameters, which `read` can read. Collective where any is sharded."""
 
     def settle(self, found: list[nn.Module]) -> None:
         """Bring the tensors of the model, which has these modules, to where `readers` reads them."""
@@ -114,16 +114,16 @@ class ModuleSource(LocalSource):
     def close(self) -> None:
         super().close()
         self._saved.clear()
-        self._adapters, self._factors = {}, {}
+        self._adapters, self._whole = {}, {}
 
     def gather(self, names: Sequence[str]) -> None:
-        self._factors = {}  # those of the names before are let go
+        self._whole = {}  # the factors for the names before are let go first
         adapters = dict.fromkeys(self._adapters[name] for name in names if name in self._adapters)
-        self._factors = {adapter: adapter.gather(self.whole) for adapter in adapters}
+        with torch.no_grad():
+            self._whole = self.whole([factor for adapter in adapters for factor in adapter.active_factors()])
 
     def _merged(self, name: str, box: Box, values: torch.Tensor) -> torch.Tensor:
-        adapter = self._adapters[name]
-        return adapter.add_to(values, box, self._factors[adapter])
+        return self._adapters[name].add_to(values, box, self._whole)
 
     def _as_saved(self, model: nn.Module, on_meta: bool) -> list[tuple[Held, SavedParts]]:
         """Return what this rank holds of each of the model's tensors, and what these are in the checkpoint."""

@@ -8,7 +8,7 @@ that product. The trainer's base weights and adapters are only read, so there is
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -19,8 +19,6 @@ from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import Box
 
 Shape: TypeAlias = "tuple[int, ...]"
-Factors: TypeAlias = "Mapping[str, Sequence[torch.Tensor]]"
-"""A and B of each active adapter, whole, in the order in which PEFT adds them."""
 
 
 def beneath(module: nn.Module) -> nn.Module | None:
@@ -123,27 +121,27 @@ class Adapter:
                     "by `fully_shard` or ZeRO-3. FSDP1 partitions them in a way that is not covered"
                 )
 
-    @torch.no_grad()
-    def gather(self, whole: Callable[[torch.Tensor], torch.Tensor]) -> Factors:
-        """Return the factors of the active adapters, each as `whole` gives it. Collective where `whole` is."""
+    def active_factors(self) -> list[torch.Tensor]:
+        """Return the factors of the adapters to add, as this rank has them."""
         factors = self._factors()
-        return {name: [whole(factor) for factor in factors[name]] for name in self.names()}
+        return [factor for name in self.names() for factor in factors[name]]
 
     @torch.no_grad()
-    def add_to(self, values: torch.Tensor, box: Box, factors: Factors) -> torch.Tensor:
+    def add_to(self, values: torch.Tensor, box: Box, whole: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Return a copy of `values`, the region `box` of the base weight, with that of each active adapter added as
         PEFT does.
 
-        `factors` is what `gather` gave. Uses memory for the whole product, in the factors' dtype.
+        `whole` has all of each factor, by what `active_factors` gives. Uses memory for the whole product, in the
+        factors' dtype.
         """
         from peft.tuners.lora.layer import Embedding
 
         merged = values.clone()
         region = tuple(slice(start, start + size) for start, size in zip(box.start, box.size, strict=True))
-        for name, (a, b) in factors.items():
-            delta = self._product(name, a, b)[region].to(
-                merged.device
-            )  # where values are offloaded, factors need not be
+        for name in self.names():
+            a, b = (whole[factor] for factor in self._factors()[name])
+            # Factors may be on a GPU when the values are offloaded to the CPU.
+            delta = self._product(name, a, b)[region].to(merged.device)
             # PEFT lets a linear layer's sum be rounded once, and rounds an embedding's product first.
             merged += delta.to(merged.dtype) if isinstance(self._layer, Embedding) else delta
         return merged
