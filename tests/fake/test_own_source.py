@@ -76,7 +76,7 @@ def adapted() -> nn.Module:
 
 def quantizing() -> QuantizingSource:
     inner = open_source("fsdp", TensorSelection())
-    return QuantizingSource(inner, "int8", TensorSelection(), wait=lambda seconds: None, timeout_s=1.0)
+    return QuantizingSource(inner, "int8", TensorSelection(), lambda values: None)
 
 
 class Export:

@@ -14,9 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from weightsync import ConfigError, PlacementError, TensorSelection, WeightSync
-from weightsync.sources import open_source
-from weightsync.sources.quantize import QuantizingSource
+from weightsync import ConfigError, PlacementError, WeightSync
 
 TIMEOUT_S = 30.0
 
@@ -78,16 +76,6 @@ def push_in_a_group(rank: int, transport: str) -> None:
         for number in range(2):
             assert sync.push(model).version == number + 1
             assert engine is None or serves(engine, 2)
-    source = QuantizingSource(
-        open_source("fsdp", TensorSelection()),
-        "int8",
-        TensorSelection(),
-        wait=lambda seconds: None,
-        timeout_s=TIMEOUT_S,
-        ranks=group,
-    )
-    source.shards(model)
-    source.gather(source.manifest(model).names)
     if engine is not None:
         engine.close()
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny_models
 import torch
+import torch.distributed as dist
 import zero
 from engines import TIMEOUT_S, Trainer, Trainers
 from fake_engine import FakeEngine, ModuleHost, give
@@ -81,7 +83,12 @@ def quantized(state: State, form: str, selection: TensorSelection | None = None)
 
 def make(backend: str, form: str, selection: TensorSelection, **options: Any) -> WeightSource:
     inner = open_source(backend, selection, **options)
-    return QuantizingSource(inner, form, selection, wait=time.sleep, timeout_s=TIMEOUT_S)
+    return QuantizingSource(inner, form, selection, largest_of_the_job)
+
+
+def largest_of_the_job(values: torch.Tensor) -> None:
+    if dist.is_initialized():
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
 
 
 def state_of(model: nn.Module) -> State:
@@ -282,15 +289,18 @@ def check_failure(trainer: Trainer) -> None:
     """Collective: every trainer rank calls this."""
     model = fully_shard(net(), shard_placement_fn=lambda p: Shard(p.ndim - 1 if p.shape[-1] % 2 == 0 else 0))
     with closing(engine_of(quantized(state_of(net()), "fp8"))) as engine:
-        sync = WeightSync("fsdp", "ipc", engine, quantize="fp8", timeout_s=TIMEOUT_S)
+        sync = WeightSync("fsdp", "ipc", engine, quantize="fp8", max_bytes=64, timeout_s=TIMEOUT_S)
         source: Any = sync._strategy._source
-        for owner, method in ((source, "_read"), (source._source, "gather")):
-            if trainer.rank == 1:
-                # Meanwhile the other rank waits in a collective.
-                setattr(owner, method, lambda _: time.sleep(0.3) or 1 / 0)
-            with pytest.raises(WeightSyncError, match="division by zero"):
+        # The first is called by shards that were read before, so that it must be replaced before these are.
+        for owner, name in ((source, "_values_of"), (source, "_read"), (source._source, "gather")):
+            # Meanwhile the other rank waits in a collective.
+            fails = mock.Mock(side_effect=lambda *_: time.sleep(0.3) or 1 / 0)
+            broken = mock.patch.object(owner, name, fails) if trainer.rank == 1 else nullcontext()
+            with broken, pytest.raises(WeightSyncError, match="division by zero"):
                 sync.push(model)
-            vars(owner).pop(method, None)
+            ones = torch.ones(3)
+            dist.all_reduce(ones)
+            assert ones.tolist() == [2.0] * 3, "the job's own collective met one of the push's"
             sync.push(model)
         if trainer.rank == 0:
             check_live(engine, quantized(state_of(net()), "fp8"))

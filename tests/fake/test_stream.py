@@ -159,7 +159,7 @@ def test_a_stream_is_quantised_as_it_comes() -> None:
     matrices = {name: tensor for name, tensor in checkpoint(2).items() if name.endswith("q.weight")}
     selection = TensorSelection()
     inner = open_source("stream", selection)
-    source = QuantizingSource(inner, "int8", selection, wait=lambda seconds: None, timeout_s=1.0)
+    source = QuantizingSource(inner, "int8", selection, lambda values: None)
     for _ in range(2):
         shards = {shard.meta.name: shard for shard in source.shards(lambda: iter(matrices.items()))}
         assert len(source.manifest(lambda: iter(matrices.items()))) == 2 * len(matrices)

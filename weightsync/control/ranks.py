@@ -233,6 +233,12 @@ def place_among(members: Any) -> tuple[int, int]:
     return dist.get_rank(members), dist.get_world_size(members)
 
 
+def uses_nccl(members: Any) -> bool:
+    """Return whether the members of a `Ranks` are a process group in which NCCL carries the tensors of GPUs."""
+    is_group = members != ALONE and dist.is_available() and dist.is_initialized()
+    return is_group and dist.get_backend(members) == "nccl"
+
+
 @contextmanager
 def collective(
     ranks: Ranks,

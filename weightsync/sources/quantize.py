@@ -9,33 +9,27 @@ Megatron's row-parallel layers) the ranks find the maxima together, in `gather`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
 
 import torch
-from torch import distributed as dist
 
-from weightsync.control.ranks import place_among
-from weightsync.errors import ConfigError, SyncTimeoutError, UnsupportedError
+from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.kernels.quantize import Form, fp8_per_channel, int8_per_channel, row_maxima
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import LastShards, Model, TensorShard, WeightSource
 
 FORMS = {"fp8": fp8_per_channel, "int8": int8_per_channel}
-_POLL_S = 0.0005
 _FROM = ("bfloat16", "float16", "float32")
 
 
 class QuantizingSource:
     """The tensors of `source`, with the weights that `selection` says in 8 bits. See `WeightSource`.
 
-    form: "fp8" or "int8", both with one scale for each output channel. wait: called as `wait(seconds)` while this rank
-    waits for the others' maxima, for at most `timeout_s`. It sleeps, and may raise. Maxima are exchanged over the
-    process group of `ranks`, which is that of `WeightSync`.
+    form: "fp8" or "int8", both with one scale for each output channel. largest: called as `largest(values)` on every
+    rank alike, it replaces each of `values` by the largest that any rank gives.
 
     A float32 weight is rounded to bfloat16 first, as on its way to an engine that quantises itself. So both give the
     same bits. `selection.dtypes` may name another dtype for a weight, float32 too.
@@ -48,10 +42,7 @@ class QuantizingSource:
         source: WeightSource,
         form: str,
         selection: TensorSelection,
-        *,
-        wait: Callable[[float], None],
-        timeout_s: float,
-        ranks: Any = None,
+        largest: Callable[[torch.Tensor], None],
     ) -> None:
         if form not in FORMS:
             raise ConfigError(
@@ -60,9 +51,7 @@ class QuantizingSource:
             )
         self._source = source
         self._selection = selection
-        self._idle = wait
-        self._timeout_s = timeout_s
-        self._ranks = ranks
+        self._largest = largest
         self._form: Form = FORMS[form]
         self._made: set[str] = set()  # names that `source` does not know
         self._inner: list[TensorShard] | None = None  # what `source` holds
@@ -122,56 +111,22 @@ class QuantizingSource:
         self._source.close()
 
     def gather(self, names: Sequence[str]) -> None:
-        failed: Exception | None = None  # raised at the end: the job's collectives must stay in step
-        try:
-            self._source.gather([name for name in names if name not in self._made])
-        except Exception as error:
-            failed = error
+        self._source.gather([name for name in names if name not in self._made])
         self._scales = {}
-        device = self._meeting_place()
-        rows = torch.tensor([self._cut_rows(name) for name in names], dtype=torch.int64, device=device)
+        rows = torch.tensor([self._cut_rows(name) for name in names], dtype=torch.int64)
         if names:
-            self._largest_of_all_ranks(rows)
+            self._largest(rows)
         cut = {name: count for name, count in zip(names, rows.tolist(), strict=True) if count > 0}
+        held = [(name, box, piece) for name in cut for box, piece in self._held.get(name, {}).items()]
+        device = held[0][2].tensor.device if held else torch.device("cpu")
         maxima = torch.zeros((sum(cut.values()), 1), device=device)
         of = dict(zip(cut, maxima.split(list(cut.values())), strict=True))
-        mine = [
-            (name, box, piece, of[name][box.start[0] : box.start[0] + box.size[0]])
-            for name in cut
-            for box, piece in self._held.get(name, {}).items()
-        ]
+        mine = [(name, box, piece, of[name][box.start[0] : box.start[0] + box.size[0]]) for name, box, piece in held]
         for _, _, piece, at in mine:
-            try:
-                at.copy_(torch.maximum(at, row_maxima(self._read(piece)).to(device)))
-            except Exception as error:
-                failed = failed or error
+            at.copy_(torch.maximum(at, row_maxima(self._read(piece)).to(device)))
         if cut:
-            self._largest_of_all_ranks(maxima)
-        if failed is not None:
-            raise failed
+            self._largest(maxima)
         self._scales = {(name, box): self._form.scale(at.to(piece.tensor.device)) for name, box, piece, at in mine}
-
-    def _largest_of_all_ranks(self, values: torch.Tensor) -> None:
-        """Replace each of `values` by the largest that any rank gives. Collective where there are several."""
-        if place_among(self._ranks)[1] == 1:
-            return
-        work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._ranks, async_op=True)
-        assert work is not None
-        give_up_at = time.monotonic() + self._timeout_s
-        while not work.is_completed():
-            if time.monotonic() > give_up_at:
-                raise SyncTimeoutError(
-                    f"the ranks' largest magnitudes did not come together within {self._timeout_s:g} s",
-                    waiting_for=["the other trainer ranks"],
-                )
-            self._idle(_POLL_S)
-        work.wait()
-
-    def _meeting_place(self) -> torch.device:
-        """Return the device whose tensors the process group takes."""
-        if place_among(self._ranks)[1] > 1 and dist.get_backend(self._ranks) == "nccl":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
 
     def _takes(self, meta: TensorMeta) -> bool:
         return len(meta.shape) == 2 and self._selection.quantizes(meta.name)

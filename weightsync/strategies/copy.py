@@ -33,6 +33,7 @@ from weightsync.sources.stream import StreamSource
 from weightsync.strategies.base import FleetStrategy, Options, locate
 from weightsync.strategies.compile import compile_plan
 from weightsync.strategies.inventory import Inventory, take_inventory
+from weightsync.strategies.largest import LargestOfRanks
 from weightsync.strategies.link import Course, Link, choose_course
 from weightsync.transports.base import LocalTensors, Transport
 
@@ -75,15 +76,9 @@ class CopyWeights(FleetStrategy):
                 f"{', '.join(map(repr, transport.encodings)) or 'none'}: leave it out"
             )
         self._source = renamed(options.source, options.selection)
+        self._largest = LargestOfRanks(options.ranks, self._wait)
         if options.quantize is not None:
-            self._source = QuantizingSource(
-                self._source,
-                options.quantize,
-                options.selection,
-                wait=self._wait,
-                timeout_s=options.timeout_s,
-                ranks=options.ranks,
-            )
+            self._source = QuantizingSource(self._source, options.quantize, options.selection, self._largest)
         bucketer: Any = options.bucketer
         if bucketer is None:
             by_module = transport.name in ("ipc", "cuda_ipc") and options.backend not in ("megatron", "stream")
@@ -206,6 +201,7 @@ class CopyWeights(FleetStrategy):
     def _disconnect(self) -> None:
         for transport in (*(link.transport for link in self._links), *self._joining):
             transport.abort()
+        self._largest.abort()
         self._links, self._joining, self._pushed = [], [], None
         self._update = self._shards = None
         self._last = LastShards()
@@ -327,6 +323,8 @@ class CopyWeights(FleetStrategy):
             made = compile_plan(fleet, everyone, transport, self._bucketer, options)
         plan: TransferPlan = ranks.broadcast(made, "plan", TransferPlan)
         with update.timeline.during("connect"):
+            if options.quantize is not None:
+                self._largest.connect(update, any(each.tensor.is_cuda for each in held.values()))
             self._connect(update, plan, LocalTensors(held, self._source.gather, model), transport)
         return Link(transport, plan, self._verify, workers, members)
 

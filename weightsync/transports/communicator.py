@@ -204,6 +204,17 @@ class Communicator:
         except RuntimeError as error:
             raise PeerError(f"the {what} broke: {error}") from error
 
+    def largest(self, values: torch.Tensor, names: Sequence[str]) -> Pending:
+        """Start replacing each of `values` by the largest that any member gives. Every member does. See `exchange`."""
+        if (group := self._group) is None:
+            raise WeightSyncError("the communicator was closed")
+        what, options = f"search for the largest of {values.numel()} numbers", dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        try:
+            return Pending(group.allreduce([values], options), self.device, what, [*names])
+        except RuntimeError as error:
+            raise PeerError(f"the {what} broke: {error}") from error
+
     def _together(
         self, number: int, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> Any:
