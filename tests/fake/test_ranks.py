@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
-from weightsync.control.ranks import Ranks
+from weightsync.control.ranks import Ranks, uses_nccl
 from weightsync.errors import (
     ConfigError,
     DigestError,
@@ -73,6 +74,35 @@ def test_alone_there_is_nobody_to_talk_to():
     error = DigestError("m")
     assert group.agree_on(error) is error
     group.disconnect()
+
+
+@pytest.mark.parametrize(
+    ("given", "is_nccl"),
+    [
+        ("nccl", True),
+        ("cpu:gloo,cuda:nccl", True),
+        ("cuda:nccl,cpu:gloo", True),
+        ("gloo", False),
+        ("cpu:gloo,cuda:gloo", False),
+        ("cpu:gloo", False),
+    ],
+)
+def test_nccl_is_found_in_whatever_way_the_job_asked_for_it(given: str, is_nccl: bool):
+    state = dist.distributed_c10d
+    dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert not uses_nccl(None)
+        other = dist.new_group([0])
+        # NCCL itself needs a GPU, so that the groups are only said to have it.
+        said = str(state.BackendConfig(state.Backend(given)))
+        for group in (dist.group.WORLD, other):
+            with mock.patch.dict(state._world.pg_backend_config, {group: said}):
+                assert uses_nccl(group) == is_nccl
+                assert uses_nccl(None) == (is_nccl and group is not other)
+                assert not uses_nccl("alone")
+    finally:
+        dist.destroy_process_group()
+    assert not uses_nccl(None)
 
 
 def test_values_reach_every_rank():

@@ -236,7 +236,8 @@ def place_among(members: Any) -> tuple[int, int]:
 def uses_nccl(members: Any) -> bool:
     """Return whether the members of a `Ranks` are a process group in which NCCL carries the tensors of GPUs."""
     is_group = members != ALONE and dist.is_available() and dist.is_initialized()
-    return is_group and dist.get_backend(members) == "nccl"
+    # A group may have a backend for each kind of device, and then get_backend does not name NCCL.
+    return is_group and "cuda:nccl" in dist.get_backend_config(members).split(",")
 
 
 @contextmanager

@@ -310,7 +310,7 @@ class CopyWeights(FleetStrategy):
         self._others.meet(ranks)
         manifest = self._source.manifest(model)
         held = locate(shards, ranks.rank)
-        inventory = take_inventory(manifest, shards, held, ranks.rank, transport, options.selection)
+        inventory = take_inventory(manifest, shards, held, ranks.rank, transport, options)
         everyone: list[Inventory] = ranks.gather(inventory, "plan", Inventory)
         members: list[Member] = []
         workers: list[Worker] = []

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from msgspec import Struct
-from torch import distributed
 
+from weightsync.control.ranks import uses_nccl
 from weightsync.control.runtime import boot_id, describe_device
 from weightsync.control.wire import MachineInfo
 from weightsync.planning.layout import Manifest, ShardLocation
-from weightsync.selection import TensorSelection
 from weightsync.sources.base import TensorShard
+from weightsync.strategies.base import Options
 from weightsync.transports.base import LocalTensor, Transport
 
 
@@ -32,15 +33,15 @@ def take_inventory(
     held: dict[ShardLocation, LocalTensor],
     rank: int,
     transport: Transport,
-    selection: TensorSelection,
+    options: Options,
 ) -> Inventory:
     """Return what this rank has, as rank 0 needs to know it."""
-    kind, gpu_uuid = describe_device(_device(held))
+    kind, gpu_uuid = describe_device(_device(held, options.ranks))
     return Inventory(
         manifest=manifest,
         locations=list(held),
         unmapped=sorted({location.name for location, tensor in held.items() if not transport.can_map(tensor)}),
-        frozen=sorted({s.meta.name for s in shards if selection.freezes(s.meta.name, s.trains)}),
+        frozen=sorted({s.meta.name for s in shards if options.selection.freezes(s.meta.name, s.trains)}),
         machine=MachineInfo(f"trainer rank {rank}", kind, gpu_uuid, boot_id()),
     )
 
@@ -51,9 +52,8 @@ def frozen_everywhere(everyone: Sequence[Inventory]) -> set[str]:
     return set().union(*(own.frozen for own in everyone)).difference(*changing)
 
 
-def _device(held: dict[ShardLocation, LocalTensor]) -> torch.device:
+def _device(held: dict[ShardLocation, LocalTensor], members: Any) -> torch.device:
     """Return where this rank's tensors are; for one that holds none, where its process group works."""
     if held:
         return next((each.tensor.device for each in held.values() if each.tensor.is_cuda), torch.device("cpu"))
-    on_gpu = distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if uses_nccl(members) else torch.device("cpu")
