@@ -15,9 +15,17 @@ from ranks import run_ranks
 from recorders import RecordedEngine, sent_messages
 from torch import nn
 
-from weightsync import CheckpointTransport, ConfigError, EngineUnreachableError, TensorSelection, WeightSync
+from weightsync import (
+    CheckpointTransport,
+    ConfigError,
+    EngineUnreachableError,
+    TensorSelection,
+    WeightSync,
+    WeightSyncError,
+)
 from weightsync.engines.lost_engines import LostEngines
 from weightsync.receiver.load_plan import LoadPlanner
+from weightsync.transports.ipc import IpcTransport
 
 TIMEOUT_S = 20.0
 TRANSPORTS = ["ipc", "broadcast", "checkpoint"]
@@ -145,6 +153,29 @@ def test_engine_that_joined_alone_stays_connected_when_the_first_leaves(engines:
     assert [worker.name for worker in report.workers] == ["engine 1 worker tp=0"]
     assert first.serves(3)
     assert second.serves(4)
+
+
+def test_engine_that_was_told_nothing_goes_on_when_the_push_into_another_fails(
+    engines: list[Named], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = engines[:2]
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", "ipc", [first], timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        sync.engines.add(second)
+        sync.push(fill(model, 3))
+        second.heard()
+        fill(model, 4)
+        with monkeypatch.context() as patched:
+            patched.setattr(IpcTransport, "send", lambda *_: 1 / 0)
+            with pytest.raises(WeightSyncError, match="division by zero"):
+                sync.push(model)
+        assert first.version().startswith("POISONED")
+        assert second.version() == "2"
+        assert second.serves(3)
+        assert second.heard().endswith("finish None\nmark 2\nresume\n")
+        sync.push(fill(model, 5))
+    assert all(engine.serves(5) and engine.version() == "3" for engine in (first, second))
 
 
 @pytest.mark.parametrize("transport", ["ipc", "broadcast"])

@@ -882,7 +882,7 @@ def test_a_call_that_ends_late_takes_nothing_back_from_another_trainer(method, p
     calls: list[str] = []
 
     def fall_behind(*_: Any) -> None:
-        one.give_up(True)
+        one.give_up()
         worker.send(Failure(FencedError("another trainer has it").to_fields()), Deadline(5), "test")
         worker.close()
 
@@ -900,7 +900,7 @@ def test_a_mark_that_comes_late_is_taken_back():
 
     def fall_behind(version: str) -> None:
         if not one.is_over:
-            one.give_up(True)
+            one.give_up()
             one.take_back()
         said.append(version)
 

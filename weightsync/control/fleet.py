@@ -9,7 +9,7 @@
     the push ends in    calls                                              an engine afterwards
     CLOSED              none                                               as it was
     OPEN                finish, resume (unless it was POISONED before)     as it was, generating
-    DIRTY               finish, mark                                       paused and POISONED
+    DIRTY               finish, mark (as OPEN where it had no Go)          paused and POISONED
     COMMITTED           none                                               serves the new version
 
 An engine is marked POISONED before anything is written, so that it says so also where the trainer dies. The open
@@ -273,9 +273,9 @@ class Fleet:
         self._check_ranks()
         self.check()
         self._version, self.state = message.version, UpdateState.DIRTY
-        self._send(message, Deadline(self._timeout_s), "transfer", members)
+        deadline = Deadline(self._timeout_s)
         for one in self._audience if members is None else members:
-            one.runs = True
+            one.go(message, deadline)
 
     def done(self, timeout_s: float | None = None) -> list[Done]:
         """Wait until every worker has verified and loaded everything; at most `timeout_s`, or one wait's time."""
@@ -340,7 +340,7 @@ class Fleet:
         deadline = Deadline(0.0 if len(lost) == len(self.members) else _FAREWELL_S)
         held = [one for one in self._audience if one.is_held()]
         for one in self._audience:
-            one.give_up(state in (UpdateState.CLOSED, UpdateState.OPEN))
+            one.give_up()
         everyone = [worker for one in self.members for worker in one.workers]
         for worker in everyone:
             with suppress(WeightSyncError):  # it is gone
@@ -407,10 +407,9 @@ class Fleet:
                 )
             under_way[0].join(min(_LOOK_S, deadline.left_s()))
 
-    def _send(self, message: Message, deadline: Deadline, phase: str, members: Sequence[Member] | None = None) -> None:
-        for one in self._audience if members is None else members:
-            for worker in one.workers:
-                worker.connection.send(message, deadline, phase)
+    def _send(self, message: Message, deadline: Deadline, phase: str) -> None:
+        for worker in self.workers:
+            worker.connection.send(message, deadline, phase)
 
     def _collect(self, kind: type[M], deadline: Deadline, phase: str) -> list[M]:
         connections = [worker.connection for worker in self.workers]

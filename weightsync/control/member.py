@@ -12,7 +12,7 @@ from weightsync.control.background_call import BackgroundCall
 from weightsync.control.connection import Connection, timed_out
 from weightsync.control.listener import Listener
 from weightsync.control.runtime import Deadline
-from weightsync.control.wire import POISONED, Hello, MachineInfo, Release
+from weightsync.control.wire import POISONED, Go, Hello, MachineInfo, Release
 from weightsync.engines import Engine
 from weightsync.errors import EngineError, EngineUnreachableError, FencedError, WeightSyncError
 
@@ -47,6 +47,7 @@ class Member:
     is_left_open: another trainer has started an update and not finished it.
     is_poisoned: the weights are a mixture.
     version: what it reports while no push is under way, once it `was_asked`. None: vLLM before 0.27 reports none.
+    is_dirty: its workers may have had `Go`, and the push has not been completed.
     is_over: the push has failed; a call that ends late takes back what it has done.
     is_whole: the weights are those of one version where the push has failed.
     runs: its workers run the plan, or wait to commit.
@@ -65,6 +66,7 @@ class Member:
     paused_at: float = 0.0
     """When the engine said that it is paused: before that it may have been busy, and have generated on."""
     is_marked: bool = False
+    is_dirty: bool = False
     is_over: bool = False
     is_whole: bool = True
     runs: bool = False
@@ -184,6 +186,13 @@ class Member:
             self.is_marked = True
             self.call(Member.take_back)
 
+    def go(self, message: Go, deadline: Deadline) -> None:
+        """Tell the workers to run their part of the plan."""
+        self.is_dirty = True  # before they are told, since some may be told and others not
+        for worker in self.workers:
+            worker.connection.send(message, deadline, "transfer")
+        self.runs = True
+
     def finish(self, version: int, label: str) -> None:
         """Finish the update. The engine serves `version`, and reports `label`."""
         self._finish(label)
@@ -196,15 +205,16 @@ class Member:
         self._unmark()
 
     def resume(self) -> None:
+        self.is_dirty = False
         if self.is_paused:
             self.is_paused = False
             self.engine.resume()
 
-    def give_up(self, is_unwritten: bool) -> None:
-        """Note that the push has failed, and whether it has written anything."""
+    def give_up(self) -> None:
+        """Note that the push has failed."""
         # What the engine remembers may be of other weights, though: the mark of an earlier push says so.
         marked = (self.version or "").startswith(POISONED)
-        self.is_whole = is_unwritten and not self.is_poisoned and not marked
+        self.is_whole = not (self.is_dirty or self.is_poisoned or marked)
         self.is_over, self.runs = True, False
 
     def take_back(self) -> None:
