@@ -270,7 +270,7 @@ def complete(url: str, model: str, max_tokens: int) -> list[float]:
     """The log-probabilities of the tokens that `model` generates."""
     body = {"model": model, "prompt": [5, 6, 7], "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     body |= {"logprobs": 1, "return_tokens_as_token_ids": True}
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['VLLM_API_KEY']}"}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
         found: list[float] = json.load(answer)["choices"][0]["logprobs"]["token_logprobs"]
@@ -319,6 +319,7 @@ def push_by_the_extension(url: str, model: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_real_server_without_the_plug_in(model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True")
+    monkeypatch.setenv("VLLM_API_KEY", "sk-of-this-test")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

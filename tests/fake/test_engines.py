@@ -136,6 +136,7 @@ class Server:
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, str, Any]] = []
+        self.authorizations: list[str | None] = []
         self.replies: dict[str, tuple[int, str]] = {}
         self.instead_of_answering: Any = None
         server = self
@@ -143,6 +144,7 @@ class Server:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+                server.authorizations.append(self.headers.get("Authorization"))
                 server.requests.append((self.command, self.path, json.loads(body) if body else None))
                 if server.instead_of_answering is not None:
                     server.instead_of_answering()
@@ -214,6 +216,27 @@ def test_http_sends_what_vllm_expects(server, monkeypatch):
         ("GET", "/weight_info", None),
         ("GET", "/health", None),
     ]
+
+
+def test_http_sends_the_key_of_the_environment_and_says_it_nowhere(server, monkeypatch, caplog):
+    route = "/v1/load_lora_adapter"
+    server.replies = {route: (401, '{"error": "Unauthorized"}')}
+    for key, said in ((None, "is not set"), ("", "is not set"), ("sk-3cret", "is another one")):
+        monkeypatch.setenv("VLLM_API_KEY", key) if key is not None else monkeypatch.delenv("VLLM_API_KEY", False)
+        engine = http_engine(server.url)
+        with pytest.raises(EngineError, match=f"{route}.*401.*API key.*VLLM_API_KEY.*{said}") as raised:
+            engine.load_adapter(ADAPTER)
+        assert "3cret" not in f"{raised.value!r} {raised.value.to_fields()} {engine!r} {caplog.text}"
+    engine.start()
+    assert server.authorizations == [None, None, "Bearer sk-3cret", "Bearer sk-3cret"]
+
+
+@pytest.mark.parametrize("key", ["sk-3cret\n", "sk-3cr\u00e9t", "sk 3cret"])
+def test_a_key_that_no_header_carries_is_refused_and_not_shown(key, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    with pytest.raises(ConfigError, match=r"VLLM_API_KEY has a character") as raised:
+        http_engine("http://localhost:8000")
+    assert "3cr" not in str(raised.value)
 
 
 @pytest.mark.parametrize("version", ["0.24.0", "0.20.1rc1.dev3+g12ab"])

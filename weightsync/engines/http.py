@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import os
 import re
 import socket
 import ssl
@@ -40,6 +41,8 @@ DEFAULT_URL = "http://localhost:8000"
 logger = logging.getLogger(__name__)
 
 _DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
+_KEY = "VLLM_API_KEY"
+"""Where vLLM's server looks for its key too, if it has no --api-key."""
 _LORA_UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 _LORA_METRIC = "vllm:lora_requests_info"
 _LORA_SAMPLE = re.compile(rf"^{_LORA_METRIC}\{{(.*)\}} (\S+)", re.MULTILINE)
@@ -50,7 +53,8 @@ class HttpEngine:
     """A vLLM server with the plug-in, started with VLLM_SERVER_DEV_MODE=1, without which it has no routes for weights.
 
     Before vLLM 0.25, which has no plug-ins, it is one with the worker extension. Proxies of the environment are not
-    used. Each call is a connection of its own: an old one that the server has closed would have to be retried.
+    used. Every request carries the key in VLLM_API_KEY, where that is set. Each call is a connection of its own: an old
+    one that the server has closed would have to be retried.
     """
 
     def __init__(self, url: str, *, name: str, timeout_s: float) -> None:
@@ -67,6 +71,10 @@ class HttpEngine:
             )
         if parts.path.rstrip("/").endswith("/v1"):
             raise ConfigError(f"{url!r} is where vLLM answers as OpenAI does; give the server's address, without /v1")
+        key = os.environ.get(_KEY, "")
+        if not all("!" <= character <= "~" for character in key):  # http.client would show the key in its error
+            raise ConfigError(f"{_KEY} has a character that no header carries, such as a space or the end of a line")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.name = name
         self.timeout_s = timeout_s
         self.host = LOCAL if host == "localhost" else host
@@ -222,6 +230,12 @@ class HttpEngine:
                 "environment. Is it a vLLM that answers there?",
                 who=self.name,
             )
+        if status == 401:
+            raise EngineError(
+                f"{route}: status 401: the server was started with an API key, and {_KEY} of this process is "
+                f"{'another one' if self._headers else 'not set'}; set it to the server's",
+                who=self.name,
+            )
         if status in (502, 503, 504):
             raise EngineUnreachableError(f"{route}: status {status}: {message}", who=self.name)
         raise engine_error(message, f"{route} (status {status})", self.name)
@@ -231,7 +245,7 @@ class HttpEngine:
         deadline = Deadline(timeout_s)
         route = path.partition("?")[0]
         content = b"" if body is None else json.dumps(body).encode()
-        headers = {} if body is None else {"Content-Type": "application/json"}
+        headers = self._headers | ({} if body is None else {"Content-Type": "application/json"})
         with closing(self._connection_class(*self._address, timeout=min(timeout_s, REACH_S))) as connection:
             try:
                 connection.connect()
