@@ -350,6 +350,10 @@ def test_a_real_server_without_the_plug_in(model_dir, tmp_path, monkeypatch):
         with pytest.raises(EngineError, match=r"no weightsync plug-in.*Weight transfer not configured"):
             engine.init({"a": 1})
         push_by_the_extension(f"http://localhost:{port}", str(checkpoint), monkeypatch)
+        with monkeypatch.context() as without:
+            without.delenv("VLLM_API_KEY")
+            with pytest.raises(EngineError, match="VLLM_API_KEY of this process is not set"):
+                http_engine(f"http://localhost:{port}").call("GET", "/v1/models")
         change_adapters_of_a_server(engine, f"http://localhost:{port}", tmp_path)
         assert engine.is_alive()
     finally:

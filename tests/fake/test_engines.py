@@ -452,6 +452,31 @@ def test_a_server_that_does_not_answer_runs_into_the_deadline(server):
     release.set()
 
 
+@pytest.mark.parametrize("whole", ["HTTP/1.1 200 OK\r\n", "HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"])
+def test_a_server_that_drips_runs_into_the_deadline(whole):
+    ended = threading.Event()
+
+    def drip() -> None:
+        one, _ = listening.accept()
+        with one, contextlib.suppress(OSError):
+            one.recv(10_000)
+            one.sendall(whole.encode())
+            for _ in range(160):
+                one.sendall(b"x")
+                if ended.wait(0.05):
+                    return
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        begin = time.monotonic()
+        with pytest.raises(SyncTimeoutError, match=r"no answer to /start_weight_update within 0\.3 s"):
+            http_engine(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout_s=0.3).start()
+        assert time.monotonic() - begin < 5
+        ended.set()
+        dripping.join(10)
+
+
 def test_a_server_that_dies_in_a_call_is_unreachable(server):
     server.instead_of_answering = lambda: None  # the connection closes without a word
     engine = http_engine(server.url)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import re
 import socket
 import ssl
 from contextlib import closing, suppress
+from functools import partial
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -258,7 +260,7 @@ class HttpEngine:
                 ) from error
             try:
                 connection.request(method, self._prefix + path, content, headers)
-                connection.sock.settimeout(max(deadline.left_s(), 0.001))
+                connection.response_class = partial(_in_time, deadline)  # type: ignore[assignment]
                 response = connection.getresponse()
                 return response.status, response.read().decode(errors="replace")
             except TimeoutError as error:
@@ -269,6 +271,33 @@ class HttpEngine:
                     "out is not known",
                     who=self.name,
                 ) from error
+
+
+class _Reader(io.RawIOBase):
+    """What a server sends until a deadline: a socket's own timeout begins anew with every byte."""
+
+    def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
+        self._sock, self._raw, self._deadline = sock, sock.makefile("rb", buffering=0), deadline
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, room: Any) -> int | None:
+        if self._deadline.passed():
+            raise TimeoutError
+        self._sock.settimeout(max(self._deadline.left_s(), 0.001))
+        return self._raw.readinto(room)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def _in_time(deadline: Deadline, sock: socket.socket, **options: Any) -> http.client.HTTPResponse:
+    return http.client.HTTPResponse(_Reader(sock, deadline), **options)  # type: ignore[arg-type]
 
 
 def _parsed(text: str) -> Any:
