@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 import torch
-from fake_engine import Attention, Decay, ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
+from fake_engine import HEADS, Attention, Decay, ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
 from faults import FaultyTransport
 from msgspec import structs
 from recorders import RecordedEngine
@@ -26,14 +27,15 @@ TIMEOUT_S = 30.0
 class Workers:
     """Two, which take the larger of what each has."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[TinyEngineModel] = TinyEngineModel) -> None:
+        self._kind = kind
         self._barrier, self._seen = threading.Barrier(2, timeout=TIMEOUT_S), {}
         self._have_started = False
         self.engine = RecordedEngine(self._host(0), self._host(1))
         self._have_started = True
 
     def _host(self, rank: int) -> ModuleHost:
-        make, post_process = functools.partial(TinyEngineModel, rank, 2), functools.partial(self._post_process, rank)
+        make, post_process = functools.partial(self._kind, rank, 2), functools.partial(self._post_process, rank)
         made = ModuleHost(make, checkpoint(1), post_process, rank=rank, world=2)
         made.all_reduce_max = functools.partial(self._largest, rank)
         return made
@@ -116,6 +118,42 @@ def test_worker_that_fails_does_not_leave_the_others_in_their_post_processing(
         assert time.monotonic() - started < TIMEOUT_S / 2
         sync.push(trainer_model(checkpoint(4)))
     assert_serves(engine, 4)
+    engine.close()
+
+
+class OfNothing(TinyEngineModel):
+    """Its loader makes the rates of tensors without elements, which do not travel."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            whole = tensor.sum().expand(HEADS) if name.endswith("log_rate") else tensor
+            super().load_weights([(name, whole)])
+
+
+def without_rates(seed: int) -> nn.Module:
+    return trainer_model({n: t[:0] if n.endswith("log_rate") else t for n, t in checkpoint(seed).items()})
+
+
+def test_worker_that_fails_at_once_does_not_leave_the_others_in_the_post_processing_of_what_does_not_travel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, model = Workers(OfNothing).engine, without_rates(2)
+    with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        assert sync.last_report.load_paths["native_loader"] > 0
+
+        def fail() -> None:
+            raise DigestError("one worker has lost what it had")
+
+        monkeypatch.setattr(engine.sessions[0].receiver._connection, "check_frozen", fail)
+        started = time.monotonic()
+        with pytest.raises(DigestError):
+            sync.push(model)
+        assert time.monotonic() - started < TIMEOUT_S / 2
+        sync.push(without_rates(4))
+    for rank, host in enumerate(engine.hosts):
+        assert torch.equal(host.live.embed.weight, cold(checkpoint(4), rank=rank, tp=2).embed.weight)
+        assert torch.equal(host.live.layers[0].decay.rate, torch.full((HEADS,), -1.0))
     engine.close()
 
 

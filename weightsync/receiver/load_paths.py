@@ -29,6 +29,9 @@ from weightsync.receiver.reload import Reload
 from weightsync.receiver.trace import named_tensors, paddings
 from weightsync.transports.base import TransportReceiver, strided
 
+NO_CHUNK = -1
+"""The last chunk of a group that the loader makes of no tensor, or of tensors without elements, which never travel."""
+
 
 class Arrivals:
     """What the chunks of one connection bring, met with the load plan.
@@ -36,7 +39,7 @@ class Arrivals:
     ops: the copies into each parameter that the engine's loader does not load itself.
     whole_ops: the copies that put each tensor together that the engine's loader does load.
     copy_programs: how many programs of a GPU copy out of them at most.
-    last_chunk: the chunk after which each group has all it needs, -1 for a group that needs nothing.
+    last_chunk: the chunk after which each group has all it needs, `NO_CHUNK` for a group that needs nothing.
         `agree_on_last_chunks` sets it.
     """
 
@@ -93,7 +96,7 @@ class Arrivals:
 
         Post-processing and shared scales are collective, and each worker reads another part of what the chunks bring.
         """
-        last = [max((op.chunk for op in ops), default=-1) for ops in self._needed.values()]
+        last = [max((op.chunk for op in ops), default=NO_CHUNK) for ops in self._needed.values()]
         if self.model.all_reduce_max is not None and last:
             agreed = torch.tensor(last, dtype=torch.float32, device=self.model.device)
             self.model.all_reduce_max(agreed)
@@ -395,7 +398,7 @@ class NativeLoader(_Reloading):
         super().begin(first)
         self._tensors.clear()
         self._wanted = Counter(name for group in self._groups for name in self._arrivals.traced.sources[group])
-        self._load_due(-1)  # the loader makes these of no tensor, or of tensors without elements, which never travel
+        self._load_due(NO_CHUNK)
 
     def load(self, chunk: int) -> int:
         nbytes = 0

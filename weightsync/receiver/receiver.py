@@ -23,7 +23,15 @@ from weightsync.errors import FrozenLostError, PeerError, ProtocolError, SyncTim
 from weightsync.kernels.digest import Digests, warm_up
 from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.receiver.engine_model import EngineModel
-from weightsync.receiver.load_paths import Arrivals, FusedQuantize, InPlace, LoadPath, NativeLoader, ReloadPath
+from weightsync.receiver.load_paths import (
+    NO_CHUNK,
+    Arrivals,
+    FusedQuantize,
+    InPlace,
+    LoadPath,
+    NativeLoader,
+    ReloadPath,
+)
 from weightsync.receiver.load_plan import IN_PLACE, NATIVE_LOADER, RELOAD, LoadPlanner, TracedLoad
 from weightsync.receiver.trace import named_tensors
 from weightsync.receiver.verify import Verifier
@@ -263,7 +271,7 @@ class _Connection:
         """
         is_first = not self.is_committed
         due = range(self._count if is_first else self._count - self._frozen)
-        self._meetings = sum(number in self._collective for number in due)  # that are ahead
+        self._meetings = sum(number in self._collective for number in (NO_CHUNK, *due))  # that are ahead
         try:
             if go.sample is not None:
                 self.check_frozen()
@@ -292,8 +300,9 @@ class _Connection:
         transfer_s = verify_s = load_s = 0.0
         nbytes, loaded = 0, []
         self._verifier.begin()
-        for path in self._paths:
-            path.begin(is_first)
+        with self._meeting(wait, new_deadline()) if NO_CHUNK in self._collective else nullcontext():
+            for path in self._paths:
+                path.begin(is_first)
         since = time.perf_counter()
         for number in self._source.chunks(due, wait, new_deadline):
             if is_first or number in self._blocking:  # a process loads each kernel when it first launches it
