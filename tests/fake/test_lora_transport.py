@@ -195,6 +195,14 @@ def test_what_an_engine_cannot_serve_is_refused_before_it_is_called(kind: str, m
     assert list(memory.iterdir()) == []
 
 
+@pytest.mark.parametrize("make", [with_a_norm_that_trains, begun_otherwise])
+def test_an_adapter_of_a_base_that_is_pushed_as_well_is_not_refused(make: Callable[[], Any], memory: Path):
+    engine, model = FakeEngine(), make()
+    with WeightSync("fsdp", LoraTransport(base_is_pushed=True), engine) as sync:
+        sync.push(model)
+        assert_holds(engine, sync.adapter, in_peft(model))
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Several ranks
 

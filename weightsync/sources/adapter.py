@@ -43,12 +43,12 @@ class Lora:
 
 
 @torch.no_grad()
-def read_lora(source: ModuleSource, model: Model) -> Lora:
+def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> Lora:
     """Read the active adapter of `model` as `source` reads. Local, not collective.
 
     The views stay valid until the trainer moves its storages. Raises `ConfigError` for a model without exactly one
     active adapter. Raises `UnsupportedError`, with all reasons, for one that is not plain LoRA or that vLLM cannot
-    serve.
+    serve. An engine whose base is pushed too may have one that has changed.
     """
     model = one_module(model)
     own = modules(model)
@@ -59,16 +59,17 @@ def read_lora(source: ModuleSource, model: Model) -> Lora:
     name = _active(layers)
     config = copy.copy(_config(model, name))
     config.inference_mode = True  # as `save_pretrained` has it
-    _check(config)
+    _check(config, base_is_pushed)
     if trained := [
         f"{prefix}{tail}"
         for prefix, module in walk(model)
         for tail, param in module._parameters.items()
-        if param is not None and param.requires_grad
+        if param is not None and param.requires_grad and not base_is_pushed
     ]:
         raise UnsupportedError(
             f"{len(trained)} tensors of the base train beside the adapter, such as {trained[0]}, and an engine keeps "
-            "the base as it was: freeze them, or choose a transport that pushes weights",
+            "the base as it was: freeze them, choose a transport that pushes weights, or let another WeightSync push "
+            "the base and say LoraTransport(base_is_pushed=True)",
             tensors=dict.fromkeys(trained, "trains, and is no part of the adapter"),
         )
     held: dict[str, Held] = {}
@@ -129,7 +130,7 @@ def _config(model: nn.Module, name: str) -> Any:
     raise ConfigError(f"the model has an adapter {name!r} and no `peft_config` that describes it")
 
 
-def _check(config: Any) -> None:
+def _check(config: Any, base_is_pushed: bool) -> None:
     reasons = []
     if config.modules_to_save:
         reasons.append(f"modules_to_save={sorted(config.modules_to_save)}: an engine keeps its own copy of these")
@@ -138,10 +139,11 @@ def _check(config: Any) -> None:
     if config.layer_replication:
         reasons.append("layer_replication: the engine has not these layers")
     init = config.init_lora_weights
-    if isinstance(init, str) and init.lower() not in _KEEPS_BASE:
+    if isinstance(init, str) and init.lower() not in _KEEPS_BASE and not base_is_pushed:
         reasons.append(
             f"init_lora_weights={init!r}: it changes the base's weights, which the engine has as they were; expected "
-            f"true, false or one of {', '.join(_KEEPS_BASE)}"
+            f"true, false or one of {', '.join(_KEEPS_BASE)}, or that another WeightSync pushes the base, as "
+            "LoraTransport(base_is_pushed=True) says"
         )
     if reasons:
         raise UnsupportedError(

@@ -72,6 +72,7 @@ class LoraTransport:
         and engines must see it under this path. One trainer at a time. None means memory of this host, which
         `WeightSync.close` gives back; then all ranks and engines must run on this host, as the same user.
     keep_last: how many of the newest versions can be asked for.
+    base_is_pushed: another `WeightSync` pushes the base, with adapters disabled, whenever it has changed.
 
     Raises `ConfigError` for arguments that cannot work.
     """
@@ -79,6 +80,7 @@ class LoraTransport:
     name: str = "policy"
     folder: str | os.PathLike[str] | None = None
     keep_last: int = 2
+    base_is_pushed: bool = False
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w.-]*", self.name, re.ASCII):
@@ -169,7 +171,7 @@ class LoraAdapters(UpdateStrategy):
         if self.adapter is None:
             assert isinstance(update.ranks, Ranks)
             OtherRanks(self._options.engines, self._options.timeout_s).meet(update.ranks, refuse="lora")
-        lora = read_lora(self._source, model)
+        lora = read_lora(self._source, model, self._transport.base_is_pushed)
         manifest, mine = share_out(update, lora.manifest, lora.shards)
         version = None
         if update.ranks.rank == 0:
