@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
 import tiny_models
 import torch
+import zero
 from fake_engine import FakeEngine, ModuleHost
-from ranks import run_ranks
+from ranks import assert_in_step, run_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from weightsync import TensorSelection, UnsupportedError, WeightSync
+from weightsync import TensorSelection, UnsupportedError, WeightSync, WeightSyncError
 from weightsync.planning.layout import Box, coverage
 from weightsync.sources import open_source
+from weightsync.sources.peft import Adapter
 from weightsync.tools.testing import check_source
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -309,6 +314,31 @@ def fsdp2(rank: int) -> None:
 
 def test_shards_are_merged_as_the_whole_is():
     run_ranks(fsdp2, 2)
+
+
+def fail_between_gathers(rank: int, backend: str, failing: int) -> None:
+    torch.manual_seed(0)
+    model = peft.get_peft_model(Head(), peft.LoraConfig(target_modules=["a", "b"], r=2))
+    fill_adapters(model, "A")
+    expected = merged(model)
+    trained = fully_shard(model) if backend == "fsdp" else zero.initialize(model, zero.config(3, "fp32"))
+    engine = FakeEngine(ModuleHost(Head, Head().state_dict())) if rank == 0 else None
+    with WeightSync(backend, "ipc", engine, bucketer="parameter", timeout_s=30.0) as sync:
+        sync.push(trained)
+        broken = mock.patch.object(Adapter, "add_to", side_effect=lambda *_: time.sleep(0.3) or 1 / 0)
+        with broken if rank == failing else nullcontext(), pytest.raises(WeightSyncError, match="division by zero"):
+            sync.push(trained)
+        assert_in_step()
+        sync.push(trained)
+    if engine is not None:
+        for name, tensor in engine.hosts[0].live.state_dict().items():
+            assert torch.equal(tensor, expected[name]), name
+        engine.close()
+
+
+@pytest.mark.parametrize(("backend", "failing"), [("fsdp", 1), ("deepspeed", 0)])
+def test_a_rank_that_fails_leaves_no_other_in_a_gather_of_factors(backend: str, failing: int):
+    run_ranks(fail_between_gathers, 2, backend, failing)
 
 
 # ---------------------------------------------------------------------------------------------------------------

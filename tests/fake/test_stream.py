@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
-from ranks import run_ranks
+from ranks import assert_in_step, run_ranks
 from recorders import RecordedEngine
 from safetensors.torch import load_file
 from torch import nn
@@ -23,6 +25,7 @@ from weightsync.errors import EngineUnreachableError
 from weightsync.kernels.quantize import int8_per_channel, row_maxima
 from weightsync.sources import open_source
 from weightsync.sources.quantize import QuantizingSource
+from weightsync.sources.stream import StreamSource
 
 TENSORS = {name: tensor.to("meta") for name, tensor in checkpoint(1).items()}
 KINDS: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
@@ -252,6 +255,24 @@ def push_of_two_ranks(rank: int, transport: str, kind: str) -> None:
 )
 def test_ranks_give_the_same_stream_or_none(transport: str, kind: str) -> None:
     run_ranks(push_of_two_ranks, 2, transport, kind)
+
+
+def fail_between_the_collectives_of_a_stream(rank: int) -> None:
+    engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1))) if rank == 0 else None
+    with WeightSync("stream", "ipc", engine, max_bytes=256, timeout_s=30.0) as sync:
+        # Rank 0 alone fills chunks. Meanwhile the other one would go on with the stream.
+        broken = mock.patch.object(StreamSource, "_value", side_effect=lambda _: time.sleep(0.3) or 1 / 0)
+        with broken, pytest.raises(WeightSyncError, match="division by zero"):
+            sync.push(gathered(checkpoint(3)))
+        assert_in_step()
+        sync.push(gathered(checkpoint(4)))
+        assert engine is None or serves(engine, 4)
+    if engine is not None:
+        engine.close()
+
+
+def test_a_rank_that_fails_leaves_no_other_in_a_collective_of_the_stream() -> None:
+    run_ranks(fail_between_the_collectives_of_a_stream, 2)
 
 
 def test_a_stream_is_saved(tmp_path: Path) -> None:

@@ -67,6 +67,16 @@ def run_ranks(fn: Callable[..., None], world_size: int, *args: Any, timeout_s: f
                 process.join(10)
 
 
+def assert_in_step() -> None:
+    """Fail where an earlier collective of the default group meets a later one of another rank. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    ones = torch.ones(3)
+    dist.all_reduce(ones)
+    assert ones.tolist() == [dist.get_world_size()] * 3, "a collective of the job has met another one"
+
+
 def _report(folder: str, rank: int) -> str:
     return Path(folder, f"rank{rank}.txt").read_text() or "(it left no traceback)"
 

@@ -121,6 +121,14 @@ class Ranks:
             connection.send(message, deadline, phase)
         return value
 
+    def meet(self, check: Callable[[], None], deadline: Deadline, phase: str) -> None:
+        """Return once every rank has come. Collective. Raise when one has failed, and on rank 0 what `check` raises."""
+        if self.rank:
+            self.gather(None, phase)
+        elif self.listener is not None:
+            self.listener.collect(self.connections, Value, deadline, phase, check)
+        self.broadcast(None, phase)
+
     def wait(self, seconds: float) -> None:
         """Sleep for that long, during a wait of another kind. Raise when any rank has failed or died."""
         time.sleep(seconds)

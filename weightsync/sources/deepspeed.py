@@ -89,6 +89,8 @@ class DeepSpeedSource(ModuleSource):
                 together[each.ds_process_group, each.ds_tensor.dtype, each.device].append(each)
             else:
                 found[each] = each.detach()
+        if together:
+            self.meet()
         for (group, _, device), params in together.items():
             found |= zip(params, _gathered(params, group, device), strict=True)
         return found

@@ -86,6 +86,8 @@ class FsdpSource(ModuleSource):
         return Held(shape, dtype_name(local), memory_of(local, shape), _sharded_parts(tensor, local), trains(tensor))
 
     def whole(self, tensors: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        if any(isinstance(each, DTensor) for each in tensors):
+            self.meet()
         return {each: each.full_tensor() if isinstance(each, DTensor) else each.detach() for each in tensors}
 
 

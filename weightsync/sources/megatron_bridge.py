@@ -28,8 +28,8 @@ class BridgeSource(StreamSource):
         whole tensor, on every rank and in the same order each time.
 
     Rank 0 holds one group of tensors, and what the bridge exports before the rest of that group. The training job's own
-    collectives carry the tensors. The other ranks notice a rank that fails in the middle of an export only when these
-    time out. Raises `ConfigError` for an object without either interface, and as `StreamSource` does.
+    collectives carry the tensors. Where the bridge itself fails on one rank, the others notice it only when these time
+    out. Raises `ConfigError` for an object without either interface, and as `StreamSource` does.
     """
 
     def __init__(self, selection: TensorSelection, bridge: Any, *, ranks: Any = None) -> None:

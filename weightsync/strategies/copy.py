@@ -75,6 +75,8 @@ class CopyWeights(FleetStrategy):
                 f"encoding={options.encoding!r}, and transport {transport.name!r} knows "
                 f"{', '.join(map(repr, transport.encodings)) or 'none'}: leave it out"
             )
+        if hasattr(options.source, "meet"):
+            options.source.meet = self._meet
         self._source = renamed(options.source, options.selection)
         self._largest = LargestOfRanks(options.ranks, self._wait)
         if options.quantize is not None:
@@ -354,6 +356,12 @@ class CopyWeights(FleetStrategy):
             fleet.attach(messages, transport.connect)
             fleet.release("init")
         ranks.broadcast(None, "connect")
+
+    def _meet(self) -> None:
+        """Return once every rank has come, in a push. Collective. Raise when a rank or a worker has failed."""
+        if (update := self._update) is not None:
+            assert isinstance(update.ranks, Ranks)
+            update.ranks.meet(update.check, update.deadline_after_workers(), "transfer")
 
     def _wait(self, seconds: float) -> None:
         if self._update is not None:
