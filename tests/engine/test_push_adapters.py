@@ -136,10 +136,11 @@ def push_while_a_request_runs(engines: Engines) -> Answer:
 
 
 def push_base_beside(engines: Engines) -> dict[str, Answer]:
-    """An adapter, then the weights "B" of the base under it."""
+    """An adapter, then the weights "B" of the base under it, which trains as well, and the adapter once more."""
     model = wrapped("linear")
+    model.base_model.model.model.norm.weight.requires_grad_(True)
     with (
-        WeightSync("fsdp", "lora", engines.llm, timeout_s=TIMEOUT_S) as adapters,
+        WeightSync("fsdp", LoraTransport(base_is_pushed=True), engines.llm, timeout_s=TIMEOUT_S) as adapters,
         WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S) as weights,
     ):
         adapters.push(model)
@@ -151,7 +152,9 @@ def push_base_beside(engines: Engines) -> dict[str, Answer]:
                 module = base.get_submodule(path)
                 getattr(getattr(module, "base_layer", module), last).copy_(tensor)
             weights.push(model)
-        return {"before": asked, "base": ask(engines), "adapter": ask(engines, adapters.adapter)}
+        found = {"before": asked, "base": ask(engines), "adapter": ask(engines, adapters.adapter)}
+        adapters.push(model)
+        return found | {"pushed again": ask(engines, adapters.adapter)}
 
 
 def refuse(engines: Engines) -> None:
@@ -191,7 +194,8 @@ def check_pushes(engines: Remote, expected: dict[str, Answer], kinds: Iterable[s
     found = engines.call(push_base_beside)
     assert_same(found["before"], expected["AlinearA"], "the adapter over the old base")
     assert_same(found["base"], expected["B"], "the new base")
-    assert_same(found["adapter"], expected["BlinearA"], "the adapter over the new base")
+    for which in ("adapter", "pushed again"):
+        assert_same(found[which], expected["BlinearA"], f"the {which} over the new base")
 
 
 def test_a_real_engine_answers_as_one_that_loaded_what_peft_saved(engines: Remote, trainers: Trainers, tmp_path: Path):
