@@ -16,7 +16,9 @@ from recorders import RecordedEngine
 
 from weightsync import ConfigError, EngineUnreachableError, SyncTimeoutError, WeightSync
 from weightsync.control import fleet, member
+from weightsync.control.background_call import BackgroundCall
 from weightsync.control.listener import Listener
+from weightsync.control.wire import POISONED
 
 TIMEOUT_S = 20.0
 CALLS = ("init", "start", "update", "finish", "pause", "resume", "set_version", "reset_caches", "version")
@@ -174,6 +176,51 @@ def test_engine_that_a_rank_has_waited_for_is_named_where_it_does_not_answer(
     assert member.find_lost([member.Member(engines[0])], error, listener) == lost
     assert ("engine 0 does not answer" in str(error)) is bool(lost)
     listener.close()
+
+
+def test_answer_to_an_earlier_question_does_not_count(
+    engines: list[MortalEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question that has waited for long takes a stopped Ray actor to be busy, and so alive."""
+    monkeypatch.setattr(member, "_ANSWER_S", 0.5)
+    begun, asked_again, over = threading.Event(), threading.Event(), threading.Event()
+
+    def is_alive() -> bool:
+        if not begun.is_set():
+            begun.set()
+            return asked_again.wait(TIMEOUT_S)
+        asked_again.set()
+        return over.wait(TIMEOUT_S)
+
+    monkeypatch.setattr(engines[0], "is_alive", is_alive)
+    one, listener = member.Member(engines[0]), Listener()
+    BackgroundCall(listener, "health", one.ask_whether_alive)
+    assert begun.wait(TIMEOUT_S)
+    error = SyncTimeoutError("no answer", who="engine 0", waiting_for=["engine 0"])
+    assert member.find_lost([one], error, listener) == ["engine 0"]
+    over.set()
+    listener.close()
+
+
+def test_engine_that_leaves_a_call_unanswered_is_not_waited_for_again(
+    engines: list[MortalEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM does when its core is stopped: it says that it is alive, and answers nothing else."""
+    monkeypatch.setattr(fleet, "_FAREWELL_S", 60.0)
+    over, model = threading.Event(), trainer_model(checkpoint(2))
+    with WeightSync("fsdp", "ipc", engines, timeout_s=2.0) as sync:
+        sync.push(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(engines[1], "finish", lambda version: over.wait(2 * TIMEOUT_S))
+            started = time.monotonic()
+            with pytest.raises(SyncTimeoutError) as raised:
+                sync.push(model)
+            assert time.monotonic() - started < TIMEOUT_S
+            assert raised.value.waiting_for == ["engine 1"]
+            assert engines[0].version().startswith(POISONED)
+            over.set()
+        sync.push(trainer_model(checkpoint(4)))
+    assert all(engine.serves(4) for engine in engines)
 
 
 def test_push_when_all_engines_are_left_out_says_so(engines: list[MortalEngine]) -> None:

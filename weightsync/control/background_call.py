@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from weightsync.control.listener import Listener
 from weightsync.control.runtime import Deadline, in_thread
@@ -16,10 +16,15 @@ _ARRIVAL_S = 3.0
 
 
 class BackgroundCall:
-    """A call that runs in a thread beside the conversation with the engine's workers, and wakes the hub at its end."""
+    """A call that runs in a thread beside the conversation with the engine's workers, and wakes the hub at its end.
 
-    def __init__(self, listener: Listener, name: str, function: Callable[..., None], *args: object) -> None:
-        self.name = name
+    who: the engine that is called, where it is one.
+    """
+
+    def __init__(
+        self, listener: Listener, name: str, function: Callable[..., None], *args: object, who: str = ""
+    ) -> None:
+        self.name, self.who = f"{name} of {who}" if who else name, who
         self.error: WeightSyncError | None = None
         self._listener, self._function, self._args = listener, function, args
         self._over = threading.Event()
@@ -38,6 +43,14 @@ class BackgroundCall:
             self.error = foreign(error, who="", phase="")
         self._over.set()
         self._listener.wake()
+
+
+def join(calls: Sequence[BackgroundCall], silent: Collection[str], deadline: Deadline) -> set[str]:
+    """Wait for the calls of engines that are not `silent`. Return the engines whose calls have not ended."""
+    for call in calls:
+        if call.who not in silent:
+            call.join(deadline.left_s())
+    return {call.who for call in calls if call.is_alive()}
 
 
 def arrivals(

@@ -34,7 +34,7 @@ from functools import partial
 from typing import TypeVar
 
 from weightsync.control.addresses import is_loopback
-from weightsync.control.background_call import BackgroundCall, arrivals, repeat
+from weightsync.control.background_call import BackgroundCall, arrivals, join, repeat
 from weightsync.control.listener import Listener
 from weightsync.control.member import Member, Worker, find_lost
 from weightsync.control.ranks import Ranks
@@ -75,7 +75,7 @@ _Method = Callable[[Member], None]
 _FAREWELL_S = 3.0
 """How long an engine may take to end its calls after a failure."""
 _LEAST_S = 1.0
-"""How long each further call may take at least, when those that were under way have taken all of that time."""
+"""How long all engines' next call may take at least, when those that were under way have taken all of that time."""
 _LOOK_S = 0.1
 """How often a wait for an engine looks at the trainer's other ranks."""
 _PING_LOOK_S = 0.5
@@ -185,8 +185,7 @@ class Fleet:
                 "timeout_s": self._timeout_s,
                 "process": this_process(),
             }
-            name = f"init of {one.engine.name}"
-            self._calls.append(BackgroundCall(self._listener, name, one.engine.init, info))
+            self._calls.append(BackgroundCall(self._listener, "init", one.engine.init, info, who=one.engine.name))
         for one in self._audience:
             if not one.workers:
                 check = arrivals(self._calls, self._listener, self._check_everyone, deadline)
@@ -333,11 +332,12 @@ class Fleet:
     def fail(self, error: WeightSyncError) -> None:
         """End the push as the table says, after any failure. Never raises, takes seconds; the fleet is over.
 
-        Engines that do not answer are not waited for. They do what is asked of them when they go on.
+        Engines that do not answer are not waited for. They do what is asked of them when they go on. An engine that
+        has left a call unanswered to its deadline is one: all further calls wait behind that one.
         """
         state, self._over = self.state, True
-        lost = getattr(error, "lost", [])
-        deadline = Deadline(0.0 if len(lost) == len(self.members) else _FAREWELL_S)
+        silent = {*getattr(error, "lost", []), *getattr(error, "waiting_for", [])}
+        deadline = Deadline(0.0 if silent.issuperset(one.engine.name for one in self.members) else _FAREWELL_S)
         held = [one for one in self._audience if one.is_held()]
         for one in self._audience:
             one.give_up()
@@ -347,15 +347,14 @@ class Fleet:
                 worker.connection.send(Failure(error.to_fields()), deadline, "fail")
         # A worker that is only just connecting would wait to be admitted, and its engine with it.
         self._listener.close()
-        for call in (*([self._opening] if self._opening else []), *self._calls, *self._changing):
-            call.join(deadline.left_s())
+        join([*([self._opening] if self._opening else []), *self._calls, *self._changing], silent, deadline)
         if state in (UpdateState.OPEN, UpdateState.DIRTY):
-            self._try_all("give up", held, Member.take_back, lost, deadline)
+            silent |= self._try_all("give up", held, Member.take_back, silent, deadline)
         if state is UpdateState.DIRTY:
             # The version that vLLM reports with every answer is where people look. Generation stays paused.
             mark = f"{POISONED}: the push of version {self._version} failed"
             mixed = [one for one in held if not one.is_whole]
-            self._try_all("mark", mixed, lambda one: one.engine.set_version(mark), lost, deadline)
+            self._try_all("mark", mixed, lambda one: one.engine.set_version(mark), silent, deadline)
         self._ended.set()
         for worker in everyone:
             worker.connection.close()
@@ -392,8 +391,8 @@ class Fleet:
             raise
         if not self._over:
             for one in self._audience:
-                name, info = f"update of {one.engine.name}", {"session": self._id}
-                self._calls.append(BackgroundCall(self._listener, name, one.engine.update, info))
+                info, who = {"session": self._id}, one.engine.name
+                self._calls.append(BackgroundCall(self._listener, "update", one.engine.update, info, who=who))
 
     def _drain(self) -> None:
         """Wait for the calls that `fail` did not wait for, since each may yet pause an engine, or resume it."""
@@ -448,15 +447,14 @@ class Fleet:
         self._wait(calls, Deadline(self._timeout_s), phase, in_opening)
 
     def _try_all(
-        self, phase: str, members: Sequence[Member], method: _Method, lost: Collection[str], deadline: Deadline
-    ) -> None:
-        calls = [(self._call(phase, one, method), one) for one in members]
-        for call, one in calls:
-            if one.engine.name not in lost:
-                call.join(max(deadline.left_s(), _LEAST_S))
+        self, phase: str, members: Sequence[Member], method: _Method, silent: Collection[str], deadline: Deadline
+    ) -> set[str]:
+        """Call this method with each of these engines. See `join` for the rest."""
+        calls = [self._call(phase, one, method) for one in members]
+        return join(calls, silent, Deadline(max(deadline.left_s(), _LEAST_S)))
 
     def _call(self, phase: str, one: Member, method: _Method) -> BackgroundCall:
-        call = BackgroundCall(self._listener, f"{phase} of {one.engine.name}", one.call, method)
+        call = BackgroundCall(self._listener, phase, one.call, method, who=one.engine.name)
         self._changing.append(call)
         return call
 
@@ -468,9 +466,8 @@ class Fleet:
                 if not in_opening:  # whose thread must not read the ranks' connections
                     self._check_ranks()
             if call.is_alive():
-                raise SyncTimeoutError(
-                    f"{call.name} did not return within {deadline.timeout_s:g} s", phase=phase, waiting_for=[call.name]
-                )
+                text = f"{call.name} did not return within {deadline.timeout_s:g} s"
+                raise SyncTimeoutError(text, phase=phase, waiting_for=[call.who or call.name])
             if call.error is not None:
                 call.error.phase = call.error.phase or phase
                 raise call.error

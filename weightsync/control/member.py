@@ -249,15 +249,18 @@ def find_lost(members: Sequence[Member], error: WeightSyncError, listener: Liste
     suspects = [one for one in members if not one.is_held() or not named.isdisjoint(one.names)]
     if not suspects and waiting_for and not any(name.startswith("trainer rank") for name in waiting_for):
         suspects = list(members)  # ranks know workers by their numbers alone
-    calls = []
-    for one in suspects:
-        if one.silent < _SILENT:
-            one.silent += 1  # until it answers
-            calls.append(BackgroundCall(listener, f"health of {one.engine.name}", one.ask_whether_alive))
+    alive: set[Member] = set()
+
+    def ask(one: Member) -> None:
+        if one.engine.is_alive():
+            alive.add(one)
+
+    asked = [one for one in suspects if one.silent < _SILENT]
+    calls = [BackgroundCall(listener, "health", ask, one, who=one.engine.name) for one in asked]
     deadline = Deadline(_ANSWER_S)
     for call in calls:
         call.join(deadline.left_s())
-    lost = [one.engine.name for one in suspects if one.silent or one.is_stuck()]
+    lost = [one.engine.name for one in suspects if one not in alive or one.is_stuck()]
     if lost and not any(name in str(error) for name in lost):
         error.message += f"; {', '.join(lost)} does not answer"
     return lost
