@@ -212,6 +212,21 @@ def _death(rank: int, dying: int) -> None:
     os._exit(0)  # the default group waits for the dead
 
 
+def test_whom_rank_0_waits_for_is_named_where_others_wait_for_rank_0():
+    run_ranks(_silence, RANKS)
+
+
+def _silence(rank: int) -> None:
+    late = SyncTimeoutError("a chunk did not arrive", phase="transfer", waiting_for=["trainer rank 0"])
+    with group_of(rank) as group:
+        dist.barrier()
+        if rank == 1:
+            time.sleep(2.5)  # as one that was stopped
+        raised = outcome(group, raising(late) if rank == 0 else lambda: idle_for_long(group))
+    assert str(raised) == "a chunk did not arrive; trainer rank 1 does not answer [phase transfer]"
+    assert raised.facts["waiting_for"] == ["trainer rank 1"]
+
+
 def test_the_death_of_rank_0_is_noticed():
     run_ranks(_death_of_the_root, RANKS)
 

@@ -140,7 +140,7 @@ class StandInWorker(RecordedEngine):
 
     def look(self, known: str) -> tuple[str, str, bool, str, bool]:
         """Return the worker's state, which of the `known` weights it has whole, whether it is paused, its version, and
-        whether it serves a trainer."""
+        whether it serves a trainer, or is about to."""
         live = self.hosts[0].live.state_dict()
         found = ""
         for weights in known:
@@ -153,7 +153,7 @@ class StandInWorker(RecordedEngine):
             self.hosts[0].check_before_answer()
         except WeightSyncError:
             answers = POISONED
-        return answers, found, self.is_paused, self.version() or "", session._serving
+        return answers, found, self.is_paused, self.version() or "", session._serving or self._one_at_a_time.locked()
 
     def _serve(self) -> None:
         while True:

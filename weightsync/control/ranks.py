@@ -29,6 +29,8 @@ ALONE = "alone"
 _ROLE = "rank"
 _VERDICT_S = 5.0
 """How long rank 0's verdict on a failure may take to reach the others."""
+_ANSWER_S, _LOOK_S = 1.0, 0.01
+"""How long a rank that lives may take to say so, and how often rank 0 looks."""
 _PATIENCE = 8
 """Between two steps rank 0 may wait this many times, for engines and for ranks. Each of its waits has a deadline of its
 own, and an error that says more than "no answer from rank 0", so the others give it this many times as long."""
@@ -137,11 +139,27 @@ class Ranks:
 
     def agree_on(self, error: WeightSyncError) -> WeightSyncError:
         """Tell the others what went wrong here. Return the error that every rank raises: the first that rank 0 met."""
+        self._name_silent(error)
         deadline = Deadline(_VERDICT_S)
         for connection in self.connections:
             with suppress(WeightSyncError):  # it is gone, and knows
                 connection.send(Failure(error.to_fields()), deadline, "fail")
         return self._verdict(error, deadline) if self.rank and self._peers else error
+
+    def _name_silent(self, error: WeightSyncError) -> None:
+        """Name in an error that blames rank 0, which is here and lives, the ranks that do not answer it."""
+        if self.rank or "trainer rank 0" not in getattr(error, "waiting_for", []):
+            return
+        deadline = Deadline(_ANSWER_S)
+        for connection in self.connections:
+            connection.ask(lambda: True)
+        while (silent := [each.peer for each in self.connections if each.silent_s]) and not deadline.passed():
+            time.sleep(_LOOK_S)
+            for connection in self.connections:
+                connection.answer_pings()  # takes in answers, too
+        if silent:
+            error.message += f"; {', '.join(silent)} does not answer"
+            error.add_facts(waiting_for=silent)
 
     def _verdict(self, error: WeightSyncError, deadline: Deadline) -> WeightSyncError:
         """Return what rank 0 says the first failure was; `error` when it says the same, or nothing."""
