@@ -223,6 +223,25 @@ def test_engine_that_leaves_a_call_unanswered_is_not_waited_for_again(
     assert all(engine.serves(4) for engine in engines)
 
 
+def test_others_do_not_wait_for_calls_to_an_engine_that_is_left_out(
+    engines: list[MortalEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr(engines[1], "_refuse", lambda *_: over.wait(4 * TIMEOUT_S) and ended.set())
+    faulty = FaultyTransport("ipc")
+    with WeightSync("fsdp", faulty, engines, on_engine_failure="drop", timeout_s=3.0) as sync:
+        sync.push(trainer_model(checkpoint(2)))
+        faulty.before_chunk = lambda chunk: setattr(engines[1], "is_dead", True)
+        assert sync.push(trainer_model(checkpoint(3))).left_out == ("engine 1",)
+        assert engines[0].serves(3)
+        faulty.before_chunk = None
+        engines[1].is_dead = False
+        threading.Timer(0.5, over.set).start()
+        assert sync.push(trainer_model(checkpoint(5))).left_out == ()
+        assert ended.is_set(), "its calls were not waited for when it was back"
+        assert all(engine.serves(5) for engine in engines)
+
+
 def test_push_when_all_engines_are_left_out_says_so(engines: list[MortalEngine]) -> None:
     with WeightSync("fsdp", "ipc", engines[0], timeout_s=TIMEOUT_S) as sync:
         sync.push(trainer_model(checkpoint(2)))

@@ -111,13 +111,13 @@ class Fleet:
         timeout_s: float,
         after: Fleet | None = None,
     ) -> None:
-        """Take these engines. `after` is the fleet that failed before, whose last calls are waited for."""
+        """Take these engines. `after` is the fleet that failed before. Its last calls to an engine are waited for."""
         assert ranks.listener is not None, "a fleet is rank 0's"
         self.members: list[Member] = []
         self.newest_version = 0
+        self._earlier: list[BackgroundCall] = []
         if after is not None:
-            after._drain()
-            self.newest_version = after.newest_version
+            self.newest_version, self._earlier = after.newest_version, after._under_way()
         self.state = UpdateState.CLOSED
         self._audience: list[Member] = []
         self._numbers = itertools.count()
@@ -169,6 +169,7 @@ class Fleet:
     def connect(self, members: Sequence[Member] | None = None) -> list[Worker]:
         """Call the workers of every engine in, or of these members. They wait for messages until `release`."""
         self._audience = [*(self.members if members is None else members)]
+        self._await_earlier()
         deadline = Deadline(self._timeout_s)
         for one in self._audience:
             where = one.engine.host  # which may ask the engine, and raise a `TimeoutError`
@@ -394,17 +395,22 @@ class Fleet:
                 info, who = {"session": self._id}, one.engine.name
                 self._calls.append(BackgroundCall(self._listener, "update", one.engine.update, info, who=who))
 
-    def _drain(self) -> None:
-        """Wait for the calls that `fail` did not wait for, since each may yet pause an engine, or resume it."""
-        deadline = Deadline(self._timeout_s)
-        while under_way := [call for call in (self._opening, *self._changing) if call is not None and call.is_alive()]:
+    def _under_way(self) -> list[BackgroundCall]:
+        """Return the calls that `fail` did not wait for, here and before. Each may pause or resume an engine."""
+        calls = [*self._earlier, *self._changing, *([self._opening] if self._opening else [])]
+        return [call for call in calls if call.is_alive()]
+
+    def _await_earlier(self) -> None:
+        """Wait for the calls of pushes that failed, to the engines that the conversation is with."""
+        names, deadline = {"", *(one.engine.name for one in self._audience)}, Deadline(self._timeout_s)
+        while late := [call for call in self._earlier if call.who in names and call.is_alive()]:
             if deadline.passed():
                 raise SyncTimeoutError(
-                    f"{under_way[0].name}, of the push that failed, did not return within {self._timeout_s:g} s",
+                    f"{late[0].name}, of the push that failed, did not return within {self._timeout_s:g} s",
                     phase="init",
-                    waiting_for=[call.name for call in under_way],
+                    waiting_for=[call.who or call.name for call in late],
                 )
-            under_way[0].join(min(_LOOK_S, deadline.left_s()))
+            late[0].join(min(_LOOK_S, deadline.left_s()))
 
     def _send(self, message: Message, deadline: Deadline, phase: str) -> None:
         for worker in self.workers:
