@@ -7,6 +7,7 @@ import socket
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -116,6 +117,19 @@ def lose(rank: int, kind: str, gone: int, folder: str) -> None:
 @pytest.mark.parametrize("gone", [1, 0])
 def test_a_member_that_dies(kind: str, gone: int, tmp_path: Path):
     run_ranks(lose, 2, kind, gone, str(tmp_path), timeout_s=60)
+
+
+def test_the_jobs_environment_decides_neither_how_nccl_waits_nor_when_it_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    settings = [f"TORCH_NCCL_{name}" for name in ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT")]
+    monkeypatch.delenv(settings[0], raising=False)
+    monkeypatch.setenv(settings[1], "1")
+    # NCCL itself needs a GPU.
+    nccl = mock.Mock(side_effect=lambda *_: [os.environ.get(name) for name in settings])
+    monkeypatch.setattr(communicators.dist, "ProcessGroupNCCL", nccl, raising=False)
+    assert communicators._nccl(torch.distributed.HashStore(), 0, 1) == ["0", "0"]
+    assert [os.environ.get(name) for name in settings] == [None, "1"]
 
 
 def leave(rank: int, folder: str) -> None:

@@ -42,7 +42,12 @@ _LEAVE_S = 1.0
 _NO_NUMBER = 2**31 - 1
 """Of no chunk."""
 _PATIENCE = 8
-_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
+"""What the job's environment must not decide for a communicator. torch reads these in the group's constructor alone.
+
+NCCL's watchdog would end the process, and with it the trainer or the engine, when a member has died. A blocking wait
+would let `Pending.follow` wait for a member without a deadline.
+"""
 
 
 class Rendezvous:
@@ -325,17 +330,16 @@ def _nccl(store: dist.Store, rank: int, size: int) -> Any:
     options._timeout = timedelta(days=1)  # deadlines are kept here, on the host
     # The copies of the next chunk begin at the same moment as this one's broadcast, and would keep it waiting.
     options.is_high_priority_stream = True
-    # NCCL's watchdog would end the process, and with it the trainer or the engine, when a member has died. Read by the
-    # constructor alone.
-    before = os.environ.get(_WATCHDOG)
-    os.environ[_WATCHDOG] = "0"
+    before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
+    os.environ.update(_NCCL_SETTINGS)
     try:
         return dist.ProcessGroupNCCL(store, rank, size, options)
     finally:
-        if before is None:
-            del os.environ[_WATCHDOG]
-        else:
-            os.environ[_WATCHDOG] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class _Watched:
