@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import http.server
 import json
 import os
@@ -450,6 +451,12 @@ def test_a_server_that_does_not_answer_runs_into_the_deadline(server):
     assert raised.value.waiting_for == [engine.name]
     assert not engine.is_alive()
     release.set()
+
+
+def test_http_works_for_who_watches_what_is_said(server, monkeypatch, capsys):
+    monkeypatch.setattr(http.client.HTTPConnection, "debuglevel", 1)
+    http_engine(server.url).start()
+    assert "/start_weight_update" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("whole", ["HTTP/1.1 200 OK\r\n", "HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"])

@@ -296,8 +296,8 @@ class _Reader(io.RawIOBase):
         super().close()
 
 
-def _in_time(deadline: Deadline, sock: socket.socket, **options: Any) -> http.client.HTTPResponse:
-    return http.client.HTTPResponse(_Reader(sock, deadline), **options)  # type: ignore[arg-type]
+def _in_time(deadline: Deadline, sock: socket.socket, *level: int, **options: Any) -> http.client.HTTPResponse:
+    return http.client.HTTPResponse(_Reader(sock, deadline), *level, **options)  # type: ignore[arg-type]
 
 
 def _parsed(text: str) -> Any:
