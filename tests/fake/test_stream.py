@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -279,6 +279,22 @@ def test_a_stream_is_saved(tmp_path: Path) -> None:
     save(iter(checkpoint(2).items()), tmp_path / "saved", "stream")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert all(torch.equal(saved[name], tensor) for name, tensor in checkpoint(2).items())
+
+
+def fail_before_the_end_of_a_stream(rank: int, folder: str) -> None:
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from gathered(checkpoint(2))()
+        dist.all_reduce(torch.zeros(1))
+
+    # Rank 0 alone writes. Meanwhile the other one would run the stream to its end.
+    broken = mock.patch("weightsync.checkpoint.save.write", side_effect=lambda *_: time.sleep(0.3) or 1 / 0)
+    with broken if rank == 0 else nullcontext(), pytest.raises(WeightSyncError, match="division by zero"):
+        save(stream, Path(folder, "saved"), "stream", timeout_s=30.0)
+    assert_in_step()
+
+
+def test_a_rank_that_cannot_save_leaves_no_other_at_the_end_of_the_stream(tmp_path: Path) -> None:
+    run_ranks(fail_before_the_end_of_a_stream, 2, str(tmp_path))
 
 
 @pytest.mark.parametrize(

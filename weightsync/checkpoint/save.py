@@ -111,12 +111,11 @@ def save_tensors(
                 create(incoming, files, files_beside(with_configs(model, *beside), manifest))
             incoming = Path(ranks.broadcast(str(incoming), "save"))
             check_seen(incoming, f"trainer rank {ranks.rank}")
-            for names in buckets:
+            for names in (*buckets, ()):
                 update.barrier("save")  # or the others would wait in `gather` for a rank that has failed
                 source.gather(names)
                 own = (part for name in names for part in by_name[name])
                 write(incoming, files, ((location, shard.values()) for location, shard in own))
-            source.gather(())
             update.barrier("save")
             if ranks.rank == 0:
                 publish(incoming, target)
