@@ -967,17 +967,18 @@ def test_chunk_on_a_gpu_is_waited_for_with_a_deadline_and_an_ear_for_bad_news(mo
     gpu, stream = torch.device("cuda"), Stream(3)
     calls: list[float] = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    await_stream(gpu, 7, calls.append, Deadline(30))
+    await_stream(gpu, 7, [], calls.append, Deadline(30))
     assert len(calls) == 3
     stream.left = 10**9
-    with pytest.raises(SyncTimeoutError, match=r"chunk 7 did not arrive on cuda within 0\.05 s"):
-        await_stream(gpu, 7, lambda seconds: None, Deadline(0.05))
+    with pytest.raises(SyncTimeoutError, match=r"chunk 7 did not arrive on cuda within 0\.05 s") as caught:
+        await_stream(gpu, 7, ["engine 0 worker 1"], lambda seconds: None, Deadline(0.05))
+    assert caught.value.waiting_for == ["engine 0 worker 1"]
 
     def bad_news(seconds: float) -> None:
         raise PeerError("trainer rank 0 has died")
 
     with pytest.raises(PeerError, match="has died"):
-        await_stream(gpu, 7, bad_news, Deadline(30))
+        await_stream(gpu, 7, [], bad_news, Deadline(30))
 
 
 def test_transport_is_left_before_a_gpu_is_waited_for_that_waits_for_it(monkeypatch: pytest.MonkeyPatch):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tcp_transport import TcpReceiver, TcpTransport
 from weightsync import transports
 from weightsync.control.runtime import Deadline
 from weightsync.errors import ConfigError, PlacementError, ProtocolError
-from weightsync.transports import GROUP, open_receiver, open_transport
+from weightsync.transports import GROUP, nccl, open_receiver, open_transport
 from weightsync.transports.files import FilesReceiver
 from weightsync.transports.ipc import IpcReceiver, IpcTransport, filled
 from weightsync.transports.nccl import NcclReceiver, NcclTransport
@@ -263,6 +264,15 @@ def test_runs_that_lie_in_no_slot_are_a_protocol_error(changes: dict[str, Any], 
     fields |= {"slots": 2, "onward": None, "before": [], "after": [], "encoders": [], "origins": []}
     with pytest.raises(ProtocolError, match=words):
         NcclReceiver(CPU).connect([], {**fields, **changes}, lambda seconds: None, Deadline(1))
+
+
+def test_a_worker_that_passes_chunks_on_says_whom_its_gpu_may_wait_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(nccl, "Meeting", mock.Mock())
+    receiver = NcclReceiver(CPU)
+    fields = {"runs": [], "slot_bytes": 8, "place": ["127.0.0.1", 1, "x"], "rank": 2, "size": 4, "senders": [1]}
+    fields |= {"slots": 2, "onward": 3, "before": ["worker 0"], "after": ["worker 2"], "encoders": [], "origins": []}
+    receiver.connect([], fields, lambda seconds: None, Deadline(1))
+    assert receiver.waiting_for == ["worker 0", "worker 2"]
 
 
 @pytest.mark.parametrize(

@@ -306,7 +306,7 @@ class _Connection:
         since = time.perf_counter()
         for number in self._source.chunks(due, wait, new_deadline):
             if is_first or number in self._blocking:  # a process loads each kernel when it first launches it
-                await_stream(self._model.device, number, wait, new_deadline())
+                await_stream(self._model.device, number, self._source.waiting_for, wait, new_deadline())
             arrived = time.perf_counter()
             self._verifier.check_chunk(number, go.sample)
             verified = time.perf_counter()
@@ -364,10 +364,11 @@ def _has_any_failed(model: EngineModel, failed: bool) -> bool:
     return bool(flag.item())
 
 
-def await_stream(device: torch.device, number: int, wait: Wait, deadline: Deadline) -> None:
+def await_stream(device: torch.device, number: int, waiting_for: Sequence[str], wait: Wait, deadline: Deadline) -> None:
     """Wait until a GPU has done all that it was given, the transfer of a chunk too.
 
-    What the engine does next may wait for the GPU, and has no deadline. Raises `SyncTimeoutError`, and as `wait` does.
+    What the engine does next may wait for the GPU, and has no deadline. Raises `SyncTimeoutError` that names those in
+    `waiting_for`, and as `wait` does.
     """
     if device.type != "cuda":
         return
@@ -377,7 +378,7 @@ def await_stream(device: torch.device, number: int, wait: Wait, deadline: Deadli
             raise SyncTimeoutError(
                 f"chunk {number} did not arrive on {device} within {deadline.timeout_s:g} s",
                 phase="transfer",
-                waiting_for=["trainer ranks"],
+                waiting_for=[*waiting_for],
             )
         wait(_STREAM_LOOK_S)
 

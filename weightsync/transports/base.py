@@ -177,6 +177,8 @@ class TransportReceiver(ABC):
 
     copy_programs: int | None = None
     """How many programs of a GPU copy out of a chunk at most, so that the transport's own kernels are not held up."""
+    waiting_for: Sequence[str] = ("trainer ranks",)
+    """What people call those that a GPU may wait for when chunks come late, the nearest first."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

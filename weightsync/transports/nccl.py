@@ -309,6 +309,7 @@ class NcclReceiver(TransportReceiver):
             raise ProtocolError(f"a run of bytes does not lie in a slot of {told.slot_bytes} bytes")
         if told.encoders and [*map(len, told.origins)] != [*map(len, told.runs)]:
             raise ProtocolError("not every run of bytes says which rank it is of")
+        self.waiting_for = [*told.before, *told.after]
         nbytes = [told.slot_bytes] * told.slots
         if [slot.numel() for slot in self._slots] != nbytes:
             self._slots = []  # before there are others
