@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ from weightsync import transports
 from weightsync.control.runtime import Deadline
 from weightsync.errors import ConfigError, PlacementError, ProtocolError
 from weightsync.transports import GROUP, nccl, open_receiver, open_transport
+from weightsync.transports.base import LocalTensors
 from weightsync.transports.files import FilesReceiver
 from weightsync.transports.ipc import IpcReceiver, IpcTransport, filled
 from weightsync.transports.nccl import NcclReceiver, NcclTransport
@@ -264,6 +266,12 @@ def test_runs_that_lie_in_no_slot_are_a_protocol_error(changes: dict[str, Any], 
     fields |= {"slots": 2, "onward": None, "before": [], "after": [], "encoders": [], "origins": []}
     with pytest.raises(ProtocolError, match=words):
         NcclReceiver(CPU).connect([], {**fields, **changes}, lambda seconds: None, Deadline(1))
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_rank_of_a_broadcast_knows_when_another_one_computes_what_it_sends(computes: bool):
+    ranks: Any = SimpleNamespace(gather=lambda own, _: [own, [["cpu"], computes]], broadcast=lambda value, _: value)
+    assert NcclTransport()._agree(LocalTensors({}), ranks) == (CPU, computes)
 
 
 def test_a_worker_that_passes_chunks_on_says_whom_its_gpu_may_wait_for(monkeypatch: pytest.MonkeyPatch):

@@ -101,12 +101,11 @@ class NcclTransport(Transport):
 
     def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
         ranks = self._ranks = update.ranks
-        self._device = self._agree_on_device(tensors, ranks)
+        self._device, self._computes = self._agree(tensors, ranks)
         if self.encoding is not None and self._device.type != "cpu":
             raise ConfigError(f"encoding={self.encoding!r} is for tensors on a CPU, found {self._device}: leave it out")
         self._encoder = Encoder(self.encoding == "auto") if self.encoding is not None else None
         self._changing = plan.due(first=False)
-        self._computes = any(each.compute is not None for each in tensors.at.values())
         self._packer, self._slots = None, []  # before there are others
         self._posted.clear()
         self._has_sent = False
@@ -126,14 +125,21 @@ class NcclTransport(Transport):
                 endpoints[worker] = self._endpoint(chain, position, layout)
         return endpoints
 
-    def _agree_on_device(self, tensors: LocalTensors, ranks: Group) -> torch.device:
+    def _agree(self, tensors: LocalTensors, ranks: Group) -> tuple[torch.device, bool]:
+        """Return the device that this rank sends from, and whether any rank computes what it sends. Collective.
+
+        All ranks gather for what one of them computes.
+        """
         own = sorted({each.tensor.device.type for each in tensors.at.values()})
-        kinds = ranks.broadcast(sorted(set().union(*ranks.gather(own, "connect"))), "connect")
-        if len(kinds) > 1:
-            raise ConfigError(f"a broadcast needs all tensors on one kind of device, found {kinds}")
+        everyone = ranks.gather([own, any(each.compute is not None for each in tensors.at.values())], "connect")
+        kinds: set[str] = set().union(*(each for each, _ in everyone))
+        found, computes = ranks.broadcast([sorted(kinds), any(each for _, each in everyone)], "connect")
+        if len(found) > 1:
+            raise ConfigError(f"a broadcast needs all tensors on one kind of device, found {found}")
         for each in tensors.at.values():
-            return each.tensor.device
-        return torch.device("cuda", torch.cuda.current_device()) if kinds == ["cuda"] else torch.device("cpu")
+            return each.tensor.device, computes
+        on_gpu = found == ["cuda"]
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"), computes
 
     def _join(self, plan: TransferPlan, layouts: Sequence[Layout]) -> None:
         """Agree on the communicator, another one where members exchange that have not before. Collective.
@@ -220,7 +226,7 @@ class NcclTransport(Transport):
             self._start(len(self._mine), [(told, chain) for chain in chains], under_way)
         for number in chunks:
             if (earlier := self._posted.pop(number % SLOTS, None)) is not None:
-                # What computes may wait for the GPU, and so for a member that has died, without a deadline.
+                # What gathers or computes may wait for the GPU, and so for a dead member, without a deadline.
                 freed = earlier.wait if self._computes else earlier.follow
                 freed(wait, update.deadline_after_workers(), "transfer")
             under_way.bound(ahead, wait, update.deadline_after_workers())
