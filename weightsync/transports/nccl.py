@@ -345,7 +345,9 @@ class NcclReceiver(TransportReceiver):
         arriving = self._exchange(None, numbers[0])
         passing: Pending | None = None
         if on_gpu:
-            aside, loaded = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device).record_event()
+            # torch gives out 32 streams of each priority in turn, and the engine's current one has another priority.
+            aside = torch.cuda.Stream(self.device, priority=-1)
+            loaded = torch.cuda.current_stream(self.device).record_event()
         for number, following in zip(numbers, [*numbers[1:], None], strict=True):
             # The slot of `following` held the chunk before this one, which has been loaded, and is passed on first.
             if passing is not None:
