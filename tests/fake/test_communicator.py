@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,33 @@ def test_the_jobs_environment_decides_neither_how_nccl_waits_nor_when_it_ends_th
     monkeypatch.setattr(communicators.dist, "ProcessGroupNCCL", nccl, raising=False)
     assert communicators._nccl(torch.distributed.HashStore(), 0, 1) == ["0", "0"]
     assert [os.environ.get(name) for name in settings] == [None, "1"]
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_search_whose_members_nccl_connects_first_ends_at_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, is_broken: bool
+):
+    aborted = threading.Event()
+
+    def allreduce(*_: Any) -> Any:
+        if not is_broken:
+            aborted.wait(20)
+        raise RuntimeError("a member has gone")
+
+    # NCCL itself needs a GPU.
+    for name in ("stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    communicator = object.__new__(Communicator)
+    communicator.device = torch.device("cuda", 0)
+    communicator._group = mock.Mock(allreduce=allreduce, abort=aborted.set)
+    search = communicator.largest(torch.zeros(3), ["trainer rank 1"])
+    error, words = (
+        (PeerError, "a member has gone") if is_broken else (SyncTimeoutError, r"did not finish within 0\.2 s")
+    )
+    with pytest.raises(error, match=f"search for the largest of 3 numbers .*{words}"):
+        search.wait(time.sleep, Deadline(20.0 if is_broken else 0.2), "transfer")
+    communicator.abort()
+    assert aborted.is_set()
 
 
 def leave(rank: int, folder: str) -> None:

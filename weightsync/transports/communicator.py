@@ -215,6 +215,16 @@ class Communicator:
             raise WeightSyncError("the communicator was closed")
         what, options = f"search for the largest of {values.numel()} numbers", dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+
+            def search() -> None:
+                with torch.cuda.stream(stream):
+                    group.allreduce([values], options).wait()
+                stream.synchronize()
+
+            # In a thread: a call for which NCCL has to connect members waits for all of them.
+            return Pending(_Watched([search]), self.device, what, [*names])
         try:
             return Pending(group.allreduce([values], options), self.device, what, [*names])
         except RuntimeError as error:
@@ -229,7 +239,8 @@ class Communicator:
         if self.device.type == "cpu" or not (sends or receives):
             # gloo ends the process when what arrives under a number is not of the size that was expected.
             works = [group.send([data], member, number) for data, member in sends]
-            return _Watched([*works, *(group.recv([data], member, number) for data, member in receives)])
+            works += [group.recv([data], member, number) for data, member in receives]
+            return _Watched([work.wait for work in works])
         if self.size == 2 and len(sends) + len(receives) == 1:
             # NCCL's broadcast goes on at full speed beside copies, where its send loses a twelfth.
             ((data, member),) = (*sends, *receives)
@@ -343,24 +354,24 @@ def _nccl(store: dist.Store, rank: int, size: int) -> Any:
 
 
 class _Watched:
-    """Sends and receives of gloo: unlike its collectives these never say that they are done, only their `wait` ends."""
+    """Waits in a thread. Sends and receives of gloo never say that they are done, only their `wait` ends."""
 
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
+    def __init__(self, waits: list[Callable[[], object]]) -> None:
+        self._waits = waits
         self.done = threading.Event()
         self._error = ""
-        if works:
-            in_thread("gloo", self._run)
+        if waits:
+            in_thread("communicator", self._run)
         else:
             self.done.set()
 
     def _run(self) -> None:
         try:
-            for work in self._works:
-                work.wait()
+            for wait in self._waits:
+                wait()
         except RuntimeError as error:
             self._error = str(error)  # the error itself would keep this frame, and with it the group's sockets
-        self._works.clear()
+        self._waits.clear()
         self.done.set()
 
     def is_completed(self) -> bool:
