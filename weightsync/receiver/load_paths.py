@@ -269,7 +269,7 @@ class FusedQuantize(LoadPath):
         self._fresh: dict[ModuleGroup, torch.Tensor] = {}
 
     def blocking(self) -> Iterable[int]:
-        return self._due
+        return {*self._pieces, *self._due}  # pieces take new memory, for which the driver may wait for all of the GPU
 
     def begin(self, first: bool) -> None:
         self._fresh.clear()
@@ -328,6 +328,8 @@ class FusedQuantize(LoadPath):
 class _Reloading(LoadPath):
     """What the two load paths that post-process modules have in common."""
 
+    _pieces: Mapping[int, object]  # what each chunk brings of them
+
     def __init__(self, arrivals: Arrivals) -> None:
         super().__init__(arrivals)
         self._open: dict[ModuleGroup, Reload] = {}
@@ -336,7 +338,7 @@ class _Reloading(LoadPath):
         self._due = self._arrivals.due(self._groups)
 
     def blocking(self) -> Iterable[int]:
-        return self._due
+        return {*self._pieces, *self._due}
 
     def begin(self, first: bool) -> None:
         self._open.clear()
