@@ -75,9 +75,10 @@ class Hosts:
         for path, text in files.items():
             copy = f"/mnt/{Path(path).name}"
             steps += [f"printf '{text}\\n' > {copy}", f"mount --bind {copy} {path}"]
-        steps += ["mkdir /mnt/shared", f"mount --bind {self._shared} /mnt/shared"]
+        kept = {"/mnt/shared": self._shared, "/mnt/checkout": Path(__file__).parents[2]}  # where they lie in /tmp
+        steps += [f"mkdir {aside} && mount --bind {path} {aside}" for aside, path in kept.items()]
         steps += [f"mount -t tmpfs -o mode=1777 none {folder}" for folder in ("/dev/shm", "/tmp")]
-        steps += [f"mkdir -p {self._shared}", f"mount --bind /mnt/shared {self._shared}"]
+        steps += [f"mkdir -p {path} && mount --bind {aside} {path}" for aside, path in kept.items()]
         self._hold(name, _OF_A_HOST, " && ".join(steps))
         self._plug_in(name, number)
         self.sh(name, "ip route add default dev eth0")
