@@ -15,7 +15,7 @@ from weightsync.control.ranks import uses_nccl
 from weightsync.control.runtime import Deadline
 from weightsync.control.update import Update
 from weightsync.errors import WeightSyncError
-from weightsync.transports.communicator import Communicator, Rendezvous, visit
+from weightsync.transports.communicator import Meeting, Rendezvous
 
 
 class LargestOfRanks:
@@ -29,45 +29,36 @@ class LargestOfRanks:
         self._members, self._wait = members, wait
         self._size, self._timeout_s = 0, 0.0
         self._names: list[str] = []
-        self._communicator: Communicator | None = None
+        self._meeting: Meeting | None = None
 
     def connect(self, update: Update, on_gpu: bool) -> None:
         """Meet the other ranks, once. Collective. `on_gpu`: this rank holds tensors on a GPU; rank 0's counts."""
         ranks = update.ranks
         self._size, self._timeout_s = ranks.size, update.timeout_s
-        if ranks.size == 1 or self._communicator is not None:
+        if ranks.size == 1 or self._meeting is not None:
             return
         self._names = [f"trainer rank {rank}" for rank in range(ranks.size) if rank != ranks.rank]
         rendezvous = Rendezvous(ranks.host) if ranks.rank == 0 else None
-        try:
-            # gloo takes them all. NCCL refuses ranks that share a GPU, which those of a job on NCCL do not.
-            kind = "cuda" if on_gpu and uses_nccl(self._members) else "cpu"
-            place = rendezvous and [rendezvous.host, rendezvous.port, kind]
-            host, port, kind = ranks.broadcast(place, "connect", tuple[str, int, str])
-            device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-            deadline = update.deadline()
-
-            def open_store() -> Any:
-                return rendezvous.store(deadline.left_s()) if rendezvous else visit(host, port, deadline)
-
-            self._communicator = Communicator(
-                open_store, ranks.rank, ranks.size, device, host, update.wait, deadline, [], []
-            )
-        finally:
-            if rendezvous is not None:
-                rendezvous.close()
+        # gloo takes them all. NCCL refuses ranks that share a GPU, which those of a job on NCCL do not.
+        kind = "cuda" if on_gpu and uses_nccl(self._members) else "cpu"
+        place = rendezvous and [rendezvous.host, rendezvous.port, kind]
+        host, port, kind = ranks.broadcast(place, "connect", tuple[str, int, str])
+        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        self._meeting = Meeting([host, port, kind], rendezvous, ranks.rank, ranks.size, device, [], [])
+        self._meeting.meet(update.wait, update.deadline())
 
     def __call__(self, values: torch.Tensor) -> None:
         if self._size == 1:
             return
-        if self._communicator is None:
+        communicator = None if self._meeting is None else self._meeting.communicator
+        if communicator is None:
             raise WeightSyncError("the communicator of the trainer's ranks was closed")
-        there = values.to(self._communicator.device)
-        self._communicator.largest(there, self._names).wait(self._wait, Deadline(self._timeout_s), "transfer")
+        there = values.to(communicator.device)
+        communicator.largest(there, self._names).wait(self._wait, Deadline(self._timeout_s), "transfer")
         values.copy_(there)
 
     def abort(self) -> None:
         """Leave the others, and break what they wait for. The next `connect` lets the ranks meet anew."""
-        if self._communicator is not None:
-            self._communicator.abort()
-        self._communicator = None
+        if self._meeting is not None:
+            self._meeting.abort()
+        self._meeting = None
