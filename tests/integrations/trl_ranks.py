@@ -23,7 +23,10 @@ LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
 def preload() -> None:
-    """Let ranks begin with all that they need imported, which takes longer than three steps."""
+    """Let ranks begin with all that they need imported, which takes longer than three steps. Not on GPUs, which no
+    process may use before it forks."""
+    if torch.cuda.is_available():
+        return
     os.environ |= NOT_COMPILED | {"DS_ACCELERATOR": "cpu"}
     FORKSERVER.set_forkserver_preload(["pytest", "deepspeed", "peft", "vllm.v1.worker.cpu_worker", "trl_imports"])
 
@@ -89,7 +92,11 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 
 def place(rank: int, size: int, port: int) -> None:
-    """Set what accelerate and vLLM's external launcher read, and what the engines of all tests have."""
+    """Set what accelerate and vLLM's external launcher read, and what the engines of all tests have. Ranks on GPUs are
+    left to meet over NCCL."""
+    if torch.cuda.is_available():
+        torch.distributed.destroy_process_group()
+        torch.cuda.set_device(rank)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()} | NOT_COMPILED | {"VLLM_LOGGING_LEVEL": "ERROR"}
 
@@ -106,11 +113,12 @@ def shard_on_cpus() -> None:
 def arguments(checkpoint: Path, **options: Any) -> dict[str, Any]:
     """What all trainers are given, which train on a CPU and report nothing."""
     sharded = "fsdp" in options or "deepspeed" in options
-    if sharded:
+    on_gpu = torch.cuda.is_available()
+    if sharded and not on_gpu:
         shard_on_cpus()
     return {
         "output_dir": str(checkpoint.parent / "out"),
-        "use_cpu": not sharded,
+        "use_cpu": not sharded and not on_gpu,
         "bf16": False,
         "max_steps": STEPS,
         "learning_rate": 0.01,
