@@ -21,11 +21,15 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightsync import ConfigError, ManifestError, TensorSelection, UnsupportedError, WeightSync, WeightSyncError, save
+from weightsync.control.wire import MachineInfo
 from weightsync.errors import EngineUnreachableError
 from weightsync.kernels.quantize import int8_per_channel, row_maxima
+from weightsync.planning.layout import Box, Manifest, ShardLocation
 from weightsync.sources import open_source
 from weightsync.sources.quantize import QuantizingSource
 from weightsync.sources.stream import StreamSource
+from weightsync.strategies.inventory import Inventory, machines
+from weightsync.transports.ipc import IpcTransport
 
 TENSORS = {name: tensor.to("meta") for name, tensor in checkpoint(1).items()}
 KINDS: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
@@ -255,6 +259,21 @@ def push_of_two_ranks(rank: int, transport: str, kind: str) -> None:
 )
 def test_ranks_give_the_same_stream_or_none(transport: str, kind: str) -> None:
     run_ranks(push_of_two_ranks, 2, transport, kind)
+
+
+def test_ranks_without_tensors_are_on_the_kind_of_device_that_the_others_hold_theirs_on() -> None:
+    """Their process group says so where nobody's tensors do. A CPU's engine is not refused for their GPUs."""
+
+    def rank(device: str, *names: str) -> Inventory:
+        machine = MachineInfo("rank", device, "GPU-1" if device == "cuda" else "", "boot")
+        locations = [ShardLocation(name, Box((0,), (2,)), 0, 1, 0, (1,), "float32") for name in names]
+        return Inventory(Manifest(()), locations, [], [], machine)
+
+    worker, on_gpu = MachineInfo("worker", "cpu", "", "boot"), rank("cuda").machine
+    on_cpu = machines([rank("cpu", "a"), rank("cuda"), rank("cpu")])
+    assert on_cpu == [MachineInfo("rank", "cpu", "", "boot")] * 3
+    assert IpcTransport().route(on_cpu, [worker], Manifest(()), [], []) == ()
+    assert machines([rank("cuda"), rank("cuda", "a")]) == [on_gpu, on_gpu]
 
 
 def fail_between_the_collectives_of_a_stream(rank: int) -> None:

@@ -13,7 +13,7 @@ from weightsync.planning.layout import merge_manifests
 from weightsync.planning.transfer_plan import TransferPlan, make_chunks
 from weightsync.sources.quantize import pairs
 from weightsync.strategies.base import Options, warn_of_kept
-from weightsync.strategies.inventory import Inventory, frozen_everywhere
+from weightsync.strategies.inventory import Inventory, frozen_everywhere, machines
 from weightsync.transports.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -55,9 +55,8 @@ def compile_plan(
     locations = [location for location in locations if location.name in travelling]
     together = [pair for pair in together if pair[0] in travelling]
     reads = [reads_of(travelling, plan) for plan in plans]
-    machines = [own.machine for own in everyone]
     workers = [worker.machine for worker in fleet.workers]
-    chains = transport.route(machines, workers, travelling, locations, reads)
+    chains = transport.route(machines(everyone), workers, travelling, locations, reads)
     frozen = frozen_everywhere(everyone).intersection(travelling.names) if transport.keeps_frozen else set()
     buckets, last = cut(bucketer, travelling, plans, together, frozen)
     in_place: frozenset[str] = frozenset()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 
 from weightsync.control.ranks import uses_nccl
 from weightsync.control.runtime import boot_id, describe_device
@@ -50,6 +51,15 @@ def frozen_everywhere(everyone: Sequence[Inventory]) -> set[str]:
     """Return the tensors that are frozen on every rank that holds any of them."""
     changing = [{location.name for location in own.locations}.difference(own.frozen) for own in everyone]
     return set().union(*(own.frozen for own in everyone)).difference(*changing)
+
+
+def machines(everyone: Sequence[Inventory]) -> list[MachineInfo]:
+    """Return each rank's machine, in rank order. A rank that holds nothing has no GPU where no rank's tensors have."""
+    kinds = {own.machine.device for own in everyone if own.locations}
+    return [
+        own.machine if own.machine.device in kinds else replace(own.machine, device="cpu", gpu_uuid="")
+        for own in everyone
+    ]
 
 
 def _device(held: dict[ShardLocation, LocalTensor], members: Any) -> torch.device:
