@@ -108,6 +108,22 @@ def test_tensors_of_odd_shapes_arrive(transport: str, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, new[name]) for name, tensor in host.live.state_dict().items())
 
 
+class NoElements(OneWeight):
+    """A model whose one tensor has no elements."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.zeros(0, 4))
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_a_push_of_no_chunks_is_a_push(transport: str) -> None:
+    engine = FakeEngine(ModuleHost(NoElements, {}))
+    with closing(engine), WeightSync("fsdp", transport, engine, timeout_s=TIMEOUT_S) as sync:
+        report = sync.push(trainer_model({"weight": torch.zeros(0, 4)}))
+    assert (report.version, report.chunks, report.nbytes) == (1, 0, 0)
+
+
 class Passing(OneWeight):
     """A loader that passes over what it has no parameter for, as vLLM's do for a tower that was left out."""
 

@@ -95,8 +95,10 @@ def test_what_is_frozen_has_the_last_buckets_with_all_that_it_is_loaded_with():
     buckets, last = cut(ModuleBucketer(), offered, plans, [], frozen)
     assert last == {"model.embed.weight"}
     assert [bucket.names for bucket in buckets][-1] == ("model.embed.weight",)
-    with pytest.raises(ConfigError, match="all 5 tensors are frozen"):
-        cut(ModuleBucketer(), offered, plans, [], ENGINE)
+    empty = Manifest((*offered.tensors, TensorMeta("empty", (0, 4), "float32")))
+    for everything in (offered, empty):
+        with pytest.raises(ConfigError, match="all tensors with elements are frozen"):
+            cut(ModuleBucketer(), everything, plans, [], ENGINE)
 
 
 def test_weights_are_not_torn_from_their_scales():

@@ -99,8 +99,8 @@ def cut(
     )
     groups += together
     last = lasting(manifest, frozen, [*groups, *(names for plan in plans for names in plan.reloads)])
-    if len(last) == len(manifest):
-        raise ConfigError(f"all {len(last)} tensors are frozen: there is nothing for a second push to change")
+    if last and not any(meta.nbytes for meta in manifest if meta.name not in last):
+        raise ConfigError("all tensors with elements are frozen: there is nothing for a second push to change")
     buckets = split(bucketer, manifest, groups, last)
     if apart := [w for w, scale in together if not any({w, scale} <= {*b.names} for b in buckets)]:
         raise ConfigError(

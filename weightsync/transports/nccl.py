@@ -342,13 +342,14 @@ class NcclReceiver(TransportReceiver):
         under_way = UnderWay()
         if self._told.encoders:
             self._ask_ranks(under_way, wait, deadline())
-        arriving = self._exchange(None, numbers[0])
+        expected = [*numbers, None]
+        arriving = self._exchange(None, expected[0])
         passing: Pending | None = None
         if on_gpu:
             # torch gives out 32 streams of each priority in turn, and the engine's current one has another priority.
             aside = torch.cuda.Stream(self.device, priority=-1)
             loaded = torch.cuda.current_stream(self.device).record_event()
-        for number, following in zip(numbers, [*numbers[1:], None], strict=True):
+        for number, following in zip(numbers, expected[1:], strict=True):
             # The slot of `following` held the chunk before this one, which has been loaded, and is passed on first.
             if passing is not None:
                 passing.follow(wait, deadline(), "transfer")
