@@ -18,7 +18,9 @@ from weightsync import ConfigError, EngineUnreachableError, SyncTimeoutError, We
 from weightsync.control import fleet, member
 from weightsync.control.background_call import BackgroundCall
 from weightsync.control.listener import Listener
+from weightsync.control.runtime import Deadline
 from weightsync.control.wire import POISONED
+from weightsync.engines import lost_engines
 
 TIMEOUT_S = 20.0
 CALLS = ("init", "start", "update", "finish", "pause", "resume", "set_version", "reset_caches", "version")
@@ -156,10 +158,11 @@ def test_engine_that_does_not_say_where_it_is_is_asked_once() -> None:
     [
         (lambda: False, ["engine worker 0"], ["engine 0"]),
         (lambda: time.sleep(1.0) or True, ["engine worker 0"], ["engine 0"]),
+        (lambda: None, ["engine worker 0"], ["engine 0"]),
         (lambda: True, ["engine worker 0"], []),
         (lambda: False, ["trainer rank 1"], []),
     ],
-    ids=["dead", "stopped", "alive", "not asked"],
+    ids=["dead", "stopped", "busy", "alive", "not asked"],
 )
 def test_engine_that_a_rank_has_waited_for_is_named_where_it_does_not_answer(
     engines: list[MortalEngine],
@@ -181,7 +184,6 @@ def test_engine_that_a_rank_has_waited_for_is_named_where_it_does_not_answer(
 def test_answer_to_an_earlier_question_does_not_count(
     engines: list[MortalEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A question that has waited for long takes a stopped Ray actor to be busy, and so alive."""
     monkeypatch.setattr(member, "_ANSWER_S", 0.5)
     begun, asked_again, over = threading.Event(), threading.Event(), threading.Event()
 
@@ -200,6 +202,39 @@ def test_answer_to_an_earlier_question_does_not_count(
     assert member.find_lost([one], error, listener) == ["engine 0"]
     over.set()
     listener.close()
+
+
+def test_lost_engine_that_may_be_busy_stays_left_out_until_it_answers(
+    engines: list[MortalEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a Ray actor that has stopped, and then goes on."""
+    monkeypatch.setattr(lost_engines, "_ANSWER_S", 0.01)
+    answers: list[bool | None] = [None]
+    asked = threading.Semaphore(0)
+
+    def is_alive() -> bool | None:
+        asked.release()
+        return answers[0]
+
+    monkeypatch.setattr(engines[1], "is_alive", is_alive)
+    lost = lost_engines.LostEngines()
+    lost.add(["engine 1"])
+    for _ in range(3):
+        assert lost.present(engines) == engines[:1]
+        assert all(asked.acquire(timeout=TIMEOUT_S) for _ in range(2))
+    answers[0] = True
+    deadline = Deadline(TIMEOUT_S)
+    while lost.present(engines) != engines and not deadline.passed():
+        time.sleep(0.01)
+    assert not lost.names
+
+
+def test_busy_engine_has_not_died(engines: list[MortalEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines[0], "is_alive", lambda: None)
+    one = member.Member(engines[0])
+    for _ in range(3):
+        one.ask_whether_alive()
+    one.check_health(TIMEOUT_S)
 
 
 def test_engine_that_leaves_a_call_unanswered_is_not_waited_for_again(

@@ -42,7 +42,7 @@ def look_at(
     `is_paused` returns None where that cannot be: what is POISONED is not asked then either, since it would end.
     """
     with suppress(WeightSyncError, OSError, http.client.HTTPException):
-        if not engine.is_alive():
+        if engine.is_alive() is False:
             return None
         version = str(engine.version())
         is_poisoned = version.startswith(POISONED)

@@ -149,7 +149,7 @@ class AdapterServer(ServerSide):
     def look(self) -> Look | None:
         engine = self._engine()
         with suppress(WeightSyncError, OSError, http.client.HTTPException):
-            if not engine.is_alive():
+            if engine.is_alive() is False:
                 return None
             if super().ask() != self.answers[_BASE]:
                 return Look("", False, False, "the base answers otherwise")

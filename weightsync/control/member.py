@@ -103,7 +103,7 @@ class Member:
         return {self.engine.name, *(worker.connection.peer for worker in self.workers)}
 
     def ask_whether_alive(self) -> None:
-        self.silent = 0 if self.engine.is_alive() else self.silent + 1
+        self.silent = self.silent + 1 if self.engine.is_alive() is False else 0
 
     def ask_workers(self) -> None:
         """Ask workers in a push whether they are alive: vLLM's core answers for one that has stopped."""

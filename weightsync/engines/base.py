@@ -49,8 +49,8 @@ class Engine(Protocol):
     def version(self) -> str | None:
         """Return the version stamped last: vLLM's own "default" before the first, None before vLLM 0.27."""
 
-    def is_alive(self) -> bool:
-        """Return whether the engine can still answer. Never raises."""
+    def is_alive(self) -> bool | None:
+        """Return whether the engine can still answer, or None when it may be busy. Never raises, takes seconds."""
 
 
 class CalledEngine(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Sequence
 
 from weightsync.control.runtime import Deadline, in_thread
@@ -46,5 +47,7 @@ class _Question:
         in_thread(f"health of {engine.name}", self._ask)
 
     def _ask(self) -> None:
-        self.is_alive = self._engine.is_alive()
+        while (answer := self._engine.is_alive()) is None:
+            time.sleep(_ANSWER_S)
+        self.is_alive = answer
         self.answered.set()

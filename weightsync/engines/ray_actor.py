@@ -53,11 +53,11 @@ class RayEngine(VllmEngine):
         if self._is_async:
             self._resume()
 
-    def is_alive(self) -> bool:
+    def is_alive(self) -> bool | None:
         try:
             return not self._ask(died, timeout_s=min(self.timeout_s / 2, HEALTH_TIMEOUT_S))
         except SyncTimeoutError:
-            return True  # an actor that is busy does not answer, but lives
+            return None  # an actor that is busy does not answer, nor does one that has stopped
         except WeightSyncError:
             return False
 

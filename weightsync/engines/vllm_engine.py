@@ -120,7 +120,7 @@ class VllmEngine(ABC):
     def version(self) -> str | None:
         return str(self._call("get_weight_version")) if "get_weight_version" in self._setup["methods"] else None
 
-    def is_alive(self) -> bool:
+    def is_alive(self) -> bool | None:
         return not self._ask(died)
 
     def max_lora_rank(self) -> int | None:

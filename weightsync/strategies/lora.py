@@ -308,7 +308,7 @@ def _forgotten(engines: Sequence[AdapterEngine], adapters: Sequence[LoraAdapter]
 
     def forget(engine: AdapterEngine) -> None:
         with suppress(WeightSyncError):
-            if engine.is_alive():
+            if engine.is_alive() is not False:
                 for adapter in adapters:
                     engine.unload_adapter(adapter)
                 if engine.adapters_in_use() & {adapter.name for adapter in adapters}:
