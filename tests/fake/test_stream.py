@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +21,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightsync import ConfigError, ManifestError, TensorSelection, UnsupportedError, WeightSync, WeightSyncError, save
+from weightsync.control.ranks import Ranks
 from weightsync.control.wire import MachineInfo
 from weightsync.errors import EngineUnreachableError
 from weightsync.kernels.quantize import int8_per_channel, row_maxima
@@ -292,6 +293,23 @@ def fail_between_the_collectives_of_a_stream(rank: int) -> None:
 
 def test_a_rank_that_fails_leaves_no_other_in_a_collective_of_the_stream() -> None:
     run_ranks(fail_between_the_collectives_of_a_stream, 2)
+
+
+def test_two_syncs_share_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a push the source meets the ranks of that push, whichever `WeightSync` was made or has pushed last."""
+    met: list[Ranks] = []
+    monkeypatch.setattr(Ranks, "meet", lambda ranks, *_: met.append(ranks))
+    engines = [FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1))) for _ in range(2)]
+    source = StreamSource(TensorSelection())
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.callback(engine.close)
+        syncs = [stack.enter_context(WeightSync(source, "ipc", one, timeout_s=30.0)) for one in engines]
+        for seed, number in ((2, 0), (3, 1), (4, 0)):
+            syncs[number].push(checkpoint(seed))
+            assert serves(engines[number], seed)
+            assert {*met} == {syncs[number]._ranks}
+            met.clear()
 
 
 def test_a_stream_is_saved(tmp_path: Path) -> None:

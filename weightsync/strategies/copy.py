@@ -75,8 +75,6 @@ class CopyWeights(FleetStrategy):
                 f"encoding={options.encoding!r}, and transport {transport.name!r} knows "
                 f"{', '.join(map(repr, transport.encodings)) or 'none'}: leave it out"
             )
-        if hasattr(options.source, "meet"):
-            options.source.meet = self._meet
         self._source = renamed(options.source, options.selection)
         self._largest = LargestOfRanks(options.ranks, self._wait)
         if options.quantize is not None:
@@ -116,6 +114,8 @@ class CopyWeights(FleetStrategy):
         """Push to all engines, or to those that are `late`, if any: they lack the version that the others have."""
         started = time.perf_counter()
         self._update = update
+        if hasattr(self._options.source, "meet"):  # which another `WeightSync` may use as well
+            self._options.source.meet = self._meet
         ranks, timeline = update.ranks, update.timeline
         with timeline.during("plan"):
             self._others.check_unchanged(ranks.rank)
