@@ -47,8 +47,10 @@ from weightsync.control.fleet import Fleet
 from weightsync.planning.layout import Manifest, TensorMeta
 from weightsync.receiver.receiver import Receiver
 from weightsync.transports import ipc, nccl
+from weightsync.transports.base import Transport
 from weightsync.transports.files import FilesTransport
 from weightsync.transports.ipc import IpcTransport
+from weightsync.transports.nccl import NcclTransport
 from weightsync.transports.shared_handles import export, open_exported
 from weightsync.transports.staging import Packer
 
@@ -106,6 +108,20 @@ def test_tensors_of_odd_shapes_arrive(transport: str, tmp_path: Path) -> None:
     with closing(FakeEngine(host)) as engine, WeightSync("fsdp", over, engine, timeout_s=TIMEOUT_S) as sync:
         sync.push(trainer_model(new))
     assert all(torch.equal(tensor, new[name]) for name, tensor in host.live.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", [IpcTransport, NcclTransport])
+def test_a_transport_that_another_sync_uses_is_refused(kind: Callable[[], Transport]) -> None:
+    model, transport = trainer_model(checkpoint(2)), kind()
+    engines = [FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1))) for _ in range(2)]
+    first, second = (WeightSync("fsdp", transport, engine, timeout_s=TIMEOUT_S) for engine in engines)
+    with closing(engines[0]), closing(engines[1]), second:
+        with first:
+            first.push(model)
+            with pytest.raises(ConfigError, match="in use by another WeightSync"):
+                second.push(model)
+            assert first.push(model).version == 2
+        assert second.push(model).version == 1
 
 
 class NoElements(OneWeight):

@@ -202,7 +202,7 @@ class CopyWeights(FleetStrategy):
 
     def _disconnect(self) -> None:
         for transport in (*(link.transport for link in self._links), *self._joining):
-            transport.abort()
+            _let_go(transport)
         self._largest.abort()
         self._links, self._joining, self._pushed = [], [], None
         self._update = self._shards = None
@@ -286,10 +286,12 @@ class CopyWeights(FleetStrategy):
         self._links = [before[number] for number, _ in course.kept]
         for link in before:
             if link not in self._links and link.transport is not again:
-                link.transport.abort()
+                _let_go(link.transport)
         if course.connects:
             transport = again or (self._transport if self._another is None else self._another())
-            transport.encoding = self._options.encoding
+            if transport.user not in (None, self):
+                raise ConfigError("the transport is in use by another WeightSync: close that one, or give each its own")
+            transport.user, transport.encoding = self, self._options.encoding
             self._joining = [transport]
             link = self._negotiate(update, model, shards, transport, late)
             self._links, self._joining, self._shards = [*self._links, link], [], shards
@@ -371,6 +373,11 @@ class CopyWeights(FleetStrategy):
         """Return how long workers may take for their chunks once rank 0 has sent its own."""
         staged = sum(not plan.chunks[number].in_place for number in due)
         return min(1 + staged, _PATIENCE) * self._options.timeout_s
+
+
+def _let_go(transport: Transport) -> None:
+    transport.abort()
+    transport.user = None
 
 
 def _writes(shards: Sequence[TensorShard]) -> list[int]:

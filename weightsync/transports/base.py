@@ -89,6 +89,8 @@ class Transport(ABC):
     """The trainer's end. Every rank has one, made for one connection to the engines."""
 
     name: str
+    user: object = None
+    """Who has connected it, until who has aborts it."""
     keeps_frozen: bool = True
     """False: what is frozen travels in every push too."""
     least_bytes: int = 1
