@@ -24,9 +24,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard
 
 from weightsync import ConfigError, ManifestError, TensorSelection, UnsupportedError, WeightSync, WeightSyncError
+from weightsync.control.update import Update
 from weightsync.sources import open_source
 from weightsync.sources.base import WeightSource
 from weightsync.sources.quantize import FORMS, QuantizingSource
+from weightsync.strategies import largest
 from weightsync.tools.testing import check_source
 from weightsync.tools.testing.assertions import region, same_bytes
 
@@ -304,6 +306,20 @@ def check_failure(trainer: Trainer) -> None:
         if trainer.rank == 0:
             check_live(engine, quantized(state_of(net()), "fp8"))
         sync.close()
+
+
+def test_a_rank_is_waited_for_as_long_as_it_may_wait_for_a_worker() -> None:
+    """Else the others would name the rank, and not the worker that holds it up."""
+    place = ["127.0.0.1", 1, "cpu"]
+    update = Update(mock.Mock(size=2, rank=1, broadcast=lambda *_: place), 4.0)
+    search = largest.LargestOfRanks(None, time.sleep)
+    with mock.patch.object(largest, "Meeting") as meeting:
+        communicator = meeting.return_value.communicator
+        communicator.device = torch.device("cpu")
+        search.connect(update, on_gpu=False)
+        search(torch.zeros(1))
+    _, deadline, _ = communicator.largest.return_value.wait.call_args.args
+    assert deadline.timeout_s == update.deadline_after_workers().timeout_s > update.timeout_s
 
 
 def test_a_rank_that_fails_leaves_the_jobs_collectives_in_step(trainers: Trainers) -> None:

@@ -34,7 +34,7 @@ class LargestOfRanks:
     def connect(self, update: Update, on_gpu: bool) -> None:
         """Meet the other ranks, once. Collective. `on_gpu`: this rank holds tensors on a GPU; rank 0's counts."""
         ranks = update.ranks
-        self._size, self._timeout_s = ranks.size, update.timeout_s
+        self._size, self._timeout_s = ranks.size, update.deadline_after_workers().timeout_s
         if ranks.size == 1 or self._meeting is not None:
             return
         self._names = [f"trainer rank {rank}" for rank in range(ranks.size) if rank != ranks.rank]
