@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import trainer_process
 from fake_engine import (
     ROWS,
     Attention,
@@ -29,8 +30,10 @@ from fake_engine import (
     open_shared_files,
     trainer_model,
 )
+from fake_server import FakeServer
 from ranks import run_ranks
 from torch import nn
+from trainer_process import TrainerProcess
 
 from weightsync import (
     CheckpointTransport,
@@ -44,6 +47,7 @@ from weightsync import (
     WeightSyncError,
 )
 from weightsync.control.fleet import Fleet
+from weightsync.control.runtime import in_thread
 from weightsync.planning.layout import Manifest, TensorMeta
 from weightsync.receiver.receiver import Receiver
 from weightsync.transports import ipc, nccl
@@ -294,6 +298,42 @@ def test_an_engine_that_pauses_late_goes_on_when_the_push_has_failed_meanwhile(
         assert late == ["pause keep", "resume"]
         assert sorted(pushed) == ["finish", "pause keep", "reset caches", "resume", "start"]
         assert pushed[-1] == "resume"
+
+
+def test_a_trainer_that_exits_leaves_no_slow_engine_paused(tmp_path: Path) -> None:
+    """The engine takes one call after the other, and its trainer ends once the push has raised."""
+    one_at_a_time = threading.Lock()
+
+    class Slow(FakeEngine):
+        is_paused = False
+
+        def pause(self, mode: str) -> None:
+            with one_at_a_time:
+                self.is_paused = True
+
+        def resume(self) -> None:
+            with one_at_a_time:
+                self.is_paused = False
+
+        def set_version(self, version: str) -> None:
+            with one_at_a_time:
+                if self.is_paused and self._version == "default":
+                    time.sleep(trainer_process.TIMEOUT_S + 1)
+                super().set_version(version)
+
+    server = FakeServer(Slow(ModuleHost(TinyEngineModel, checkpoint(1))), 0)
+    in_thread("server", server.serve_forever)
+    trainer = TrainerProcess(tmp_path, "ipc", [f"http://127.0.0.1:{server.server_port}"])
+    with closing(server):
+        try:
+            trainer.order(push=2)
+            assert trainer.process.stdin is not None
+            trainer.process.stdin.close()  # after which it ends
+            assert trainer.answer(60.0)["error"] == "SyncTimeoutError"
+            trainer.process.wait(60.0)
+        finally:
+            trainer.kill()
+        assert (server.engine.is_paused, server.engine.version()) == (False, "default")
 
 
 def fail_to_join(rank: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import threading
 import time
 import weakref
@@ -11,8 +13,13 @@ from weightsync.control.listener import Listener
 from weightsync.control.runtime import Deadline, in_thread
 from weightsync.errors import EngineError, WeightSyncError, foreign
 
+logger = logging.getLogger(__name__)
+
 _ARRIVAL_S = 3.0
 """How long a worker may take to connect once its engine says that it has been told to."""
+
+_EXIT_S = 10.0
+"""How long a process that exits waits for the calls of pushes that failed."""
 
 
 class BackgroundCall:
@@ -51,6 +58,20 @@ def join(calls: Sequence[BackgroundCall], silent: Collection[str], deadline: Dea
         if call.who not in silent:
             call.join(deadline.left_s())
     return {call.who for call in calls if call.is_alive()}
+
+
+_owed: weakref.WeakSet[BackgroundCall] = weakref.WeakSet()
+
+
+def wait_at_exit(calls: Sequence[BackgroundCall]) -> None:
+    """Wait for these calls when this process exits. They would end with it, and leave engines paused."""
+    _owed.update(calls)
+
+
+@atexit.register
+def _wait_for_owed() -> None:
+    if late := join([*_owed], (), Deadline(_EXIT_S)) - {""}:
+        logger.warning("%s may stay paused until a push succeeds: a call has not ended", ", ".join(sorted(late)))
 
 
 def arrivals(

@@ -34,7 +34,7 @@ from functools import partial
 from typing import TypeVar
 
 from weightsync.control.addresses import is_loopback
-from weightsync.control.background_call import BackgroundCall, arrivals, join, repeat
+from weightsync.control.background_call import BackgroundCall, arrivals, join, repeat, wait_at_exit
 from weightsync.control.listener import Listener
 from weightsync.control.member import Member, Worker, find_lost
 from weightsync.control.ranks import Ranks
@@ -333,8 +333,8 @@ class Fleet:
     def fail(self, error: WeightSyncError) -> None:
         """End the push as the table says, after any failure. Never raises, takes seconds; the fleet is over.
 
-        Engines that do not answer are not waited for. They do what is asked of them when they go on. An engine that
-        has left a call unanswered to its deadline is one: all further calls wait behind that one.
+        Engines that do not answer are not waited for, but at this process's exit. They do what is asked of them when
+        they go on. An engine that has left a call unanswered to its deadline is one: all further calls wait behind it.
         """
         state, self._over = self.state, True
         silent = {*getattr(error, "lost", []), *getattr(error, "waiting_for", [])}
@@ -356,6 +356,7 @@ class Fleet:
             mark = f"{POISONED}: the push of version {self._version} failed"
             mixed = [one for one in held if not one.is_whole]
             self._try_all("mark", mixed, lambda one: one.engine.set_version(mark), silent, deadline)
+        wait_at_exit(self._under_way())
         self._ended.set()
         for worker in everyone:
             worker.connection.close()
