@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
-from cells import ADAPTER_PHASES, DEAD, MUTE, NEW, PAUSED, PHASES, UNTOUCHED, Cell
+from cells import ADAPTER_PHASES, DEAD, MUTE, NEW, PAUSED, PHASES, UNTOUCHED, Cell, cells_of
 from driver import Result
 
 SIGNS = {UNTOUCHED: "=", MUTE: "P", NEW: "n", PAUSED: "np", DEAD: "†"}
+FAILS = "✗"
 _SLOW_S = 1.0
 _ABOUT = """# The failure matrix
 
-`make matrix` writes this page. Each cell of its tables is a push in which something was killed, stopped or cut off, at
-the moment that the column names. [failures.md](failures.md) says what users see of it.
+`make matrix` writes this page, and keeps what it says of cells that were not run again. Each cell of its tables is
+a push in which something was killed, stopped or cut off, at the moment that the column names.
+[failures.md](failures.md) says what users see of it.
 
 {ran} cells were run, {real} of them with vLLM. {held} hold. A cell holds when all of this is true:
 
@@ -83,37 +86,56 @@ def read(folder: Path) -> dict[Cell, Result]:
     return found
 
 
-def page_of(results: dict[Cell, Result]) -> str:
-    held = sum(result.holds for result in results.values())
-    real = sum(not cell.client.startswith("stand-in") for cell in results)
-    parts = [_ABOUT.format(ran=len(results), real=real, held=held)]
+def sign(result: Result) -> str:
+    if not result.holds:
+        return f"{FAILS} {'; '.join(result.faults)}".replace("\n", " ")[:600]
+    seconds = f" {result.seconds:.0f}" if result.seconds > _SLOW_S else ""
+    return SIGNS[result.state] + seconds
+
+
+def signs_on(page: str) -> dict[Cell, str]:
+    """Return what a page says of each cell that there still is."""
+    notes = dict(re.findall(r"^(\d+)\. [^:]+: [^:]+: (.*)", page, re.MULTILINE))
+    found = {}
+    for title, text in re.findall(r"^## (.+)\n\n((?:\|.*\n)+)", page, re.MULTILINE):
+        client, transport = title.rsplit(", ", 1)
+        header, _, *rows = ([part.strip() for part in line[1:-1].split("|")] for line in text.splitlines())
+        for name, *row in rows:
+            who, how = name.rsplit(" ", 1)
+            for phase, told in zip(header[1:], row, strict=True):
+                cell = Cell(client, transport, who, how, phase)
+                if told and cell in cells_of(client, transport):
+                    found[cell] = f"{FAILS} {notes[told.split()[1]]}" if told.startswith(FAILS) else told
+    return found
+
+
+def page_of(signs: dict[Cell, str]) -> str:
+    held = sum(not told.startswith(FAILS) for told in signs.values())
+    real = sum(not cell.client.startswith("stand-in") for cell in signs)
+    parts = [_ABOUT.format(ran=len(signs), real=real, held=held)]
     notes: list[str] = []
-    for client in dict.fromkeys(cell.client for cell in sorted(results, key=lambda cell: cell.client != "stand-in")):
-        of_client = {cell: result for cell, result in results.items() if cell.client == client}
+    for client in dict.fromkeys(cell.client for cell in sorted(signs, key=lambda cell: cell.client != "stand-in")):
+        of_client = {cell: told for cell, told in signs.items() if cell.client == client}
         for transport in dict.fromkeys(cell.transport for cell in of_client):
-            cells = {cell: result for cell, result in of_client.items() if cell.transport == transport}
+            cells = {cell: told for cell, told in of_client.items() if cell.transport == transport}
             parts.append(f"## {client}, {transport}\n\n" + "\n".join(table(cells, notes)) + "\n")
     if notes:
         parts.append("## Cells that do not hold\n\n" + "\n".join(notes) + "\n")
     return "\n".join(parts)
 
 
-def table(cells: dict[Cell, Result], notes: list[str]) -> Iterable[str]:
+def table(cells: dict[Cell, str], notes: list[str]) -> Iterator[str]:
+    """Yield the lines of a table, and note the cells that do not hold."""
     phases = [
         phase for phase in dict.fromkeys((*PHASES, *ADAPTER_PHASES)) if any(cell.phase == phase for cell in cells)
     ]
     yield f"| | {' | '.join(phases)} |"
     yield "| --- |" + " --- |" * len(phases)
+    shown = dict(cells)
+    for cell, told in cells.items():
+        if told.startswith(FAILS):
+            notes.append(f"{len(notes) + 1}. {cell}: {told.removeprefix(FAILS).strip()}")
+            shown[cell] = f"{FAILS} {len(notes)}"
     for who, how in dict.fromkeys((cell.who, cell.how) for cell in cells):
-        row = {cell.phase: result for cell, result in cells.items() if (cell.who, cell.how) == (who, how)}
-        yield f"| {who} {how} | {' | '.join(sign(row.get(phase), notes) for phase in phases)} |"
-
-
-def sign(result: Result | None, notes: list[str]) -> str:
-    if result is None:
-        return ""
-    if not result.holds:
-        notes.append(f"{len(notes) + 1}. {result.cell}: {'; '.join(result.faults)}".replace("\n", " ")[:600])
-        return f"✗ {len(notes)}"
-    seconds = f" {result.seconds:.0f}" if result.seconds > _SLOW_S else ""
-    return SIGNS[result.state] + seconds
+        row = {cell.phase: told for cell, told in shown.items() if (cell.who, cell.how) == (who, how)}
+        yield f"| {who} {how} | {' | '.join(row.get(phase, '') for phase in phases)} |"

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import page
 import pytest
 from cells import MUTE, UNTOUCHED, Cell
-from driver import Bench, wrong_errors
+from driver import Bench, Result, wrong_errors
 from looks import Look, state_of
 
 SAMPLE = [
@@ -44,6 +45,24 @@ def test_cells_of_adapters_hold(tmp_path: Path) -> None:
         for who, how, phase in (("rank 0 - rank 1", "closed", "save"), ("rank 0", "killed", "loaded")):
             result = bench.run(Cell("stand-in", "lora", who, how, phase))
             assert result.holds, result
+
+
+def test_page_keeps_what_was_not_run_again() -> None:
+    before = Path("docs/failure-matrix.md").read_text()
+    signs = page.signs_on(before)
+    assert page.page_of(signs) == before
+    assert f"{len(signs)} cells were run" in before
+    cell, other = [*signs][3], [*signs][-1]
+    broken = page.sign(Result(cell, state="a LIE", faults=["it says: A", "and\nB"]))
+    with_fault = page.page_of(signs | {cell: broken})
+    assert f"1. {cell}: it says: A; and B\n" in with_fault
+    assert "✗ 1 |" in with_fault
+    assert f" {len(signs) - 1} hold" in with_fault
+    later = page.signs_on(with_fault) | {other: page.sign(Result(other, seconds=7.4, state=MUTE))}
+    assert later == signs | {cell: broken, other: "P 7"}
+    assert page.page_of(later | {cell: signs[cell], other: signs[other]}) == before
+    gone = page.page_of(signs | {Cell("stand-in", "ipc", "server", "killed", "run"): "="})
+    assert page.signs_on(gone) == signs
 
 
 @pytest.mark.parametrize(
