@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable, Sequence
 
 from weightsync.control.runtime import Deadline, in_thread
@@ -47,7 +46,5 @@ class _Question:
         in_thread(f"health of {engine.name}", self._ask)
 
     def _ask(self) -> None:
-        while (answer := self._engine.is_alive()) is None:
-            time.sleep(_ANSWER_S)
-        self.is_alive = answer
+        self.is_alive = self._engine.is_alive() is True
         self.answered.set()
