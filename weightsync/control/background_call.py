@@ -66,9 +66,10 @@ _owed: weakref.WeakSet[BackgroundCall] = weakref.WeakSet()
 def wait_at_exit(calls: Sequence[BackgroundCall]) -> None:
     """Wait for these calls when this process exits. They would end with it, and leave engines paused."""
     _owed.update(calls)
+    atexit.unregister(_wait_for_owed)
+    atexit.register(_wait_for_owed)  # last, and so before what has been imported since ends, such as Ray
 
 
-@atexit.register
 def _wait_for_owed() -> None:
     if late := join([*_owed], (), Deadline(_EXIT_S)) - {""}:
         logger.warning("%s may stay paused until a push succeeds: a call has not ended", ", ".join(sorted(late)))
