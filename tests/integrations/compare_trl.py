@@ -48,10 +48,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 ON_GPU = torch.cuda.is_available()
 if ON_GPU:
     CASES |= {"a server": (1, {"vllm_mode": "server"})}
-    ENGINE: dict[str, Any] = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 2**28}
+    ENGINE: dict[str, Any] = {"enforce_eager": True, "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 2**28}
     SIZES = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
 else:
-    ENGINE = {"quantization": "weightsync_plain"}
+    ENGINE = {"enforce_eager": False, "quantization": "weightsync_plain"}
     SIZES = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8}
 
 
@@ -140,19 +140,21 @@ def compare(rank: int, size: int, port: int, checkpoint: Path, urls: list[str], 
 def servers(checkpoint: Path) -> Iterator[list[str]]:
     """Run a server for TRL's way and one for weightsync's on the second GPU, and give their addresses."""
     options = ["--max-model-len=256", "--dtype=bfloat16", "--logprobs-mode=processed_logprobs"]
-    options += [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()]
+    options += ["--enforce-eager", *(f"--{name.replace('_', '-')}={ENGINE[name]}" for name in list(ENGINE)[1:])]
     url, second = f"http://127.0.0.1:{free_port()}", visible_gpus([1])
     serve = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint), *options]
     serve += [f"--port={url.rpartition(':')[2]}", '--weight-transfer-config={"backend": "nccl"}']
+    ours = VllmServer(checkpoint, *options, log=checkpoint.parent / "our-log", environment=second)
     with ExitStack() as cleanup:
         theirs = Child("TRL's server", serve, {"VLLM_SERVER_DEV_MODE": "1", **second}, checkpoint.parent / "their-log")
         cleanup.callback(theirs.stop)
+        cleanup.callback(ours.stop)
+        ours.launch()
         engine = HttpEngine(url, name=url, timeout_s=20)
         while not engine.is_alive():
             assert theirs.obituary() is None, theirs.obituary()
             time.sleep(0.5)
-        log = checkpoint.parent / "our-log"
-        ours = cleanup.enter_context(VllmServer(checkpoint, *options, log=log, environment=second))
+        ours.wait(120)
         yield [url, ours.url]
 
 
@@ -160,7 +162,7 @@ def cold(checkpoint: Path, tp: int) -> Answer:
     import engines
 
     ours = engines.Engines(checkpoint.parent, checkpoint.parent, FORKSERVER.Pipe()[0])
-    ours.start(checkpoint, enforce_eager=False, logprobs_mode="processed_logprobs", tensor_parallel_size=tp, **ENGINE)
+    ours.start(checkpoint, logprobs_mode="processed_logprobs", tensor_parallel_size=tp, **ENGINE)
     answer = ours.ask()
     ours.end()
     return answer
