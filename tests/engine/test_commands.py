@@ -23,17 +23,13 @@ def weightsync(
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_s)
 
 
-def test_doctor_pushes_to_an_engine_of_its_own():
-    run = weightsync("doctor", timeout_s=300)
+def test_doctor_pushes_to_an_engine_of_its_own_and_compares_it_with_a_cold_one_and_an_unquantised_one():
+    """Without --quantization it stops before the comparisons."""
+    run = weightsync("doctor", "--quantization", "weightsync_int8", timeout_s=500)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "the engine gives exactly its first answers" in run.stdout
     assert "other weights, other answers" in run.stdout
     assert "exactly their answers" in run.stdout
-
-
-def test_doctor_compares_a_quantised_engine_with_a_cold_one_and_an_unquantised_one():
-    run = weightsync("doctor", "--quantization", "weightsync_int8", timeout_s=500)
-    assert run.returncode == 0, run.stdout + run.stderr
     assert "in weightsync_int8 answers" in run.stdout
     assert "answers exactly as the one that B was pushed to" in run.stdout
     (gap,) = re.findall(r"by ([0-9.]+) on average and ([0-9.]+) at most", run.stdout)
@@ -46,37 +42,34 @@ def test_demo_proves_pushed_equal_to_cold():
     assert "PASS identical: 32 tokens of 4 prompts" in run.stdout
 
 
-def run(tmp_path, *options: str):
+def run(tmp_path, *options: str, environment: dict[str, str]):
     arguments = ["--gpus", "0", "--no-peers", "--json", "out.json", "--num-iters", "2", *options]
-    done = weightsync("bench", *arguments, timeout_s=560, cwd=tmp_path, environment=NOT_COMPILED)
+    done = weightsync("bench", *arguments, timeout_s=560, cwd=tmp_path, environment=environment)
     return done, json.loads((tmp_path / "out.json").read_text())
 
 
-@pytest.mark.engine
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--dtype", "float32"],
-        ["--client", "extension", "--backend", "fsdp", "--ranks", "2", "--transport", "broadcast"],
-    ],
-    ids=" ".join,
-)
-def test_a_run_measures_both_loops_and_checks_the_answers(options, tmp_path):
-    done, (found,) = run(tmp_path, *options)
-    assert done.returncode == 0, done.stdout + done.stderr
+def check_measured(found, printed: str):
     assert found["answers"] == 0
     assert found["nbytes"] == 722_432
     assert len(found["back_to_back"]) == len(found["in_training"]) == 2
     for seconds in (found["first"], *found["back_to_back"], *found["in_training"]):
         assert 0 < seconds["load_s"] < seconds["total_s"]
     assert found["floor_s"] < found["seconds"]["back_to_back"]["total_s"]["least"]
-    assert "equal" in done.stdout
-    assert "in training" in done.stdout
+    assert "equal" in printed
+    assert "in training" in printed
 
 
-@pytest.mark.engine
-def test_a_case_that_fails_is_told_with_its_log_and_fails_the_run(tmp_path):
-    done, (found,) = run(tmp_path, "--client", "llm", "--quantization", "no_such_scheme")
+def test_bench_measures_both_loops_checks_the_answers_and_tells_a_case_that_fails_with_its_log(tmp_path):
+    options = ["--dtype", "float32", "--quantization", "none", "no_such_scheme"]
+    done, (found, failed) = run(tmp_path, *options, environment=IN_CORE)
     assert done.returncode == 1
-    assert "no_such_scheme" in found["error"]
-    assert "FAIL: 1 of 1 cases" in done.stdout
+    check_measured(found, done.stdout)
+    assert "no_such_scheme" in failed["error"]
+    assert "FAIL: 1 of 2 cases" in done.stdout
+
+
+def test_bench_measures_an_llm_in_the_process_of_rank_0(tmp_path):
+    options = ["--client", "extension", "--backend", "fsdp", "--ranks", "2", "--transport", "broadcast"]
+    done, (found,) = run(tmp_path, *options, environment=NOT_COMPILED)  # in this process, it would be one of two ranks
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_measured(found, done.stdout)

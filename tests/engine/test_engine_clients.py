@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-from engines import NOT_COMPILED
+from engines import IN_CORE
 from test_engines import http_engine, loop_in_a_thread, push_once
 
 from weightsync import WeightSync
@@ -76,7 +76,7 @@ def model_dir(tmp_path, monkeypatch):
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH", "")]),
-        **NOT_COMPILED,
+        **IN_CORE,
     }.items():
         monkeypatch.setenv(name, value)
     return str(tmp_path)
@@ -117,8 +117,7 @@ ENGINE_ARGUMENTS: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_real_llm_in_this_process(model_dir, monkeypatch):
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+def test_a_real_llm_in_this_process(model_dir):
     import vllm
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 

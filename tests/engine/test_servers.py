@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-from engines import Engines, Remote
+from engines import IN_CORE, Engines, Remote
 
 from weightsync import CheckpointTransport, PlacementError, WeightSync
 from weightsync.control.runtime import started_ticks
@@ -50,7 +50,7 @@ def test_a_server_shares_its_memory_starts_anew_from_a_version_and_leaves_a_stal
     monkeypatch.delenv("WEIGHTSYNC_ENGINE", raising=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_models.CONFIGS["llama"](), dtype=torch.bfloat16)
-    with VllmServer(folder, *PLAIN, log=tmp_path / "log", start_timeout_s=400) as server:
+    with VllmServer(folder, *PLAIN, log=tmp_path / "log", environment=IN_CORE, start_timeout_s=400) as server:
         (engine,) = connect(server, 60.0)
         with WeightSync("fsdp", "single_copy", timeout_s=60.0) as sync:  # finds the server by its file
             sync.attach(model)

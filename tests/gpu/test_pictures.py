@@ -11,4 +11,4 @@ from vision_models import KINDS
 @pytest.mark.parametrize("tower", ["tower", "left-out"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_pushed_equals_cold(kind: str, tower: str) -> None:
-    vision_pushes.run(tower, kind)
+    vision_pushes.run(f"{kind}:{tower}")

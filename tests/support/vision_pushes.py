@@ -1,4 +1,4 @@
-"""Prove that a vision-language model can be pushed: `python vision_pushes.py tower|left-out KIND...`.
+"""Prove that vision-language models can be pushed: `python vision_pushes.py KIND:tower|left-out...`.
 
 The engines are asked in words and about pictures. Each answer to pushed weights has to be that of an engine which was
 started cold from them, to the bit.
@@ -29,8 +29,8 @@ TORCHVISION = Path(sys.prefix, "torchvision")
 """Where `make` puts torchvision on a machine without a GPU, as it loads with `torchvision_python` alone."""
 
 
-def run(tower: str, *kinds: str) -> None:
-    """Prove it in a process of its own, whose memory is free afterwards."""
+def run(*cases: str) -> None:
+    """Prove it in a process of its own, whose memory is free afterwards. A case is "KIND:tower" or "KIND:left-out"."""
     path = [HERE, HERE.parents[1]]
     if not find_spec("torchvision"):
         if not TORCHVISION.exists():
@@ -44,10 +44,12 @@ def run(tower: str, *kinds: str) -> None:
     if not torch.cuda.is_available():
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process imports vLLM, not two
         environment.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, which take longer to clear than all else to start
-    command = [sys.executable, __file__, tower, *kinds]
+    command = [sys.executable, __file__, *cases]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=570)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    assert [line for line in done.stdout.splitlines() if line.startswith("equal")] == [f"equal {k}" for k in kinds]
+    assert [line for line in done.stdout.splitlines() if line.startswith("equal")] == [
+        f"equal {case}" for case in cases
+    ]
 
 
 def prove(kind: str, has_tower: bool, folder: Path) -> None:
@@ -168,8 +170,8 @@ def ask(llm: Any, kind: str, has_tower: bool) -> tuple[Answers, Answers]:
 
 if __name__ == "__main__":
     logging.getLogger("weightsync").setLevel("INFO")
-    _, tower, *kinds = sys.argv
-    for kind in kinds:
+    for case in sys.argv[1:]:
+        kind, tower = case.split(":")
         with tempfile.TemporaryDirectory() as root:
             prove(kind, tower == "tower", Path(root, kind))
-        print("equal", kind, flush=True)
+        print("equal", case, flush=True)
