@@ -1,19 +1,18 @@
-"""Real servers join and leave a trainer's fleet: each answers as a cold one, and those that stay are asked nothing."""
+"""A real server joins an `LLM` and leaves it: both answer as cold ones, and the one that stays is asked nothing."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
-from engines import IN_CORE, PROMPTS, TIMEOUT_S, Engines, Remote, Trainer, Trainers
+from engines import IN_CORE, PROMPTS, TIMEOUT_S, Answer, Engines, Remote, Trainer, Trainers, assert_same
 from recorders import sent_messages
 
 from weightsync import WeightSync
 from weightsync.engines import HttpEngine
+from weightsync.tools import processes
 from weightsync.tools.processes import Server, generate
 
 pytest_plugins = ["engine_fixtures"]
@@ -27,10 +26,10 @@ A_PUSH = {"Ready", "Go", "Commit"}
 # What runs on each rank of the trainer
 
 
-def connect(trainer: Trainer, transport: str, url: str) -> None:
+def connect(trainer: Trainer, transport: str) -> None:
     trainer.release()
     trainer.model = tiny_models.shard(tiny_models.build("qwen3", "A"))
-    trainer.sync = WeightSync("fsdp", transport, [url] if trainer.rank == 0 else None, timeout_s=TIMEOUT_S)
+    trainer.sync = WeightSync("fsdp", transport, trainer.engine, timeout_s=TIMEOUT_S)
 
 
 def change(trainer: Trainer, how: str, url: str) -> None:
@@ -59,65 +58,62 @@ def catch_up(trainer: Trainer) -> tuple[int, dict[int, set[str]]]:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-class Cold:
-    """Two servers, started from the weights "A" and "B", and what each has answered then."""
-
-    def __init__(self, engines: Remote, folder: Path) -> None:
-        self.servers = []
-        self.answers: dict[str, Any] = {}
-        for weights in "AB":
-            checkpoint = engines.call(Engines.checkpoint, "qwen3", weights)
-            self.servers.append(Server(checkpoint, "auto", folder / f"{weights}.log", IN_CORE))
-        for server, weights in zip(self.servers, "AB", strict=True):
-            server.wait(START_S)
-            self.answers[weights] = generate(server.url, PROMPTS)
-        assert self.answers["A"] != self.answers["B"]
-
-    def check(self, server: Server, weights: str, version: int) -> None:
-        assert generate(server.url, PROMPTS) == self.answers[weights]
-        assert HttpEngine(server.url, name="the server", timeout_s=20.0).version() == str(version)
-
-
 @pytest.fixture(scope="module")
-def cold(engine_process: Remote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cold]:
-    found = Cold(engine_process, tmp_path_factory.mktemp("servers"))
+def server(engine_process: Remote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    checkpoint = engine_process.call(Engines.checkpoint, "qwen3", "B")
+    found = Server(checkpoint, "auto", tmp_path_factory.mktemp("server") / "log", IN_CORE)
+    found.wait(START_S)
     yield found
-    for server in found.servers:
-        server.stop()
+    found.stop()
+
+
+def version_of(server: Server) -> str | None:
+    return HttpEngine(server.url, name="the server", timeout_s=20.0).version()
+
+
+def assert_as_cold(found: list[processes.Answer], cold: Answer) -> None:
+    """A server answers with more tokens than the cold `LLM` was asked for, and gives the likeliest ones alone."""
+    for answer, (tokens, logprobs) in zip(found, cold, strict=True):
+        assert list(answer.token_ids[: len(tokens)]) == tokens
+        assert list(answer.logprobs[: len(tokens)]) == [at[token] for token, at in zip(tokens, logprobs, strict=True)]
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "ipc"])
-def test_servers_join_catch_up_and_leave(cold: Cold, trainers: Trainers, transport: str) -> None:
-    first, second = cold.servers
-    trainers.call(connect, transport, first.url)
+def test_a_server_joins_catches_up_and_leaves(
+    engines: Remote, server: Server, trainers: Trainers, transport: str
+) -> None:
+    cold = engines.call(Engines.serve, "qwen3", timeout_s=START_S)
+    assert cold["A"] != cold["B"]
+    trainers.call(connect, transport)
     version, _ = trainers.call(push, "A")[0]
-    cold.check(first, "A", version)
-    before = HttpEngine(second.url, name="the server", timeout_s=20.0).version()
-    if before == "default":  # later it has had the versions of the first trainer
-        trainers.call(change, "add", second.url)
+    assert_same(engines.call(Engines.ask), cold["A"], "alone")
+    is_new = version_of(server) == "default"  # later it has had the versions of the first trainer
+    trainers.call(change, "add", server.url)
+    if is_new:
+        assert_as_cold(generate(server.url, PROMPTS), cold["B"])
         late, asked = trainers.call(catch_up)[0]
         assert (late, asked) == (version, {1: {"some"}})
-        cold.check(second, "A", version)
-    else:
-        trainers.call(change, "add", second.url)
+        assert_as_cold(generate(server.url, PROMPTS), cold["A"])
+        assert version_of(server) == str(version)
     version, asked = trainers.call(push, "B")[0]
     assert asked[0] == A_PUSH, "the engine that stays was asked again"
-    cold.check(first, "B", version)
-    cold.check(second, "B", version)
-    trainers.call(change, "remove", first.url)
+    assert_same(engines.call(Engines.ask), cold["B"], "together")
+    pushed = generate(server.url, PROMPTS)
+    assert_as_cold(pushed, cold["B"])
+    trainers.call(change, "remove", server.url)
     answers, over = [], threading.Event()
 
     def keep_generating() -> None:
         while not over.is_set():
-            answers.append(generate(first.url, PROMPTS))
+            answers.append(generate(server.url, PROMPTS))
 
     generating = threading.Thread(target=keep_generating)
     generating.start()
-    left_at, (version, asked) = version, trainers.call(push, "A")[0]
+    _, asked = trainers.call(push, "A")[0]
     over.set()
     generating.join()
-    assert asked == {0: {"Release"}, 1: A_PUSH}
-    assert answers == [cold.answers["B"]] * len(answers), "the engine that left was disturbed"
-    cold.check(first, "B", left_at)
-    cold.check(second, "A", version)
-    trainers.call(Trainer.release)
+    assert asked == {0: A_PUSH, 1: {"Release"}}
+    assert answers == [pushed] * len(answers), "the engine that left was disturbed"
+    assert_as_cold(generate(server.url, PROMPTS), cold["B"])
+    assert version_of(server) == str(version)
+    assert_same(engines.call(Engines.ask), cold["A"], "alone again")
