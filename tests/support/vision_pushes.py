@@ -63,6 +63,7 @@ def prove(kind: str, has_tower: bool, folder: Path) -> None:
     llm: Any = None
     for weights in "BA":
         end(llm)
+        llm = None
         fill(model, weights)
         model.save_pretrained(folder)
         llm = start(kind, has_tower, folder)
@@ -130,6 +131,8 @@ def start(kind: str, has_tower: bool, folder: Path) -> Any:
 
         know_class(folder)
         options = {"enforce_eager": True}
+    gc.collect()
+    gc.freeze()  # vLLM collects garbage often as it starts and ends, and would look through all that is imported
     return LLM(
         str(folder), dtype="bfloat16", max_model_len=512, max_num_seqs=4, kv_cache_memory_bytes=64 << 20,
         gpu_memory_utilization=0.1, enable_prefix_caching=False, seed=0,
