@@ -13,6 +13,7 @@ import os
 import socket
 import stat
 import struct
+import threading
 from collections.abc import Collection
 from contextlib import suppress
 
@@ -34,6 +35,8 @@ _IP_HEADER = 0x100000000 - 0x100000
 """Where filters of a TCP socket find the packet's IP header."""
 _SOURCE = {4: 12, 6: 8}
 """Where the sender's address is in it."""
+_LOOKING = threading.Lock()
+"""Held while a thread has copies of this process's sockets. Threads that copied each other's would run out of files."""
 
 
 def meet_addresses(store: dist.Store, member: int, size: int, address: str) -> set[str]:
@@ -59,12 +62,13 @@ class GlooPort:
     """
 
     def __init__(self, members: Collection[str], address: str) -> None:
-        known = set(map(_inode, before := _sockets(listening=True)))
-        _close(before)
-        self.device = dist.ProcessGroupGloo.create_device(hostname=address)
-        found = _sockets(listening=True)
-        self._opened = [opened for opened in found if _inode(opened) not in known]
-        _close([opened for opened in found if opened not in self._opened])
+        with _LOOKING:
+            known = set(map(_inode, before := _sockets(listening=True)))
+            _close(before)
+            self.device = dist.ProcessGroupGloo.create_device(hostname=address)
+            found = _sockets(listening=True)
+            self._opened = [opened for opened in found if _inode(opened) not in known]
+            _close([opened for opened in found if opened not in self._opened])
         program = _only_from(members, ipaddress.ip_address(address).version)
         for opened in self._opened:
             if opened.getsockname()[0] == address:
@@ -122,16 +126,17 @@ def _attach(opened: socket.socket, program: bytes) -> None:
 
 def _end_others(port: tuple[str, int]) -> None:
     """End the connections to a port of this process that other users have. One may have a member's place."""
-    connected = _sockets(listening=False)
-    for opened in connected:
-        with suppress(OSError):  # it has gone
-            if opened.getsockname() == port and opened.getpeername():
-                try:
-                    refuse_other_users(opened, "who has connected to the port of gloo")
-                except ProtocolError as error:
-                    logger.warning("%s", error)
-                    opened.shutdown(socket.SHUT_RDWR)
-    _close(connected)
+    with _LOOKING:
+        connected = _sockets(listening=False)
+        for opened in connected:
+            with suppress(OSError):  # it has gone
+                if opened.getsockname() == port and opened.getpeername():
+                    try:
+                        refuse_other_users(opened, "who has connected to the port of gloo")
+                    except ProtocolError as error:
+                        logger.warning("%s", error)
+                        opened.shutdown(socket.SHUT_RDWR)
+        _close(connected)
 
 
 def _sockets(listening: bool) -> list[socket.socket]:
