@@ -240,7 +240,7 @@ def http_server(
     options = {"quantization": "weightsync_plain"}  # one test shares its memory
     server = Server(checkpoint, "auto", tmp_path_factory.mktemp("server") / "log", IN_CORE, options)
     try:
-        server.wait(120)
+        server.wait(300)
         yield Http(server, trainer_processes)
     finally:
         server.stop()
@@ -620,8 +620,8 @@ def _rank_0_dies(rank: int, url: str, where: str) -> None:
 
 def test_a_trainer_that_is_stopped_in_a_push_is_fenced_off(http_server: Http, trainers: Trainers, tmp_path: Path):
     """It goes on when the next trainer has pushed, and must leave that one's weights and version alone."""
-    there, before = tmp_path / "there", http_server.log()
-    stopped = multiprocessing.get_context("spawn").Process(target=_is_stopped, args=(http_server.url, there))
+    there, over, before = tmp_path / "there", tmp_path / "over", http_server.log()
+    stopped = multiprocessing.get_context("spawn").Process(target=_is_stopped, args=(http_server.url, there, over))
     stopped.start()
     wait_for(there.exists, 120)
     assert stopped.pid is not None
@@ -631,6 +631,7 @@ def test_a_trainer_that_is_stopped_in_a_push_is_fenced_off(http_server: Http, tr
         trainers.call(connect, http_server.url)
         assert [error for error, _ in trainers.call(push, "B")] == [None, None]
     finally:
+        over.touch()
         os.kill(stopped.pid, signal.SIGCONT)
     stopped.join(60)
     assert stopped.exitcode == 0, "it raised FencedError"
@@ -641,13 +642,13 @@ def test_a_trainer_that_is_stopped_in_a_push_is_fenced_off(http_server: Http, tr
     assert http_server.ask() == http_server.expected["A"]
 
 
-def _is_stopped(url: str, there: Path) -> None:
+def _is_stopped(url: str, there: Path, over: Path) -> None:
     transport = FaultyTransport("ipc")
 
     def be_stopped(chunk: int) -> None:
         if chunk == 3:
             there.touch()
-            time.sleep(SHORT_S + GRACE_S)  # the time on the clock passes while the process is stopped
+            wait_for(over.exists, 120)  # or it would go on before it is stopped
 
     model = tiny_models.build("qwen3", "A")
     with WeightSync("fsdp", transport, url, timeout_s=SHORT_S, **SMALL) as sync:
