@@ -11,7 +11,7 @@ import pytest
 import ray
 import tiny_models
 import torch
-from engines import IN_CORE, PROMPTS
+from engines import NOT_COMPILED, PROMPTS
 from hybrid_trainers import AsyncRollout, Fsdp, Megatron
 from tensordict import TensorDict
 
@@ -36,7 +36,7 @@ def cluster() -> Iterator[None]:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         support = Path(__file__).parents[1] / "support"
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (support, support.parents[1]))))
-        for name, value in IN_CORE.items():
+        for name, value in NOT_COMPILED.items():
             patch.setenv(name, value)
         patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
         ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 10**6)
