@@ -15,7 +15,12 @@ import trl_ranks
 import verl_ranks
 from engines import NOT_COMPILED
 from verl.checkpoint_engine import CheckpointEngineManager
+from verl.single_controller.base import Worker
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1 import PPOTrainerSeparateAsync, get_trainer_cls
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
+
+from weightsync.integrations.verl_trainer import ShardsWorker
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,10 +55,12 @@ def configure(transport: str) -> RolloutConfig:
     )
 
 
-async def push_twice(checkpoint: Path, transport: str) -> tuple[list[int], list[verl_ranks.Answers]]:
+async def push_twice(
+    checkpoint: Path, kind: type[Worker], transport: str
+) -> tuple[list[int], list[verl_ranks.Answers]]:
     """Push other weights than a replica has, and then those that it was started from."""
     rollout = configure(transport)
-    trainer = verl_ranks.policy(verl_ranks.Policy, rollout.checkpoint_engine)
+    trainer = verl_ranks.policy(kind, rollout.checkpoint_engine)
     replica = verl_ranks.Replica(0, rollout, HFModelConfig(path=str(checkpoint)), gpus_per_node=1)
     await replica.launch_servers()
     manager = CheckpointEngineManager(rollout.checkpoint_engine, trainer, [replica])
@@ -98,8 +105,22 @@ def test_engines_without_vllm_serve_what_verl_hands_over(cluster: None, tmp_path
     asyncio.run(push_to_stand_ins(trl_ranks.save(tmp_path / "A")))
 
 
-def test_replica_equals_a_cold_engine(cluster: None, tmp_path: Path) -> None:
-    versions, (cold, other, pushed) = asyncio.run(push_twice(trl_ranks.save(tmp_path / "A"), "ipc"))
+@pytest.mark.parametrize("kind", [verl_ranks.Policy, verl_ranks.Shards])
+def test_replica_equals_a_cold_engine(cluster: None, tmp_path: Path, kind: type[Worker]) -> None:
+    versions, (cold, other, pushed) = asyncio.run(push_twice(trl_ranks.save(tmp_path / "A"), kind, "ipc"))
     assert versions == [1, 2]
     assert cold != other
     assert pushed == cold
+
+
+def test_trainer_is_found_by_its_name_and_has_workers_that_push_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    def verls(trainer: PPOTrainerSeparateAsync) -> None:
+        trainer.role_worker_mapping = {Role.Actor: "verl's", Role.RefPolicy: "verl's", Role.Critic: "verl's"}
+
+    monkeypatch.setattr(PPOTrainerSeparateAsync, "_init_resource_pool_mgr", verls)
+    kind = get_trainer_cls("weightsync_separate_async")
+    trainer = kind.__new__(kind)
+    trainer._init_resource_pool_mgr()
+    actor = trainer.role_worker_mapping.pop(Role.Actor)
+    assert issubclass(actor.__ray_metadata__.modified_class, ShardsWorker)
+    assert set(trainer.role_worker_mapping.values()) == {"verl's"}

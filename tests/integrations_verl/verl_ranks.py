@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from verl.utils.import_utils import import_external_libs
 from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
+from weightsync.integrations.verl_trainer import ShardsWorker
 from weightsync.integrations.verl_worker import WorkerExtension
 
 Answers = list[tuple[list[int], list[float]]]
@@ -32,7 +34,7 @@ class Policy(Worker):
     """What verl's `ActorRolloutRefWorker` is to a checkpoint engine, around a model under FSDP2."""
 
     def __init__(self, config: Any) -> None:
-        super().__init__()
+        Worker.__init__(self)
         torch.distributed.init_process_group("gloo")
         import_external_libs(config.custom_backend_module)
         self.model = tiny_models.shard(tiny_models.build(MODEL, "A"))
@@ -55,6 +57,18 @@ class Policy(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fill(self, weights: str) -> None:
         tiny_models.fill(self.model, weights)
+
+
+class Shards(ShardsWorker):
+    """A `Policy` that is weightsync's worker, in a process where no tensor can be gathered."""
+
+    def __init__(self, config: Any) -> None:
+        Policy.__init__(self, config)
+        self.actor = SimpleNamespace(engine=SimpleNamespace(module=self.model, eval_mode=nullcontext))
+        self.config = SimpleNamespace(actor=SimpleNamespace(strategy="fsdp2"))
+        del DTensor.full_tensor
+
+    fill = Policy.fill
 
 
 class Replica(vLLMReplica):
@@ -126,7 +140,7 @@ def group(made: RayClassWithInitArgs, size: int) -> RayWorkerGroup:
     return RayWorkerGroup(pool, made, device_name="cpu", use_gpu=False)
 
 
-def policy(kind: type[Policy], config: Any) -> RayWorkerGroup:
+def policy(kind: type[Worker], config: Any) -> RayWorkerGroup:
     return group(RayClassWithInitArgs(ray.remote(kind), config=config), 2)
 
 

@@ -114,6 +114,7 @@ FORBIDDEN = {
     "weightsync": ["pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"],
 }
 
+VERL = [f"weightsync.integrations.verl{name}" for name in ("", "_trainer", "_worker")]
 TRITON = [f"weightsync.kernels.{name}_triton" for name in ("copies", "digest", "rows")]
 
 # A foreign package is imported in one room only; those of trainers also where a benchmark builds trainers of its own.
@@ -121,13 +122,17 @@ ROOM = {
     "vllm": ["weightsync.vllm", "weightsync.tools.bench.engines", "weightsync.tools.bench.peers"],
     "deepspeed": ["weightsync.sources.deepspeed", "weightsync.tools.bench.models"],
     "megatron": ["weightsync.sources.megatron", "weightsync.tools.bench.models"],
-    "ray": ["weightsync.engines.ray_actor", "weightsync.hybrid", "weightsync.integrations.verl"],
+    "ray": ["weightsync.engines.ray_actor", "weightsync.hybrid", *VERL[:2]],
     "tensordict": ["weightsync.hybrid"],
     "peft": ["weightsync.sources.peft"],
     "prometheus_client": ["weightsync.telemetry"],
     "opentelemetry": ["weightsync.telemetry"],
     "trl": ["weightsync.integrations.trl"],
-    "verl": ["weightsync.integrations.verl", "weightsync.integrations.verl_worker"],
+    "verl": [
+        "weightsync.integrations.verl",
+        "weightsync.integrations.verl_trainer",
+        "weightsync.integrations.verl_worker",
+    ],
     "triton": TRITON,
 }
 

@@ -49,11 +49,15 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
         return
 
     async def send_weights(
-        self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None
+        self, weights: Iterator[tuple[str, torch.Tensor]] | torch.nn.Module, global_steps: int | None = None
     ) -> dict[str, Any]:
-        """Push what `weights` gives to the replicas that there are. Returns what verl's trackers show."""
+        """Push a model, or what `weights` gives, to the replicas that there are. Returns what verl's trackers show.
+
+        verl gives an iterator, and `weightsync.integrations.verl_trainer` the model.
+        """
         if self._sync is None:
-            self._sync = WeightSync("stream", self._transport, _replicas, **self._options)
+            backend = "fsdp" if isinstance(weights, torch.nn.Module) else "stream"
+            self._sync = WeightSync(backend, self._transport, _replicas, **self._options)
         report = await self._sync.push_async(weights, label=global_steps)
         return report.metrics()
 

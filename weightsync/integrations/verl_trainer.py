@@ -1,0 +1,44 @@
+"""A trainer of verl's whose ranks push their own shards, so that no tensor is gathered.
+
+    export VERL_USE_EXTERNAL_MODULES=weightsync.integrations.verl_trainer
+    trainer.v1.trainer_mode=weightsync_separate_async
+
+Both come on top of what configures `weightsync.integrations.verl`. verl's own worker hands a checkpoint engine gathered
+tensors and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from verl.experimental.separation.engine_workers import DetachActorWorker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1 import PPOTrainerSeparateAsync, register_trainer
+
+
+class ShardsWorker(DetachActorWorker):
+    """verl's worker of a trainer, which hands its checkpoint engine a model under FSDP or FSDP2 itself."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
+        """Push to the replicas, and return what verl's trackers show. verl calls this on every rank.
+
+        Other models, and other ways than weightsync's, are verl's as ever.
+        """
+        way = self.config.rollout.checkpoint_engine.backend if mode == "auto" else mode
+        if way != "weightsync" or self.config.actor.strategy not in ("fsdp", "fsdp2"):
+            return await super().update_weights(global_steps=global_steps, mode=mode)
+        with self.actor.engine.eval_mode():  # which loads parameters that verl has offloaded
+            return await self.checkpoint_engine.send_weights(self.actor.engine.module, global_steps)
+
+
+@register_trainer("weightsync_separate_async")
+class ShardsTrainer(PPOTrainerSeparateAsync):
+    """verl's trainer "separate_async" with such workers."""
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        for role in {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef} & self.role_worker_mapping.keys():
+            self.role_worker_mapping[role] = ray.remote(ShardsWorker)
