@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,6 +77,11 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(ConfigError, match="has no `vllm_generation` to push to; make it with use_vllm=True"):
         trl.attach(object())
+    colocated = SimpleNamespace(vllm_generation=SimpleNamespace(mode="colocate"))
+    with pytest.raises(ConfigError, match=r"steps inside of `writing\(\)`, and TRL's does not"):
+        trl.attach(colocated, "single_copy")
+    with pytest.raises(ConfigError, match="takes no adapters: choose"):
+        trl.attach(colocated, "lora")
     with pytest.raises(ConfigError, match="every=0; it must be a whole number from 1 on"):
         trl.PushCallback(object(), every=0)
     monkeypatch.setattr(trl, "version", lambda name: "1.17.0")

@@ -32,10 +32,12 @@ def attach(trainer: Any, transport: Any = "ipc", **options: Any) -> WeightSync:
     trainer: any that has an engine, made with `use_vllm=True`, such as those of GRPO, RLOO and distillation. TRL's mode
         "colocate" needs nothing else. In its mode "server" the server has weightsync's plug-in, and the trainer is made
         inside of `no_communicator()`.
-    transport, options: those of `WeightSync`. With "lora" the server then generates with the adapter.
+    transport, options: those of `WeightSync`, but for its backend and engine, which the trainer has. With "lora" the
+        server then generates with the adapter.
 
     Returns what pushes: `sync.last_report` describes the last push, and `sync.close()` lets the engine go. Raises
-    `ConfigError` for a trainer without an engine, and `UnsupportedError` for a release of TRL that is not known.
+    `ConfigError` for a trainer without an engine and for a transport that TRL cannot use, and `UnsupportedError` for a
+    release of TRL that is not known.
     """
     _check_release()
     generation = getattr(trainer, "vllm_generation", None)
@@ -45,6 +47,13 @@ def attach(trainer: Any, transport: Any = "ipc", **options: Any) -> WeightSync:
             "where it has none then either, push with PushCallback(WeightSync(backend, transport, engine))"
         )
     colocated = generation.mode == "colocate"
+    if transport == "single_copy":
+        raise ConfigError('with single_copy a trainer steps inside of `writing()`, and TRL\'s does not; choose "ipc"')
+    if colocated and transport == "lora":
+        raise ConfigError(
+            'an engine that TRL makes in the trainer\'s process takes no adapters: choose "ipc", which merges them as '
+            "they travel, or a server that was started with --enable-lora"
+        )
     client = None if colocated else getattr(generation, "vllm_client", None)  # rank 0's alone
     if colocated:
         from weightsync.vllm.plugin import plug_into
