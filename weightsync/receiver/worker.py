@@ -170,7 +170,9 @@ class WorkerSession:
         other = self._connection
         if self._serving or (other is not None and other.is_open() and other.answers(pong_s)):
             return EngineBusyError(
-                "another trainer is connected to this engine; close its WeightSync first, or stop it", who=self._name
+                "another trainer is connected to this engine, or this one through another WeightSync: close that one's "
+                "WeightSync first, or stop its process",
+                who=self._name,
             )
         if other is not None and isinstance(other.pop(), Release):  # it has closed its WeightSync
             self._mapped_by.clear()
