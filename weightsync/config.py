@@ -52,9 +52,9 @@ class WeightSyncConfig:
                 raise ConfigError(f"{name}={given!r}; choose one of {', '.join(choices)}")
         if not _is_number(self.timeout_s, float) or not 0 < self.timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(f"timeout_s={self.timeout_s!r}; it must be positive seconds, {MAX_TIMEOUT_S:.0f} at most")
-        for name in ("max_bytes", "vocab_size"):
+        for name, unit in (("max_bytes", "bytes, such as 67108864 for 64 MiB"), ("vocab_size", "rows")):
             if (given := getattr(self, name)) is not None and not _is_number(given, int):
-                raise ConfigError(f"{name}={given!r}; it must be a whole number")
+                raise ConfigError(f"{name}={given!r}; it must be a whole number of {unit}")
         object.__setattr__(self, "selection", _selection(self.selection))
 
 
