@@ -289,7 +289,7 @@ def test_the_doctor_tries_every_connection_from_both_sides(tmp_path: Path) -> No
         assert trainer.call(diagnose, place) == [
             ("pass", "engine", "http://C:8000 answers A, and serves version default"),
             ("pass", "key", "set; needed, since the engine is on another host"),
-            ("pass", "plug-in", f"2 workers speak wire protocol {PROTOCOL}: tp=0, tp=1"),
+            ("pass", "plug-in", f"wire protocol {PROTOCOL} on 2 workers: tp=0, tp=1"),
             ("pass", "workers", f"on another host, reach this process at 10.77.0.1:{PORT}, and have its key"),
         ]
         (_, (status, check, text)) = trainer.call(diagnose, {KEY: ""})

@@ -56,7 +56,7 @@ def read_key() -> bytes:
         if not key:
             raise ConfigError(f"{KEY_FILE}={path} is empty. {SET_A_KEY}")
     if key and len(key) < _LEAST_KEY_BYTES:
-        raise ConfigError(f"the key of {len(key)} bytes is too short to be secret: {_LEAST_KEY_BYTES} are the least")
+        raise ConfigError(f"a key of {len(key)} bytes is too short, {_LEAST_KEY_BYTES} are the least. {SET_A_KEY}")
     return key
 
 

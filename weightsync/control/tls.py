@@ -26,7 +26,7 @@ def read_certificates(is_listener: bool) -> ssl.SSLContext | None:
     cert, key, ca = paths
     if not (cert and key and ca):
         missing = [name for name, path in zip(VARIABLES, paths, strict=True) if not path]
-        raise ConfigError(f"{' and '.join(missing)} is not set. {SET_THEM}")
+        raise ConfigError(f"not set: {', '.join(missing)}. {SET_THEM}")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_listener else ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(ca)

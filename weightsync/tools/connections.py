@@ -45,8 +45,9 @@ def connections(url: str) -> Findings:
         assert ranks.listener is not None
         place, names = at(fleet.host, ranks.listener.listening[fleet.host][1]), [each.hello.name for each in workers]
         where = "this host" if workers[0].machine.boot_id == boot_id() else "another host"
-        yield Finding("pass", "plug-in", f"{len(workers)} workers speak wire protocol {PROTOCOL}: {', '.join(names)}")
-        yield Finding("pass", "workers", f"on {where}, reach this process at {place}, and have its key")
+        yield Finding("pass", "plug-in", f"wire protocol {PROTOCOL} on {len(workers)} workers: {', '.join(names)}")
+        proven = "have its key" if key else "are of its user"
+        yield Finding("pass", "workers", f"on {where}, reach this process at {place}, and {proven}")
         fleet.close()
     finally:
         ranks.disconnect()
