@@ -73,15 +73,6 @@ class PushReport:
         numbers["left_out"] = float(len(self.left_out))
         return {prefix + name: number for name, number in numbers.items()}
 
-    @classmethod
-    def from_dict(cls, fields: dict[str, object]) -> PushReport:
-        """Return the report that `dataclasses.asdict` or `json.loads` gave the fields of."""
-        workers, left_out = fields["workers"], fields["left_out"]
-        assert isinstance(workers, (list, tuple))
-        assert isinstance(left_out, (list, tuple))
-        rows = tuple(WorkerReport(**row) for row in workers)
-        return cls(**{**fields, "workers": rows, "left_out": tuple(left_out)})  # type: ignore[arg-type]
-
 
 def format_seconds(seconds: float) -> str:
     """Return seconds such as "12.8 ms" or "1.53 s"."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import Struct
@@ -179,7 +179,7 @@ class CopyWeights(FleetStrategy):
             )
             logger.info("pushed %s", report)
         with timeline.during("commit"):
-            report = PushReport.from_dict(ranks.broadcast(asdict(report) if report is not None else None, "commit"))
+            report = ranks.broadcast(report, "commit", PushReport)
         for link in links:
             link.pushes += 1
         self._pushed = _Pushed(version, label, _writes(self._shards or ()))

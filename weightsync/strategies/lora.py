@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
@@ -120,7 +120,7 @@ class LoraAdapters(UpdateStrategy):
             manifest, mine, config, version = self._plan(update, model)
         planned = time.perf_counter()
         incoming = self._folder.incoming() if self._folder is not None else None
-        outcome: list[Any] | None = None
+        outcome: tuple[PushReport, LoraAdapter] | None = None
         try:
             with timeline.during("save"):
                 _write(update, manifest, mine, config, incoming)
@@ -140,13 +140,14 @@ class LoraAdapters(UpdateStrategy):
                         workers=workers,
                     )
                     logger.info("pushed the adapter %s, %s", adapter.name, report)
-                    outcome = [asdict(report), list(adapter)]
-                fields, row = update.ranks.broadcast(outcome, "load")
+                    outcome = report, adapter
+                pushed: tuple[PushReport, LoraAdapter]
+                pushed = update.ranks.broadcast(outcome, "load", tuple[PushReport, LoraAdapter])
         finally:
             if incoming is not None:
                 shutil.rmtree(incoming, ignore_errors=True)
-        self.adapter, self._version = LoraAdapter(*row), version
-        return PushReport.from_dict(fields)
+        self.adapter, self._version = pushed[1], version
+        return pushed[0]
 
     @property
     def engines(self) -> EngineList:

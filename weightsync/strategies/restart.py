@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import time
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +137,8 @@ class SaveAndRestart(UpdateStrategy):
                     total_s=now - started,
                 )
                 logger.info("saved and restarted %s", report)
-            fields = ranks.broadcast(asdict(report) if report is not None else None, "restart", away_s=away_s)
-        return PushReport.from_dict(fields)
+            pushed: PushReport = ranks.broadcast(report, "restart", PushReport, away_s)
+        return pushed
 
     def reset(self, error: WeightSyncError) -> None:
         """Leave the server as it is: serving the version before, or ended."""

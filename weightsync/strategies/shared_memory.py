@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -161,8 +161,7 @@ class SharedMemory(FleetStrategy):
                     workers=workers,
                 )
                 logger.info("wrote %s", report)
-            fields = ranks.broadcast(asdict(report) if report is not None else None, "commit")
-        update.report = PushReport.from_dict(fields)
+            update.report = ranks.broadcast(report, "commit", PushReport)
 
     def close(self) -> None:
         """Disconnect from the engine. The parameters stay its memory, for as long as the model lives."""
