@@ -17,12 +17,6 @@ class AsyncEngine(VllmEngine):
         super().__init__(engine, name=name, timeout_s=timeout_s)
         self._loop_here = _running_loop()
 
-    def pause(self, mode: str) -> None:
-        self._pause(mode)
-
-    def resume(self) -> None:
-        self._resume()
-
     def is_paused(self) -> bool | None:
         """Return whether generation is paused, by this trainer or another caller. None: vLLM does not say."""
         return bool(self._call("is_paused")) if hasattr(self._engine, "is_paused") else None

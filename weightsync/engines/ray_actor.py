@@ -44,14 +44,14 @@ class RayEngine(VllmEngine):
     def pause(self, mode: str) -> None:
         """Pause an `AsyncLLM`. An `LLM` cannot be paused, and what it generates now is waited for."""
         if self._is_async:
-            self._pause(mode)
+            super().pause(mode)
         else:
             self._take_turn("pause", _nothing)
 
     def resume(self) -> None:
         """See `pause`."""
         if self._is_async:
-            self._resume()
+            super().resume()
 
     def is_alive(self) -> bool | None:
         try:

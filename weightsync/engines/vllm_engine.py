@@ -43,18 +43,12 @@ class VllmEngine(ABC):
     def host(self) -> str:
         return LOCAL
 
-    @abstractmethod
-    def pause(self, mode: str) -> None: ...
-
-    @abstractmethod
-    def resume(self) -> None: ...
-
-    def _pause(self, mode: str) -> None:
+    def pause(self, mode: str) -> None:
         """Pause an `AsyncLLM`, for the reasons that `HttpEngine` has for these calls."""
         self._call("sleep", 0, mode, doing="pause")
         self._reset_prefix_cache(connector=False)
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
         if self._call("wake_up", ["scheduling"], doing="resume") is False:
             logger.warning(STILL_ASLEEP, self.name)
 
