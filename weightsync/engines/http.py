@@ -86,10 +86,14 @@ class HttpEngine:
         self._has_plug_ins = True
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON object that the server answers to one request. Raise `EngineError`s."""
+        """Return the JSON object that the server answers to one request, {} for no body. Raise `EngineError`s."""
         route = path.partition("?")[0]
         limit = limit_s(route.lstrip("/"), self.timeout_s)
-        return self._object(route, self._checked(route, *self._request(method, path, body, limit)))
+        text = self._checked(route, *self._request(method, path, body, limit))
+        answer = _parsed(text or "{}")
+        if not isinstance(answer, dict):
+            raise EngineError(f"{route}: the answer is not vLLM's: {text[:200]!r}", who=self.name)
+        return answer
 
     def init(self, init_info: dict[str, Any]) -> None:
         # Known from the version, not found by trying: see `VllmEngine`. A build without tags calls itself 0.1.dev1.
@@ -213,13 +217,6 @@ class HttpEngine:
 
     def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         return self.call("POST", path, body)
-
-    def _object(self, route: str, text: str) -> dict[str, Any]:
-        """Return the JSON object that an answer is, or {} for an answer without a body."""
-        answer = _parsed(text or "{}")
-        if not isinstance(answer, dict):
-            raise EngineError(f"{route}: the answer is not vLLM's: {text[:200]!r}", who=self.name)
-        return answer
 
     def _checked(self, route: str, status: int, text: str, needs: str = _DEV_MODE) -> str:
         """Return the text of an answer of status 200; raise the error that another answer stands for."""

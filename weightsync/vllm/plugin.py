@@ -9,13 +9,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from weightsync.engines.calls import BACKEND
 from weightsync.engines.vllm_engine import core_process
 from weightsync.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-BACKEND = "weightsync"
-"""What users write in `weight_transfer_config={"backend": "weightsync"}`."""
 
 
 def register() -> None:
