@@ -38,7 +38,7 @@ from weightsync.control.background_call import BackgroundCall, arrivals, join, r
 from weightsync.control.listener import Listener
 from weightsync.control.member import Member, Worker, find_lost
 from weightsync.control.ranks import Ranks
-from weightsync.control.runtime import Deadline, in_thread, this_process
+from weightsync.control.runtime import Deadline, in_thread
 from weightsync.control.wire import (
     POISONED,
     Commit,
@@ -174,18 +174,9 @@ class Fleet:
         for one in self._audience:
             where = one.engine.host  # which may ask the engine, and raise a `TimeoutError`
             try:
-                host, port = self._listener.listen(where)
+                info = self._listener.invitation(self._id, one.number, where, self._timeout_s)
             except OSError as error:
                 raise EngineUnreachableError(f"there is no way to {where}: {error}", who=one.engine.name) from error
-            info = {
-                "session": self._id,
-                "engine": one.number,
-                "host": host,
-                "port": port,
-                "token": self._listener.token,
-                "timeout_s": self._timeout_s,
-                "process": this_process(),
-            }
             self._calls.append(BackgroundCall(self._listener, "init", one.engine.init, info, who=one.engine.name))
         for one in self._audience:
             if not one.workers:

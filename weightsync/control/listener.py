@@ -11,7 +11,9 @@ import socket
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from msgspec.structs import asdict
 
 from weightsync.control.addresses import address_facing, at, is_here, listen
 from weightsync.control.connection import Connection, Source, hang_up, name_of, ready, timed_out
@@ -25,9 +27,9 @@ from weightsync.control.handshake import (
     refuse_other_users,
     why_other,
 )
-from weightsync.control.runtime import Deadline
+from weightsync.control.runtime import Deadline, this_process
 from weightsync.control.tls import read_certificates, wrap
-from weightsync.control.wire import MAX_FRAME_BYTES, PROTOCOL, Failure, Hello, Message
+from weightsync.control.wire import MAX_FRAME_BYTES, PROTOCOL, Failure, Hello, InitInfo, Message
 from weightsync.errors import ConfigError, PeerError, ProtocolError, WeightSyncError
 
 M = TypeVar("M", bound=Message)
@@ -83,6 +85,11 @@ class Listener:
             self._listeners.append(listener)
             self.listening[address] = (address, listener.getsockname()[1])
         return self.listening[address]
+
+    def invitation(self, session: str, engine: int, host: str, timeout_s: float) -> dict[str, Any]:
+        """Return the `InitInfo` of an engine on `host`, as plain values. Raises as `listen` does."""
+        address, port = self.listen(host)
+        return asdict(InitInfo(session, engine, address, port, self.token, timeout_s, this_process()))
 
     def expect(self, role: str) -> None:
         """Admit peers of this role anew, though others of the same numbers have come before."""

@@ -12,7 +12,7 @@ from typing import Any
 from weightsync.control.background_call import BackgroundCall
 from weightsync.control.connection import Connection
 from weightsync.control.listener import Listener
-from weightsync.control.runtime import Deadline, this_process
+from weightsync.control.runtime import Deadline
 from weightsync.control.wire import Committed, Release
 from weightsync.engines import Engine
 from weightsync.errors import EngineUnreachableError, WeightSyncError
@@ -174,16 +174,7 @@ class _Trainer:
         self.listener.close()
 
     def _init(self) -> None:
-        host, port = self.listener.listen(self.engine.host)
-        info = {
-            "session": self.session,
-            "engine": 0,
-            "host": host,
-            "port": port,
-            "token": self.listener.token,
-            "timeout_s": self.timeout_s,
-            "process": this_process(),
-        }
+        info = self.listener.invitation(self.session, 0, self.engine.host, self.timeout_s)
         self.call = BackgroundCall(self.listener, "init", self.engine.init, info)
 
     def _check(self) -> None:
