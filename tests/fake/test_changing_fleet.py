@@ -355,9 +355,9 @@ def test_push_does_not_wait_for_a_lost_engine_that_does_not_answer(engines: list
     for _ in range(3):
         assert lost.present(engines[:2]) == engines[:1]
     assert asks == [1], "it is asked anew while nothing has come back"
-    question = lost._asked["engine 1"]
+    answer = lost._asked["engine 1"]
     over.set()
-    question.answered.wait(TIMEOUT_S)
+    assert answer.result(TIMEOUT_S)
     assert lost.present(engines[:2]) == engines[:2]
     assert lost.names == set()
 

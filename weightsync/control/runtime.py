@@ -7,11 +7,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:  # the command imports this module and starts without torch
     import torch
+
+T = TypeVar("T")
 
 _KEPT_S = 10.0
 
@@ -80,6 +83,20 @@ def in_thread(name: str, function: Callable[[], None]) -> None:
         thread = _Kept()
         thread.start()
     thread.work.put((name, function))
+
+
+def outcome_in_thread(name: str, function: Callable[[], T]) -> Future[T]:
+    """Run `function` as `in_thread` does, and return what will have what it returns or raises."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    in_thread(name, run)
+    return outcome
 
 
 class _Kept(threading.Thread):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 from collections.abc import Callable
 from typing import Any
 
-from weightsync.control.runtime import in_thread
+from weightsync.control.runtime import outcome_in_thread
 from weightsync.engines.calls import RESET, Turns, wait
 from weightsync.engines.parts import Part
 from weightsync.engines.vllm_engine import VllmEngine, call_front, core_process, died
@@ -57,18 +56,15 @@ class LlmEngine(VllmEngine):
         follows = doing == RESET and core_process(self._engine) is not None
         if not (follows and self._turns.join(self._worker_methods["update"])):
             self._turns.take(doing)
-        answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
-        def run() -> None:
+        def run() -> Any:
             try:
-                answer.set_result(call())
-            except BaseException as error:
-                answer.set_exception(error)
+                return call()
             finally:
                 self._turns.give()
 
         try:
-            in_thread(doing, run)
+            answer = outcome_in_thread(doing, run)
         except RuntimeError:
             self._turns.give()
             raise

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
 
-from weightsync.control.runtime import Deadline, in_thread
+from weightsync.control.runtime import outcome_in_thread
 from weightsync.engines.base import Engine
 
 _ANSWER_S = 0.2
@@ -17,7 +17,7 @@ class LostEngines:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        self._asked: dict[str, _Question] = {}
+        self._asked: dict[str, Future[bool | None]] = {}
 
     def add(self, names: Iterable[str]) -> None:
         """Leave these out from now on."""
@@ -28,23 +28,12 @@ class LostEngines:
 
         An engine that does not answer at once is asked only once at a time, however many pushes there are meanwhile.
         """
-        asked = {one.name: self._asked.get(one.name) or _Question(one) for one in engines if one.name in self.names}
-        deadline = Deadline(_ANSWER_S)
-        for name in asked.keys() - self._asked.keys():
-            asked[name].answered.wait(deadline.left_s())
-        self._asked = {name: question for name, question in asked.items() if not question.answered.is_set()}
-        self.names = {name for name, question in asked.items() if not question.is_alive}
+        asked = {
+            one.name: self._asked.get(one.name) or outcome_in_thread(f"health of {one.name}", one.is_alive)
+            for one in engines
+            if one.name in self.names
+        }
+        wait([asked[name] for name in asked.keys() - self._asked.keys()], _ANSWER_S)
+        self._asked = {name: answer for name, answer in asked.items() if not answer.done()}
+        self.names = {name for name, answer in asked.items() if name in self._asked or answer.result() is not True}
         return [one for one in engines if one.name not in self.names]
-
-
-class _Question:
-    """An engine that is being asked whether it is alive."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.answered, self.is_alive = threading.Event(), False
-        self._engine = engine
-        in_thread(f"health of {engine.name}", self._ask)
-
-    def _ask(self) -> None:
-        self.is_alive = self._engine.is_alive() is True
-        self.answered.set()

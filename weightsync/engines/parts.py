@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from weightsync.control.addresses import is_loopback
-from weightsync.control.runtime import in_thread
+from weightsync.control.runtime import outcome_in_thread
 from weightsync.control.wire import POISONED
 from weightsync.engines.base import CalledEngine, Engine
 from weightsync.errors import ConfigError
@@ -77,17 +77,9 @@ class EngineParts(CalledEngine):
 
     def _call_all(self, method: str, *args: Any) -> list[Any]:
         """Return every part's answer. Raise what the first part raises, though others may not have answered."""
-        answers: list[concurrent.futures.Future[Any]] = [concurrent.futures.Future() for _ in self._parts]
-        for part, answer in zip(self._parts, answers, strict=True):
-            in_thread(f"{method} of {part.name}", partial(_call_into, answer, part, method, args))
+        calls = ((part.name, partial(getattr(part, method), *args)) for part in self._parts)
+        answers = [outcome_in_thread(f"{method} of {name}", call) for name, call in calls]
         done, _ = concurrent.futures.wait(answers, return_when=concurrent.futures.FIRST_EXCEPTION)
         for answer in done:
             answer.result()
         return [answer.result() for answer in answers]
-
-
-def _call_into(answer: concurrent.futures.Future[Any], part: Engine, method: str, args: tuple[Any, ...]) -> None:
-    try:
-        answer.set_result(getattr(part, method)(*args))
-    except BaseException as error:
-        answer.set_exception(error)
