@@ -131,7 +131,7 @@ def test_another_engines_epoch_is_refused(written: Path):
 def test_what_is_no_such_file_is_refused(written: Path, tmp_path: Path):
     with pytest.raises(ProtocolError, match="format 2"):
         handle_file.read(change(written, format=2))
-    with pytest.raises(ProtocolError, match="KeyError: 'workers'"):
+    with pytest.raises(ProtocolError, match="required field `workers`"):
         handle_file.read(_without(change(written, format=1), "workers"))
     (tmp_path / "text").write_text("{")
     with pytest.raises(ProtocolError, match="not JSON"):

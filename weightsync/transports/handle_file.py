@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from weightsync.control.runtime import boot_id, started_ticks
@@ -159,24 +160,8 @@ def read(path: Path) -> Bridge:
     try:
         if content["format"] != FORMAT:
             raise ProtocolError(f"{path} has format {content['format']!r}, this weightsync reads {FORMAT}")
-        workers = tuple(
-            Worker(
-                int(row["rank"]),
-                int(row["pid"]),
-                int(row["started_ticks"]),
-                str(row["engine_instance"]),
-                str(row["device"]),
-                str(row["gpu_uuid"]),
-                dict(row["ipc_handles"]),
-            )
-            for row in content["workers"]
-        )
-        return Bridge(
-            path, content["boot_id"], str(content["model"]), content["url"], int(content["tp_degree"]), workers
-        )
+        return msgspec.convert({**content, "path": path}, Bridge)
     except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, ProtocolError):
-            raise
         raise ProtocolError(f"{path} is no {FILE} of format {FORMAT}: {type(error).__name__}: {error}") from error
 
 
