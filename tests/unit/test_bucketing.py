@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from weightsync.errors import ConfigError
 from weightsync.planning.bucketing import (
+    DEFAULT_MAX_BYTES,
     Bucket,
     Bucketer,
     ModuleBucketer,
@@ -144,12 +145,11 @@ def test_a_limit_must_leave_room(max_bytes: int) -> None:
 
 
 def test_bucketers_are_made_by_name() -> None:
-    assert open_bucketer("module", None) == ModuleBucketer()
+    assert open_bucketer("module", None) == ModuleBucketer(DEFAULT_MAX_BYTES)
     assert open_bucketer("module", 10) == ModuleBucketer(10)
     assert open_bucketer("threshold", 10) == ThresholdBucketer(10)
+    assert open_bucketer("threshold", None) == ThresholdBucketer(DEFAULT_MAX_BYTES)
     assert open_bucketer("parameter", None) == ParameterBucketer()
-    with pytest.raises(ConfigError, match="needs max_bytes"):
-        open_bucketer("threshold", None)
     with pytest.raises(ConfigError, match="has no meaning"):
         open_bucketer("parameter", 10)
     with pytest.raises(ConfigError, match='choose "module", "threshold" or "parameter"'):

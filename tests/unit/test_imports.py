@@ -35,7 +35,11 @@ PURE = {
         "weightsync.planning.layout",
         "weightsync.planning.rows",
     ],
-    "weightsync.tools.simulate": ["weightsync.errors", "weightsync.planning.transfer_plan"],
+    "weightsync.tools.simulate": [
+        "weightsync.errors",
+        "weightsync.planning.bucketing",
+        "weightsync.planning.transfer_plan",
+    ],
     "weightsync.tools.bench.shapes": ["weightsync.errors"],
     "weightsync.tools.bench.cases": ["weightsync.errors", "weightsync.tools.bench.shapes"],
 }

@@ -14,6 +14,9 @@ from typing import Protocol
 from weightsync.errors import ConfigError
 from weightsync.planning.layout import Manifest, connected
 
+DEFAULT_MAX_BYTES = 256 * 2**20
+"""The host keeps an NVLink busy with chunks of this size, and not with smaller ones."""
+
 Groups = Sequence[Sequence[str]]
 """Names that must not be separated, as the engine's load plan says; a name may occur in several groups."""
 
@@ -75,16 +78,16 @@ class ParameterBucketer:
 
 
 def open_bucketer(kind: str, max_bytes: int | None) -> Bucketer:
-    """Return the bucketer called `kind`: "module", "threshold" (needs `max_bytes`) or "parameter" (takes none).
+    """Return the bucketer called `kind`: "module", "threshold" or "parameter".
+
+    max_bytes: `DEFAULT_MAX_BYTES` when None. "parameter" takes none.
 
     Raises `ConfigError` for anything else.
     """
     if kind == "module":
-        return ModuleBucketer(max_bytes)
+        return ModuleBucketer(DEFAULT_MAX_BYTES if max_bytes is None else max_bytes)
     if kind == "threshold":
-        if max_bytes is None:
-            raise ConfigError('bucketing "threshold" needs max_bytes, the size up to which a bucket is filled')
-        return ThresholdBucketer(max_bytes)
+        return ThresholdBucketer(DEFAULT_MAX_BYTES if max_bytes is None else max_bytes)
     if kind == "parameter":
         if max_bytes is not None:
             raise ConfigError(f'bucketing "parameter" sends one tensor at a time: max_bytes={max_bytes} has no meaning')

@@ -18,8 +18,6 @@ from msgspec.structs import replace
 from weightsync.planning.layout import Box, Manifest, ShardLocation, choose_owners, itemsize, part_of
 from weightsync.planning.rows import Reads
 
-DEFAULT_MAX_BYTES = 256 * 2**20
-"""The host keeps an NVLink busy with chunks of this size, and not with smaller ones."""
 _ABOUT = 1.25
 """How much more than the model a participant may hold before all workers become one chain. Workers that read different
 parts repeat what all of them read, such as norms, and some heads of keys and values."""

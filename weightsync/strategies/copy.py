@@ -24,7 +24,7 @@ from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.kernels.digest import WHOLE
 from weightsync.planning.bucketing import open_bucketer
 from weightsync.planning.rows import Run, Storage
-from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES, TransferPlan
+from weightsync.planning.transfer_plan import TransferPlan
 from weightsync.report import Progress, PushReport, WorkerReport
 from weightsync.sources.base import LastShards, Model, TensorShard
 from weightsync.sources.quantize import QuantizingSource
@@ -84,8 +84,7 @@ class CopyWeights(FleetStrategy):
             by_module = transport.name in ("ipc", "cuda_ipc") and options.backend not in ("megatron", "stream")
             bucketer = "module" if by_module else "threshold"
         if isinstance(bucketer, str):
-            default = None if bucketer == "parameter" else DEFAULT_MAX_BYTES
-            bucketer = open_bucketer(bucketer, default if options.max_bytes is None else options.max_bytes)
+            bucketer = open_bucketer(bucketer, options.max_bytes)
         elif options.max_bytes is not None:
             raise ConfigError(
                 f"max_bytes={options.max_bytes} is for a bucketer that is named; give it to {bucketer!r} itself"

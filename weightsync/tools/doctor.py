@@ -37,7 +37,7 @@ from weightsync.engines.calls import EXTENSION_SINCE, PLUG_INS_SINCE
 from weightsync.errors import ConfigError, EngineUnreachableError, WeightSyncError
 from weightsync.kernels.copies import BatchedCopy
 from weightsync.kernels.digest import digest
-from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES
+from weightsync.planning.bucketing import DEFAULT_MAX_BYTES
 from weightsync.report import format_bytes
 from weightsync.sync import WeightSync
 from weightsync.tools import processes

@@ -53,10 +53,7 @@ def run(options: Namespace, console: Console) -> bool:
     """
     if options.simulate:
         return _predict(options, console)
-    from weightsync.planning.transfer_plan import DEFAULT_MAX_BYTES
-
-    kind, max_bytes = options.bucketer or "module", options.max_bytes
-    bucketer = open_bucketer(kind, DEFAULT_MAX_BYTES if max_bytes is None and kind != "parameter" else max_bytes)
+    bucketer = open_bucketer(options.bucketer or "module", options.max_bytes)
     tp, everything = 1 if options.tp is None else options.tp, options.all
     model_dir = _folder(options.model_dir)
     if model_dir is None:

@@ -20,7 +20,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from weightsync.errors import ConfigError
-from weightsync.planning.transfer_plan import CHUNKS_PER_HOP, DEFAULT_MAX_BYTES
+from weightsync.planning.bucketing import DEFAULT_MAX_BYTES
+from weightsync.planning.transfer_plan import CHUNKS_PER_HOP
 
 _COPYING = 0.93
 """The share of the device's speed that the copies of a push reach."""
