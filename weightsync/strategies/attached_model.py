@@ -18,10 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from msgspec import Struct
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -30,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from weightsync.control.runtime import describe_device
 from weightsync.control.update import Update
+from weightsync.control.wire import MachineInfo, ParametersExported
 from weightsync.errors import ConfigError, PlacementError, UnsupportedError, WeightSyncError
 from weightsync.planning.layout import CopyOp, LoadCopy, ShardLocation, View, copy_ops, part_of
 from weightsync.planning.one_view import one_view
@@ -38,15 +38,8 @@ from weightsync.sources.module_tree import modules, unwrapped
 from weightsync.transports.base import strided
 from weightsync.transports.shared_handles import open_exported
 
-
-class Export(Struct, frozen=True):
-    """What one engine worker says of its parameters. Worker i is paired with trainer rank i."""
-
-    engine_instance: str
-    device: str
-    gpu_uuid: str
-    storages: list[tuple[int, str, dict[str, Any]]]
-    locations: list[ShardLocation]
+Exports: TypeAlias = Sequence[ParametersExported]
+"""Of each engine worker. Worker i is paired with trainer rank i."""
 
 
 @dataclass(frozen=True)
@@ -138,17 +131,18 @@ _Replica = tuple[torch.Tensor, torch.Tensor]
 
 
 def lay_over(
-    model: nn.Module, shards: Sequence[TensorShard], exports: Sequence[Export], update: Update
+    model: nn.Module, shards: Sequence[TensorShard], workers: Sequence[MachineInfo], exports: Exports, update: Update
 ) -> AttachedModel:
     """Make the tensors of `model` views of the memory of the worker that is paired with this rank. Collective.
 
-    The tensors are on the meta device, and `shards` say what of the checkpoint they are. Buffers that are in no
+    The tensors are on the meta device, and `shards` say what of the checkpoint they are. `exports` are what the
+    `workers` say of their parameters. Buffers that are in no
     checkpoint are set up as `from_pretrained` does. No rank's parameters are changed before all ranks' can.
     Raises `ConfigError`, `PlacementError` or `UnsupportedError` for what cannot be the engine's memory.
     """
     ranks = update.ranks
     own = exports[ranks.rank]
-    device = _device_beside(own, ranks.rank)
+    device = _device_beside(workers[ranks.rank], ranks.rank)
     memory = _map_storages(exports, device)
     slots = _slots(model)
     views = _views(slots, shards, own.locations, ranks.rank)
@@ -171,7 +165,7 @@ def lay_over(
         return AttachedModel(model, [one.engine_instance for one in exports], _install(slots, locals_), replicas)
 
 
-def _map_storages(exports: Sequence[Export], device: torch.device) -> Callable[[int, int], torch.Tensor]:
+def _map_storages(exports: Exports, device: torch.device) -> Callable[[int, int], torch.Tensor]:
     """Return a function of a worker and a storage's number that gives its bytes, mapped at their first use."""
     rows = {(rank, row[0]): row[1:] for rank, export in enumerate(exports) for row in export.storages}
 
@@ -183,7 +177,7 @@ def _map_storages(exports: Sequence[Export], device: torch.device) -> Callable[[
     return memory
 
 
-def _device_beside(own: Export, rank: int) -> torch.device:
+def _device_beside(own: MachineInfo, rank: int) -> torch.device:
     """Return the device that this rank shares with its worker."""
     if own.device != "cuda":
         return torch.device("cpu")

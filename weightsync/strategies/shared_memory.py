@@ -20,7 +20,7 @@ from weightsync.control.member import Worker
 from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import boot_id, this_process
 from weightsync.control.update import Update
-from weightsync.control.wire import Go
+from weightsync.control.wire import Go, MachineInfo, ParametersExported
 from weightsync.engines import ENGINE_VARIABLE, Engine, connect
 from weightsync.errors import ConfigError, EngineError, PlacementError
 from weightsync.planning.checks import check_plans
@@ -31,7 +31,7 @@ from weightsync.strategies.base import FleetStrategy, Options, warn_of_kept
 from weightsync.transports import handle_file
 
 if TYPE_CHECKING:
-    from weightsync.strategies.attached_model import AttachedModel, Export
+    from weightsync.strategies.attached_model import AttachedModel
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class SharedMemory(FleetStrategy):
         with update.timeline.during("plan"):
             shards = self._options.source.sketch(model)
             self._manifest = Manifest(tuple(dict.fromkeys(shard.meta for shard in shards)))
-            self._attached = lay_over(model, shards, self._connect(update), update)
+            self._attached = lay_over(model, shards, *self._connect(update), update)
 
     @contextmanager
     def writing(self, update: Update) -> Iterator[None]:
@@ -170,20 +170,18 @@ class SharedMemory(FleetStrategy):
             self._attached = None
         super().close()
 
-    def _connect(self, update: Update) -> list[Export]:
-        """Return what each of the engine's workers says of its parameters. Collective.
+    def _connect(self, update: Update) -> tuple[list[MachineInfo], list[ParametersExported]]:
+        """Return where each of the engine's workers runs, and what it says of its parameters. Collective.
 
         Raises `EngineError` for another engine than the one whose memory the model has.
         """
-        from weightsync.strategies.attached_model import Export
-
         ranks = update.ranks
         assert self._manifest is not None
         assert isinstance(ranks, Ranks)
         self._others.meet(ranks, refuse="single_copy")
         own = self._manifest, boot_id(), this_process()
         everyone: list[tuple[Manifest, str, str]] = ranks.gather(own, "plan", tuple[Manifest, str, str])
-        exports: list[Export] | None = None
+        told: tuple[list[MachineInfo], list[ParametersExported]] | None = None
         if ranks.rank == 0:
             manifest = merge_manifests([each for each, _, _ in everyone])
             fleet = self._open_fleet(update)
@@ -197,25 +195,16 @@ class SharedMemory(FleetStrategy):
                 )
             exported = fleet.export([process for _, _, process in everyone])
             self._transport.check_instances([answer.engine_instance for answer in exported])
-            exports = [
-                Export(
-                    answer.engine_instance,
-                    worker.hello.device,
-                    worker.hello.gpu_uuid,
-                    answer.storages,
-                    answer.locations,
-                )
-                for worker, answer in zip(fleet.workers, exported, strict=True)
-            ]
+            told = [worker.machine for worker in fleet.workers], exported
             fleet.release("init")
-        exports = ranks.broadcast(exports, "connect", list[Export])
+        workers, exports = ranks.broadcast(told, "connect", tuple[list[MachineInfo], list[ParametersExported]])
         instances = [export.engine_instance for export in exports]
         if self._attached is not None and self._attached.engine_instances != instances:
             raise EngineError(
                 "the engine was started anew since `attach`, or went to another trainer, and the model's parameters "
                 "are not its memory: close this WeightSync, build the model anew on the meta device, and attach that"
             )
-        return exports
+        return workers, exports
 
     def _find_engines(self) -> list[Engine]:
         if self._options.engines.given is None and ENGINE_VARIABLE not in os.environ:
