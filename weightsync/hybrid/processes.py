@@ -37,10 +37,6 @@ class Processes:
             self.close()
             raise
 
-    @property
-    def size(self) -> int:
-        return self.pool.size
-
     def begin(self, role: str, method: str, calls: Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]]) -> Pending:
         """Call a method of the workers of a role on the ranks of `calls`, each with its arguments."""
         self._check_idle(f"{role}.{method}")
@@ -72,7 +68,8 @@ class Processes:
 
     def _start(self) -> None:
         actor = ray.remote(Process)
-        self._actors = [actor.options(**self.pool.options(rank)).remote(rank, self.size) for rank in range(self.size)]
+        size = self.pool.size
+        self._actors = [actor.options(**self.pool.options(rank)).remote(rank, size) for rank in range(size)]
         nodes = {name: each.node.remote() for name, each in zip(self.names, self._actors, strict=True)}
         where = Pending("node", nodes, self.timeout_s).results()
         self.nodes = [node for node, _ in where]

@@ -90,12 +90,12 @@ class WorkerGroup:
         self.close()
 
     def _begin(self, method: str, dispatch: Dispatch, *args: Any, **kwargs: Any) -> Later:
-        call, size = Call(args, kwargs), self.processes.size
+        call = Call(args, kwargs)
         calls = {rank: each for rank, each in enumerate(dispatch.split(self.layout, call)) if each is not None}
 
         def collect(results: list[Any]) -> Any:
             by_rank = dict(zip(calls, map(unpack, results), strict=True))
-            return dispatch.collect(self.layout, call, [by_rank.get(rank) for rank in range(size)])
+            return dispatch.collect(self.layout, call, [by_rank.get(rank) for rank in range(self.layout.size)])
 
         return Later(self.processes.begin(self.role, method, stored_once(calls)), collect)
 

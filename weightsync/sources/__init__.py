@@ -9,8 +9,6 @@ from weightsync.errors import ConfigError
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import WeightSource
 
-_FOR_MEGATRON = 'megatron_bridge and vocab_size are for backend="megatron"; this is backend={!r}'
-
 
 def open_source(
     backend: str | WeightSource,
@@ -26,11 +24,11 @@ def open_source(
     `bridge` and `vocab_size` are for "megatron", `stream_tensors` for "stream" (see `WeightSync`). Raises `ConfigError`
     for an unknown backend, and for options that have no effect with this one.
     """
+    if backend != "megatron" and (bridge is not None or vocab_size is not None):
+        raise ConfigError(f'megatron_bridge and vocab_size are for backend="megatron"; this is backend={backend!r}')
     if backend == "stream":
         from weightsync.sources.stream import StreamSource
 
-        if bridge is not None or vocab_size is not None:
-            raise ConfigError(_FOR_MEGATRON.format(backend))
         return StreamSource(selection, stream_tensors, ranks=ranks)
     if stream_tensors is not None:
         raise ConfigError(f'stream_tensors is for backend="stream"; this is backend={backend!r}')
@@ -44,8 +42,6 @@ def open_source(
         from weightsync.sources.megatron import MegatronSource
 
         return MegatronSource(selection, bridge=bridge, vocab_size=vocab_size)
-    if bridge is not None or vocab_size is not None:
-        raise ConfigError(_FOR_MEGATRON.format(backend))
     if backend == "fsdp":
         from weightsync.sources.fsdp import FsdpSource  # DTensor and FSDP cost more to import than all the rest
 
