@@ -163,7 +163,7 @@ def _broadcast(nbytes: int, t: Topology) -> dict[str, float]:
 
 def _chunk_share(nbytes: int, t: Topology) -> float:
     """Return the share of a chunk in what the busiest member sends or receives."""
-    busiest, hops, chunk = nbytes / min(t.ranks, t.tp), t.engines - 1, float(_chunk(t))
+    busiest, hops, chunk = nbytes / min(t.ranks, t.tp), t.engines - 1, float(t.chunk_mib << 20)
     if hops:
         chunk = min(chunk, max(busiest / (CHUNKS_PER_HOP * hops), t.least_mib * 2**20))
     return min(1.0, chunk / busiest)
@@ -193,11 +193,7 @@ def _checkpoint(nbytes: int, t: Topology) -> dict[str, float]:
     hosts = min(t.hosts, math.ceil(t.workers / t.gpus_per_host))
     writing, reading = nbytes / (t.file_write * 1e9), nbytes * hosts / (t.file_read * 1e9)
     name = "writing files" if writing >= reading else "reading files"
-    return {name: max(writing, reading), "last chunk": _chunk(t) / (t.file_read * 1e9)}
-
-
-def _chunk(t: Topology) -> int:
-    return t.chunk_mib << 20
+    return {name: max(writing, reading), "last chunk": (t.chunk_mib << 20) / (t.file_read * 1e9)}
 
 
 def _control(t: Topology) -> float:

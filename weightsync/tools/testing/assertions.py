@@ -33,11 +33,6 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*flat)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name for a dtype, such as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
-
-
 @contextmanager
 def must_end(what: str, reason: str) -> Iterator[Callable[[], None]]:
     """Require that a wait ends soon when there is a reason to. Where there is nothing to wait for it may return."""

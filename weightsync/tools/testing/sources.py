@@ -14,7 +14,8 @@ from weightsync.control.wire import typed
 from weightsync.planning.layout import Box, Manifest, TensorMeta, coverage, merge_manifests
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import Model, WeightSource
-from weightsync.tools.testing.assertions import dtype_name, region, require, same_bytes
+from weightsync.sources.module import dtype_name
+from weightsync.tools.testing.assertions import region, require, same_bytes
 
 OpenSource: TypeAlias = Callable[[TensorSelection], WeightSource]
 
@@ -68,9 +69,7 @@ def _check_own_shards(
     for meta in manifest:
         want = expected[meta.name]
         require(meta.shape == tuple(want.shape), f"{meta.name}: shape {meta.shape}, expected {tuple(want.shape)}")
-        require(
-            meta.dtype == dtype_name(want.dtype), f"{meta.name}: dtype {meta.dtype}, expected {dtype_name(want.dtype)}"
-        )
+        require(meta.dtype == dtype_name(want), f"{meta.name}: dtype {meta.dtype}, expected {want.dtype}")
     absent = sorted({shard.meta.name for shard in shards} - set(manifest.names))
     require(not absent, f"the manifest lacks {absent}, of which there are shards")
     place = {name: at for at, name in enumerate(manifest.names)}
@@ -81,7 +80,7 @@ def _check_own_shards(
         require(shard.meta == manifest[shard.meta.name], f"{what}: its meta is not the manifest's")
         require(Box.full(shard.meta.shape).intersect(shard.box) == shard.box, f"{what} is empty or reaches outside")
         require(tuple(shard.tensor.shape) == shard.box.size, f"{what}: its tensor has shape {shard.tensor.shape}")
-        require(dtype_name(shard.tensor.dtype) == shard.meta.dtype, f"{what}: its tensor is {shard.tensor.dtype}")
+        require(dtype_name(shard.tensor) == shard.meta.dtype, f"{what}: its tensor is {shard.tensor.dtype}")
         require(shard.tensor.device.type in ("cpu", "cuda"), f"{what} is on {shard.tensor.device}")
         require(not shard.tensor.requires_grad, f"{what} is not detached")
         want = expected[shard.meta.name][region(shard.box)].to(shard.tensor.device)
