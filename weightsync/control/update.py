@@ -8,32 +8,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from weightsync.control.runtime import Deadline
 from weightsync.errors import ConfigError, PeerError
-from weightsync.planning.rows import Plain
+
+if TYPE_CHECKING:
+    from weightsync.control.ranks import Ranks
 
 _GRACE_S = 5.0
 _NEWS_S = 0.2
 """How long the death of a rank may take to be seen on its connection."""
-
-
-class Group(Protocol):
-    """The trainer's ranks, talking on the host. `host` is rank 0's address among the ranks."""
-
-    rank: int
-    size: int
-    host: str
-
-    def gather(self, value: Any, phase: str, kind: Any = Plain) -> list[Any]:
-        """Return every rank's value of this kind, in rank order, on rank 0; an empty list elsewhere. Collective."""
-
-    def broadcast(self, value: Any, phase: str, kind: Any = Plain) -> Any:
-        """Return rank 0's value of this kind. Collective."""
-
-    def wait(self, seconds: float) -> None:
-        """Sleep for at most that long. Raise when any rank has failed."""
 
 
 class Timeline:
@@ -61,11 +46,13 @@ class Timeline:
 class Update:
     """One collective step on one trainer rank.
 
+    Of `ranks` a transport uses `rank`, `size`, `host`, `gather`, `broadcast` and `wait`.
+
     `check` raises when an engine worker or an engine call has failed; rank 0 sets it once there are engines. `label` is
     what engines report in the place of the version. `report` is the `PushReport` of a step that has no return value.
     """
 
-    def __init__(self, ranks: Group, timeout_s: float, version: int | None = None) -> None:
+    def __init__(self, ranks: Ranks, timeout_s: float, version: int | None = None) -> None:
         self.ranks = ranks
         self.timeout_s = timeout_s
         self.version = version

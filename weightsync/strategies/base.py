@@ -13,7 +13,6 @@ from torch import nn
 
 from weightsync.config import WeightSyncConfig
 from weightsync.control.fleet import Fleet
-from weightsync.control.ranks import Ranks
 from weightsync.control.update import Update
 from weightsync.control.wire import LoadPlan
 from weightsync.engines import Engine, EngineList, LoraAdapter
@@ -133,7 +132,6 @@ class FleetStrategy(UpdateStrategy):
         """Rank 0: return the engines, which are not called yet where there was no fleet."""
         options, ranks = self._options, update.ranks
         if self._fleet is None:
-            assert isinstance(ranks, Ranks)
             pause = options.pause or "keep"
             self._fleet = Fleet(self._find_engines(), ranks, pause, options.timeout_s, self._failed)
             self._failed = None

@@ -16,7 +16,6 @@ from msgspec import Struct
 
 from weightsync.control.fleet import Fleet
 from weightsync.control.member import CALLER, Member, Worker
-from weightsync.control.ranks import Ranks
 from weightsync.control.update import Update
 from weightsync.control.wire import Connect, Done, Go
 from weightsync.engines import EngineList
@@ -309,7 +308,6 @@ class CopyWeights(FleetStrategy):
         Collective.
         """
         ranks, options = update.ranks, self._options
-        assert isinstance(ranks, Ranks)
         self._others.meet(ranks)
         manifest = self._source.manifest(model)
         held = locate(shards, ranks.rank)
@@ -361,7 +359,6 @@ class CopyWeights(FleetStrategy):
     def _meet(self) -> None:
         """Return once every rank has come, in a push. Collective. Raise when a rank or a worker has failed."""
         if (update := self._update) is not None:
-            assert isinstance(update.ranks, Ranks)
             update.ranks.meet(update.check, update.deadline_after_workers(), "transfer")
 
     def _wait(self, seconds: float) -> None:

@@ -35,7 +35,6 @@ from weightsync.checkpoint.save import share_out
 from weightsync.checkpoint.sidecars import files_beside
 from weightsync.config import check_count
 from weightsync.control.addresses import is_here
-from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import Deadline
 from weightsync.control.update import Update
 from weightsync.engines import AdapterEngine, EngineList, LoraAdapter
@@ -170,7 +169,6 @@ class LoraAdapters(UpdateStrategy):
         from weightsync.sources.adapter import read_lora  # FSDP costs more to import than all the rest
 
         if self.adapter is None:
-            assert isinstance(update.ranks, Ranks)
             OtherRanks(self._options.engines, self._options.timeout_s).meet(update.ranks, refuse="lora")
         lora = read_lora(self._source, model, self._transport.base_is_pushed)
         manifest, mine = share_out(update, lora.manifest, lora.shards)

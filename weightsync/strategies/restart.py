@@ -20,7 +20,6 @@ from weightsync.checkpoint.files import prune, take, unlock, version_name, versi
 from weightsync.checkpoint.safetensors import MAX_SHARD_BYTES
 from weightsync.checkpoint.save import save_tensors
 from weightsync.config import check_count
-from weightsync.control.ranks import Ranks
 from weightsync.control.update import Update
 from weightsync.engines import connect
 from weightsync.engines.other_ranks import OtherRanks
@@ -104,7 +103,6 @@ class SaveAndRestart(UpdateStrategy):
     def run(self, update: Update, model: Model) -> PushReport:
         started = time.perf_counter()
         ranks, options, transport = update.ranks, self._options, self._transport
-        assert isinstance(ranks, Ranks)
         server: VllmServer | None = None  # rank 0's
         away_s = 0.0
         with update.timeline.during("plan"):

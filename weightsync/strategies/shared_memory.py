@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from weightsync.control.member import Worker
-from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import boot_id, this_process
 from weightsync.control.update import Update
 from weightsync.control.wire import Go, MachineInfo, ParametersExported
@@ -177,7 +176,6 @@ class SharedMemory(FleetStrategy):
         """
         ranks = update.ranks
         assert self._manifest is not None
-        assert isinstance(ranks, Ranks)
         self._others.meet(ranks, refuse="single_copy")
         own = self._manifest, boot_id(), this_process()
         everyone: list[tuple[Manifest, str, str]] = ranks.gather(own, "plan", tuple[Manifest, str, str])

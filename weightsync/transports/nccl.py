@@ -28,8 +28,9 @@ import torch
 from msgspec import Meta, Struct
 
 from weightsync.control.addresses import is_loopback
+from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import Deadline
-from weightsync.control.update import Group, Update
+from weightsync.control.update import Update
 from weightsync.control.wire import MachineInfo, typed
 from weightsync.errors import ConfigError, PlacementError, ProtocolError, WeightSyncError
 from weightsync.planning.layout import Count, Manifest, ShardLocation
@@ -125,7 +126,7 @@ class NcclTransport(Transport):
                 endpoints[worker] = self._endpoint(chain, position, layout)
         return endpoints
 
-    def _agree(self, tensors: LocalTensors, ranks: Group) -> tuple[torch.device, bool]:
+    def _agree(self, tensors: LocalTensors, ranks: Ranks) -> tuple[torch.device, bool]:
         """Return the device that this rank sends from, and whether any rank computes what it sends. Collective.
 
         All ranks gather for what one of them computes.

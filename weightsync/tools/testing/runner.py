@@ -27,7 +27,7 @@ class AnotherEndFailed(Exception):  # noqa: N818 (it is a consequence, not the e
 
 
 class Mail:
-    """One end's connections: rank 0's to all others, another end's to rank 0. It is a `Group` of the ranks.
+    """One end's connections: rank 0's to all others, another end's to rank 0. It has what transports ask of `Ranks`.
 
     Messages are msgpack, which proves that an implementation sends plain values. Ranks are numbered before workers.
     """

@@ -7,10 +7,11 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import Deadline, boot_id, describe_device
 from weightsync.control.update import Update
 from weightsync.control.wire import MachineInfo, typed
@@ -164,7 +165,7 @@ class _Rank:
 
     def __init__(self, transport: Transport, device: torch.device, mail: Mail) -> None:
         self.transport, self.device, self.mail = transport, device, mail
-        self.update = Update(mail, mail.timeout_s)
+        self.update = Update(cast(Ranks, mail), mail.timeout_s)
         self.version = 0
         self.breaking = False
         self.gathered: set[str] = set()
@@ -280,7 +281,7 @@ class _Rank:
         if end == "worker":
             self.order({"do": "wait", "due": due, "reason": reason})
         else:
-            update = Update(self.mail, _SHORT_S if reason == "deadline" else 2 * PROMPT_S)
+            update = Update(self.update.ranks, _SHORT_S if reason == "deadline" else 2 * PROMPT_S)
             abort = threading.Timer(0.3, self.transport.abort)
             with must_end("send", reason) as check:
                 update.check = check
