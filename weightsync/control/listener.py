@@ -156,12 +156,8 @@ class Listener:
             for connection in peers:
                 if (error := connection.reported()) is not None:
                     raise error
-                if connection not in answers and (message := connection.pop()) is not None:
-                    if not isinstance(message, kind):
-                        raise ProtocolError(
-                            f"{connection.peer} sent {type(message).__name__}, expected {kind.__name__}", phase=phase
-                        )
-                    answers[connection] = message
+                if connection not in answers and connection.has_mail():
+                    answers[connection] = connection.expect(kind, deadline, phase)
             owing = [connection for connection in peers if connection not in answers]
             if not owing:
                 return [answers[connection] for connection in peers]
