@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -225,9 +225,6 @@ def vllm_scope(vllm_config: VllmConfig, device: torch.device) -> Iterator[None]:
     It sets no default device, as an engine that starts sets none. With one, torch's compiler cannot look through vLLM's
     parameters, and each call of torch takes longer.
     """
-    with set_current_vllm_config(vllm_config), torch.no_grad():
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                yield
-        else:
-            yield
+    of_worker = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with set_current_vllm_config(vllm_config), torch.no_grad(), of_worker:
+        yield
