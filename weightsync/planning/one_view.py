@@ -20,7 +20,7 @@ def one_view(shape: Sequence[int], offset: int, steps: Iterable[CopyOp]) -> View
     storages = set()
     for step in steps:
         storages.add((step.rank, step.storage))
-        firsts.append((_index(step.dst_offset - offset, at), step.src_offset))
+        firsts.append((index_of(step.dst_offset - offset, at), step.src_offset))
         for length, dst_stride, src_stride in zip(step.size, step.dst_stride, step.src_stride, strict=True):
             if length == 1:
                 continue
@@ -47,7 +47,8 @@ def one_view(shape: Sequence[int], offset: int, steps: Iterable[CopyOp]) -> View
     return (base, tuple(shape), found) if fits else None
 
 
-def _index(offset: int, strides: Sequence[int]) -> tuple[int, ...]:
+def index_of(offset: int, strides: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of the element at `offset` of a contiguous tensor with these strides."""
     found = []
     for stride in strides:
         found.append(offset // stride)

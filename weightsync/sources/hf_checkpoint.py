@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import Box, Manifest, TensorMeta, row_major
+from weightsync.planning.one_view import index_of
 from weightsync.selection import TensorSelection
 from weightsync.sources.module_tree import own_class, unwrapped
 
@@ -202,10 +203,7 @@ def _region(shape: tuple[int, ...], view: torch.Tensor) -> tuple[Box, tuple[int 
     if tuple(view.shape) == shape and view.is_contiguous():
         return Box.full(shape), tuple(range(len(shape)))
     steps = row_major(shape)
-    start, rest = [], view.storage_offset()
-    for step in steps:
-        start.append(rest // step)
-        rest %= step
+    start = index_of(int(view.storage_offset()), steps)
     size = [1] * len(shape)
     dims: list[int | None] = []
     for length, stride in zip(view.shape, view.stride(), strict=True):
@@ -217,7 +215,7 @@ def _region(shape: tuple[int, ...], view: torch.Tensor) -> tuple[Box, tuple[int 
             return None
         size[dim] = length
         dims.append(dim)
-    return Box(tuple(start), tuple(size)), tuple(dims)
+    return Box(start, tuple(size)), tuple(dims)
 
 
 def _cut(number: int, saved: Saved, box: Box, stride: tuple[int, ...]) -> _Cut | None:
