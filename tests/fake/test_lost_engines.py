@@ -174,10 +174,8 @@ def test_engine_that_a_rank_has_waited_for_is_named_where_it_does_not_answer(
     monkeypatch.setattr(member, "_ANSWER_S", 0.2)
     monkeypatch.setattr(engines[0], "is_alive", answers)
     error = SyncTimeoutError(f"{waiting_for[0]} did not take a chunk", who="trainer rank 1", waiting_for=waiting_for)
-    listener = Listener()
-    assert member.find_lost([member.Member(engines[0])], error, listener) == lost
+    assert member.find_lost([member.Member(engines[0])], error) == lost
     assert ("engine 0 does not answer" in str(error)) is bool(lost)
-    listener.close()
 
 
 def test_answer_to_an_earlier_question_does_not_count(
@@ -198,7 +196,7 @@ def test_answer_to_an_earlier_question_does_not_count(
     BackgroundCall(listener, "health", one.ask_whether_alive)
     assert begun.wait(TIMEOUT_S)
     error = SyncTimeoutError("no answer", who="engine 0", waiting_for=["engine 0"])
-    assert member.find_lost([one], error, listener) == ["engine 0"]
+    assert member.find_lost([one], error) == ["engine 0"]
     over.set()
     listener.close()
 

@@ -314,7 +314,7 @@ class Fleet:
             if (refusal := next((each for each in said if isinstance(each, kind)), None)) is not None:
                 return refusal
         may_be_engines = isinstance(error, (PeerError, EngineError, SyncTimeoutError))
-        if may_be_engines and (lost := find_lost(self.members, error, self._listener)):
+        if may_be_engines and (lost := find_lost(self.members, error)):
             error.add_facts(lost=lost, survivors=[o.engine.name for o in self.members if o.engine.name not in lost])
         elif isinstance(error, PeerError):
             # A worker that fails says why and leaves the transfer, which may be seen to break before its words come.

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from weightsync.control.background_call import BackgroundCall
 from weightsync.control.connection import Connection, timed_out
-from weightsync.control.listener import Listener
-from weightsync.control.runtime import Deadline
+from weightsync.control.runtime import Deadline, outcome_in_thread
 from weightsync.control.wire import POISONED, Go, Hello, MachineInfo, Release
 from weightsync.engines import Engine
 from weightsync.errors import EngineError, EngineUnreachableError, FencedError, WeightSyncError
@@ -239,7 +238,7 @@ class Member:
             self.engine.set_version(self.version)
 
 
-def find_lost(members: Sequence[Member], error: WeightSyncError, listener: Listener) -> list[str]:
+def find_lost(members: Sequence[Member], error: WeightSyncError) -> list[str]:
     """Return the names of the engines that have died, or do not answer, of those that `error` may be about.
 
     The error's text then names them.
@@ -249,17 +248,9 @@ def find_lost(members: Sequence[Member], error: WeightSyncError, listener: Liste
     suspects = [one for one in members if not one.is_held() or not named.isdisjoint(one.names)]
     if not suspects and waiting_for and not any(name.startswith("trainer rank") for name in waiting_for):
         suspects = list(members)  # ranks know workers by their numbers alone
-    alive: set[Member] = set()
-
-    def ask(one: Member) -> None:
-        if one.engine.is_alive():
-            alive.add(one)
-
-    asked = [one for one in suspects if one.silent < _SILENT]
-    calls = [BackgroundCall(listener, "health", ask, one, who=one.engine.name) for one in asked]
-    deadline = Deadline(_ANSWER_S)
-    for call in calls:
-        call.join(deadline.left_s())
+    asked = {one: outcome_in_thread("health", one.engine.is_alive) for one in suspects if one.silent < _SILENT}
+    answered, _ = wait(asked.values(), _ANSWER_S)
+    alive = {one for one, answer in asked.items() if answer in answered and not answer.exception() and answer.result()}
     lost = [one.engine.name for one in suspects if one not in alive or one.is_stuck()]
     if lost and not any(name in str(error) for name in lost):
         error.message += f"; {', '.join(lost)} does not answer"

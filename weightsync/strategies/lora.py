@@ -18,13 +18,13 @@ import os
 import re
 import secrets
 import shutil
-import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ from weightsync.checkpoint.save import share_out
 from weightsync.checkpoint.sidecars import files_beside
 from weightsync.config import check_count
 from weightsync.control.addresses import is_here
-from weightsync.control.runtime import Deadline
+from weightsync.control.runtime import outcome_in_thread
 from weightsync.control.update import Update
 from weightsync.engines import AdapterEngine, EngineList, LoraAdapter
 from weightsync.engines.other_ranks import OtherRanks
@@ -303,24 +303,17 @@ def _write(
 
 def _forgotten(engines: Sequence[AdapterEngine], adapters: Sequence[LoraAdapter]) -> bool:
     """Unload adapters within a few seconds. Return whether every engine has, and no request uses any of them."""
-    forgotten: list[AdapterEngine] = []
 
-    def forget(engine: AdapterEngine) -> None:
-        with suppress(WeightSyncError):
-            if engine.is_alive() is not False:
-                for adapter in adapters:
-                    engine.unload_adapter(adapter)
-                if engine.adapters_in_use() & {adapter.name for adapter in adapters}:
-                    return
-            forgotten.append(engine)
+    def forget(engine: AdapterEngine) -> bool:
+        if engine.is_alive() is False:
+            return True
+        for adapter in adapters:
+            engine.unload_adapter(adapter)
+        return not engine.adapters_in_use() & {adapter.name for adapter in adapters}
 
-    deadline = Deadline(_FAREWELL_S)
-    threads = [threading.Thread(target=forget, args=(engine,), daemon=True) for engine in engines]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(deadline.left_s())
-    return len(forgotten) == len(engines)
+    answers = [outcome_in_thread("farewell", partial(forget, engine)) for engine in engines]
+    answered, late = wait(answers, _FAREWELL_S)
+    return not late and all(not answer.exception() and answer.result() for answer in answered)
 
 
 def _with_adapters(engine: object) -> AdapterEngine:
