@@ -148,7 +148,8 @@ def checkpoint_tensors(model_dir: Path) -> tuple[str, Manifest]:
 
 def _as_held(manifest: Manifest, workers: Sequence[WorkerPlan]) -> Manifest:
     """Return the manifest in the dtypes of the parameters that the tensors are copied into."""
-    held = {copy.name: worker.params[copy.param].dtype for worker in workers for copy in worker.trace.copies}
+    landed = ((copy.name, worker.params[copy.param]) for worker in workers for copy in worker.trace.copies)
+    held = {name: str(param.dtype).removeprefix("torch.") for name, param in landed}
     return Manifest(tuple(TensorMeta(t.name, t.shape, held.get(t.name, t.dtype)) for t in manifest))
 
 
@@ -189,7 +190,7 @@ def _entry(name: str, copies: Sequence[LoadCopy], worker: WorkerPlan, manifest: 
         by_source[_starred(copy.name) if fold else copy.name].append(copy)
     rows: list[tuple[str, str]] = []
     for source, parts in by_source.items():
-        targets = [box for copy in parts for box in _landing(copy, param.shape, param.stride)]
+        targets = [box for copy in parts for box in _landing(copy, tuple(param.shape), param.stride())]
         regions = {
             _boxes([copy.box for copy in parts if copy.name == tensor], manifest[tensor].shape)
             for tensor in dict.fromkeys(copy.name for copy in parts)
@@ -203,7 +204,8 @@ def _entry(name: str, copies: Sequence[LoadCopy], worker: WorkerPlan, manifest: 
         constants = sorted({fill.value for fill in worker.trace.fills if fill.param == name})
         rows.append(("the rest", f"constant {constants[0]:g}" if constants else "nothing"))
     shape = _safe(f"[{', '.join(map(str, param.shape))}]")
-    return f"[bold]{_starred(name) if fold else name}[/bold]  {shape} {param.dtype}", tuple(rows)
+    dtype = str(param.dtype).removeprefix("torch.")
+    return f"[bold]{_starred(name) if fold else name}[/bold]  {shape} {dtype}", tuple(rows)
 
 
 def _landing(copy: LoadCopy, shape: tuple[int, ...], stride: tuple[int, ...]) -> list[Box]:

@@ -23,7 +23,7 @@ from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 
 from weightsync.errors import ConfigError
-from weightsync.planning.layout import Box, Manifest, itemsize
+from weightsync.planning.layout import Box, Manifest
 from weightsync.receiver.trace import Trace, named_tensors, trace_loader, uncovered
 from weightsync.vllm import compat
 from weightsync.vllm.pristine import build_on_meta
@@ -33,25 +33,15 @@ _LONGEST_REASON = 300
 
 
 @dataclass(frozen=True)
-class Param:
-    """Shape, strides (in elements) and dtype of an engine's parameter."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: str
-
-    @property
-    def itemsize(self) -> int:
-        return itemsize(self.dtype)
-
-
-@dataclass(frozen=True)
 class WorkerPlan:
-    """What one engine worker makes of a manifest. `missing` and `doubled` are the regions of its parameters that no
-    tensor fills, or that are filled twice."""
+    """What one engine worker makes of a manifest.
+
+    params: its parameters and buffers, on the meta device.
+    missing, doubled: the regions of its parameters that no tensor fills, or that are filled twice.
+    """
 
     trace: Trace
-    params: dict[str, Param]
+    params: dict[str, torch.Tensor]
     missing: dict[str, list[Box]]
     doubled: dict[str, list[Box]]
 
@@ -98,11 +88,7 @@ def _plan(config: VllmConfig, manifest: Manifest) -> WorkerPlan:
     load_weights: Any = model.load_weights
     trace = trace_loader(model, load_weights, manifest)
     missing, doubled = uncovered(model, trace)
-    params = {
-        name: Param(tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch."))
-        for name, tensor in named_tensors(model).items()
-    }
-    return WorkerPlan(trace, params, missing, doubled)
+    return WorkerPlan(trace, named_tensors(model), missing, doubled)
 
 
 @contextmanager
