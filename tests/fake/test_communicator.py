@@ -17,7 +17,7 @@ from ranks import run_ranks
 from weightsync.control.runtime import Deadline
 from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
 from weightsync.transports import communicator as communicators
-from weightsync.transports.communicator import _ARRIVED, Communicator, Rendezvous, visit
+from weightsync.transports.communicator import _ARRIVED, Communicator, Rendezvous
 from weightsync.transports.gloo_port import GlooPort
 
 HOST = "127.0.0.1"
@@ -47,15 +47,17 @@ def alone(rank: int, kind: str, ending: str) -> None:
         if ending == "news" and time.monotonic() - started > 0.5:
             raise WeightSyncError("bad news")
 
-    def open_store() -> Any:
-        store = rendezvous.store(20.0)
+    def open_store(timeout_s: float) -> Any:
+        store = rendezvous.store(timeout_s)
         if ending == "unreached":
             store.add(_ARRIVED, 1)
         return store
 
     deadline = Deadline(20.0 if ending == "news" else 1.5)
+    place = [HOST, rendezvous.port, rendezvous.name]
+    communicator = Communicator(place, mock.Mock(store=open_store), 0, 2, device, [], [1])
     with pytest.raises(WeightSyncError if ending == "news" else SyncTimeoutError) as caught:
-        Communicator(open_store, 0, 2, device, HOST, wait, deadline, [], [1])
+        communicator.meet(wait, deadline)
     said = {"news": "bad news", "deadline": f"not all have met at {HOST}", "unreached": "cannot all reach each other"}
     assert said[ending] in str(caught.value)
     assert time.monotonic() - started < 15.0
@@ -70,17 +72,17 @@ def test_a_member_that_never_comes(kind: str, ending: str):
 
 def meet(rank: int, device: torch.device, place: Path) -> Communicator:
     """Rank 1 will send to rank 0."""
-    deadline = Deadline(20.0)
     ends = ([], [1]) if rank == 0 else ([0], [])
+    rendezvous = None
     if rank == 0:
         rendezvous = Rendezvous(HOST)
         place.with_suffix(".new").write_text(str(rendezvous.port))
         place.with_suffix(".new").rename(place)
-        return Communicator(lambda: rendezvous.store(20.0), 0, 2, device, HOST, time.sleep, deadline, *ends)
     while not place.exists():
         time.sleep(0.01)
-    port = int(place.read_text())
-    return Communicator(lambda: visit(HOST, port, deadline), rank, 2, device, HOST, time.sleep, deadline, *ends)
+    communicator = Communicator([HOST, int(place.read_text()), ""], rendezvous, rank, 2, device, *ends)
+    communicator.meet(time.sleep, Deadline(20.0))
+    return communicator
 
 
 def lose(rank: int, kind: str, gone: int, folder: str) -> None:
@@ -147,8 +149,7 @@ def test_a_search_whose_members_nccl_connects_first_ends_at_its_deadline(
     # NCCL itself needs a GPU.
     for name in ("stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
-    communicator = object.__new__(Communicator)
-    communicator.device = torch.device("cuda", 0)
+    communicator = Communicator([HOST, 0, ""], None, 0, 2, torch.device("cuda", 0), [], [])
     communicator._group = mock.Mock(allreduce=allreduce, abort=aborted.set)
     search = communicator.largest(torch.zeros(3), ["trainer rank 1"])
     error, words = (

@@ -313,8 +313,8 @@ def test_a_rank_is_waited_for_as_long_as_it_may_wait_for_a_worker() -> None:
     place = ["127.0.0.1", 1, "cpu"]
     update = Update(mock.Mock(size=2, rank=1, broadcast=lambda *_: place), 4.0)
     search = largest.LargestOfRanks(None, time.sleep)
-    with mock.patch.object(largest, "Meeting") as meeting:
-        communicator = meeting.return_value.communicator
+    with mock.patch.object(largest, "Communicator") as made:
+        communicator = made.return_value
         communicator.device = torch.device("cpu")
         search.connect(update, on_gpu=False)
         search(torch.zeros(1))

@@ -15,7 +15,7 @@ from weightsync.control.ranks import uses_nccl
 from weightsync.control.runtime import Deadline
 from weightsync.control.update import Update
 from weightsync.errors import WeightSyncError
-from weightsync.transports.communicator import Meeting, Rendezvous
+from weightsync.transports.communicator import Communicator, Rendezvous
 
 
 class LargestOfRanks:
@@ -29,13 +29,13 @@ class LargestOfRanks:
         self._members, self._wait = members, wait
         self._size, self._timeout_s = 0, 0.0
         self._names: list[str] = []
-        self._meeting: Meeting | None = None
+        self._communicator: Communicator | None = None
 
     def connect(self, update: Update, on_gpu: bool) -> None:
         """Meet the other ranks, once. Collective. `on_gpu`: this rank holds tensors on a GPU; rank 0's counts."""
         ranks = update.ranks
         self._size, self._timeout_s = ranks.size, update.deadline_after_workers().timeout_s
-        if ranks.size == 1 or self._meeting is not None:
+        if ranks.size == 1 or self._communicator is not None:
             return
         self._names = [f"trainer rank {rank}" for rank in range(ranks.size) if rank != ranks.rank]
         rendezvous = Rendezvous(ranks.host) if ranks.rank == 0 else None
@@ -44,14 +44,13 @@ class LargestOfRanks:
         place = rendezvous and [rendezvous.host, rendezvous.port, kind]
         host, port, kind = ranks.broadcast(place, "connect", tuple[str, int, str])
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-        self._meeting = Meeting([host, port, kind], rendezvous, ranks.rank, ranks.size, device, [], [])
-        self._meeting.meet(update.wait, update.deadline())
+        self._communicator = Communicator([host, port, kind], rendezvous, ranks.rank, ranks.size, device, [], [])
+        self._communicator.meet(update.wait, update.deadline())
 
     def __call__(self, values: torch.Tensor) -> None:
         if self._size == 1:
             return
-        communicator = None if self._meeting is None else self._meeting.communicator
-        if communicator is None:
+        if (communicator := self._communicator) is None:
             raise WeightSyncError("the communicator of the trainer's ranks was closed")
         there = values.to(communicator.device)
         communicator.largest(there, self._names).wait(self._wait, Deadline(self._timeout_s), "transfer")
@@ -59,6 +58,6 @@ class LargestOfRanks:
 
     def abort(self) -> None:
         """Leave the others, and break what they wait for. The next `connect` lets the ranks meet anew."""
-        if self._meeting is not None:
-            self._meeting.abort()
-        self._meeting = None
+        if self._communicator is not None:
+            self._communicator.abort()
+        self._communicator = None

@@ -93,61 +93,69 @@ def visit(host: str, port: int, deadline: Deadline) -> dist.Store:
 
 
 class Communicator:
-    """`size` members on `device`s of one type.
+    """`size` members on `device`s of one type, of which this one is number `rank`. All `meet` before anything else.
 
-    `open_store` returns the store where they meet, `host` is an address of the store's host. `sends_to` and
-    `receives_from` are the members that this one will `exchange` with. The constructor returns when all members have
-    come, and waits as `Pending.wait` does.
+    place: [host, port, name] of the `rendezvous`, which its first member alone has.
+    sends_to, receives_from: the members that this one will `exchange` with.
     """
 
     def __init__(
         self,
-        open_store: Callable[[], dist.Store],
+        place: list[Any],
+        rendezvous: Rendezvous | None,
         rank: int,
         size: int,
         device: torch.device,
-        host: str,
-        wait: Wait,
-        deadline: Deadline,
         sends_to: Sequence[int],
         receives_from: Sequence[int],
     ) -> None:
-        self.rank, self.size, self.device = rank, size, device
-        self._partners = sends_to, receives_from
+        self.place, self.rank, self.size, self.device = place, rank, size, device
+        self.aborted = threading.Event()
+        self._rendezvous, self._partners = rendezvous, (sends_to, receives_from)
         self._group: Any = None
-        self._left = False
+        self._has_met = False
         self._missing = _ABSENT
         self._error: Exception | None = None
+
+    def meet(self, wait: Wait, deadline: Deadline) -> None:
+        """Return when all members have come, once. Waits as `Pending.wait` does."""
+        if self._has_met:
+            return
         # In a thread of its own, because none of it can be told to stop when a member does not come.
-        meeting = threading.Thread(
-            target=self._meet, args=(open_store, host, deadline), name="weightsync-meet", daemon=True
-        )
+        meeting = threading.Thread(target=self._meet, args=(deadline,), name="weightsync-meet", daemon=True)
         meeting.start()
         try:
             while meeting.is_alive():
                 if deadline.passed():
                     raise SyncTimeoutError(
-                        f"the {size} members of a communicator did not come together within {deadline.timeout_s:g} s: "
-                        + self._missing.format(host=host),
+                        f"the {self.size} members of a communicator did not come together within "
+                        f"{deadline.timeout_s:g} s: {self._missing.format(host=self.place[0])}",
                         phase="connect",
                         waiting_for=["the communicator's other members"],
                     )
                 wait(_MEET_POLL_S)
             if self._error is not None:
                 raise PeerError(
-                    f"the {size} members of a communicator did not come together: {self._error}", phase="connect"
+                    f"the {self.size} members of a communicator did not come together: {self._error}", phase="connect"
                 ) from self._error
+            if self.aborted.is_set():
+                raise WeightSyncError("the communicator was closed before its members had met")
         except BaseException:
             self.abort()
             raise
+        self._has_met = True
 
-    def _meet(self, open_store: Callable[[], dist.Store], host: str, deadline: Deadline) -> None:
+    def _meet(self, deadline: Deadline) -> None:
+        host, port, _ = self.place
         try:
-            store = open_store()
+            if self._rendezvous is not None:
+                store = self._rendezvous.store(deadline.left_s())
+            else:
+                store = visit(host, port, deadline)
             # The group's constructor cannot be told to stop, and keeps the store's port as long as it waits.
             store.add(_ARRIVED, 1)
             while store.add(_ARRIVED, 0) < self.size:
-                if self._left:
+                if self.aborted.is_set():
                     return
                 time.sleep(_ARRIVAL_POLL_S)
             self._missing = _UNCONNECTED
@@ -155,7 +163,7 @@ class Communicator:
                 torch.cuda.set_device(self.device)
                 group: Any = _nccl(store, self.rank, self.size)
                 self._group = group
-                if self._left:  # before there was anything to break; from here on `abort` breaks what waits
+                if self.aborted.is_set():  # before there was anything to break; from here on `abort` breaks what waits
                     self.abort()
                     return
                 # Otherwise NCCL's members meet in the first operation, on the thread that asks for it.
@@ -173,7 +181,7 @@ class Communicator:
         except Exception as error:
             self._error = error.with_traceback(None)  # which would keep this frame, and with it the store's socket
         else:
-            if self._left:  # `abort` came while there was nothing to break
+            if self.aborted.is_set():  # `abort` came while there was nothing to break
                 self.abort()
 
     def _connect(self) -> None:
@@ -262,8 +270,10 @@ class Communicator:
         return group._end_coalescing()
 
     def abort(self) -> None:
-        """Leave, and break every operation under way on the other members. Returns within seconds."""
-        self._left = True
+        """Leave, break the wait for the members, and every operation under way on them. Returns within seconds."""
+        self.aborted.set()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
         group = [self._group]
         if group[0] is None:
             return
@@ -278,52 +288,6 @@ class Communicator:
             leaving.join(_LEAVE_S)
             if leaving.is_alive():
                 atexit.register(leaving.join, _LEAVE_S)
-
-
-class Meeting:
-    """A communicator that is to be: where its members meet, and which of them this one exchanges with.
-
-    place: [host, port, name] of the rendezvous, which its first member alone has.
-    """
-
-    def __init__(
-        self,
-        place: list[Any],
-        rendezvous: Rendezvous | None,
-        rank: int,
-        size: int,
-        device: torch.device,
-        sends_to: Sequence[int],
-        receives_from: Sequence[int],
-    ) -> None:
-        self.place, self.rendezvous, self.size = place, rendezvous, size
-        self.aborted = threading.Event()
-        self.communicator: Communicator | None = None
-        self._arguments = rank, size, device
-        self._ends = sends_to, receives_from
-
-    def meet(self, wait: Wait, deadline: Deadline) -> None:
-        """Wait for the other members, once."""
-        if self.communicator is not None:
-            return
-        host, port, _ = self.place
-
-        def open_store() -> dist.Store:
-            if self.rendezvous is not None:
-                return self.rendezvous.store(deadline.left_s())
-            return visit(host, port, deadline)
-
-        self.communicator = Communicator(open_store, *self._arguments, host, wait, deadline, *self._ends)
-        if self.aborted.is_set():
-            self.communicator.abort()
-
-    def abort(self) -> None:
-        """Break the wait for the members, and the communicator."""
-        self.aborted.set()
-        if self.communicator is not None:
-            self.communicator.abort()
-        if self.rendezvous is not None:
-            self.rendezvous.close()
 
 
 def _leave(group: list[Any], others: Sequence[int]) -> None:

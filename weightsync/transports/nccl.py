@@ -37,7 +37,7 @@ from weightsync.planning.layout import Count, Manifest, ShardLocation
 from weightsync.planning.rows import Reads, Storage
 from weightsync.planning.transfer_plan import Chain, TransferPlan, choose_chains
 from weightsync.transports.base import SLOTS, Endpoint, LocalTensors, Transport, TransportReceiver, Wait
-from weightsync.transports.communicator import Communicator, Meeting, Pending, Rendezvous, UnderWay
+from weightsync.transports.communicator import Communicator, Pending, Rendezvous, UnderWay
 from weightsync.transports.encoding import Encoder, Mailbox, length, read
 from weightsync.transports.staging import Layout, Packer, arriving, endpoint, leaving, slot_bytes
 
@@ -63,7 +63,7 @@ class NcclTransport(Transport):
         self._forget()
 
     def _forget(self) -> None:
-        self._meeting: Meeting | None = None
+        self._communicator: Communicator | None = None
         self._edges: set[tuple[int, int]] = set()  # rank 0: members of which the first sends to the second
         self._peers: list[str] = []  # rank 0: what people call the members
         self._posted: dict[int, Pending] = {}  # by slot
@@ -147,7 +147,7 @@ class NcclTransport(Transport):
 
         `layouts` are those of each chain, on rank 0.
         """
-        ranks, meeting, rendezvous = self._ranks, self._meeting, None
+        ranks, meeting, rendezvous = self._ranks, self._communicator, None
         size = ranks.size + plan.workers
         if ranks.rank == 0:
             edges = {
@@ -165,7 +165,7 @@ class NcclTransport(Transport):
             if meeting is not None:
                 meeting.abort()
             sends_to = sorted({self._first[chain] for those in self._mine for chain in those})
-            self._meeting = Meeting(place, rendezvous, ranks.rank, size, self._device, sends_to, [])
+            self._communicator = Communicator(place, rendezvous, ranks.rank, size, self._device, sends_to, [])
         own = {chain for those in self._mine for chain in those}
         names = [[self._peers[ranks.size + worker] for worker in plan.chains[chain].workers] for chain in sorted(own)]
         self._after = [each[0] for each in names], [name for each in names for name in each[1:]]
@@ -181,13 +181,13 @@ class NcclTransport(Transport):
             before = members[position - 1]
             rows = [[[before, each.first, each.end] for each in those.values()] for those in layout]
             senders, fields["runs"] = [before], rows if self._encoder is not None else [*map(_joined_runs, rows)]
-        assert self._meeting is not None
+        assert self._communicator is not None
         return endpoint(
             layout,
             [],
-            place=self._meeting.place,
+            place=self._communicator.place,
             rank=members[position],
-            size=self._meeting.size,
+            size=self._communicator.size,
             senders=senders,
             slots=self._slots_of_worker,
             onward=members[position + 1] if position < last else None,
@@ -197,7 +197,7 @@ class NcclTransport(Transport):
         )
 
     def connect(self, deadline: Deadline) -> None:
-        meeting, ranks = self._meeting, self._ranks
+        meeting, ranks = self._communicator, self._ranks
         if meeting is None:
             return
 
@@ -253,13 +253,13 @@ class NcclTransport(Transport):
         """Start sending bytes, each along the chain beside it."""
         self.sent_bytes += sum(data.numel() for data, _ in sends)
         to_first = [(data, self._first[chain]) for data, chain in sends]
-        sending = _joined(self._meeting).exchange(number, to_first, [], *self._after)
+        sending = _joined(self._communicator).exchange(number, to_first, [], *self._after)
         under_way.add(sending)
         return sending
 
     def abort(self) -> None:
-        if self._meeting is not None:
-            self._meeting.abort()
+        if self._communicator is not None:
+            self._communicator.abort()
         self._forget()
 
 
@@ -307,7 +307,7 @@ class NcclReceiver(TransportReceiver):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._meeting: Meeting | None = None
+        self._communicator: Communicator | None = None
         self._slots: list[torch.Tensor] = []
 
     def connect(self, storages: list[Storage], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
@@ -324,12 +324,14 @@ class NcclReceiver(TransportReceiver):
         self._mailbox = Mailbox(told.slot_bytes, len(told.encoders))
         self._encoding: set[int] = set()
         self._pushes = 0
-        if self._meeting is None or self._meeting.place != [*told.place]:
-            if self._meeting is not None:
-                self._meeting.abort()
+        if self._communicator is None or self._communicator.place != [*told.place]:
+            if self._communicator is not None:
+                self._communicator.abort()
             onward = [] if told.onward is None else [told.onward]
-            self._meeting = Meeting([*told.place], None, told.rank, told.size, self.device, onward, told.senders)
-            self._meeting.meet(wait, deadline)
+            self._communicator = Communicator(
+                [*told.place], None, told.rank, told.size, self.device, onward, told.senders
+            )
+            self._communicator.meet(wait, deadline)
 
     def storage(self, rank: int, storage: int) -> torch.Tensor:
         if storage not in range(len(self._slots)):
@@ -416,19 +418,19 @@ class NcclReceiver(TransportReceiver):
         count = len(told.senders) if receives else 0
         names = [*told.before[:count], *(told.after[:1] if sends else ())]
         behind = [*(told.before[count:] if receives else ()), *(told.after[1:] if sends else ())]
-        return _joined(self._meeting).exchange(number, sends, receives, names, behind)
+        return _joined(self._communicator).exchange(number, sends, receives, names, behind)
 
     def close(self) -> None:
-        if self._meeting is not None:
-            self._meeting.abort()
-        self._meeting = None
+        if self._communicator is not None:
+            self._communicator.abort()
+        self._communicator = None
         self._slots = []
 
 
-def _joined(meeting: Meeting | None) -> Communicator:
-    if meeting is None or meeting.communicator is None:
+def _joined(communicator: Communicator | None) -> Communicator:
+    if communicator is None:
         raise WeightSyncError("the communicator was closed, or no member has joined it")
-    return meeting.communicator
+    return communicator
 
 
 ENDS = NcclTransport, NcclReceiver
