@@ -20,9 +20,12 @@ import pytest
 
 from weightsync.control.runtime import Deadline
 from weightsync.control.wire import POISONED
-from weightsync.engines import AdapterEngine, AsyncEngine, HttpEngine, LlmEngine, LoraAdapter, RayEngine, connect
+from weightsync.engines import AdapterEngine, HttpEngine, LoraAdapter, connect
+from weightsync.engines.async_llm import AsyncEngine
 from weightsync.engines.engine_list import EngineList
+from weightsync.engines.llm import LlmEngine
 from weightsync.engines.parts import join
+from weightsync.engines.ray_actor import RayEngine
 from weightsync.errors import (
     ConfigError,
     EngineError,

@@ -323,7 +323,7 @@ class PipeEngine(CalledEngine):
 
 
 def _call_engine(engines: Engines, method: str, *args: Any) -> Any:
-    from weightsync.engines import LlmEngine
+    from weightsync.engines.llm import LlmEngine
 
     return getattr(LlmEngine(engines.llm, name="the engine", timeout_s=TIMEOUT_S), method)(*args)
 

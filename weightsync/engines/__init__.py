@@ -14,23 +14,17 @@ actor. This package knows nothing about weights or transports.
 
 from __future__ import annotations
 
-from weightsync.engines.async_llm import AsyncEngine
 from weightsync.engines.base import AdapterEngine, Engine, LoraAdapter
 from weightsync.engines.engine_list import ENGINE_VARIABLE, EngineList, connect, public_name
 from weightsync.engines.http import HttpEngine
-from weightsync.engines.llm import LlmEngine
-from weightsync.engines.ray_actor import RayEngine
 
 __all__ = [
     "ENGINE_VARIABLE",
     "AdapterEngine",
-    "AsyncEngine",
     "Engine",
     "EngineList",
     "HttpEngine",
-    "LlmEngine",
     "LoraAdapter",
-    "RayEngine",
     "connect",
     "public_name",
 ]
