@@ -8,7 +8,7 @@ from typing import Any
 from weightsync.control.runtime import outcome_in_thread
 from weightsync.engines.calls import RESET, Turns, wait
 from weightsync.engines.parts import Part
-from weightsync.engines.vllm_engine import VllmEngine, call_front, core_process, died
+from weightsync.engines.vllm_engine import VllmEngine, as_request, core_process, died, front_of
 
 
 class LlmEngine(VllmEngine):
@@ -48,7 +48,7 @@ class LlmEngine(VllmEngine):
         return self._run(doing or method, lambda: getattr(self._engine, method)(*args, **kwargs))
 
     def _call_front(self, method: str, *args: Any) -> Any:
-        return self._run(method, lambda: call_front(self._engine, method, *args))
+        return self._run(method, lambda: getattr(front_of(self._engine), method)(*map(as_request, args)))
 
     def _run(self, doing: str, call: Callable[[], Any]) -> Any:
         # An engine core in its own process does one thing after another. A reset may then be sent while that of an

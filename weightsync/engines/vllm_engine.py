@@ -58,7 +58,7 @@ class VllmEngine(ABC):
 
     @abstractmethod
     def _call_front(self, method: str, *args: Any) -> Any:
-        """Make `call_front` where the engine lives, and wait for its answer."""
+        """Call a method of `front_of(engine)`, and wait for its answer. A `LoRARequest` takes each adapter's place."""
 
     def _ask(self, question: Callable[[Any], Answer]) -> Answer:
         """Return `question(engine)`, asked where the engine lives. Does not wait for the engine's calls."""
@@ -152,11 +152,6 @@ def vllm_class(engine: object) -> str | None:
 def front_of(engine: Any) -> Any:
     """Return the object whose methods an `AsyncLLM` has itself: the engine inside an `LLM`, or the `AsyncLLM`."""
     return engine.llm_engine if vllm_class(engine) == "LLM" else engine
-
-
-def call_front(engine: Any, method: str, *args: Any) -> Any:
-    """Call a method of `front_of(engine)`, with a `LoRARequest` in place of each adapter."""
-    return getattr(front_of(engine), method)(*map(as_request, args))
 
 
 def as_request(argument: Any) -> Any:

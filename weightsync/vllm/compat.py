@@ -209,10 +209,6 @@ def weights_asleep() -> bool:
     return any(getattr(data, "is_asleep", data.cpu_backup_tensor is not None) for data in own)
 
 
-def has_model_level_hook(model: nn.Module) -> bool:
-    return hasattr(type(model), "process_weights_after_loading")
-
-
 def call_attention_hook(module: nn.Module, dtype: torch.dtype) -> None:
     hook: Any = module.process_weights_after_loading
     hook(dtype) if inspect.signature(hook).parameters else hook()

@@ -77,7 +77,7 @@ class VllmModel:
         ):
             raise UnsupportedError("offloaded weights cannot be pushed to; start the engine without cpu_offload_gb")
         supported_quant.check(self.live, config.quant_config, self.device)
-        if compat.has_model_level_hook(self._model):
+        if hasattr(type(self._model), "process_weights_after_loading"):
             raise UnsupportedError(
                 f"{type(self._model).__name__} derives state from all of its weights in a hook of its own, which "
                 "cannot be run again on a live engine; start the engine anew from a checkpoint"
