@@ -37,10 +37,6 @@ class Lora:
     shards: list[TensorShard]
     config: Any
 
-    @property
-    def rank(self) -> int:
-        return int(self.config.r)
-
 
 @torch.no_grad()
 def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> Lora:

@@ -28,6 +28,9 @@ from weightsync.transports.base import LocalTensor
 
 logger = logging.getLogger(__name__)
 
+OF_COPIES = ("bucketer", "max_bytes", "verify", "on_engine_failure", "encoding")
+"""The options of pushes that copy weights alone."""
+
 
 @dataclass(frozen=True)
 class Options(WeightSyncConfig):

@@ -43,7 +43,7 @@ from weightsync.errors import ConfigError, EngineError, PlacementError, Unsuppor
 from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.report import PushReport, WorkerReport
 from weightsync.sources.base import Model, TensorShard
-from weightsync.strategies.base import Options, UpdateStrategy
+from weightsync.strategies.base import OF_COPIES, Options, UpdateStrategy
 
 if TYPE_CHECKING:
     from weightsync.sources.module import ModuleSource
@@ -93,9 +93,7 @@ class LoraTransport:
         if not isinstance(options.source, ModuleSource) or options.quantize is not None:
             raise ConfigError('adapters are those of PEFT: backend="fsdp" or "deepspeed", without quantize')
         options.refuse_selection("this LoraTransport", "exclude", "frozen", "only_trained", "dtypes", "rename")
-        options.refuse(
-            "this LoraTransport", "bucketer", "max_bytes", "verify", "on_engine_failure", "encoding", "pause"
-        )
+        options.refuse("this LoraTransport", *OF_COPIES, "pause")
         return LoraAdapters(options, options.source, self)
 
 
@@ -174,7 +172,7 @@ class LoraAdapters(UpdateStrategy):
         manifest, mine = share_out(update, lora.manifest, lora.shards)
         version = None
         if update.ranks.rank == 0:
-            version = update.choose_version(self._open(lora.rank))
+            version = update.choose_version(self._open(lora.config.r))
         return manifest, mine, lora.config, update.ranks.broadcast(version, "plan")
 
     # The rest is rank 0's.

@@ -27,7 +27,7 @@ from weightsync.engines.server import VllmServer
 from weightsync.errors import ConfigError, PlacementError, WeightSyncError
 from weightsync.report import PushReport
 from weightsync.sources.base import Model
-from weightsync.strategies.base import Options, UpdateStrategy
+from weightsync.strategies.base import OF_COPIES, Options, UpdateStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +92,7 @@ class SaveAndRestart(UpdateStrategy):
     def __init__(self, options: Options, transport: CheckpointTransport) -> None:
         if options.quantize is not None:
             raise ConfigError("restart=True saves the trainer's own tensors; leave quantize out")
-        options.refuse(
-            "this CheckpointTransport", "bucketer", "max_bytes", "verify", "on_engine_failure", "encoding", "pause"
-        )
+        options.refuse("this CheckpointTransport", *OF_COPIES, "pause")
         self._options = options
         self._transport = transport
         self._folder = Path(transport.folder).absolute()

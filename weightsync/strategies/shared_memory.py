@@ -26,7 +26,7 @@ from weightsync.planning.checks import check_plans
 from weightsync.planning.layout import Manifest, merge_manifests
 from weightsync.report import PushReport, WorkerReport
 from weightsync.sources.base import Model
-from weightsync.strategies.base import FleetStrategy, Options, warn_of_kept
+from weightsync.strategies.base import OF_COPIES, FleetStrategy, Options, warn_of_kept
 from weightsync.transports import handle_file
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class SingleCopyTransport:
                 f"quantize=None. Got backend={options.backend!r}, quantize={options.quantize!r}"
             )
         options.refuse_selection("this SingleCopyTransport", "frozen", "only_trained", "dtypes", "rename")
-        options.refuse("this SingleCopyTransport", "bucketer", "max_bytes", "verify", "on_engine_failure", "encoding")
+        options.refuse("this SingleCopyTransport", *OF_COPIES)
         return SharedMemory(options, self)
 
     def engine_url(self) -> str:
