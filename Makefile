@@ -58,7 +58,7 @@ fleet: $(INSTALLED) ## Pushes while engines are added, removed, killed, stopped 
 	    -o faulthandler_timeout=0 tests/fake/test_fleet_chaos.py $(ARGS)
 
 endurance: $(INSTALLED) ## What 10,000 pushes and 100 reconnects leave behind: `make endurance PUSHES=500 RECONNECTS=5`.
-	PYTHONPATH=. $(PY) tests/support/endurance.py $(or $(PUSHES),10000) $(or $(RECONNECTS),100) --svg docs/endurance.svg $(ARGS)
+	MALLOC_ARENA_MAX=1 PYTHONPATH=. $(PY) tests/support/endurance.py $(or $(PUSHES),10000) $(or $(RECONNECTS),100) --svg docs/endurance.svg $(ARGS)
 
 test-fake: $(INSTALLED) ## Those with rank processes and engines without vLLM, in a few minutes.
 	$(PYTEST) tests/fake $(ARGS)

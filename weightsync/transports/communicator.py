@@ -272,8 +272,11 @@ class Communicator:
     def abort(self) -> None:
         """Leave, break the wait for the members, and every operation under way on them. Returns within seconds."""
         self.aborted.set()
+        self._break()
         if self._rendezvous is not None:
             self._rendezvous.close()
+
+    def _break(self) -> None:
         group = [self._group]
         if group[0] is None:
             return
