@@ -8,6 +8,7 @@ is ever executed. This module knows nothing about sockets, tensors, trainers or 
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable
 from functools import cache, reduce
 from operator import or_
@@ -218,9 +219,14 @@ class Failure(Message, frozen=True):
     error: ErrorFields
 
 
+_LEARNING = threading.Lock()
+"""Held while msgspec learns a kind: it ends the process where two threads show it a `Struct` for the first time."""
+
+
 @cache
 def _reader(kind: Any) -> Callable[[Raw], Any]:
-    return msgspec.msgpack.Decoder(kind).decode
+    with _LEARNING:
+        return msgspec.msgpack.Decoder(kind).decode
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -267,6 +273,7 @@ def decode(body: bytes) -> Message:
 
 def typed(value: Any, kind: type[T]) -> T:
     """Return plain values as the `kind` that their sender meant. Raises `ProtocolError` for anything else."""
+    _reader(kind)  # type: ignore[arg-type]  # which lets msgspec learn it
     try:
         return msgspec.convert(value, kind)
     except ValueError as error:
