@@ -140,7 +140,9 @@ def compare(rank: int, size: int, port: int, checkpoint: Path, urls: list[str], 
 def servers(checkpoint: Path) -> Iterator[list[str]]:
     """Run a server for TRL's way and one for weightsync's on the second GPU, and give their addresses."""
     options = ["--max-model-len=256", "--dtype=bfloat16", "--logprobs-mode=processed_logprobs"]
-    options += ["--enforce-eager", *(f"--{name.replace('_', '-')}={ENGINE[name]}" for name in list(ENGINE)[1:])]
+    for name, value in ENGINE.items():
+        option = f"--{name.replace('_', '-')}"
+        options.append(option if value is True else f"{option}={value}")
     url, second = f"http://127.0.0.1:{free_port()}", visible_gpus([1])
     serve = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint), *options]
     serve += [f"--port={url.rpartition(':')[2]}", '--weight-transfer-config={"backend": "nccl"}']

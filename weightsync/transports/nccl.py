@@ -147,7 +147,7 @@ class NcclTransport(Transport):
 
         `layouts` are those of each chain, on rank 0.
         """
-        ranks, meeting, rendezvous = self._ranks, self._communicator, None
+        ranks, communicator, rendezvous = self._ranks, self._communicator, None
         size = ranks.size + plan.workers
         if ranks.rank == 0:
             edges = {
@@ -155,15 +155,17 @@ class NcclTransport(Transport):
             }
             for chain in plan.chains:
                 edges |= {(ranks.size + one, ranks.size + following) for one, following in pairwise(chain.workers)}
-            if meeting is None or meeting.size != size or not edges <= self._edges:
+            if communicator is None or communicator.size != size or not edges <= self._edges:
                 # Workers that are reached by the loopback are on this host, where any of its addresses will do.
                 near = ranks.size > 1 and is_loopback(plan.host)
                 rendezvous, self._edges = Rendezvous(ranks.host if near else plan.host), edges
-        place = [rendezvous.host, rendezvous.port, rendezvous.name] if rendezvous else meeting and meeting.place
+        place = communicator and communicator.place
+        if rendezvous is not None:
+            place = [rendezvous.host, rendezvous.port, rendezvous.name]
         place, self._peers = ranks.broadcast([place, self._peers], "connect")
-        if meeting is None or meeting.place != place:
-            if meeting is not None:
-                meeting.abort()
+        if communicator is None or communicator.place != place:
+            if communicator is not None:
+                communicator.abort()
             sends_to = sorted({self._first[chain] for those in self._mine for chain in those})
             self._communicator = Communicator(place, rendezvous, ranks.rank, size, self._device, sends_to, [])
         own = {chain for those in self._mine for chain in those}
@@ -197,17 +199,17 @@ class NcclTransport(Transport):
         )
 
     def connect(self, deadline: Deadline) -> None:
-        meeting, ranks = self._communicator, self._ranks
-        if meeting is None:
+        communicator, ranks = self._communicator, self._ranks
+        if communicator is None:
             return
 
         def wait(seconds: float) -> None:
-            if meeting.aborted.wait(seconds):
+            if communicator.aborted.wait(seconds):
                 raise WeightSyncError("the push was given up")
             if ranks.rank:  # rank 0's connections are in use by another thread
                 ranks.wait(0.0)
 
-        meeting.meet(wait, deadline)
+        communicator.meet(wait, deadline)
 
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
         packer = self._packer
