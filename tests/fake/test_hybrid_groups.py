@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ from fake_engine import checkpoint, cold
 from hybrid_workers import FailingRole, Neighbour, Policy, StandIn, prompts_of
 from tensordict import TensorDict
 
-from weightsync.errors import ConfigError, ManifestError, PeerError, PlacementError
+from weightsync import SingleCopyTransport
+from weightsync.errors import ConfigError, EngineError, ManifestError, PeerError, PlacementError
 from weightsync.hybrid import ResourcePool, RolloutGroup, Worker, WorkerError, WorkerGroup, column
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -277,6 +279,147 @@ def test_what_cannot_work_is_refused_before_anything_starts(pool: ResourcePool, 
 def reserved() -> set[str]:
     """Return the places that are taken, or waited for."""
     return {name for name, each in ray.util.placement_group_table().items() if each["state"] != "REMOVED"}
+
+
+@pytest.fixture(scope="module")
+def three_places(cluster: None) -> Iterator[RolloutGroup]:
+    pool = ResourcePool([3], gpus=0, cpus=0.3)
+    with RolloutGroup(pool, model="none", actor=StandIn, timeout_s=120.0) as group:
+        yield group
+    pool.close()
+
+
+@pytest.fixture
+def others(three_places: RolloutGroup) -> RolloutGroup:
+    """Three engines beside those that share the workers' pool."""
+    if len(three_places.actors) < 3:
+        three_places.add()
+    return three_places
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_each_sync_of_an_actor_pushes_to_its_own_engines(
+    actor: WorkerGroup, engine: RolloutGroup, others: RolloutGroup, transport: str
+):
+    with engine.follow(actor, transport=transport) as first, others.follow(actor, transport=transport) as second:
+        for seed, sync in ((4, second), (5, first), (6, second)):
+            actor.change(seed)
+            sync.push()
+            check_states(others, 6 if seed == 6 else 4)
+            if seed > 4:
+                check_states(engine, 5)
+        newest = engine.follow(actor, transport=transport)
+        with pytest.raises(ConfigError, match="do not follow this GroupSync of Policy any more"):
+            first.push()
+        check_states(engine, 5)
+        first.close()
+        newest.push()
+        check_states(engine, 6)
+        newest.close()
+        with pytest.raises(ConfigError, match="it was closed"):
+            newest.push()
+        actor.change(7)
+        second.push()
+        check_states(others, 7)
+
+
+def prompts_per_engine(group: RolloutGroup) -> list[int]:
+    """Return how many prompts each engine has answered since this was asked."""
+    calls = ray.get([each.calls.remote() for each in group.actors])
+    return [sum(call[1] for call in each if call[0] == "generate") for each in calls]
+
+
+def test_a_group_goes_on_without_engines_that_die_and_takes_others_in(actor: WorkerGroup, others: RolloutGroup):
+    with others.follow(actor, on_engine_failure="drop") as sync:
+        actor.change(2)
+        assert sync.push().left_out == ()
+        first, second, third = others.names
+        ray.kill(others.actors[0])
+        batch = others.generate(prompts_of(6), n=1)  # which the others answer, those of the dead one too
+        assert batch.get("text").tolist() == [f"prompt {row}" for row in range(6)]
+        assert others.names == [second, third]
+        ray.kill(others.actors[0])
+        report = sync.push()
+        assert report.left_out == (second,)
+        assert others.names == [third]
+        assert sync.push().left_out == ()
+
+        added = others.add()
+        assert others.names == [third, *added]
+        assert not {first, second} & {*added}
+        prompts_per_engine(others)
+        others.generate(prompts_of(6), n=1)
+        assert prompts_per_engine(others) == [6, 0, 0]  # the new ones have not been pushed to
+        with pytest.raises(ConfigError, match="no place is free"):
+            others.add()
+        actor.change(3)
+        sync.push()
+        check_states(others, 3)
+        others.generate(prompts_of(6), n=1)
+        assert all(prompts_per_engine(others))
+
+        others.remove(third)
+        actor.change(4)
+        assert sync.push().left_out == ()
+        assert others.names == added
+        check_states(others, 4)
+        with pytest.raises(ConfigError, match="is no engine of the group"):
+            others.remove(third)
+        others.remove(added[0])
+        with pytest.raises(ConfigError, match="the only engine of the group"):
+            others.remove(added[1])
+
+
+def test_an_engine_that_is_lost_gets_no_prompts_until_a_push_reaches_it(actor: WorkerGroup, others: RolloutGroup):
+    pids = ray.get([each.__ray_call__.remote(lambda _: os.getpid()) for each in others.actors])
+    with others.follow(actor, on_engine_failure="drop", timeout_s=5.0) as sync:
+        sync.push()
+        everyone, lost = others.names, others.names[1]
+        os.kill(pids[1], signal.SIGSTOP)
+        try:
+            assert sync.push().left_out == (lost,)
+            assert lost not in others.names
+            assert len(others.generate(prompts_of(4), n=1)) == 4
+        finally:
+            os.kill(pids[1], signal.SIGCONT)
+        actor.change(2)
+        while sync.push().left_out:
+            time.sleep(0.2)
+        assert others.names == everyone
+        check_states(others, 2)
+
+
+def test_without_drop_a_dead_engine_stays_until_it_is_removed(
+    actor: WorkerGroup, others: RolloutGroup, monkeypatch: pytest.MonkeyPatch
+):
+    with others.follow(actor) as sync:
+        sync.push()
+        dead = others.names[0]
+        ray.kill(others.actors[0])
+        with pytest.raises(PeerError, match=f"{dead} died before it answered generate"):
+            others.generate(prompts_of(3), n=1)
+        with pytest.raises(EngineError):
+            sync.push()
+        others.remove(dead)
+        assert len(others.generate(prompts_of(3), n=1)) == 3
+        actor.change(3)
+        sync.push()
+        check_states(others, 3)
+        before = others.names
+        with monkeypatch.context() as patch:
+            patch.setattr(actor.processes, "nodes", ["here", "there"])
+            with pytest.raises(PlacementError, match="'ipc' is for ranks and engines on one host"):
+                others.add()
+        assert others.names == before
+        assert len(others.add()) == 1
+
+
+def test_transports_that_a_group_cannot_use_are_refused(actor: WorkerGroup, engine: RolloutGroup):
+    for transport in ("single_copy", SingleCopyTransport()):
+        with pytest.raises(ConfigError, match=r"steps inside of `writing\(\)`"):
+            engine.follow(actor, transport=transport)
+    with pytest.raises(ConfigError, match="engines follow a WorkerGroup, and this is a str"):
+        engine.follow("single_copy")  # type: ignore[arg-type]
 
 
 def test_ppo_has_the_losses_that_it_has_in_one_process(

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import itertools
 import re
+import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 
-from weightsync import CheckpointTransport
+from weightsync import CheckpointTransport, LoraTransport, SingleCopyTransport
 from weightsync.errors import ConfigError, PlacementError
 from weightsync.hybrid import Call, Dispatch, Layout, Place, balance, column, concat, pad, split, take, union
-from weightsync.hybrid.batch import pack, unpack
-from weightsync.hybrid.following import choose_transport
+from weightsync.hybrid.batch import cut, pack, unpack
+from weightsync.hybrid.following import check_usable, choose_transport
 from weightsync.hybrid.pool import place
 from weightsync.hybrid.rollout_group import places_of_engines
 
@@ -32,8 +34,22 @@ def batch_of(count: int, first: int = 0) -> TensorDict:
         # Values that tensors, or one value for the whole batch, could be mistaken for.
         "text": column(["same" for _ in numbers]),
         "anything": column([[number, number] if number % 2 else {"key": number} for number in numbers]),
+        "jagged": nested([torch.arange(number % 3) for number in numbers], torch.jagged),
+        "wide": nested([torch.full((2, number % 4), number) for number in numbers], torch.jagged, dim=2),
+        "strided": nested([torch.ones(1 + number % 2, 2 + number % 3) for number in numbers], torch.strided),
+        "temperature": NonTensorData(0.5),
+        "labels": NonTensorData([*range(count)]),  # as many as there are rows, and no column
     }
     return TensorDict(columns, [count])
+
+
+def nested(rows: list[torch.Tensor], layout: torch.layout, dim: int = 1) -> torch.Tensor:
+    if layout is torch.strided:
+        with warnings.catch_warnings():  # torch says that they are a prototype
+            warnings.simplefilter("ignore")
+            return torch.nested.nested_tensor(rows)
+    ends = torch.tensor([0, *(row.shape[dim - 1] for row in rows)]).cumsum(0)
+    return torch.nested.nested_tensor_from_jagged(torch.cat(rows, dim - 1), ends, jagged_dim=dim)
 
 
 def told(batch: TensorDict) -> list[tuple[Any, ...]]:
@@ -44,6 +60,7 @@ def told(batch: TensorDict) -> list[tuple[Any, ...]]:
             batch["vector"].tolist(),
             batch.get("text").tolist(),
             batch.get("anything").tolist(),
+            *([row.tolist() for row in batch[name].unbind()] for name in ("jagged", "wide", "strided")),
             strict=True,
         )
     )
@@ -60,11 +77,14 @@ def test_split_and_concat_are_each_others_inverse(count: int, parts: int):
         with pytest.raises(ConfigError, match=f"{count} rows cannot be split over {parts}"):
             split(batch, parts)
         return
-    cut = split(batch, parts)
-    sizes = [len(part) for part in cut]
-    assert len(cut) == parts
+    found = split(batch, parts)
+    sizes = [len(part) for part in found]
+    assert len(found) == parts
     assert max(sizes) - min(sizes) <= 1
-    assert told(concat(cut)) == told(batch)
+    for part in (*found, concat(found)):
+        assert isinstance(part.get("temperature"), NonTensorData)
+        assert (part["temperature"], part["labels"]) == (0.5, [*range(count)])
+    assert told(concat(found)) == told(batch)
 
 
 @given(COUNTS, PARTS)
@@ -73,13 +93,14 @@ def test_padding_repeats_rows_and_can_be_undone(count: int, multiple: int):
     padded = pad(batch, multiple)
     assert len(padded) % multiple == 0
     assert 0 <= len(padded) - count < multiple
-    assert told(padded[:count]) == told(batch)
+    assert told(cut(padded, 0, count)) == told(batch)
+    assert (padded["temperature"], padded["labels"]) == (0.5, [*range(count)])
     assert told(padded) == list(itertools.islice(itertools.cycle(told(batch)), len(padded)))
 
 
 def test_a_batch_without_rows_is_not_padded():
     with pytest.raises(ConfigError, match="nothing to repeat"):
-        pad(batch_of(3)[:0], 2)
+        pad(cut(batch_of(3), 0, 0), 2)
 
 
 def test_union_joins_columns():
@@ -137,16 +158,117 @@ def test_tensors_of_any_kind_travel(dtype: torch.dtype, shape: tuple[int, ...]):
     assert unpack(packed)["values"].view(torch.uint8).equal(whole[3:6].detach().view(torch.uint8))
 
 
+def test_a_column_of_a_table_travels():
+    table = torch.arange(6).reshape(3, 2)
+    batch = TensorDict({"first": table[:, 0], "turned": table.flip(1).T.contiguous().T}, [3])
+    for found in (unpack(pack(batch)), concat(split(batch, 2))):
+        assert (found["first"].tolist(), found["turned"].tolist()) == ([0, 2, 4], table.flip(1).tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int64])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_nested_tensors_travel(dtype: torch.dtype, count: int):
+    whole = [torch.randint(2, (2, size)).to(dtype) for size in (3, 0, 1)]
+    for values in (nested(whole, torch.jagged, dim=2), nested(whole, torch.strided)):
+        batch = cut(TensorDict({"values": values}, [3]), 0, count)
+        found = unpack(pack(batch))["values"]
+        assert (found.layout, found.dtype, found.is_nested) == (values.layout, dtype, True)
+        assert [row.tolist() for row in found.unbind()] == [row.tolist() for row in whole[:count]]
+        again = concat([TensorDict({"values": found}, [count]), batch, TensorDict({"values": values}, [3])])
+        assert [row.tolist() for row in again["values"].unbind()] == [
+            row.tolist() for row in (*whole[:count], *whole[:count], *whole)
+        ]
+
+
+def test_nested_tensors_that_do_not_fit_together_are_refused():
+    kinds = {
+        "[*] (jagged, torch.int64)": nested([torch.arange(2)], torch.jagged),
+        "[*] (jagged, torch.float32)": nested([torch.ones(2)], torch.jagged),
+        "[2, *] (jagged, torch.int64)": nested([torch.ones(2, 1).long()], torch.jagged, dim=2),
+        "[*, 2] (jagged, torch.int64)": nested([torch.ones(1, 2).long()], torch.jagged),
+        "[*] (strided, torch.int64)": nested([torch.arange(2)], torch.strided),
+        "[2]": torch.zeros(1, 2, dtype=torch.int64),
+    }
+    for one, other in itertools.permutations(kinds, 2):
+        with pytest.raises(ConfigError, match=re.escape(f"are of the sizes {one}, {other}: pad them alike first")):
+            concat([TensorDict({"answers": kinds[kind]}, [1]) for kind in (one, other)])
+    one, *others = (TensorDict({"answers": values}, [1]) for values in kinds.values())
+    assert union(one, one.clone())["answers"].unbind()[0].tolist() == [0, 1]
+    for other in others:
+        with pytest.raises(ConfigError, match="a column 'answers' with different values"):
+            union(one, other)
+
+
 def test_other_columns_are_refused():
-    with pytest.raises(ConfigError, match="'inner' is a TensorDict"):
-        pack(TensorDict({"inner": batch_of(2)}, [2]))
+    inner, sparse = TensorDict({"inner": batch_of(2)}, [2]), TensorDict({"inner": torch.eye(2).to_sparse()}, [2])
+    array = TensorDict({"inner": torch.ones(2)}, [2])
+    array["inner"] = np.array(["a", "b"], dtype=object)
+    for batch, words in (
+        (inner, "a TensorDict"),
+        (sparse, "layout torch.sparse"),
+        (array, r"an array of 2 objects .*: give column\(array\)"),
+    ):
+        for refuse in (pack, lambda batch: split(batch, 2), lambda batch: concat([batch]), union):
+            with pytest.raises(ConfigError, match=f"'inner' is .*{words}"):
+                refuse(batch)
+    lazy = TensorDict.lazy_stack([TensorDict({"a": torch.ones(size)}) for size in (1, 2)])
+    for mode in (Dispatch.DP, Dispatch.DP_PADDED):
+        with pytest.raises(ConfigError, match="a batch is a LazyStackedTensorDict; expected a TensorDict"):
+            run(plain(2), mode, lambda *_: pytest.fail("a worker was called"), lazy, batch_of(2))
 
 
-def test_one_value_for_all_rows_is_a_column_too():
+META: list[Any] = [
+    "one for all",
+    7,
+    None,
+    ["a", "b", "c"],
+    {"eos": [1, 2], "nan": float("nan"), "tensor": torch.tensor([1.0, torch.nan])},
+    np.array([1.0, np.nan]),
+]
+
+
+@pytest.mark.parametrize("value", META, ids=str)
+def test_meta_information_stays_meta(value: Any):
     batch = batch_of(3)
-    batch["text"] = "one for all"
-    assert [row[2] for row in told(unpack(pack(batch)))] == ["one for all"] * 3
-    assert told(concat(split(batch, 2))) == told(batch)
+    batch["told"] = NonTensorData(value)
+    parts = [unpack(pack(part)) for part in split(batch, 2)]
+    for found in (
+        *parts,
+        concat(parts),
+        take(batch, [2, 0]),
+        pad(batch, 2),
+        union(batch_of(3), batch),
+        union(batch, batch),
+    ):
+        assert isinstance(found.get("told"), NonTensorData)
+        assert repr(found["told"]) == repr(value)
+    assert repr(concat([parts[0], cut(batch_of(3), 0, 1)])["told"]) == repr(value)  # which only one of them has
+    for other in ("another", ["a", "b"], torch.ones(1)):
+        parts[1]["told"] = NonTensorData(other)
+        with pytest.raises(ConfigError, match="'told' is meta information of whole batches, and they differ: "):
+            concat(parts)
+        with pytest.raises(ConfigError, match="a column 'told' with different values"):
+            union(parts[0], cut(parts[1].select("told"), 0, 1))
+    parts[1]["told"] = column([value, value])
+    with pytest.raises(ConfigError, match="with the columns"):
+        concat(parts)
+
+
+def test_meta_information_goes_to_all_ranks_and_comes_back_once():
+    def work(rank: int, part: TensorDict) -> TensorDict:
+        assert part["labels"] == [0, 1, 2, 3, 4]
+        return TensorDict({"rank": torch.full((len(part),), rank), "by": NonTensorData("policy")}, [len(part)])
+
+    for mode in (Dispatch.DP, Dispatch.DP_PADDED):
+        found = run(plain(2), mode, work, batch_of(5))
+        assert (len(found), found["by"]) == (5, "policy")
+    with pytest.raises(ConfigError, match="'by' is meta information of whole batches, and they differ: 0 and 1"):
+        run(plain(2), Dispatch.DP, lambda rank, part: TensorDict({"by": NonTensorData(rank)}, [len(part)]), batch_of(5))
+
+
+def test_padded_results_have_a_row_for_each_row():
+    with pytest.raises(ConfigError, match="the results of 6 rows, padded from 5, have 12 rows"):
+        run(plain(2), Dispatch.DP_PADDED, lambda rank, part: concat([part, part]), batch_of(5))
 
 
 def test_rows_can_be_taken_in_any_order():
@@ -156,12 +278,12 @@ def test_rows_can_be_taken_in_any_order():
 
 @given(st.lists(st.integers(0, 100), max_size=40), PARTS)
 def test_balanced_parts_differ_by_one_row_of_the_largest_at_most(sizes: list[int], parts: int):
-    cut = balance(sizes, parts)
-    assert sorted(itertools.chain(*cut)) == list(range(len(sizes)))
-    loads = [sum(sizes[row] for row in part) for part in cut]
+    found = balance(sizes, parts)
+    assert sorted(itertools.chain(*found)) == list(range(len(sizes)))
+    loads = [sum(sizes[row] for row in part) for part in found]
     assert max(loads) - min(loads) <= max(sizes, default=0)
     if len(set(sizes)) == 1:
-        assert max(map(len, cut)) - min(map(len, cut)) <= 1
+        assert max(map(len, found)) - min(map(len, found)) <= 1
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -302,6 +424,27 @@ def test_memory_is_shared_on_one_host_alone():
     assert choose_transport(["a", "b"], ["a", "b"], shares_gpus=False)[0] == "broadcast"
     files = CheckpointTransport("/shared")
     assert choose_transport(["a", "b"], ["a", "b"], shares_gpus=True, asked=files)[0] is files
+
+
+@pytest.mark.parametrize(
+    ("transport", "words"),
+    [
+        ("single_copy", "with single_copy a trainer attaches its model"),
+        (SingleCopyTransport(), "with single_copy a trainer attaches its model"),
+        ("lora", "generate asks for no adapter"),
+        (LoraTransport(name="mine"), "generate asks for no adapter"),
+        (CheckpointTransport("/shared", restart=True), "leave out restart"),
+    ],
+    ids=str,
+)
+def test_transports_that_demand_more_than_pushes_are_refused(transport: Any, words: str):
+    with pytest.raises(ConfigError, match=words):
+        check_usable(transport)
+
+
+def test_transports_of_pushes_alone_are_not_refused():
+    for transport in (None, "ipc", "broadcast", "nccl", CheckpointTransport("/shared"), object()):
+        check_usable(transport)
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,35 @@
 """Batches: a `TensorDict` whose first dimension is the rows, joined, split and padded without a change of order.
 
-A column is a tensor or, for anything else, a `NonTensorStack` with one value for each row. No function writes into what
-it is given.
+A column is a tensor, a nested tensor or, for anything else, a `NonTensorStack` with one value for each row. Meta
+information is a `NonTensorData`: one value for the whole batch. It is never split, and a part of a batch has all of it.
+No function writes into what it is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, is_non_tensor
+from tensordict import TensorDict, TensorDictBase
 from tensordict.tensorclass import NonTensorStack
 
 from weightsync.errors import ConfigError
+from weightsync.hybrid.columns import (
+    Ragged,
+    bytes_of,
+    check,
+    is_equal,
+    is_meta,
+    join,
+    meta,
+    pick,
+    span,
+    tensor_of,
+)
 
 
 def column(values: Sequence[Any]) -> Any:
@@ -24,21 +37,33 @@ def column(values: Sequence[Any]) -> Any:
     return NonTensorStack(*values)
 
 
+def is_batch(value: Any) -> bool:
+    """Return whether this has rows, which a call may split. `rows` refuses those of another class than `TensorDict`."""
+    return isinstance(value, TensorDictBase)
+
+
 def rows(batch: TensorDict) -> int:
     """Return how many rows a batch has. Raises `ConfigError` for a batch without a dimension of rows."""
+    if not isinstance(batch, TensorDict):
+        raise ConfigError(
+            f"a batch is a {type(batch).__name__}; expected a TensorDict: pad the rows alike, or make a nested tensor"
+        )
     if len(batch.batch_size) != 1:
         raise ConfigError(f"a batch has the size {list(batch.batch_size)}; expected one dimension, its rows")
     return int(batch.batch_size[0])
 
 
 def union(first: TensorDict, *others: TensorDict) -> TensorDict:
-    """Return the columns of all batches. Raises `ConfigError` where the numbers of rows or a column's values differ."""
-    joined: dict[str, Any] = dict(first.items())
+    """Return the columns and the meta information of all batches.
+
+    Raises `ConfigError` where the numbers of rows differ, or the values of a column or of meta information.
+    """
+    joined = _columns(first)
     for other in others:
         if rows(other) != rows(first):
             raise ConfigError(f"batches of {rows(first)} and {rows(other)} rows cannot be joined column by column")
-        for name, values in other.items():
-            if name in joined and not _equal(joined[name], values):
+        for name, values in _columns(other).items():
+            if name in joined and not is_equal(joined[name], values):
                 raise ConfigError(f"two batches have a column {name!r} with different values: rename one of them")
             joined[name] = values
     return TensorDict(joined, [rows(first)])
@@ -52,33 +77,31 @@ def split(batch: TensorDict, parts: int) -> list[TensorDict]:
             "without a row: use Dispatch.DP_PADDED or a larger batch"
         )
     ends = [rows(batch) * part // parts for part in range(parts + 1)]
-    return [batch[start:end] for start, end in pairwise(ends)]
+    return [cut(batch, start, end) for start, end in pairwise(ends)]
+
+
+def cut(batch: TensorDict, start: int, end: int) -> TensorDict:
+    """Return the rows from `start` to before `end`."""
+    return _each(batch, end - start, lambda values: span(values, start, end))
 
 
 def concat(batches: Sequence[TensorDict]) -> TensorDict:
-    """Return the rows of all batches, in order.
+    """Return the rows of all batches, in order, with the meta information that any of them has.
 
-    Raises `ConfigError` where their columns differ, or the sizes of the rows of one.
+    Raises `ConfigError` where their columns differ, or the sizes of the rows of one, or meta information.
     """
-    names = [sorted(batch.keys()) for batch in batches]
+    counts = list(map(rows, batches))
+    columns = list(map(_columns, batches))
+    names = [sorted(name for name, values in each.items() if not is_meta(values)) for each in columns]
     if not batches or any(other != names[0] for other in names):
         raise ConfigError(f"batches with the columns {names} cannot be put one below the other")
-    found: dict[str, Any] = {}
-    for name in names[0]:
-        values = [batch.get(name) for batch in batches]
-        shapes = dict.fromkeys(each.shape[1:] if isinstance(each, torch.Tensor) else None for each in values)
-        if len(shapes) > 1:
-            sizes = ", ".join("no tensors" if shape is None else str(list(shape)) for shape in shapes)
-            raise ConfigError(f"the rows of the column {name!r} are of the sizes {sizes}: pad them alike first")
-        if isinstance(values[0], torch.Tensor):
-            found[name] = _joined(values)
-        else:
-            found[name] = column([value for each in values for value in each.tolist()])
-    return TensorDict(found, [sum(map(rows, batches))])
+    every = dict.fromkeys(name for each in columns for name in each)
+    found = {name: join(name, [each[name] for each in columns if name in each]) for name in every}
+    return TensorDict(found, [sum(counts)])
 
 
 def pad(batch: TensorDict, multiple: int) -> TensorDict:
-    """Return the batch with its first rows repeated until their number is a multiple. `batch[:rows]` undoes it."""
+    """Return the batch with its first rows repeated until their number is a multiple. `cut` undoes it."""
     count = rows(batch)
     if not count:
         raise ConfigError("a batch without rows cannot be padded: there is nothing to repeat")
@@ -88,7 +111,7 @@ def pad(batch: TensorDict, multiple: int) -> TensorDict:
 
 def take(batch: TensorDict, order: Sequence[int]) -> TensorDict:
     """Return these rows, in this order. A row may come several times."""
-    return batch[torch.tensor(order, dtype=torch.long)]
+    return _each(batch, len(order), lambda values: pick(values, order))
 
 
 def balance(sizes: Sequence[int], parts: int) -> list[list[int]]:
@@ -112,22 +135,28 @@ class Packed:
 
     rows: int
     tensors: dict[str, tuple[torch.dtype, torch.Size, Any]]
+    nested: dict[str, tuple[Ragged, list[torch.Size], Any]]
     lists: dict[str, list[Any]]
+    meta: dict[str, Any]
 
 
 def pack(value: Any) -> Any:
     """Return a batch as it travels, with tensors of a GPU in host memory, and anything else as it is."""
     if not isinstance(value, TensorDict) or len(value.batch_size) != 1:
         return value
-    tensors, lists = {}, {}
-    for name, each in value.items():
-        if is_non_tensor(each):
-            lists[name] = each.tolist()
-        elif isinstance(each, torch.Tensor):
-            tensors[name] = each.dtype, each.shape, _bytes_of(each.detach().cpu())
+    packed = Packed(rows(value), {}, {}, {}, {})
+    for name, values in _columns(value).items():
+        if is_meta(values):
+            packed.meta[name] = values.data
+        elif not isinstance(values, torch.Tensor):
+            packed.lists[name] = values.tolist()
+        elif values.is_nested:
+            each = values.detach().cpu().unbind()
+            data = np.concatenate([np.empty(0, np.uint8), *map(bytes_of, each)])
+            packed.nested[name] = Ragged.of(values), [row.shape for row in each], data
         else:
-            raise ConfigError(f"the column {name!r} is a {type(each).__name__}; expected a tensor or column(values)")
-    return Packed(rows(value), tensors, lists)
+            packed.tensors[name] = values.dtype, values.shape, bytes_of(values.detach().cpu())
+    return packed
 
 
 def unpack(value: Any) -> Any:
@@ -136,32 +165,21 @@ def unpack(value: Any) -> Any:
         return value
     columns: dict[str, Any] = {name: column(values) for name, values in value.lists.items()}
     for name, (dtype, shape, data) in value.tensors.items():
-        columns[name] = _tensor_of(data.copy(), dtype).reshape(shape)
+        columns[name] = tensor_of(data.copy(), dtype).reshape(shape)
+    for name, (kind, shapes, data) in value.nested.items():
+        flat = tensor_of(data.copy(), kind.dtype).split([shape.numel() for shape in shapes])
+        columns[name] = kind.join([row.reshape(shape) for row, shape in zip(flat, shapes, strict=True)])
+    columns |= {name: meta(found) for name, found in value.meta.items()}
     return TensorDict(columns, [value.rows])
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    first = parts[0]
-    kinds = {(part.dtype, part.shape[1:], part.device.type, part.requires_grad) for part in parts}
-    if kinds != {(first.dtype, first.shape[1:], "cpu", False)}:
-        return torch.cat(parts)
-    # On a CPU torch copies with all threads, and those that have ended their part spin on the cores of the workers.
-    joined = _tensor_of(np.concatenate([_bytes_of(part) for part in parts]), first.dtype)
-    return joined.reshape(sum(len(part) for part in parts), *first.shape[1:])
+def _columns(batch: TensorDict) -> dict[str, Any]:
+    """Return the columns and the meta information by name. Raises `ConfigError` for what is neither."""
+    count, found = rows(batch), dict(batch.items())
+    for name, values in found.items():
+        check(name, values, count)
+    return found
 
 
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
-def _tensor_of(data: Any, dtype: torch.dtype) -> torch.Tensor:
-    # An empty array has a stride that no other dtype can be read with.
-    return torch.from_numpy(data).view(dtype) if data.size else torch.empty(0, dtype=dtype)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        return bool(((one == other) | ((one != one) & (other != other))).all())  # NaN is what NaN is
-    return type(one) is type(other) and one.tolist() == other.tolist()
+def _each(batch: TensorDict, count: int, change: Callable[[Any], Any]) -> TensorDict:
+    return TensorDict({name: change(values) for name, values in _columns(batch).items()}, [count])

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from tensordict import TensorDict
 
 from weightsync.errors import ConfigError
-from weightsync.hybrid.batch import concat, pad, rows, split
+from weightsync.hybrid.batch import concat, cut, is_batch, pad, rows, split
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _ATTRIBUTE = "_weightsync_dispatch"
@@ -124,11 +124,11 @@ def _over_data_parallel(layout: Layout, call: Call) -> list[Call]:
     parts = layout.data_parallel_size
     _rows_of(call)
 
-    def cut(value: Any) -> list[Any]:
-        return split(value, parts) if isinstance(value, TensorDict) else [value] * parts
+    def share_out(value: Any) -> list[Any]:
+        return split(value, parts) if is_batch(value) else [value] * parts
 
-    args = [cut(value) for value in call.args]
-    kwargs = {name: cut(value) for name, value in call.kwargs.items()}
+    args = [share_out(value) for value in call.args]
+    kwargs = {name: share_out(value) for name, value in call.kwargs.items()}
     calls = [
         Call(tuple(each[part] for each in args), {name: each[part] for name, each in kwargs.items()})
         for part in range(parts)
@@ -138,7 +138,7 @@ def _over_data_parallel(layout: Layout, call: Call) -> list[Call]:
 
 def _over_data_parallel_padded(layout: Layout, call: Call) -> list[Call]:
     def fill(value: Any) -> Any:
-        return pad(value, layout.data_parallel_size) if isinstance(value, TensorDict) else value
+        return pad(value, layout.data_parallel_size) if is_batch(value) else value
 
     _rows_of(call)
     padded = Call(tuple(map(fill, call.args)), {name: fill(value) for name, value in call.kwargs.items()})
@@ -161,12 +161,21 @@ def _concat(layout: Layout, call: Call, results: list[Any]) -> Any:
 
 def _concat_unpadded(layout: Layout, call: Call, results: list[Any]) -> Any:
     joined = _concat(layout, call, results)
-    return joined[: _rows_of(call)] if isinstance(joined, TensorDict) else joined
+    if not isinstance(joined, TensorDict):
+        return joined
+    count, size = _rows_of(call), layout.data_parallel_size
+    padded = -(-count // size) * size
+    if rows(joined) != padded:
+        raise ConfigError(
+            f"the results of {padded} rows, padded from {count}, have {rows(joined)} rows, and those of the padding "
+            "cannot be told apart: return a row for each row, or use Dispatch.DP"
+        )
+    return cut(joined, 0, count)
 
 
 def _rows_of(call: Call) -> int:
     """Return the number of rows of a call's batches, all of which must have the same."""
-    counts = {rows(value) for value in (*call.args, *call.kwargs.values()) if isinstance(value, TensorDict)}
+    counts = {rows(value) for value in (*call.args, *call.kwargs.values()) if is_batch(value)}
     if len(counts) != 1:
         found = f"batches of {sorted(counts)} rows" if counts else "no batch"
         raise ConfigError(

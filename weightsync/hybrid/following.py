@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import ConfigError, PlacementError, WeightSyncError
 from weightsync.hybrid.worker_group import WorkerGroup
 from weightsync.report import PushReport
+from weightsync.strategies import demands_of
 
 if TYPE_CHECKING:
     from weightsync.hybrid.rollout_group import RolloutGroup
@@ -22,11 +24,14 @@ class GroupSync:
     """The connection that `RolloutGroup.follow` makes. `push` makes all engines serve the workers' weights.
 
     transport, reason: what was chosen, and why.
+    drops: whether the group goes on without engines that die.
     """
 
     def __init__(self, engines: RolloutGroup, trainer: WorkerGroup, asked: Any, options: dict[str, Any]):
+        if not isinstance(trainer, WorkerGroup):
+            raise ConfigError(f"engines follow a WorkerGroup, and this is a {type(trainer).__name__}")
+        check_usable(asked)
         self._engines, self._trainer = engines, trainer
-        self._shares_gpus = engines.pool is trainer.processes.pool and engines.pool.gpus > 0
         if self._shares_gpus and not engines.has_sleep_mode:
             raise ConfigError(
                 "the engines share the workers' GPUs and cannot sleep: make the WorkerGroup before the RolloutGroup, "
@@ -35,18 +40,41 @@ class GroupSync:
         nodes = trainer.processes.nodes, engines.nodes
         self.transport, self.reason = choose_transport(*nodes, shares_gpus=self._shares_gpus, asked=asked)
         logger.info("%s pushes over %s: %s", trainer.role, self.transport, self.reason)
-        trainer.call_all("open_sync", self.transport, engines.actors, options)
+        self.drops = options.get("on_engine_failure") == "drop"
+        self._id = secrets.token_hex(8)  # workers may have several
+        self._told: dict[str, Any] = {}
+        self._is_closed = False
+        trainer.call_all("open_sync", self._id, self.transport, options)
 
     def push(self, version: int | None = None) -> PushReport:
         """Make every engine serve the weights that the workers have now, and return when they do.
 
-        Of engines that sleep, the weights wake before and the KV cache after it, so that a push has memory.
-        Raises what `WeightSync.push` raises. Engines that slept then have no KV cache until a push succeeds.
+        Of engines that sleep, the weights wake before and the KV cache after it, so that a push has memory. Engines
+        that were added get prompts from now on. `PushReport.left_out` names those that were lost, with
+        on_engine_failure="drop": they get none.
+
+        Raises what `WeightSync.push` raises. Engines that slept then have no KV cache until a push succeeds. Raises
+        `ConfigError` after `close`, and once the engines follow another sync.
         """
+        if self._is_closed or not self._engines.is_followed_by(self):
+            raise ConfigError(
+                f"the engines do not follow this GroupSync of {self._trainer.role} any more: it was closed, or they "
+                "were told to `follow` again. Push through the newest one"
+            )
         self._engines.wake_up([WEIGHTS])
-        report: PushReport = self._trainer.call_all("push", version)[0]
+        self.check_placement()
+        if (engines := self._engines.to_push()) != self._told:
+            self._trainer.call_all("name_engines", self._id, engines)
+            self._told = engines
+        report: PushReport = self._trainer.call_all("push", self._id, version)[0]
+        self._engines.was_pushed(report.left_out)
         self._engines.wake_up([KV_CACHE])
         return report
+
+    def check_placement(self) -> None:
+        """Raise `PlacementError` where the transport does not reach the engines that there are now."""
+        nodes = self._trainer.processes.nodes, self._engines.nodes
+        choose_transport(*nodes, shares_gpus=self._shares_gpus, asked=self.transport)
 
     def sleep(self, level: int = 2) -> None:
         """Put engines to sleep that are on the workers' GPUs, which then have their memory.
@@ -58,7 +86,8 @@ class GroupSync:
 
     def close(self) -> None:
         """Disconnect the workers from the engines."""
-        self._trainer.call_all("close_sync")
+        self._is_closed = True
+        self._trainer.call_all("close_sync", self._id)
 
     def __enter__(self) -> GroupSync:
         return self
@@ -69,6 +98,30 @@ class GroupSync:
         except WeightSyncError:
             if kind is None:  # else it follows from what the body has raised, and would take its place
                 raise
+
+    @property
+    def _shares_gpus(self) -> bool:
+        return self._engines.shares_gpus(self._trainer.processes.pool)
+
+
+def check_usable(transport: Any) -> None:
+    """Raise `ConfigError` for a transport that a group cannot use, by name or as an object."""
+    match demands_of(transport):
+        case "writing":
+            raise ConfigError(
+                "with single_copy a trainer attaches its model to one engine and steps inside of `writing()`, and a "
+                'WorkerGroup pushes: choose "ipc", or leave the transport out'
+            )
+        case "adapter":
+            raise ConfigError(
+                "RolloutGroup.generate asks for no adapter, and would answer with the base model: choose "
+                '"ipc", which merges adapters as they travel, or leave the transport out'
+            )
+        case "server":
+            raise ConfigError(
+                "CheckpointTransport(restart=True) starts servers anew, and the engines of a RolloutGroup are Ray "
+                "actors: leave out restart"
+            )
 
 
 def choose_transport(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
@@ -76,10 +76,16 @@ class Pending:
         return explain(error, self._names[ref], self.doing)
 
 
+class Waited(Protocol):
+    """A call that is under way, such as a `Pending`."""
+
+    def results(self) -> list[Any]: ...
+
+
 class Later:
     """The result of a call of a group that is under way."""
 
-    def __init__(self, pending: Pending, collect: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, pending: Waited, collect: Callable[[list[Any]], Any]) -> None:
         self._pending, self._collect = pending, collect
 
     def result(self) -> Any:
@@ -107,6 +113,12 @@ def raised(ref: Any) -> Exception | None:
         found: Exception = error
         return found
     return None
+
+
+def has_died(ref: Any) -> bool:
+    """Return whether an actor has died, from the answer of a call that takes it no time. One that is busy has not."""
+    ended, _ = ray.wait([ref], timeout=_NEWS_S)
+    return bool(ended) and isinstance(raised(ref), _DEATHS)
 
 
 def explain(error: BaseException, who: str, doing: str) -> WeightSyncError:

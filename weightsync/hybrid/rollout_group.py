@@ -2,23 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
 import ray
-import torch
 from tensordict import TensorDict
 
-from weightsync.errors import ConfigError
-from weightsync.hybrid.batch import balance, rows, take, union
+from weightsync.errors import ConfigError, PeerError
+from weightsync.hybrid.batch import balance, rows
 from weightsync.hybrid.following import KV_CACHE, WEIGHTS, GroupSync
-from weightsync.hybrid.pending import Later, Method, Pending
+from weightsync.hybrid.generation import Answer, Begun, Generation, Prompt, batch_of, prompts_of
+from weightsync.hybrid.pending import Later, Method, Pending, has_died
 from weightsync.hybrid.pool import ENGINES, ResourcePool
 from weightsync.hybrid.worker_group import WorkerGroup
 
-Answer = tuple[list[int], list[float]]
-"""The token ids of one answer, and the log-probability of each when it was sampled."""
+logger = logging.getLogger(__name__)
+
+
+class EngineState(Enum):
+    """Whether an engine of a group gets prompts."""
+
+    SERVING = auto()
+    NEW = auto()
+    """It was added, and no push has reached it. It has other weights than those that serve."""
+    LOST = auto()
+    """A push was made without it, since it did not answer. It is asked for nothing until a push reaches it."""
+
+
+@dataclass(eq=False)
+class GroupEngine:
+    """One engine of a group.
+
+    pool, place: where its first worker is.
+    asleep: what of its memory sleeps.
+    """
+
+    name: str
+    actor: Any
+    pool: ResourcePool
+    place: int
+    state: EngineState
+    node: str = ""
+    asleep: set[str] = field(default_factory=set)
 
 
 class RolloutGroup:
@@ -32,10 +61,10 @@ class RolloutGroup:
     options: what vLLM's `LLM` takes. weightsync's plug-in is set up, and sleep mode where the GPUs are shared.
     actor: the class of the Ray actor, in place of `weightsync.vllm.rollout.RolloutEngine`.
     timeout_s: how long each call may take.
-    names: what errors call each engine, with the address of its node.
 
-    A call raises what one of a `WorkerGroup` does. After the death of an engine `close` the group, make another on the
-    same pool, and let it follow. Its engines serve the weights of `model` until the next push.
+    A call raises what one of a `WorkerGroup` does. After the death of an engine `remove` it, and `add` another in its
+    place. With `follow(actor, on_engine_failure="drop")` the group goes on without it. Engines serve the weights of
+    `model` until the next push.
     """
 
     def __init__(
@@ -48,7 +77,7 @@ class RolloutGroup:
         timeout_s: float = 3600.0,
         **options: Any,
     ) -> None:
-        first_places = places_of_engines(pool.processes, tensor_parallel_size)
+        places_of_engines(pool.processes, tensor_parallel_size)
         for name in ("pipeline_parallel_size", "data_parallel_size"):
             if options.get(name, 1) != 1:
                 raise ConfigError(
@@ -56,12 +85,13 @@ class RolloutGroup:
                     "and more places in the pool are more engines"
                 )
         pool.claim(ENGINES)
-        self.pool, self._timeout_s = pool, timeout_s
-        self._asleep: set[str] = set()
-        self._closed = False
-        self.actors: list[Any] = []
-        self.names = [f"engine {number}" for number in range(len(first_places))]
-        options = {
+        self.pool, self._pools, self._timeout_s = pool, [pool], timeout_s
+        self._size, self._class = tensor_parallel_size, actor
+        self._engines: list[GroupEngine] = []
+        self._count = 0
+        self._sync: GroupSync | None = None
+        self._was_pushed = False
+        self._options = {
             "model": model,
             "tensor_parallel_size": tensor_parallel_size,
             "weight_transfer_config": {"backend": "weightsync"},
@@ -70,23 +100,84 @@ class RolloutGroup:
             "enable_sleep_mode": pool.gpus > 0 and pool.is_shared,
             **options,
         }
-        self.has_sleep_mode = bool(options["enable_sleep_mode"])
         try:
-            self._start(first_places, tensor_parallel_size, actor or _engine_class(), options)
+            self._start(pool)
         except BaseException:
             self.close()
             raise
 
+    @property
+    def actors(self) -> list[Any]:
+        """The Ray actors of the engines, without those that are lost."""
+        return [one.actor for one in self._present()]
+
+    @property
+    def names(self) -> list[str]:
+        """What errors and reports call each of `actors`, with the address of its node."""
+        return [one.name for one in self._present()]
+
+    @property
+    def nodes(self) -> list[str]:
+        """The Ray node of each of `actors`."""
+        return [one.node for one in self._present()]
+
     def follow(self, trainer: WorkerGroup, *, transport: Any = None, **options: Any) -> GroupSync:
         """Return the sync whose `push` moves the weights of these workers into all engines.
 
-        transport: as for `WeightSync`. None means "ipc" where all ranks and engines are on one host, else "broadcast".
-            `GroupSync.reason` says which and why.
-        options: what `WeightSync` takes beside backend, transport and engine.
+        An earlier sync of this group pushes no more. The workers may push to other groups as well.
 
-        Raises `PlacementError` where no transport, or not this one, can move weights between these places.
+        transport: as for `WeightSync`, but for adapters and "single_copy". None means "ipc" where all ranks and engines
+            are on one host, else "broadcast". `GroupSync.reason` says which and why.
+        options: what `WeightSync` takes beside backend, transport and engine. With on_engine_failure="drop" the group
+            goes on without engines that die.
+
+        Raises `PlacementError` where no transport, or not this one, can move weights between these places. Raises
+        `ConfigError` for a transport that a group cannot use.
         """
-        return GroupSync(self, trainer, transport, options)
+        self._sync = GroupSync(self, trainer, transport, options)
+        return self._sync
+
+    def add(self, pool: ResourcePool | None = None) -> list[str]:
+        """Start engines at all free places of a pool, or of those that the group has. Return their names.
+
+        Once the group was pushed to, they get no prompts before a push has reached them.
+
+        Raises `PlacementError` where the transport of the group's sync does not reach them; they are ended then. Raises
+        `ConfigError` where no place is free.
+        """
+        if pool is not None and pool not in self._pools:
+            places_of_engines(pool.processes, self._size)
+            pool.claim(ENGINES)
+            self._pools.append(pool)
+        started: list[GroupEngine] = []
+        try:
+            for one in list(self._pools) if pool is None else [pool]:
+                started += self._start(one)
+            if not started:
+                raise ConfigError("no place is free for another engine: give a pool, or remove an engine first")
+            if self._sync is not None:
+                self._sync.check_placement()
+        except BaseException:
+            for engine in started:
+                self._end(engine)
+            if pool is not None:
+                self._give_back(pool)
+            raise
+        return [one.name for one in started]
+
+    def remove(self, name: str) -> None:
+        """End the engine of this name. Its place is free then: for `add`, or for another group where it was the last.
+
+        Take the answers to its prompts first. Raises `ConfigError` for a name that no engine has, and for the only
+        engine.
+        """
+        engine = next((one for one in self._engines if one.name == name), None)
+        if engine is None:
+            raise ConfigError(f"{name!r} is no engine of the group; these are {[one.name for one in self._engines]}")
+        if len(self._engines) == 1:
+            raise ConfigError(f"{name} is the only engine of the group: close the group, or add another first")
+        self._end(engine)
+        self._give_back(engine.pool)
 
     @property
     def generate(self) -> Method:
@@ -94,7 +185,8 @@ class RolloutGroup:
 
             generate(prompts, **sampling)
 
-        prompts: the column "prompts" has token ids. Where they are padded, "prompt_mask" is true for those that count.
+        prompts: the column "prompts" has token ids, padded or nested. Where they are padded, "prompt_mask" is true for
+            those that count.
         sampling: what vLLM's `SamplingParams` takes.
 
         The new columns are "answers", padded with 0, "answer_mask" and "sampled_logprobs". All engines get about as
@@ -103,29 +195,56 @@ class RolloutGroup:
         return Method(self._begin_generate)
 
     @property
+    def has_sleep_mode(self) -> bool:
+        """Whether the engines can sleep."""
+        return bool(self._options["enable_sleep_mode"])
+
+    @property
     def is_asleep(self) -> bool:
         """Whether `sleep` was called, and not all was woken again."""
-        return bool(self._asleep)
+        return any(one.asleep for one in self._present())
 
     def sleep(self, level: int = 1) -> None:
         """Free the memory of weights and KV cache. Level 1 keeps the weights in host memory, level 2 drops them."""
-        self._ask("sleep", "sleep", level)
-        self._asleep = {WEIGHTS, KV_CACHE}
+        for one in self._call("sleep", {one: one.actor.sleep.remote(level) for one in self._present()}):
+            one.asleep = {WEIGHTS, KV_CACHE}
 
     def wake_up(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
         """Take back the memory of these, where they sleep. After level 2 the weights are anything until a push."""
         # VLLM would map memory twice that is awake already.
-        if due := [tag for tag in tags if tag in self._asleep]:
-            self._ask("wake_up", "wake_up", due)
-            self._asleep -= set(due)
+        due = {one: [tag for tag in tags if tag in one.asleep] for one in self._present()}
+        for one in self._call("wake_up", {one: one.actor.wake_up.remote(tags) for one, tags in due.items() if tags}):
+            one.asleep -= {*due[one]}
+
+    def shares_gpus(self, pool: ResourcePool) -> bool:
+        """Return whether engines are on the GPUs of a pool."""
+        return pool.gpus > 0 and pool in self._pools
+
+    def is_followed_by(self, sync: GroupSync) -> bool:
+        """Return whether this sync is the last that `follow` has made."""
+        return self._sync is sync
+
+    def to_push(self) -> dict[str, Any]:
+        """Return the actors that a push is to reach, by name: lost ones too, which may answer again."""
+        return {one.name: one.actor for one in self._engines if WEIGHTS not in one.asleep}
+
+    def was_pushed(self, left_out: Collection[str]) -> None:
+        """Note that engines serve a new version, but for those that the push has left out."""
+        self._was_pushed = True
+        for one in list(self._engines):
+            if one.name not in left_out:
+                one.state = EngineState.SERVING
+            elif one.state is not EngineState.LOST:
+                one.state = EngineState.LOST
+                if has_died(one.actor.__ray_call__.remote(_node)):
+                    self._end(one)
 
     def close(self) -> None:
-        """End the engines, and give the pool back."""
-        if not self._closed:
-            for actor in self.actors:
-                ray.kill(actor)
-            self.pool.release(ENGINES)
-        self._closed = True
+        """End the engines, and give the pools back."""
+        for one in list(self._engines):
+            self._end(one)
+        for pool in list(self._pools):
+            self._give_back(pool)
 
     def __enter__(self) -> RolloutGroup:
         return self
@@ -133,42 +252,103 @@ class RolloutGroup:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, first_places: list[int], size: int, cls: type, options: dict[str, Any]) -> None:
-        devices = self._devices() if self.pool.gpus else []
-        for first in first_places:
-            own = ",".join(devices[first : first + size])
-            self.actors.append(ray.remote(cls).options(**self.pool.options(first)).remote(own, options))
-        where = self._ask("start", "__ray_call__", _node)
-        self.nodes = [node for node, _ in where]
-        self.names = [f"{name} on {address}" for name, (_, address) in zip(self.names, where, strict=True)]
+    def _present(self) -> list[GroupEngine]:
+        return [one for one in self._engines if one.state is not EngineState.LOST]
 
-    def _devices(self) -> list[str]:
-        """Return what CUDA calls the GPUs of each place of the pool."""
+    def _start(self, pool: ResourcePool) -> list[GroupEngine]:
+        """Start an engine at each free place of a pool."""
+        taken = {one.place for one in self._engines if one.pool is pool}
+        free = [place for place in places_of_engines(pool.processes, self._size) if place not in taken]
+        if pool.gpus and pool.is_shared and not self.has_sleep_mode:
+            raise ConfigError(
+                "the engines would share the GPUs of workers, and cannot sleep: give a pool without a WorkerGroup, or "
+                "make the RolloutGroup with enable_sleep_mode=True"
+            )
+        cls = ray.remote(self._class or _engine_class())
+        devices = self._devices(pool, free) if pool.gpus else {}
+        state = EngineState.NEW if self._was_pushed else EngineState.SERVING
+        started = []
+        for place in free:
+            own = ",".join(devices[at] for at in range(place, place + self._size) if at in devices)
+            actor = cls.options(**pool.options(place)).remote(own, self._options)
+            started.append(GroupEngine(f"engine {self._count}", actor, pool, place, state))
+            self._count += 1
+        refs = {one.name: one.actor.__ray_call__.remote(_node) for one in started}
+        try:
+            where = Pending("start", refs, self._timeout_s).results()
+        except BaseException:
+            for one in started:
+                ray.kill(one.actor)
+            raise
+        for one, (node, address) in zip(started, where, strict=True):
+            one.node, one.name = node, f"{one.name} on {address}"
+        self._engines += started
+        return started
+
+    def _devices(self, pool: ResourcePool, first_places: Sequence[int]) -> dict[int, str]:
+        """Return what CUDA calls the GPU of each place of engines that begin at these."""
         ask = ray.remote(_visible_devices)
-        places = range(self.pool.size)
-        refs = {f"place {place}": ask.options(**self.pool.options(place)).remote() for place in places}
-        return Pending("start", refs, self._timeout_s).results()
+        places = [place for first in first_places for place in range(first, first + self._size)]
+        refs = {f"place {place}": ask.options(**pool.options(place)).remote() for place in places}
+        return dict(zip(places, Pending("start", refs, self._timeout_s).results(), strict=True))
+
+    def _end(self, engine: GroupEngine) -> None:
+        ray.kill(engine.actor)
+        self._engines.remove(engine)
+
+    def _give_back(self, pool: ResourcePool) -> None:
+        """Release a pool on which no engine of this group is left, so that another group can have it."""
+        if pool in self._pools and all(one.pool is not pool for one in self._engines):
+            self._pools.remove(pool)
+            pool.release(ENGINES)
 
     def _begin_generate(self, prompts: TensorDict, **sampling: Any) -> Later:
-        if self._asleep:
-            raise ConfigError("the engines are asleep: wake them, or push, before they generate")
         if not rows(prompts):
             raise ConfigError("a batch without rows has no prompts to answer")
-        ids = prompts["prompts"]
-        mask = prompts["prompt_mask"] if "prompt_mask" in prompts else torch.ones_like(ids, dtype=torch.bool)
-        lists = [row[keep].tolist() for row, keep in zip(ids, mask.bool(), strict=True)]
-        parts = balance([len(each) for each in lists], len(self.actors))
-        refs = {
-            name: actor.generate.remote([lists[row] for row in part], sampling)
-            for name, actor, part in zip(self.names, self.actors, parts, strict=True)
-            if part
-        }
-        pending = Pending("generate", refs, self._timeout_s)
-        return Later(pending, partial(_batch_of, prompts, [part for part in parts if part]))
+        asked = Generation(prompts_of(prompts), partial(self._begin_answers, sampling))
+        return Later(asked, partial(batch_of, prompts))
 
-    def _ask(self, doing: str, method: str, *args: Any) -> list[Any]:
-        refs = {name: getattr(actor, method).remote(*args) for name, actor in zip(self.names, self.actors, strict=True)}
-        return Pending(doing, refs, self._timeout_s).results()
+    def _begin_answers(self, sampling: dict[str, Any], prompts: dict[int, Prompt]) -> Begun:
+        """Share prompts out over the engines that serve."""
+        serving = [one for one in self._engines if one.state is EngineState.SERVING]
+        if any(one.asleep for one in serving):
+            raise ConfigError("the engines are asleep: wake them, or push, before they generate")
+        if not serving:
+            raise ConfigError("no engine of the group serves the weights of the last push: push first")
+        numbers = list(prompts)
+        parts = balance([len(prompt) for prompt in prompts.values()], len(serving))
+        shares = {one: [numbers[at] for at in part] for one, part in zip(serving, parts, strict=True) if part}
+        refs = {
+            one: one.actor.generate.remote([prompts[number] for number in share], sampling)
+            for one, share in shares.items()
+        }
+
+        def answers() -> dict[int, list[Answer]]:
+            found = self._wait("generate", refs)
+            return {number: each for one in found for number, each in zip(shares[one], found[one], strict=True)}
+
+        return answers
+
+    def _call(self, doing: str, refs: Mapping[GroupEngine, Any]) -> list[GroupEngine]:
+        """Wait for calls, and return the engines that have answered."""
+        return list(self._wait(doing, refs))
+
+    def _wait(self, doing: str, refs: Mapping[GroupEngine, Any]) -> dict[GroupEngine, Any]:
+        """Wait for calls of engines. Those that have died leave the group, where it goes on without them."""
+        left = dict(refs)
+        while True:
+            pending = Pending(doing, {one.name: ref for one, ref in left.items()}, self._timeout_s)
+            try:
+                return dict(zip(left, pending.results(), strict=True))
+            except PeerError as error:
+                dead = next((one for one in left if one.name == error.who), None)
+                others = [one for one in self._engines if one is not dead and one.state is EngineState.SERVING]
+                if dead is None or not others or self._sync is None or not self._sync.drops:
+                    raise
+                logger.warning("the group goes on without %s: %s", dead.name, error)
+                del left[dead]
+                if dead in self._engines:
+                    self._end(dead)
 
 
 def places_of_engines(processes: Sequence[int], tensor_parallel_size: int) -> list[int]:
@@ -180,24 +360,6 @@ def places_of_engines(processes: Sequence[int], tensor_parallel_size: int) -> li
             "multiple of it, because an engine's workers are on one node"
         )
     return list(range(0, sum(processes), size))
-
-
-def _batch_of(prompts: TensorDict, parts: list[list[int]], results: list[list[list[Answer]]]) -> TensorDict:
-    answers_of = {
-        row: found for part, each in zip(parts, results, strict=True) for row, found in zip(part, each, strict=True)
-    }
-    repeated = take(prompts, [row for row in range(rows(prompts)) for _ in answers_of[row]])
-    answers = [answer for row in range(rows(prompts)) for answer in answers_of[row]]
-    longest = max(len(tokens) for tokens, _ in answers)
-    ids = torch.zeros(len(answers), longest, dtype=torch.long)
-    mask = torch.zeros(len(answers), longest, dtype=torch.bool)
-    logprobs = torch.zeros(len(answers), longest)
-    for row, (tokens, sampled) in enumerate(answers):
-        ids[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
-        mask[row, : len(tokens)] = True
-        logprobs[row, : len(tokens)] = torch.tensor(sampled)
-    found = {"answers": ids, "answer_mask": mask, "sampled_logprobs": logprobs}
-    return union(repeated, TensorDict(found, [len(answers)]))
 
 
 def _engine_class() -> type:

@@ -10,6 +10,8 @@ import ray
 import torch
 import torch.distributed as dist
 
+from weightsync.config import WeightSyncConfig
+from weightsync.engines.ray_actor import RayEngine
 from weightsync.hybrid.batch import pack, unpack
 from weightsync.hybrid.dispatch import Place
 from weightsync.report import PushReport
@@ -39,7 +41,7 @@ class Worker:
     local_rank: int
     device: torch.device
     roles: dict[str, Worker]
-    _sync: WeightSync | None = None
+    _syncs: dict[str, FollowedSync]
 
     def init_model(self, *args: Any, **kwargs: Any) -> None:
         """Build the model, and the groups of its parallelism. Called once on every rank, with the group's arguments."""
@@ -52,22 +54,41 @@ class Worker:
         """
         return Place(self.rank, True)
 
-    def open_sync(self, transport: Any, engines: list[Any], options: dict[str, Any]) -> None:
-        """Make the `WeightSync` that `push` uses. Every rank calls this."""
-        self.close_sync()
-        self._sync = WeightSync(self.backend, transport, engines, **options)
+    def open_sync(self, name: str, transport: Any, options: dict[str, Any]) -> None:
+        """Make the `WeightSync` of this name. Every rank calls this."""
+        self._syncs[name] = FollowedSync(self.backend, transport, options, self.rank)
 
-    def push(self, version: int | None) -> PushReport | None:
+    def name_engines(self, name: str, engines: dict[str, Any]) -> None:
+        """Take what the next pushes of a `WeightSync` are to reach: Ray actors by their names."""
+        self._syncs[name].name_engines(engines)
+
+    def push(self, name: str, version: int | None) -> PushReport | None:
         """Push the model, and return the report on rank 0. Collective."""
-        assert self._sync is not None
-        report = self._sync.push(self.model, version)
+        report = self._syncs[name].sync.push(self.model, version)
         return report if self.rank == 0 else None  # all have the same, and each would cost the controller time
 
-    def close_sync(self) -> None:
-        """Close the `WeightSync`, if there is one."""
-        if self._sync is not None:
-            self._sync.close()
-        self._sync = None
+    def close_sync(self, name: str) -> None:
+        """Close a `WeightSync`, if it is open."""
+        if (closed := self._syncs.pop(name, None)) is not None:
+            closed.sync.close()
+
+
+class FollowedSync:
+    """A `WeightSync` whose engines the controller names. They keep these names in errors and reports."""
+
+    def __init__(self, backend: str, transport: Any, options: dict[str, Any], rank: int) -> None:
+        self._engines: dict[str, RayEngine] = {}
+        self._timeout_s = options.get("timeout_s", WeightSyncConfig.timeout_s)
+        # Rank 0 alone calls engines.
+        named = (lambda: list(self._engines.values())) if rank == 0 else None
+        self.sync = WeightSync(backend, transport, named, **options)
+
+    def name_engines(self, engines: dict[str, Any]) -> None:
+        known = self._engines
+        self._engines = {
+            name: known.get(name) or RayEngine(actor, name=name, timeout_s=self._timeout_s)
+            for name, actor in engines.items()
+        }
 
 
 class Process:
@@ -116,7 +137,7 @@ class Process:
         worker = cls()
         worker.rank, worker.world_size = self._rank, self._world_size
         worker.local_rank, worker.device = self._local_rank, self._device
-        worker.roles = self._workers
+        worker.roles, worker._syncs = self._workers, {}
         self._workers[role] = worker
         worker.init_model(*args, **kwargs)
         return worker.place()

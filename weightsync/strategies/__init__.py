@@ -18,22 +18,34 @@ def open_strategy(transport: Any, options: Options) -> UpdateStrategy:
     from weightsync.strategies.copy import CopyWeights
     from weightsync.transports import open_transport
 
-    match transport:
-        case "single_copy":
-            from weightsync.strategies.shared_memory import SingleCopyTransport
-
-            return SingleCopyTransport().open(options)
-        case "lora":
-            from weightsync.strategies.lora import LoraTransport
-
-            return LoraTransport().open(options)
-        case "checkpoint":
-            raise ConfigError(
-                'transport="checkpoint" needs a folder: pass transport=CheckpointTransport(folder), from weightsync'
-            )
+    if transport == "checkpoint":
+        raise ConfigError(
+            'transport="checkpoint" needs a folder: pass transport=CheckpointTransport(folder), from weightsync'
+        )
+    transport = _option_of(transport)
     if hasattr(transport, "open"):
         strategy: UpdateStrategy = transport.open(options)
         return strategy
     # A stream gives everything once, so that all engines share one link.
     has_others = isinstance(transport, str) and not isinstance(options.source, StreamSource)
     return CopyWeights(options, open_transport(transport), partial(open_transport, transport) if has_others else None)
+
+
+def demands_of(transport: Any) -> str | None:
+    """Return what a transport demands of its caller beside `push`, as `StrategyOption.demands` has it."""
+    demands: str | None = getattr(_option_of(transport), "demands", None)
+    return demands
+
+
+def _option_of(transport: Any) -> Any:
+    """Return the option that a strategy's name stands for, and anything else as it is."""
+    match transport:
+        case "single_copy":
+            from weightsync.strategies.shared_memory import SingleCopyTransport
+
+            return SingleCopyTransport()
+        case "lora":
+            from weightsync.strategies.lora import LoraTransport
+
+            return LoraTransport()
+    return transport

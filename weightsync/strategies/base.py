@@ -164,7 +164,14 @@ class FleetStrategy(UpdateStrategy):
 
 
 class StrategyOption(Protocol):
-    """What `WeightSync(transport=...)` takes beside a name: it knows the strategy that it is for."""
+    """What `WeightSync(transport=...)` takes beside a name: it knows the strategy that it is for.
+
+    demands: what a caller has to do beside `push`: "writing" for steps inside of `writing()`, "adapter" for requests
+        that name an adapter, "server" for an engine that weightsync itself has started. None: nothing.
+    """
+
+    @property
+    def demands(self) -> str | None: ...
 
     def open(self, options: Options) -> UpdateStrategy:
         """Return the strategy. Raises `ConfigError` for options that it cannot work with."""

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from weightsync.checkpoint.files import LOCK, check_seen, create, lock, publish, take, unlock, write
 from weightsync.checkpoint.safetensors import lay_out
@@ -80,6 +80,7 @@ class LoraTransport:
     folder: str | os.PathLike[str] | None = None
     keep_last: int = 2
     base_is_pushed: bool = False
+    demands: ClassVar[str] = "adapter"
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w.-]*", self.name, re.ASCII):

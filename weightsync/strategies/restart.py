@@ -70,6 +70,11 @@ class CheckpointTransport:
         if isinstance(self.config, nn.Module):
             raise ConfigError("config is a model; give its config alone: config=model.config")
 
+    @property
+    def demands(self) -> str | None:
+        """What a caller has to do beside `push`."""
+        return "server" if self.restart else None
+
     def open(self, options: Options) -> UpdateStrategy:
         """Return the strategy: `SaveAndRestart`, or `CopyWeights` over files."""
         if self.restart:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
@@ -44,6 +44,7 @@ class SingleCopyTransport:
     """
 
     handle_file: str | os.PathLike[str] | None = None
+    demands: ClassVar[str] = "writing"
 
     def open(self, options: Options) -> SharedMemory:
         """Return the strategy. Raises `ConfigError` for options that it cannot work with."""
