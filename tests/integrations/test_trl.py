@@ -11,7 +11,7 @@ import trl_ranks
 from engines import ANSWER_TOKENS, NOT_COMPILED, PROMPTS, Answer, Engines, Remote, answer_of, assert_same, noted
 from ranks import run_ranks
 
-from weightsync import ConfigError, UnsupportedError
+from weightsync import CheckpointTransport, ConfigError, LoraTransport, SingleCopyTransport, UnsupportedError
 from weightsync.engines.child import free_port
 from weightsync.engines.server import VllmServer
 
@@ -78,10 +78,14 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="has no `vllm_generation` to push to; make it with use_vllm=True"):
         trl.attach(object())
     colocated = SimpleNamespace(vllm_generation=SimpleNamespace(mode="colocate"))
-    with pytest.raises(ConfigError, match=r"steps inside of `writing\(\)`, and TRL's does not"):
-        trl.attach(colocated, "single_copy")
-    with pytest.raises(ConfigError, match="takes no adapters: choose"):
-        trl.attach(colocated, "lora")
+    for transport in ("single_copy", SingleCopyTransport(), SingleCopyTransport("/run/vllm")):
+        with pytest.raises(ConfigError, match=r"steps inside of `writing\(\)`, and TRL's does not"):
+            trl.attach(colocated, transport)
+    for transport in ("lora", LoraTransport(), LoraTransport(name="mine", base_is_pushed=True)):
+        with pytest.raises(ConfigError, match="takes no adapters: choose"):
+            trl.attach(colocated, transport)
+    with pytest.raises(ConfigError, match="starts weightsync's own server anew"):
+        trl.attach(colocated, CheckpointTransport("/shared", restart=True))
     with pytest.raises(ConfigError, match="every=0; it must be a whole number from 1 on"):
         trl.PushCallback(object(), every=0)
     monkeypatch.setattr(trl, "version", lambda name: "1.17.0")

@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 
 from weightsync.config import check_count
 from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.strategies import demands_of
 from weightsync.sync import WeightSync
 
 _KNOWN = ("1.16.",)
@@ -47,9 +48,12 @@ def attach(trainer: Any, transport: Any = "ipc", **options: Any) -> WeightSync:
             "where it has none then either, push with PushCallback(WeightSync(backend, transport, engine))"
         )
     colocated = generation.mode == "colocate"
-    if transport == "single_copy":
+    demands = demands_of(transport)
+    if demands == "writing":
         raise ConfigError('with single_copy a trainer steps inside of `writing()`, and TRL\'s does not; choose "ipc"')
-    if colocated and transport == "lora":
+    if demands == "server":
+        raise ConfigError("restart=True starts weightsync's own server anew, and TRL's engine is none: leave it out")
+    if colocated and demands == "adapter":
         raise ConfigError(
             'an engine that TRL makes in the trainer\'s process takes no adapters: choose "ipc", which merges them as '
             "they travel, or a server that was started with --enable-lora"
