@@ -50,6 +50,11 @@ class Recorder:
     def weightsync_report(self):
         return self.weightsync_seen
 
+    def weightsync_adapter_modules(self, path, number):
+        from weightsync.vllm.adapters import adapter_modules
+
+        return adapter_modules(self, path, number)
+
 
 @pytest.fixture
 def model_dir(tmp_path, monkeypatch):

@@ -164,6 +164,78 @@ def refuse(engines: Engines) -> None:
         sync.push(wrapped("linear"))
 
 
+class Policy(torch.nn.Module):
+    """A module of a user's own that holds the model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.policy = model
+
+
+UNBOUND = {
+    "backbone": (lambda model: model.model, "layers.0.mlp.down_proj"),
+    "wrapped": (Policy, "policy.model.layers.0.mlp.down_proj"),
+}
+
+
+def refuse_unbound(engines: Engines) -> None:
+    """Adapters of whose modules vLLM binds none, without a word. Nothing of them stays in the engine."""
+    import peft
+
+    config = peft.LoraConfig(r=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    before = engines.llm.llm_engine.list_loras()
+    for wrap, first in UNBOUND.values():
+        model = peft.get_peft_model(wrap(tiny_models.build("qwen3", "A")), config)
+        with WeightSync("fsdp", "lora", engines.llm, timeout_s=TIMEOUT_S) as sync:
+            with pytest.raises(UnsupportedError, match="4 modules .* would have no effect") as raised:
+                sync.push(model)
+            assert sync.adapter is None
+        assert raised.value.adapter_modules[0] == first
+        assert "model.layers.0.self_attn.q_proj" in raised.value.engine_modules
+        assert engines.llm.llm_engine.list_loras() == before
+
+
+def find_bound(engines: Engines, folder: Path) -> None:
+    """What a worker says of adapters, of what it has loaded, and under rules that leave modules out."""
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    from weightsync.engines.bound_modules import NEWEST, NOT_LOADED
+    from weightsync.vllm.adapters import adapter_modules
+
+    path = str(folder / "linear-A")
+    names = ["self_attn.q_proj", "mlp.down_proj"]
+    worker = engines.llm.llm_engine.model_executor.driver_worker.worker
+    manager, model = worker.model_runner.lora_manager._adapter_manager, engines.live_model()
+    nothing = {"unbound": [], "twice": [], "modules": [], "error": ""}
+    ask(engines, ("bound", 77, path))
+    for number in (NOT_LOADED, 77, NEWEST, 78):
+        assert adapter_modules(worker, path, number) == nothing
+    loras = manager.get_adapter(77).loras
+    loras["model.layers.0.self_attn.qkv_proj"].lora_a[0] = None  # q, of q, k and v
+    del loras["model.layers.1.mlp.down_proj"]
+    unbound = ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"]
+    for number in (77, NEWEST):
+        assert sorted(adapter_modules(worker, path, number)["unbound"]) == unbound
+    assert adapter_modules(worker, path, NOT_LOADED) == nothing
+    engines.llm.llm_engine.remove_lora(77)
+    renamed = model.hf_to_vllm_mapper if hasattr(model, "hf_to_vllm_mapper") else None
+    try:
+        model.lora_skip_prefixes = ["model.layers.1."]
+        found = adapter_modules(worker, path, NOT_LOADED)["unbound"]
+        assert found
+        assert all(name.startswith("model.layers.1.") for name in found)
+        model.lora_skip_prefixes = None
+        model.hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"model.layers.1.": "model.layers.0."})
+        found = adapter_modules(worker, path, NOT_LOADED)["twice"]
+        assert {f"model.layers.{layer}.{name}" for layer in (0, 1) for name in names} <= {*found}
+    finally:
+        del model.lora_skip_prefixes
+        del model.hf_to_vllm_mapper
+        if renamed is not None:
+            model.hf_to_vllm_mapper = renamed
+    assert "no such file" in adapter_modules(worker, str(folder / "nowhere"), NOT_LOADED)["error"].lower()
+
+
 def refuse_experts(engines: Engines) -> None:
     """No engine with adapters on experts starts on a CPU, so a layer of another kind stands for them."""
     from vllm.lora.layers import BaseLayerWithLoRA
@@ -202,6 +274,8 @@ def test_a_real_engine_answers_as_one_that_loaded_what_peft_saved(engines: Remot
     expected = engines.call(cold, tmp_path, KINDS, 1, timeout_s=240)
     assert_same(engines.call(push_while_a_request_runs), expected["AlinearA"][:1], "the request that ran")
     engines.call(refuse)
+    engines.call(refuse_unbound)
+    engines.call(find_bound, tmp_path)
     engines.call(refuse_experts)
     trainers.call(connect_zero, "linear")
     for weights in "AB":

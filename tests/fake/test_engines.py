@@ -22,6 +22,7 @@ from weightsync.control.runtime import Deadline
 from weightsync.control.wire import POISONED
 from weightsync.engines import AdapterEngine, HttpEngine, LoraAdapter, connect
 from weightsync.engines.async_llm import AsyncEngine
+from weightsync.engines.bound_modules import ask_worker
 from weightsync.engines.engine_list import EngineList
 from weightsync.engines.llm import LlmEngine
 from weightsync.engines.parts import join
@@ -31,6 +32,7 @@ from weightsync.errors import (
     EngineError,
     EngineUnreachableError,
     ManifestError,
+    ProtocolError,
     SyncTimeoutError,
     UnsupportedError,
 )
@@ -224,7 +226,7 @@ def test_http_sends_what_vllm_expects(server, monkeypatch):
 
 def test_http_sends_the_key_of_the_environment_and_says_it_nowhere(server, monkeypatch, caplog):
     route = "/v1/load_lora_adapter"
-    server.replies = {route: (401, '{"error": "Unauthorized"}')}
+    server.replies = WITH_ADAPTERS | {route: (401, '{"error": "Unauthorized"}')}
     for key, said in ((None, "is not set"), ("", "is not set"), ("sk-3cret", "is another one")):
         monkeypatch.setenv("VLLM_API_KEY", key) if key is not None else monkeypatch.delenv("VLLM_API_KEY", False)
         engine = http_engine(server.url)
@@ -232,7 +234,7 @@ def test_http_sends_the_key_of_the_environment_and_says_it_nowhere(server, monke
             engine.load_adapter(ADAPTER)
         assert "3cret" not in f"{raised.value!r} {raised.value.to_fields()} {engine!r} {caplog.text}"
     engine.start()
-    assert server.authorizations == [None, None, "Bearer sk-3cret", "Bearer sk-3cret"]
+    assert server.authorizations == [None] * 6 + ["Bearer sk-3cret"] * 4
 
 
 @pytest.mark.parametrize("key", ["sk-3cret\n", "sk-3cr\u00e9t", "sk 3cret"])
@@ -393,19 +395,37 @@ def listed(*rows: tuple[str, str]) -> tuple[int, str]:
     return 200, json.dumps({"data": [{"id": name, "root": path} for name, path in (("base", "/base"), *rows)]})
 
 
+def configured(backend: str | None = "weightsync", extension: str = "") -> tuple[int, str]:
+    """What /server_info answers."""
+    transfer = {"backend": backend} if backend else None
+    found = {"weight_transfer_config": transfer, "parallel_config": {"worker_extension_cls": extension}}
+    return 200, json.dumps({"vllm_config": found, "vllm_env": {}})
+
+
+WITH_ADAPTERS: dict[str, tuple[int, str]] = {
+    "/server_info": configured(),
+    "/collective_rpc": (200, '{"results": [{"unbound": []}]}'),
+    "/v1/load_lora_adapter": (200, "Success: added."),
+}
+UNBOUND = {"unbound": ["layers.0.q_proj"], "modules": ["model.layers.0.q_proj", "model.layers.0.o_proj"]}
+
+
 def test_http_changes_adapters(server):
     engine = http_engine(server.url)
     assert isinstance(engine, AdapterEngine)
     assert engine.max_lora_rank() is None
-    server.replies = {"/v1/load_lora_adapter": (200, "Success: added."), "/v1/models": listed((ADAPTER[0], ADAPTER[2]))}
+    server.replies = WITH_ADAPTERS | {"/v1/models": listed((ADAPTER[0], ADAPTER[2]))}
     engine.load_adapter(ADAPTER)
     assert engine.has_adapter(ADAPTER)
     engine.unload_adapter(ADAPTER)
     server.replies["/v1/models"] = listed()
     assert not engine.has_adapter(ADAPTER)
     engine.unload_adapter(ADAPTER)  # which it does not have
+    asked = "POST", "/collective_rpc"
     assert [row for row in server.requests if row[0] == "POST"] == [
+        (*asked, {"method": "weightsync_adapter_modules", "args": ["/run/policy-1-ab", 0]}),
         ("POST", "/v1/load_lora_adapter", {"lora_name": "policy-1-ab", "lora_path": "/run/policy-1-ab"}),
+        (*asked, {"method": "weightsync_adapter_modules", "args": ["/run/policy-1-ab", -1]}),
         ("POST", "/v1/unload_lora_adapter", {"lora_name": "policy-1-ab"}),
     ]
     with pytest.raises(EngineError, match="does not list it in /v1/models"):
@@ -422,9 +442,41 @@ def test_http_changes_adapters(server):
     ],
 )
 def test_http_adapters_that_are_refused(server, status, body, error, words):
-    server.replies = {"/v1/load_lora_adapter": (status, json.dumps(body))}
+    server.replies = WITH_ADAPTERS | {"/v1/load_lora_adapter": (status, json.dumps(body))}
     with pytest.raises(error, match=words):
         http_engine(server.url).load_adapter(ADAPTER)
+
+
+@pytest.mark.parametrize(
+    ("replies", "error", "words"),
+    [
+        ({"/server_info": (404, "{}")}, UnsupportedError, "no route /server_info .*VLLM_SERVER_DEV_MODE=1"),
+        ({"/server_info": configured(None)}, EngineError, "no weightsync plug-in .*backend is None"),
+        ({"/server_info": configured("nccl")}, EngineError, "no weightsync plug-in .*backend is 'nccl'"),
+        ({"/server_info": (200, "{}")}, EngineError, "no weightsync plug-in"),
+        ({"/collective_rpc": (200, json.dumps({"results": [UNBOUND]}))}, UnsupportedError, r"layers\.0\.q_proj"),
+        ({"/collective_rpc": (200, '{"results": [{"error": "no file"}]}')}, EngineError, "is not known: no file"),
+        ({"/collective_rpc": (200, '{"results": []}')}, EngineError, "is not known: no worker answers"),
+        ({"/collective_rpc": (200, '{"results": ["?"]}')}, ProtocolError, "what came is no list"),
+        ({"/collective_rpc": (200, "{}")}, ProtocolError, "what came is no list"),
+    ],
+)
+def test_http_adapters_whose_modules_are_not_proven_are_not_loaded(server, replies, error, words):
+    server.replies = WITH_ADAPTERS | replies
+    with pytest.raises(error, match=words):
+        http_engine(server.url).load_adapter(ADAPTER)
+    assert not [row for row in server.requests if "load" in row[1]]
+
+
+def test_http_asks_the_worker_extension_too_and_for_the_configuration_once(server):
+    server.replies = WITH_ADAPTERS | {
+        "/server_info": configured(None, "weightsync.vllm.extension.WeightSyncWorkerExtension"),
+        "/v1/models": listed((ADAPTER[0], ADAPTER[2])),
+    }
+    engine = http_engine(server.url)
+    for _ in range(2):
+        engine.load_adapter(ADAPTER)
+    assert [row[1] for row in server.requests].count("/server_info?config_format=json") == 1
 
 
 def test_http_adapters_in_use_are_those_of_the_newest_sample(server):
@@ -578,7 +630,7 @@ class LLM:
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
         self.calls.append((method, *args))
         self.threads.add(threading.current_thread())
-        return [self.on_rpc(method, args)]
+        return [self.on_rpc(method, args) or {}]
 
     def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
         self.calls.append(("reset_prefix_cache", reset_running_requests, reset_connector))
@@ -691,13 +743,25 @@ def test_llm_changes_adapters():
     llm = fake_llm()
     (engine,) = connect(llm, 60.0)  # the first call imports vLLM
     change_adapters(engine)
+    asked = [call for call in llm.calls if call[0] == "weightsync_adapter_modules"]
+    assert asked == [("weightsync_adapter_modules", ADAPTER.path, number) for number in (0, ADAPTER.id)]
     llm.adapters.takes = False
     with pytest.raises(EngineError, match="have not loaded the adapter policy-1-ab"):
+        engine.load_adapter(ADAPTER)
+    llm.on_rpc = lambda method, args: UNBOUND if args[1] == ADAPTER.id else {}
+    llm.adapters.takes = True
+    with pytest.raises(UnsupportedError, match=r"would have no effect: layers\.0\.q_proj\. The engine binds"):
         engine.load_adapter(ADAPTER)
     without = config()
     without.lora_config = None
     with pytest.raises(EngineError, match="no adapters; start it with enable_lora=True"):
         connect(fake_llm(without), 5.0)[0].max_lora_rank()
+    with pytest.raises(EngineError, match="no weightsync plug-in"):  # of whose workers nothing can be asked
+        connect(fake_llm(config(None)), 5.0)[0].load_adapter(ADAPTER)
+    here = fake_llm(config(None))
+    here.llm_engine.engine_core = None
+    connect(here, 5.0)[0].load_adapter(ADAPTER)
+    assert [call[0] for call in here.calls] == [ask_worker] * 2
 
 
 def test_llm_older_than_versions_has_none():
@@ -885,7 +949,8 @@ class AsyncLLM:
         return True
 
     async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
-        return await self.record(method, *args)
+        await self.record(method, *args)
+        return [{}]
 
     async def sleep(self, level=1, mode="abort"):
         await self.record("sleep", level, mode)

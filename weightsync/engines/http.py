@@ -18,7 +18,9 @@ from urllib.parse import quote, urlsplit
 from weightsync.control.addresses import REACH_S
 from weightsync.control.runtime import Deadline
 from weightsync.engines.base import LoraAdapter
+from weightsync.engines.bound_modules import NEWEST, NOT_LOADED, QUESTION, check_bound
 from weightsync.engines.calls import (
+    BACKEND,
     EXTENSION_METHODS,
     EXTENSION_SINCE,
     HEALTH_TIMEOUT_S,
@@ -28,6 +30,7 @@ from weightsync.engines.calls import (
     caches_not_reset,
     engine_error,
     limit_s,
+    no_plug_in,
     too_late,
 )
 from weightsync.errors import (
@@ -84,11 +87,14 @@ class HttpEngine:
         self._connection_class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._prefix = parts.path.rstrip("/")
         self._has_plug_ins = True
+        self._has_workers = False
 
-    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
+    ) -> dict[str, Any]:
         """Return the JSON object that the server answers to one request, {} for no body. Raise `EngineError`s."""
         route = path.partition("?")[0]
-        limit = limit_s(route.lstrip("/"), self.timeout_s)
+        limit = timeout_s or limit_s(route.lstrip("/"), self.timeout_s)
         text = self._checked(route, *self._request(method, path, body, limit))
         answer = _parsed(text or "{}")
         if not isinstance(answer, dict):
@@ -103,7 +109,7 @@ class HttpEngine:
         if self._has_plug_ins:
             self._post("/init_weight_transfer_engine", {"init_info": init_info})
         else:
-            self._call_workers("init", init_info)
+            self._call_workers(EXTENSION_METHODS["init"], init_info)
 
     def start(self) -> None:
         if self._has_plug_ins:
@@ -113,7 +119,7 @@ class HttpEngine:
         if self._has_plug_ins:
             self._post("/update_weights", {"update_info": update_info})
         else:
-            self._call_workers("update", update_info)
+            self._call_workers(EXTENSION_METHODS["update"], update_info)
 
     def finish(self, version: str | None) -> None:
         if self._has_plug_ins:
@@ -122,10 +128,9 @@ class HttpEngine:
         elif version is not None:
             self.set_version(version)
 
-    def _call_workers(self, call: str, info: dict[str, Any]) -> None:
-        method, route = EXTENSION_METHODS[call], "/collective_rpc"
-        body = {"method": method, "args": [info]}
-        self._checked(route, *self._request("POST", route, body, limit_s(method, self.timeout_s)))
+    def _call_workers(self, method: str, *args: Any) -> dict[str, Any]:
+        """Return what the workers answer, {} where the server says nothing of it."""
+        return self.call("POST", "/collective_rpc", {"method": method, "args": args}, limit_s(method, self.timeout_s))
 
     def pause(self, mode: str) -> None:
         # Level 0 is to pause, without the 20 ms that vLLM's route of that name sleeps afterwards.
@@ -177,6 +182,7 @@ class HttpEngine:
         return None  # a server does not say it, and refuses what is too much
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
+        self._check_bound(adapter, NOT_LOADED)
         self._change_adapters("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.path})
         if self._adapters().get(adapter.name) != adapter.path:
             raise EngineError(
@@ -184,6 +190,27 @@ class HttpEngine:
                 "are there several API servers behind this address? Give each one's own",
                 who=self.name,
             )
+        self._check_bound(adapter, NEWEST)
+
+    def _check_bound(self, adapter: LoraAdapter, number: int) -> None:
+        """Raise unless the workers bind every module of an adapter: see `check_bound`."""
+        self._check_workers()
+        answers = self._call_workers(QUESTION, adapter.path, number).get("results")
+        check_bound(adapter, answers, self.name)
+
+    def _check_workers(self) -> None:
+        """Raise for a server whose workers have neither the plug-in nor the extension.
+
+        It is asked for its configuration, and not for trying: see `VllmEngine`.
+        """
+        if self._has_workers:
+            return
+        config = self.call("GET", "/server_info?config_format=json").get("vllm_config")
+        found = config if isinstance(config, dict) else {}
+        backend = (found.get("weight_transfer_config") or {}).get("backend")
+        if backend != BACKEND and not (found.get("parallel_config") or {}).get("worker_extension_cls"):
+            raise no_plug_in(f"its weight transfer backend is {backend!r}", self.name)
+        self._has_workers = True
 
     def unload_adapter(self, adapter: LoraAdapter) -> None:
         if self.has_adapter(adapter):

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from weightsync.engines.base import LoraAdapter
+from weightsync.engines.bound_modules import NOT_LOADED, QUESTION, ask_worker, check_bound
 from weightsync.engines.calls import (
     BACKEND,
     EXTENSION_METHODS,
@@ -124,9 +125,20 @@ class VllmEngine(ABC):
         return int(rank)
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
+        self._check_bound(adapter, NOT_LOADED)
         # Whether its workers list it afterwards cannot be asked: other requests may have taken its place by then.
         if not self._call_front("add_lora", adapter):
             raise EngineError(f"vLLM says that its workers have not loaded the adapter {adapter.name}", who=self.name)
+        self._check_bound(adapter, adapter.id)
+
+    def _check_bound(self, adapter: LoraAdapter, number: int) -> None:
+        """Raise unless the workers bind every module of an adapter: see `check_bound`."""
+        # A function travels where the core of the engine is in its process. Elsewhere vLLM takes names alone.
+        question: Any = ask_worker if self._setup["core"] == "here" else QUESTION
+        if question is QUESTION:
+            _ = self._worker_methods  # raises for an engine that has neither the plug-in nor the extension
+        answers = self._call("collective_rpc", question, args=(adapter.path, number), doing=QUESTION)
+        check_bound(adapter, answers, self.name)
 
     def unload_adapter(self, adapter: LoraAdapter) -> None:
         self._call_front("remove_lora", adapter.id)
@@ -171,6 +183,7 @@ def setup_of(engine: Any) -> dict[str, str]:
     return {
         "backend": getattr(config.weight_transfer_config, "backend", None) or "",
         "extension": config.parallel_config.worker_extension_cls or "",
+        "core": "here" if vllm_class(engine) == "LLM" and core_process(engine) is None else "",
         "max_lora_rank": str(getattr(getattr(config, "lora_config", None), "max_lora_rank", "")),
         "encodes": "" if any(kinds) else "no",
         "methods": " ".join(name for name in _VERSIONS if hasattr(engine, name)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,11 @@ from msgspec.structs import asdict
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from weightsync.control.wire import InitInfo
+from weightsync.errors import UnsupportedError
 from weightsync.receiver.worker import WorkerSession
 from weightsync.transports import handle_file
 from weightsync.vllm import compat
+from weightsync.vllm.adapters import offer
 from weightsync.vllm.engine_model import VllmModel
 from weightsync.vllm.handle_export import export_bridge
 
@@ -36,6 +39,9 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         drafter = compat.drafter_of(compat.worker_under_way()) if vllm_config.speculative_config else None
         host = VllmModel(vllm_config, device, model, drafter)
         self.session = WorkerSession(host)
+        if vllm_config.lora_config is not None:
+            with suppress(UnsupportedError):  # `plug_into` makes it outside of a worker, and needs no method of one
+                offer(compat.worker_under_way())
         self._bridge = export_bridge(vllm_config, model, host.device, host.identity.rank, self.session.engine_instance)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:

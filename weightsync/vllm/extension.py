@@ -10,6 +10,7 @@ from typing import Any
 
 from weightsync.receiver.worker import WorkerSession
 from weightsync.vllm import compat
+from weightsync.vllm.adapters import adapter_modules
 from weightsync.vllm.engine_model import VllmModel
 
 
@@ -34,6 +35,9 @@ class WeightSyncWorkerExtension:
         reset = getattr(self.model_runner, "reset_lora_state", None)  # type: ignore[attr-defined]
         if reset is not None:
             reset()
+
+    def weightsync_adapter_modules(self, path: str, number: int) -> dict[str, Any]:
+        return adapter_modules(self, path, number)
 
     def _weightsync(self) -> WorkerSession:
         session: WorkerSession | None = self.__dict__.get("weightsync_session")

@@ -1,0 +1,78 @@
+"""The proof that an adapter acts: each of its modules is bound to one of the engine's.
+
+vLLM answers that it has loaded an adapter of whose modules it binds none, and then answers as without the adapter. So
+the engine's workers are asked what they bind: before an adapter is loaded, and of what was loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from weightsync.control.wire import typed
+from weightsync.engines.base import LoraAdapter
+from weightsync.errors import EngineError, UnsupportedError, some
+
+QUESTION = "weightsync_adapter_modules"
+"""What workers are asked: a method of theirs, by the plug-in's or the worker extension's doing."""
+NOT_LOADED, NEWEST = 0, -1
+"""What stands for the adapter's number: it is not loaded yet; a server has chosen the number, and numbers grow."""
+
+
+class BoundModules(Struct):
+    """What one worker makes of an adapter.
+
+    unbound: the adapter's modules that it does not bind. With pipeline parallelism another worker may.
+    twice: those that the worker binds to a module that another one of the adapter's is bound to.
+    modules: the engine's own that adapters can be bound to, the likeliest first; none where nothing is wrong.
+    error: why the worker could not find out, "" where it could.
+    """
+
+    unbound: list[str] = []
+    twice: list[str] = []
+    modules: list[str] = []
+    error: str = ""
+
+
+def ask_worker(worker: Any, path: str, number: int) -> dict[str, Any]:
+    """Ask a worker, as a function that the engine is given where its workers have no such method."""
+    from weightsync.vllm.adapters import adapter_modules
+
+    return adapter_modules(worker, path, number)
+
+
+def check_bound(adapter: LoraAdapter, answers: Any, who: str) -> None:
+    """Raise `UnsupportedError` unless some worker binds each of the adapter's modules, and to one that no other has.
+
+    answers: those of all workers, as they came. Raises `EngineError` for one that could not find out.
+    """
+    found = typed(answers, list[BoundModules])
+    if error := next((one.error for one in found if one.error), "" if found else "no worker answers"):
+        raise EngineError(f"what the engine binds the adapter {adapter.name} to is not known: {error}", who=who)
+    others = [set(one.unbound) for one in found]
+    unbound = [name for name in found[0].unbound if all(name in other for other in others)]
+    twice = list(dict.fromkeys(name for one in found for name in one.twice))
+    for names, problem in (
+        (twice, "are bound to a module that another one is bound to"),
+        (unbound, "are none of the engine's, and would have no effect"),
+    ):
+        if names:
+            raise _refusal(adapter, problem, names, found, who)
+
+
+def _refusal(
+    adapter: LoraAdapter, problem: str, names: list[str], found: Sequence[BoundModules], who: str
+) -> UnsupportedError:
+    modules = list(dict.fromkeys(name for one in found for name in one.modules))
+    return UnsupportedError(
+        f"{len(names)} modules of the adapter {adapter.name} {problem}: {some(names)}. The engine binds adapters to "
+        f"{some(modules) or 'nothing'}. Let PEFT wrap the model that the engine serves, such as an "
+        "AutoModelForCausalLM: neither its backbone alone, nor a module that holds it. Leave modules that the engine "
+        "does not have, or gives no adapters, out of target_modules",
+        who=who,
+        phase="load",
+        adapter_modules=names,
+        engine_modules=modules,
+    )

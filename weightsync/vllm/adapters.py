@@ -1,0 +1,122 @@
+"""Which of a running vLLM's modules an adapter is bound to, as one worker finds it.
+
+vLLM takes a tensor of an adapter when it knows the last part of its module's name. It binds the module where one of the
+engine's has the same whole name, after the model's own renaming, and drops it in silence elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from msgspec.structs import asdict
+from safetensors import safe_open
+from vllm.lora.utils import parse_fine_tuned_lora_name
+
+from weightsync.engines.bound_modules import NEWEST, NOT_LOADED, QUESTION, BoundModules
+
+_FILE = "adapter_model.safetensors"
+
+
+class _Place(NamedTuple):
+    """Where an adapter's module goes: the engine's, and which part of it where several have been packed."""
+
+    module: str
+    part: int
+    parts: int
+
+
+def offer(worker: Any) -> None:
+    """Let `collective_rpc` ask this worker what it binds. The worker extension has a method for it."""
+    setattr(worker, QUESTION, partial(adapter_modules, worker))
+
+
+def adapter_modules(worker: Any, path: str, number: int) -> dict[str, Any]:
+    """Return what this worker makes of the adapter at `path`, a `BoundModules` as plain values.
+
+    number: the loaded adapter's, which is looked at too, or NOT_LOADED, or NEWEST. One that vLLM has dropped meanwhile,
+    to make room for another, is found by its names alone. Never raises: vLLM would leave the other workers' answers in
+    their queues, and give them to later calls.
+    """
+    try:
+        return asdict(_bound_modules(worker, path, number))
+    except Exception as error:
+        return asdict(BoundModules(error=f"{type(error).__name__}: {error}"))
+
+
+def _bound_modules(worker: Any, path: str, number: int) -> BoundModules:
+    if (of_worker := getattr(worker.model_runner, "lora_manager", None)) is None:
+        return BoundModules(error="it takes no adapters; start it with enable_lora=True, a server with --enable-lora")
+    manager = of_worker._adapter_manager
+    places = _places(manager)
+    loaded = _loaded(manager, number)
+    names = _names(manager.model, Path(os.path.expanduser(path)) / _FILE)
+    unbound: list[str] = []
+    owners: dict[str, list[str]] = {}
+    for name, known_as in names.items():
+        place = places.get(known_as) if known_as is not None else None
+        if known_as is None or place is None or (loaded is not None and not _has(loaded, place)):
+            unbound.append(name)
+        else:
+            owners.setdefault(known_as, []).append(name)
+    twice = [name for those in owners.values() if len(those) > 1 for name in those]
+    return BoundModules(unbound, twice, _likeliest(places, unbound) if unbound or twice else [])
+
+
+def _names(model: Any, file: Path) -> dict[str, str | None]:
+    """Return the name that vLLM gives each of an adapter's modules. None: the model's rules leave it out."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    mapper = getattr(mapper, "get_rename_mapper", lambda: mapper)()
+    skipped = getattr(model, "lora_skip_prefixes", None) or ()
+    with safe_open(file, framework="pt") as tensors:
+        found: dict[str, str | None] = {}
+        for tensor in tensors.keys():  # noqa: SIM118, for it is no mapping
+            own = parse_fine_tuned_lora_name(tensor)[0]
+            is_left_out = any(f".{prefix}" in tensor or tensor.startswith(prefix) for prefix in skipped)
+            found[own] = None if is_left_out else parse_fine_tuned_lora_name(tensor, mapper)[0]
+    return found
+
+
+def _places(manager: Any) -> dict[str, _Place]:
+    """Return where each name leads that vLLM finds one of the engine's modules by."""
+    places: dict[str, _Place] = {}
+    for module, layer in manager.modules.items():
+        parts = list(manager.packed_modules.get(module, [module]))
+        if type(layer).__name__.startswith("FusedMoE"):
+            # A worker may have some of the experts alone, and stacks them. A fused adapter has two tensors for all.
+            named = {name: _Place(module, 0, 0) for name in (*parts, module, f"{module}.base_layer")}
+        else:
+            named = {name: _Place(module, part, len(parts)) for part, name in enumerate(parts)}
+        places |= named
+        if getattr(manager, "is_pooling_model", False):
+            places |= {
+                name.removeprefix("model."): place for name, place in named.items() if name not in manager.modules
+            }
+    return places
+
+
+def _loaded(manager: Any, number: int) -> Mapping[str, Any] | None:
+    """Return the factors of a loaded adapter, by the engine's module. None: it is not there."""
+    if number == NOT_LOADED:
+        return None
+    known = manager.list_adapters()
+    number = max(known, default=0) if number == NEWEST else number
+    loras: Mapping[str, Any] | None = known[number].loras if number in known else None
+    return loras
+
+
+def _has(loaded: Mapping[str, Any], place: _Place) -> bool:
+    factors = loaded.get(place.module, loaded.get(place.module.removeprefix("model.")))
+    if factors is None:
+        return False
+    is_packed = isinstance(factors.lora_a, list) and len(factors.lora_a) == place.parts
+    return not is_packed or factors.lora_a[place.part] is not None
+
+
+def _likeliest(places: Mapping[str, _Place], unbound: list[str]) -> list[str]:
+    """Return the names that lead to modules, those first that end as one of the unbound ones does."""
+    ends = {name.rpartition(".")[2] for name in unbound}
+    return sorted(places, key=lambda name: name.rpartition(".")[2] not in ends)
