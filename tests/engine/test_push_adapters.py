@@ -187,7 +187,7 @@ def refuse_unbound(engines: Engines) -> None:
     for wrap, first in UNBOUND.values():
         model = peft.get_peft_model(wrap(tiny_models.build("qwen3", "A")), config)
         with WeightSync("fsdp", "lora", engines.llm, timeout_s=TIMEOUT_S) as sync:
-            with pytest.raises(UnsupportedError, match="4 modules .* would have no effect") as raised:
+            with pytest.raises(UnsupportedError, match=r"4 modules .* would have no effect") as raised:
                 sync.push(model)
             assert sync.adapter is None
         assert raised.value.adapter_modules[0] == first
@@ -199,7 +199,7 @@ def find_bound(engines: Engines, folder: Path) -> None:
     """What a worker says of adapters, of what it has loaded, and under rules that leave modules out."""
     from vllm.model_executor.models.utils import WeightsMapper
 
-    from weightsync.engines.bound_modules import NEWEST, NOT_LOADED
+    from weightsync.control.wire import NEWEST, NOT_LOADED
     from weightsync.vllm.adapters import adapter_modules
 
     path = str(folder / "linear-A")

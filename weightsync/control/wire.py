@@ -60,6 +60,27 @@ class InitInfo(Struct, frozen=True, forbid_unknown_fields=True):
     process: Process
 
 
+ADAPTER_MODULES = "weightsync_adapter_modules"
+"""A method that the plug-in or the worker extension gives an engine's workers. It answers `BoundModules`."""
+NOT_LOADED, NEWEST = 0, -1
+"""What stands for an adapter's number: it is not loaded yet; a server has chosen the number, and numbers grow."""
+
+
+class BoundModules(Struct, frozen=True, forbid_unknown_fields=True):
+    """What one engine worker makes of an adapter.
+
+    unbound: the adapter's modules that it does not bind. With pipeline parallelism another worker may.
+    twice: those that the worker binds to a module that another one of the adapter's is bound to.
+    modules: the engine's own that adapters can be bound to, the likeliest first; none where nothing is wrong.
+    error: why the worker could not find out, "" where it could.
+    """
+
+    unbound: list[str] = []
+    twice: list[str] = []
+    modules: list[str] = []
+    error: str = ""
+
+
 class Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag=True):
     """One message. Its fields are of the types that docs/wire.md gives them."""
 

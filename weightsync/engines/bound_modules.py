@@ -9,31 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import Struct
-
-from weightsync.control.wire import typed
+from weightsync.control.wire import BoundModules, typed
 from weightsync.engines.base import LoraAdapter
 from weightsync.errors import EngineError, UnsupportedError, some
-
-QUESTION = "weightsync_adapter_modules"
-"""What workers are asked: a method of theirs, by the plug-in's or the worker extension's doing."""
-NOT_LOADED, NEWEST = 0, -1
-"""What stands for the adapter's number: it is not loaded yet; a server has chosen the number, and numbers grow."""
-
-
-class BoundModules(Struct):
-    """What one worker makes of an adapter.
-
-    unbound: the adapter's modules that it does not bind. With pipeline parallelism another worker may.
-    twice: those that the worker binds to a module that another one of the adapter's is bound to.
-    modules: the engine's own that adapters can be bound to, the likeliest first; none where nothing is wrong.
-    error: why the worker could not find out, "" where it could.
-    """
-
-    unbound: list[str] = []
-    twice: list[str] = []
-    modules: list[str] = []
-    error: str = ""
 
 
 def ask_worker(worker: Any, path: str, number: int) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from urllib.parse import quote, urlsplit
 
 from weightsync.control.addresses import REACH_S
 from weightsync.control.runtime import Deadline
+from weightsync.control.wire import ADAPTER_MODULES, NEWEST, NOT_LOADED
 from weightsync.engines.base import LoraAdapter
-from weightsync.engines.bound_modules import NEWEST, NOT_LOADED, QUESTION, check_bound
+from weightsync.engines.bound_modules import check_bound
 from weightsync.engines.calls import (
     BACKEND,
     EXTENSION_METHODS,
@@ -195,7 +196,7 @@ class HttpEngine:
     def _check_bound(self, adapter: LoraAdapter, number: int) -> None:
         """Raise unless the workers bind every module of an adapter: see `check_bound`."""
         self._check_workers()
-        answers = self._call_workers(QUESTION, adapter.path, number).get("results")
+        answers = self._call_workers(ADAPTER_MODULES, adapter.path, number).get("results")
         check_bound(adapter, answers, self.name)
 
     def _check_workers(self) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, TypeVar
 
+from weightsync.control.wire import ADAPTER_MODULES, NOT_LOADED
 from weightsync.engines.base import LoraAdapter
-from weightsync.engines.bound_modules import NOT_LOADED, QUESTION, ask_worker, check_bound
+from weightsync.engines.bound_modules import ask_worker, check_bound
 from weightsync.engines.calls import (
     BACKEND,
     EXTENSION_METHODS,
@@ -134,10 +135,10 @@ class VllmEngine(ABC):
     def _check_bound(self, adapter: LoraAdapter, number: int) -> None:
         """Raise unless the workers bind every module of an adapter: see `check_bound`."""
         # A function travels where the core of the engine is in its process. Elsewhere vLLM takes names alone.
-        question: Any = ask_worker if self._setup["core"] == "here" else QUESTION
-        if question is QUESTION:
+        question: Any = ask_worker if self._setup["core"] == "here" else ADAPTER_MODULES
+        if question is ADAPTER_MODULES:
             _ = self._worker_methods  # raises for an engine that has neither the plug-in nor the extension
-        answers = self._call("collective_rpc", question, args=(adapter.path, number), doing=QUESTION)
+        answers = self._call("collective_rpc", question, args=(adapter.path, number), doing=ADAPTER_MODULES)
         check_bound(adapter, answers, self.name)
 
     def unload_adapter(self, adapter: LoraAdapter) -> None:

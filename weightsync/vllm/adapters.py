@@ -16,7 +16,7 @@ from msgspec.structs import asdict
 from safetensors import safe_open
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
-from weightsync.engines.bound_modules import NEWEST, NOT_LOADED, QUESTION, BoundModules
+from weightsync.control.wire import ADAPTER_MODULES, NEWEST, NOT_LOADED, BoundModules
 
 _FILE = "adapter_model.safetensors"
 
@@ -30,8 +30,8 @@ class _Place(NamedTuple):
 
 
 def offer(worker: Any) -> None:
-    """Let `collective_rpc` ask this worker what it binds. The worker extension has a method for it."""
-    setattr(worker, QUESTION, partial(adapter_modules, worker))
+    """Give this worker the method that `collective_rpc` asks. The worker extension has it already."""
+    setattr(worker, ADAPTER_MODULES, partial(adapter_modules, worker))
 
 
 def adapter_modules(worker: Any, path: str, number: int) -> dict[str, Any]:
