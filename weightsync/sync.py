@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from weightsync import telemetry
 from weightsync.config import WeightSyncConfig, read_config
-from weightsync.control.ranks import Ranks, collective
+from weightsync.control.ranks import Call, Ranks, collective
 from weightsync.control.update import Timeline, Update
 from weightsync.control.wire import POISONED
 from weightsync.engines import EngineList, LoraAdapter
@@ -186,10 +186,11 @@ class WeightSync:
             raise ConfigError(
                 f"label={label!r}; it must not begin with {POISONED}, and has no effect with adapters and restarts"
             )
+        told = None if label is None else str(label)
         while True:
             try:
-                with self._collective(version) as update:
-                    update.label = None if label is None else str(label)
+                with self._collective("push", version, told) as update:
+                    update.label = told
                     report = update.report = self._strategy.run(update, model)
                 return report
             except FrozenLostError as error:
@@ -229,7 +230,7 @@ class WeightSync:
         Without it, the next push reaches them as well. `model` must be as it was pushed. Blocks until they serve it.
         Returns the report, of these engines alone, or None where none lacks it. Raises as `push` does.
         """
-        with self._collective() as update:
+        with self._collective("catch_up") as update:
             report = update.report = self._strategy.catch_up(update, model)
         return report
 
@@ -262,7 +263,7 @@ class WeightSync:
         For an engine with tensor parallelism, call `parallelize_module` on the model first. Raises the same
         `WeightSyncError` on every rank, and the engine is then as it was.
         """
-        with self._collective() as update:
+        with self._collective("attach") as update:
             self._strategy.attach(update, model)
 
     @contextmanager
@@ -276,7 +277,7 @@ class WeightSync:
         An exception in the body is raised on every rank. It leaves the engine paused and `POISONED` until the next
         `writing()` succeeds. `last_report` says how long it took: `pause_s` with the body, `total_s` without.
         """
-        with self._collective(version) as update, self._strategy.writing(update):
+        with self._collective("writing", version) as update, self._strategy.writing(update):
             yield
 
     @property
@@ -299,14 +300,14 @@ class WeightSync:
         self.close()
 
     @contextmanager
-    def _collective(self, version: int | None = None) -> Iterator[Update]:
+    def _collective(self, name: str, version: int | None = None, label: str | None = None) -> Iterator[Update]:
         if version is not None and not isinstance(version, int):
             raise ConfigError(f"version={version!r}; it must be a whole number, or None for the next")
         if not self._busy.acquire(blocking=False):
             raise ConfigError("this WeightSync is pushing already, in another thread or task: wait for that push first")
         timeline = Timeline()
         try:
-            with collective(self._ranks, version, self._strategy.explain, self._reset) as update:
+            with collective(self._ranks, Call(name, version, label), self._strategy.explain, self._reset) as update:
                 timeline = update.timeline
                 yield update
         except WeightSyncError as error:

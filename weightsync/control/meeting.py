@@ -37,10 +37,15 @@ class Meeting:
         """Return the address that each other rank has said, on rank 0. Waits for those that have not come yet."""
         return [self._wait(f"host/{rank}", f"trainer rank {rank}", deadline) for rank in range(1, self.size)]
 
-    def call(self, lost: Sequence[int]) -> None:
-        """Begin the next offer to each of these ranks, on rank 0. They wait for what `say` says."""
+    def call(self, lost: Sequence[int], what: str) -> None:
+        """Begin the next offer to each of these ranks, on rank 0. They wait for what `say` says.
+
+        what: rank 0's call, as another rank compares it with its own.
+        """
         with _store():
             self._calls = [f"{rank}/{self._store.add(f'calls/{rank}', 1)}" for rank in lost]
+            for call in self._calls:
+                self._store.set(f"what/{call}", what)
 
     def say(self, offer: str, refusal: str = "") -> None:
         """Make the offer, or say why there is none, on rank 0."""
@@ -55,18 +60,27 @@ class Meeting:
         if why:
             raise PeerError(why, phase="connect")
 
-    def take(self, host: str, deadline: Deadline) -> str:
-        """Return the next offer to this rank, on another rank. `host` is this rank's address.
+    def take(self, host: str, deadline: Deadline, what: str, hears: bool) -> str:
+        """Return the next offer to this rank, on another rank. `host` is this rank's address, `what` is its call.
 
-        Raises `PeerError` with rank 0's reason when it has given the offer up, and `SyncTimeoutError`.
+        Rank 0 may have given an offer up. Where its call was the same, this rank has come late: `PeerError` with rank
+        0's reason is raised, if this rank `hears`. Other offers that were given up are left out. Raises
+        `SyncTimeoutError` where there is none.
         """
         with _store():
             self._store.set(f"host/{self.rank}", host)
-            self._calls = [f"{self.rank}/{self._store.add(f'taken/{self.rank}', 0) + 1}"]
-        self._wait(f"offer/{self._calls[0]}", "trainer rank 0", deadline)
-        with _store():
-            self._store.add(f"taken/{self.rank}", 1)
-        return self._offer()
+        while True:
+            with _store():
+                self._calls = [f"{self.rank}/{self._store.add(f'taken/{self.rank}', 0) + 1}"]
+            self._wait(f"offer/{self._calls[0]}", "trainer rank 0", deadline)
+            with _store():
+                self._store.add(f"taken/{self.rank}", 1)
+                is_same = self._store.get(f"what/{self._calls[0]}").decode() == what
+            try:
+                return self._offer()
+            except PeerError:
+                if hears and is_same:
+                    raise
 
     def lose(self, why: str) -> None:
         """Tell rank 0 why this rank cannot come. Raises `PeerError` when rank 0 has given up by itself."""

@@ -14,6 +14,8 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from msgspec import Struct
+from msgspec.structs import replace
 
 from weightsync.control.addresses import LOOPBACK, ends, is_loopback
 from weightsync.control.connection import Connection, dial
@@ -36,6 +38,33 @@ _PATIENCE = 8
 own, and an error that says more than "no answer from rank 0", so the others give it this many times as long."""
 
 
+class Call(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank has called, which must be the same on every rank.
+
+    number: how many calls the rank has made since all ranks were in step. A version that the user gives says more.
+    """
+
+    name: str = ""
+    version: int | None = None
+    label: str | None = None
+    number: int = 0
+
+    def __str__(self) -> str:
+        label = "" if self.label is None else f", label={self.label!r}"
+        return f"{self.name}(version={self.version}{label}), call {self.number}"
+
+    def what(self) -> str:
+        """Return what is equal for the same call of two ranks."""
+        return str(self if self.version is None else replace(self, number=0))
+
+
+class _Begun(Struct, frozen=True, forbid_unknown_fields=True):
+    """What rank 0 tells at the start of a step: whether any rank has connected for it, and what rank 0 has called."""
+
+    is_new: bool
+    call: Call
+
+
 class Ranks:
     """All ranks of a process group, or this process alone.
 
@@ -54,33 +83,65 @@ class Ranks:
         self.listener: Listener | None = None
         self._peers: dict[int, Connection] = {}  # rank 0: to ranks 1, 2, ...; elsewhere: to rank 0
         self._address = "", 0, ""  # elsewhere than on rank 0: where it listens, and its token
+        self._calls = 0
+        self._has_heard = False  # in the last call, of the failure of a call that other ranks had ended before
 
     @property
     def connections(self) -> list[Connection]:
         """Those to the other ranks, in rank order, on rank 0. Elsewhere that to rank 0."""
         return list(self._peers.values())
 
-    def begin(self, phase: str) -> bool:
+    def begin(self, phase: str, call: Call | None = None) -> bool:
         """Begin a step together, and connect the ranks that are not connected. Collective.
 
         Returns whether some were not, on all ranks. What such a rank knew of earlier steps may be lost. Raises
-        `SyncTimeoutError` when a rank has not come within `timeout_s`, and `ConfigError` when it has other options.
+        `SyncTimeoutError` when a rank has not come within `timeout_s`, and `ConfigError` when it has other options or
+        has made another `call`.
         """
         self.rank, self.size = place_among(self._members)
+        self._calls += 1
+        call = replace(call or Call(), number=self._calls)
+        has_heard, self._has_heard = self._has_heard, True
         if self.rank:
-            if self._has_lost(0):
-                self._join()
-            with _hint(ALL_PUSH):
-                is_new = bool(self._peers[0].expect(Value, Deadline(self.timeout_s), phase).read(bool))
+            begun = self._follow(call, phase, has_heard)
         else:
             self.listener = self.listener or Listener()
-            lost = [rank for rank in range(1, self.size) if self._has_lost(rank)]
+            lost = [rank for rank in range(1, self.size) if self._has_lost(rank, has_heard)]
             if lost:
-                self._call(lost, self.listener)
-            is_new = bool(self.broadcast(bool(lost), phase))
-        if is_new and self._options:
+                self._call(lost, self.listener, call)
+            begun = self.broadcast(_Begun(bool(lost), call), phase, _Begun)
+        self._has_heard = not all(connection.is_open() for connection in self.connections)
+        if begun.is_new and self._options:
             self._compare_options(phase)
-        return is_new
+        if call.what() != begun.call.what():
+            text = f"rank 0 calls {begun.call}, and rank {self.rank} calls {call}"
+            raise ConfigError(
+                f"the trainer's ranks are out of step: {text}. Every rank makes the same calls, with the same version "
+                "and label; the next call of each is taken for the same one",
+                calls=[f"trainer rank 0: {begun.call}", f"trainer rank {self.rank}: {call}"],
+            )
+        self._calls = begun.call.number
+        return begun.is_new
+
+    def _follow(self, call: Call, phase: str, has_heard: bool) -> _Begun:
+        """Return what rank 0 has begun, on another rank.
+
+        A call that rank 0 has given up meanwhile is the same one where this rank comes late, which then hears why. It
+        is another one where this rank has left it out. Ranks without versions and labels cannot tell, and so hear of
+        one such call at most.
+        """
+        if self._has_lost(0, has_heard):
+            self._join(call, has_heard)
+        begun = self._hear(phase)
+        if not self._peers[0].is_open() and begun.call.what() != call.what():
+            self._join(call, has_heard)
+            begun = self._hear(phase)
+        return begun
+
+    def _hear(self, phase: str) -> _Begun:
+        with _hint(ALL_PUSH):
+            begun: _Begun = self._peers[0].expect(Value, Deadline(self.timeout_s), phase).read(_Begun)
+        return begun
 
     def _compare_options(self, phase: str) -> None:
         """Raise `ConfigError`, on rank 0, where another rank has other options. Collective.
@@ -144,7 +205,10 @@ class Ranks:
         for connection in self.connections:
             with suppress(WeightSyncError):  # it is gone, and knows
                 connection.send(Failure(error.to_fields()), deadline, "fail")
-        return self._verdict(error, deadline) if self.rank and self._peers else error
+        agreed = self._verdict(error, deadline) if self.rank and self._peers else error
+        if "calls" in agreed.facts:
+            self._calls = 0  # on every rank
+        return agreed
 
     def _name_silent(self, error: WeightSyncError) -> None:
         """Name in an error that blames rank 0, which is here and lives, the ranks that do not answer it."""
@@ -181,15 +245,15 @@ class Ranks:
             self.listener.close()
         self.listener = None
 
-    def _has_lost(self, rank: int) -> bool:
-        """Return whether nothing has come from a rank, and nothing can."""
+    def _has_lost(self, rank: int, has_heard: bool) -> bool:
+        """Return whether a rank must connect. The mail of one that left is heard first, but once in a row."""
         connection = self._peers.get(rank)
-        return connection is None or not (connection.is_open() or connection.has_mail())
+        return connection is None or not (connection.is_open() or (connection.has_mail() and not has_heard))
 
-    def _call(self, lost: list[int], listener: Listener) -> None:
+    def _call(self, lost: list[int], listener: Listener, call: Call) -> None:
         """Wait for these ranks, on rank 0. A rank that cannot connect says why, and all ranks raise."""
         meeting, deadline = Meeting(self._members), Deadline(self.timeout_s)
-        meeting.call(lost)
+        meeting.call(lost, call.what())
         try:
             # Rank 0's own name may be that of the loopback on its host. Its interface that faces another rank is not.
             faced = [each for each in meeting.hosts(deadline) if each and not is_loopback(each)]
@@ -210,11 +274,11 @@ class Ranks:
             meeting.say("", refusal=error.message)
             raise
 
-    def _join(self) -> None:
+    def _join(self, call: Call, has_heard: bool) -> None:
         """Connect to rank 0, on another rank. Both raise where that fails."""
         self.disconnect()
         meeting, deadline = Meeting(self._members), Deadline(self.timeout_s)
-        self.host, port, token = meeting.take(_own_address(), deadline).split()
+        self.host, port, token = meeting.take(_own_address(), deadline, call.what(), not has_heard).split()
         self._address = self.host, int(port), token
         try:
             self._peers[0] = self.dial(_ROLE, deadline)
@@ -269,19 +333,19 @@ def uses_nccl(members: Any) -> bool:
 @contextmanager
 def collective(
     ranks: Ranks,
-    version: int | None = None,
+    call: Call | None = None,
     explain: Callable[[WeightSyncError], WeightSyncError] = lambda error: error,
     reset: Callable[[WeightSyncError], None] = lambda error: None,
 ) -> Iterator[Update]:
     """Run the body as one step of all ranks: the first failure of any rank is raised on every rank. Collective.
 
-    After a failure `explain` returns the better cause that this rank knows. `reset` is called with the error that all
-    ranks raise, and the ranks are disconnected. `reset` is called before the body, too, when ranks connect anew.
-    Neither may raise.
+    Ranks compare their `call`s. After a failure `explain` returns the better cause that this rank knows. `reset` is
+    called with the error that all ranks raise, and the ranks are disconnected. `reset` is called before the body, too,
+    when ranks connect anew. Neither may raise.
     """
-    update = Update(ranks, ranks.timeout_s, version)
+    update = Update(ranks, ranks.timeout_s, call.version if call is not None else None)
     try:
-        if ranks.begin(update.timeline.phase):
+        if ranks.begin(update.timeline.phase, call):
             reset(PeerError("the trainer's ranks have connected anew"))
         yield update
     except BaseException as cause:

@@ -127,6 +127,7 @@ class SharedMemory(FleetStrategy):
             if fleet is not None:
                 update.check = fleet.check
                 version = update.choose_version(fleet.newest_version)
+            ranks.gather(None, "plan")  # every rank is here, in the same call
         planned = time.perf_counter()
         with timeline.during("pause"):
             if fleet is not None:
