@@ -455,8 +455,16 @@ def test_http_adapters_that_are_refused(server, status, body, error, words):
         ({"/server_info": configured("nccl")}, EngineError, "no weightsync plug-in .*backend is 'nccl'"),
         ({"/server_info": (200, "{}")}, EngineError, "no weightsync plug-in"),
         ({"/collective_rpc": (200, json.dumps({"results": [UNBOUND]}))}, UnsupportedError, r"layers\.0\.q_proj"),
-        ({"/collective_rpc": (200, '{"results": [{"error": "no file"}]}')}, EngineError, "is not known: no file"),
-        ({"/collective_rpc": (200, '{"results": []}')}, EngineError, "is not known: no worker answers"),
+        (
+            {"/collective_rpc": (200, '{"results": [{"error": "no file"}]}')},
+            EngineError,
+            "cannot take the adapter policy-1-ab: no file",
+        ),
+        (
+            {"/collective_rpc": (200, '{"results": []}')},
+            EngineError,
+            "cannot take the adapter policy-1-ab: no worker answers",
+        ),
         ({"/collective_rpc": (200, '{"results": ["?"]}')}, ProtocolError, "what came is no list"),
         ({"/collective_rpc": (200, "{}")}, ProtocolError, "what came is no list"),
     ],

@@ -17,9 +17,18 @@ import pytest
 import torch
 from rich.console import Console
 
-from weightsync import CheckpointTransport, ConfigError, EngineError, PlacementError, ProtocolError, WeightSync
+from weightsync import (
+    CheckpointTransport,
+    ConfigError,
+    EngineError,
+    PlacementError,
+    ProtocolError,
+    UnsupportedError,
+    WeightSync,
+)
 from weightsync.control.runtime import started_ticks
 from weightsync.engines.server import VllmServer
+from weightsync.strategies.restart import check_stores
 from weightsync.strategies.shared_memory import SingleCopyTransport
 from weightsync.tools import handles
 from weightsync.transports import handle_file
@@ -264,3 +273,27 @@ def test_only_a_server_of_ours_is_ended_and_started_anew(tmp_path: Path):
     with pytest.raises(ConfigError, match="leave quantize out"):
         WeightSync("fsdp", transport, quantize="fp8")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "is_refused"),
+    [
+        (["--kv-transfer-config", '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'], True),
+        (['--kv_transfer_config={"kv_connector":"LMCacheConnectorV1"}'], True),
+        (["--kv-transfer-config.kv_connector", "ExampleConnector"], True),
+        (["--kv-transfer-config", "$CONFIG"], True),
+        (["--ec-transfer-config", '{"ec_connector": "ECExampleConnector"}'], True),
+        (["--kv-transfer-config", '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'], False),
+        (["--kv-transfer-config.kv-connector=NixlConnector"], False),
+        (["--max-model-len", "64"], False),
+    ],
+)
+def test_keys_and_values_that_outlive_a_server_are_refused(options: list[str], is_refused: bool, tmp_path: Path):
+    if is_refused:
+        transport = CheckpointTransport(tmp_path / "versions", restart=True)
+        server = VllmServer(tmp_path / "nothing", *options, log=tmp_path / "log")
+        with pytest.raises(UnsupportedError, match="--kv-transfer-config or --ec-transfer-config"):
+            WeightSync("fsdp", transport, server).push(torch.nn.Linear(2, 2))
+        assert not (tmp_path / "versions").exists()
+    else:
+        check_stores(options)

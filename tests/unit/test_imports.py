@@ -52,7 +52,7 @@ ORDER = [
     ["weightsync.control.wire", "weightsync.control.wire_memory", "weightsync.planning", "weightsync.selection"],
     ["weightsync.control"],
     ["weightsync.telemetry"],
-    ["weightsync.vllm.adapters"],
+    ["weightsync.vllm.adapters", "weightsync.vllm.kv_connectors"],
     ["weightsync.engines"],
     ["weightsync.control.fleet", "weightsync.control.member"],
     ["weightsync.kernels"],

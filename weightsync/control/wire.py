@@ -72,7 +72,7 @@ class BoundModules(Struct, frozen=True, forbid_unknown_fields=True):
     unbound: the adapter's modules that it does not bind. With pipeline parallelism another worker may.
     twice: those that the worker binds to a module that another one of the adapter's is bound to.
     modules: the engine's own that adapters can be bound to, the likeliest first; none where nothing is wrong.
-    error: why the worker could not find out, "" where it could.
+    error: why the worker cannot take it, or could not find out; "" where it could.
     """
 
     unbound: list[str] = []

@@ -28,7 +28,7 @@ def check_bound(adapter: LoraAdapter, answers: Any, who: str) -> None:
     """
     found = typed(answers, list[BoundModules])
     if error := next((one.error for one in found if one.error), "" if found else "no worker answers"):
-        raise EngineError(f"what the engine binds the adapter {adapter.name} to is not known: {error}", who=who)
+        raise EngineError(f"the engine cannot take the adapter {adapter.name}: {error}", who=who)
     others = [set(one.unbound) for one in found]
     unbound = [name for name in found[0].unbound if all(name in other for other in others)]
     twice = list(dict.fromkeys(name for one in found for name in one.twice))

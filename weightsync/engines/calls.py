@@ -138,7 +138,9 @@ def no_plug_in(found: str, who: str) -> EngineError:
 
 def caches_not_reset(who: str) -> EngineError:
     return EngineError(
-        "vLLM could not reset its prefix cache, so it would answer from older weights; see its log", who=who
+        "vLLM could not reset its prefix cache, or its KV connector what it keeps outside of the engine, so that "
+        "it would answer from older weights; see its log",
+        who=who,
     )
 
 

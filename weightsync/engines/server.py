@@ -48,7 +48,7 @@ class VllmServer:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(log) if log is not None else Path(tempfile.mkdtemp(prefix="weightsync-")) / "vllm.log"
         self._model = os.fspath(model)
-        self._options = options
+        self.options = options
         self._environment = dict(environment or {})
         self.start_timeout_s = start_timeout_s
         self._child: Child | None = None
@@ -76,7 +76,7 @@ class VllmServer:
                 "there; end it, or give another port",
                 who=self.url,
             ) from problem
-        command = [sys.executable, "-m", "weightsync.vllm.serve", self._model, "--port", str(self.port), *self._options]
+        command = [sys.executable, "-m", "weightsync.vllm.serve", self._model, "--port", str(self.port), *self.options]
         self._child = Child("the server", command, self._environment, self.log)
 
     def wait(self, timeout_s: float) -> None:

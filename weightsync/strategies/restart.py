@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,23 @@ from weightsync.control.update import Update
 from weightsync.engines import connect
 from weightsync.engines.other_ranks import OtherRanks
 from weightsync.engines.server import VllmServer
-from weightsync.errors import ConfigError, PlacementError, WeightSyncError
+from weightsync.errors import ConfigError, PlacementError, UnsupportedError, WeightSyncError
 from weightsync.report import PushReport
 from weightsync.sources.base import Model
 from weightsync.strategies.base import OF_COPIES, Options, UpdateStrategy
 
 logger = logging.getLogger(__name__)
+
+_STORES = "--kv-transfer-config", "--ec-transfer-config"
+_ENDS_WITH_ITS_SERVER = {
+    "MoRIIOConnector",
+    "MooncakeConnector",
+    "MultiConnector",
+    "NixlConnector",
+    "OffloadingConnector",
+    "SimpleCPUOffloadConnector",
+}
+_CONNECTOR = re.compile(r"[ke][vc]_connector\W+(\w+)")
 
 
 @dataclass(frozen=True)
@@ -157,6 +170,7 @@ class SaveAndRestart(UpdateStrategy):
                 "restart=True ends the engine and starts it anew, so it must be a "
                 f"weightsync.engines.server.VllmServer of this process; got a {type(server).__name__}"
             )
+        check_stores(server.options)
         return server
 
     def _newest_version(self) -> int:
@@ -168,3 +182,16 @@ class SaveAndRestart(UpdateStrategy):
             return max(versions(self._folder), default=0)
         except OSError as error:
             raise PlacementError(f"cannot write checkpoints to {self._folder}: {error}") from error
+
+
+def check_stores(options: Sequence[str]) -> None:
+    """Raise `UnsupportedError` for a server whose connectors may keep keys and values of one version for the next."""
+    words = [word for option in options for word in option.split("=", 1)]
+    if not any(word.replace("_", "-").startswith(_STORES) for word in words):
+        return
+    found = _CONNECTOR.findall(" ".join(words).replace("kv-connector", "kv_connector"))
+    if not found or not _ENDS_WITH_ITS_SERVER.issuperset(found):
+        raise UnsupportedError(
+            f"the server is started with {' or '.join(_STORES)} for {', '.join(found) or 'a connector'}, which may "
+            "keep keys and values of this version, and the next one would answer from them: leave the option out"
+        )

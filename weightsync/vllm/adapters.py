@@ -17,6 +17,8 @@ from safetensors import safe_open
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from weightsync.control.wire import ADAPTER_MODULES, NEWEST, NOT_LOADED, BoundModules
+from weightsync.errors import UnsupportedError
+from weightsync.vllm.kv_connectors import check_adapters
 
 _FILE = "adapter_model.safetensors"
 
@@ -43,6 +45,8 @@ def adapter_modules(worker: Any, path: str, number: int) -> dict[str, Any]:
     """
     try:
         return asdict(_bound_modules(worker, path, number))
+    except UnsupportedError as error:
+        return asdict(BoundModules(error=error.message))
     except Exception as error:
         return asdict(BoundModules(error=f"{type(error).__name__}: {error}"))
 
@@ -50,6 +54,7 @@ def adapter_modules(worker: Any, path: str, number: int) -> dict[str, Any]:
 def _bound_modules(worker: Any, path: str, number: int) -> BoundModules:
     if (of_worker := getattr(worker.model_runner, "lora_manager", None)) is None:
         return BoundModules(error="it takes no adapters; start it with enable_lora=True, a server with --enable-lora")
+    check_adapters(worker.vllm_config)
     manager = of_worker._adapter_manager
     places = _places(manager)
     loaded = _loaded(manager, number)

@@ -16,15 +16,16 @@ from weightsync.errors import UnsupportedError
 from weightsync.kernels.rows import AllReduceMax
 from weightsync.receiver.engine_model import DRAFTER, WorkerIdentity
 from weightsync.vllm import compat, supported_quant
+from weightsync.vllm.kv_connectors import check_resets
 from weightsync.vllm.pristine import build_on_meta, complete, share_alike
 
 
 class VllmModel:
     """The `weightsync.receiver.engine_model.EngineModel` of a vLLM worker.
 
-    `pristine` raises `UnsupportedError` for engines that a push cannot keep right: adapters on experts, CPU offload,
-    expert load balancing, sinks of no known parameter, or a quantisation that the table of `supported_quant.py` does
-    not have.
+    `pristine` raises `UnsupportedError` for engines that a push cannot keep right. Such are adapters on experts, CPU
+    offload, expert load balancing, sinks of no known parameter, a KV connector that cannot be reset, and quantisations
+    that the table of `supported_quant.py` does not have.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class VllmModel:
             getattr(getattr(config, "offload_config", None), "uva", None), "cpu_offload_gb", 0
         ):
             raise UnsupportedError("offloaded weights cannot be pushed to; start the engine without cpu_offload_gb")
+        check_resets(config)
         supported_quant.check(self.live, config.quant_config, self.device)
         if hasattr(type(self._model), "process_weights_after_loading"):
             raise UnsupportedError(

@@ -1,0 +1,95 @@
+"""Which KV connectors forget what they keep outside of the engine, when vLLM asks them to.
+
+vLLM takes a connector's None for success, and None is what one answers that has no `reset_cache`.
+"""
+
+from __future__ import annotations
+
+import dis
+from itertools import pairwise
+from typing import Any
+
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from weightsync.errors import UnsupportedError
+
+_VLLM = "vllm.distributed.kv_transfer."
+_KEEP_NOTHING = {
+    "ExampleHiddenStatesConnector",
+    "MoRIIOConnector",
+    "MooncakeConnector",
+    "NixlConnector",
+    "NixlPullConnector",
+    "NixlPushConnector",
+}
+"""vLLM's connectors that answer from nothing but blocks of an engine. Blocks of a transfer under way are in use, and a
+reset of the prefix cache fails while they are."""
+_KNOW_ADAPTERS = {"MooncakeStoreConnector", "OffloadingConnector", "SimpleCPUOffloadConnector"}
+"""vLLM's connectors that find keys and values by its hashes of blocks, which hold an adapter's name and path."""
+
+
+def check_resets(config: VllmConfig) -> None:
+    """Raise `UnsupportedError` for an engine that would answer from keys and values of older weights after a push."""
+    for connector in _connectors(config.kv_transfer_config):
+        reset: Any = getattr(connector, "reset_cache", None)
+        if _is_one_of(connector, _KEEP_NOTHING):
+            continue
+        if reset is None or reset is getattr(KVConnectorBase_V1, "reset_cache", None):
+            problem = "has no reset_cache"
+        elif answers_none_alone(reset):
+            problem = "has a reset_cache that never answers True"
+        else:
+            continue
+        raise UnsupportedError(
+            f"the KV connector {connector.__name__} keeps keys and values outside of the engine, and {problem}, so "
+            "that the engine would answer from those of older weights after a push: start the engine without this "
+            "kv_transfer_config, or with a connector whose reset_cache forgets them and returns True, such as "
+            "OffloadingConnector"
+        )
+    if (transfer := getattr(config, "ec_transfer_config", None)) is not None:
+        raise UnsupportedError(
+            f"the connector {transfer.ec_connector} keeps encoder outputs outside of the engine, and vLLM cannot reset "
+            "them, so that the engine would answer from those of older weights after a push: start the engine without "
+            "this ec_transfer_config"
+        )
+
+
+def check_adapters(config: VllmConfig) -> None:
+    """Raise `UnsupportedError` for an engine that may answer with one adapter from keys and values of another."""
+    for connector in _connectors(config.kv_transfer_config):
+        if not _is_one_of(connector, _KEEP_NOTHING | _KNOW_ADAPTERS):
+            raise UnsupportedError(
+                f"the KV connector {connector.__name__} is not known to tell an adapter's keys and values from those "
+                "of another adapter or of the base: start the engine without this kv_transfer_config, or with one of "
+                f"{', '.join(sorted(_KNOW_ADAPTERS))}"
+            )
+
+
+def answers_none_alone(function: Any) -> bool:
+    """Return whether every `return` of a Python function gives None, written or not. False for any other callable."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False
+    steps = list(dis.get_instructions(code))
+    returned = [one.argval for one in steps if one.opname == "RETURN_CONST"]
+    for before, one in pairwise(steps):
+        if one.opname == "RETURN_VALUE":
+            returned.append(before.argval if before.opname == "LOAD_CONST" else ...)
+    return all(value is None for value in returned)
+
+
+def _connectors(config: KVTransferConfig | None) -> list[type]:
+    """Return the classes of an engine's connectors. In place of one that holds others, those."""
+    if config is None or config.kv_connector is None:
+        return []
+    connector = KVConnectorFactory.get_connector_class(config)
+    inner = (config.kv_connector_extra_config or {}).get("connectors")
+    if not hasattr(connector, "_get_connector_classes_and_configs") or inner is None:
+        return [connector]
+    return [each for one in inner for each in _connectors(KVTransferConfig(**one))]
+
+
+def _is_one_of(connector: type, names: set[str]) -> bool:
+    return connector.__name__ in names and connector.__module__.startswith(_VLLM)
