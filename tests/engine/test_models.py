@@ -305,6 +305,32 @@ nothing is copied for it. A trainer whose experts have tensors of their own is s
 vLLM's engine for CPUs crashes when it generates with `enable_expert_parallel`, so load plans show expert parallelism. A
 number of experts that its ranks do not divide evenly is refused.
 
+## Tied embeddings
+
+One memory serves the embedding and the output layer of an engine that ties them. vLLM decides at the start: by
+`tie_word_embeddings` of config.json, and by the output layer of the checkpoint, where it has one. It ties the two again
+when they are equal.
+
+| trainer | engine ties | engine does not |
+| --- | --- | --- |
+| ties | the one tensor fills both | the one tensor fills both |
+| has two equal tensors | they are compared in each push, and one travels | both travel |
+| has two that differ | `ManifestError`, and nothing is written | both travel |
+
+Two tensors of an iterator cannot be compared before the push, which is refused. To train an output layer of its own,
+start the engine with `tie_word_embeddings: false` in config.json or `hf_overrides`.
+
+## Checkpoints of the hub
+
+Pushed equals cold for engines and trainers that start from these forms (`tests/engine/test_hub_checkpoints.py`), after
+`load_format="dummy"` too: a stored output layer under a tied config (Qwen3-0.6B and 1.7B), tied without one
+(Qwen2.5-0.5B, Llama-3.2-1B, Gemma-3-1B), a tensor for each expert (Qwen3-30B-A3B, Mixtral), one more layer for
+multi-token prediction (DeepSeek-V3), older names (GPT-2, Qwen2.5-VL, Gemma 3 with pictures), shards with an index,
+norms in float32, other files beside, and FP8-dynamic with modules that are left as they are.
+
+A start with random weights also overwrites buffers that no checkpoint has. The first push gives them the values that
+their constructors compute, or is refused where there are none.
+
 ## Vision-language models
 
 Pushed equals cold for Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Gemma 3, LLaVA, LLaVA-OneVision and Mistral 3, whole, with their

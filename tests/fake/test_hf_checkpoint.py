@@ -32,6 +32,7 @@ from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import Box
 from weightsync.selection import TensorSelection
 from weightsync.sources.fsdp import FsdpSource
+from weightsync.sources.rename import renamed
 
 
 def sent(model: nn.Module, **selection: object) -> dict[str, torch.Tensor]:
@@ -199,3 +200,13 @@ def test_what_a_checkpoint_has_in_another_form_than_a_view_is_refused():
     assert list(sent(odd(*doubled, RENAMED), exclude=("one", "other"))) == ["turned", "norm_old"]
     with pytest.raises(UnsupportedError, match="cannot follow how transformers saves a Odd"):
         sent(odd(WeightConverter("mixed", "turned", [Interleave(2)])))
+
+
+def test_a_manifest_has_the_other_names_of_tied_tensors():
+    model = tiny_models.build("qwen3-tied", "A")
+    pair = ("lm_head.weight", "model.embed_tokens.weight")
+    assert FsdpSource(TensorSelection()).manifest(model).tied == (pair,)
+    assert FsdpSource(TensorSelection(exclude=("lm_head.weight",))).manifest(model).tied == ()
+    under_a = TensorSelection(rename=lambda name: f"a.{name}")
+    assert renamed(FsdpSource(under_a), under_a).manifest(model).tied == (tuple(f"a.{name}" for name in pair),)
+    assert FsdpSource(TensorSelection()).manifest(tiny_models.build("qwen3", "A")).tied == ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,12 @@ class ModuleHost:
 
     def parts(self, module: nn.Module) -> list[Any]:
         return [module]
+
+    def find_lost(self, filled: Collection[str]) -> None:
+        pass
+
+    def restore_lost(self) -> None:
+        pass
 
     def is_asleep(self) -> bool:
         return self.sleeps

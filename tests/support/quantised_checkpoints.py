@@ -4,6 +4,7 @@ too."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,23 @@ SCHEMES: dict[str, tuple[str, str, Any]] = {
 }
 
 
-def save(model: nn.Module, scheme: str, folder: Path, cache_scale: float | None = None) -> Path:
-    """Every linear layer but `lm_head` in the `scheme`: with a scale for each output channel, or, for "FP8-block", for
-    each block of 128 by 128. With `cache_scale`, an fp8 KV cache has that scale in every layer."""
+def save(
+    model: nn.Module,
+    scheme: str,
+    folder: Path,
+    cache_scale: float | None = None,
+    ignored: Sequence[str] = ("lm_head",),
+) -> Path:
+    """Every linear layer but those `ignored` in the `scheme`: with a scale for each output channel, or, for
+    "FP8-block", for each block of 128 by 128. With `cache_scale`, an fp8 KV cache has that scale in every layer."""
     in_blocks = scheme == "FP8-block"
     layout, kind, quantise = ("", "", fp8_per_block) if in_blocks else SCHEMES[scheme]
-    tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {
+        name: tensor.detach().clone(memory_format=torch.contiguous_format)
+        for name, tensor in model.state_dict().items()
+    }
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name != "lm_head":
+        if isinstance(module, nn.Linear) and name not in ignored:
             weight = f"{name}.weight"
             tensors[weight], tensors[weight + ("_scale_inv" if in_blocks else "_scale")] = quantise(tensors[weight])
     bits = {"num_bits": 8, "type": kind, "symmetric": True}
@@ -40,7 +50,7 @@ def save(model: nn.Module, scheme: str, folder: Path, cache_scale: float | None 
             "quant_method": "compressed-tensors",
             "quantization_status": "compressed",
             "format": layout,
-            "ignore": ["lm_head"],
+            "ignore": [*ignored],
             "kv_cache_scheme": cache if cache_scale is not None else None,
             "config_groups": {
                 "group_0": {
@@ -53,7 +63,7 @@ def save(model: nn.Module, scheme: str, folder: Path, cache_scale: float | None 
     }
     if in_blocks:
         scales = {"weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
-        config["quantization_config"] = {"quant_method": "fp8", "ignored_layers": ["lm_head"], **scales}
+        config["quantization_config"] = {"quant_method": "fp8", "ignored_layers": [*ignored], **scales}
     return _write(model, tensors, config, folder)
 
 

@@ -143,6 +143,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "granite": _config("GraniteConfig", tie_word_embeddings=True),
     "gpt-oss": _config("GptOssConfig", **_GPT_OSS),
     "gpt-oss-wide": _config("GptOssConfig", hidden_size=256, intermediate_size=256, **_GPT_OSS),
+    "gpt2": _config("GPT2Config", n_embd=128, n_layer=2, n_head=4, n_positions=512, tie_word_embeddings=True),
     "bloom": _config("BloomConfig", n_layer=2, n_head=4, tie_word_embeddings=True),
     "apertus": _config("ApertusConfig"),
     "hrm-text": _config("HrmTextConfig", num_layers_per_stack=1, head_dim=32),

@@ -8,7 +8,7 @@ import pytest
 
 from weightsync import ConfigError, ManifestError, ModuleBucketer, ParameterBucketer
 from weightsync.control.wire import LoadPlan
-from weightsync.planning.checks import check_plans, cut
+from weightsync.planning.checks import check_duplicates, check_plans, cut, duplicates
 from weightsync.planning.layout import Manifest, TensorMeta
 
 ENGINE = {"model.embed.weight", "model.layers.0.a", "model.layers.0.b", "model.layers.1.a", "lm_head.weight"}
@@ -30,6 +30,8 @@ def planned(offered: Manifest, **changes: Any) -> LoadPlan:
         "load_paths": {},
         "left_out": [],
         "kept": [],
+        "tied": [],
+        "duplicates": {},
     }
     return LoadPlan(**(answer | {"used": used, "missing": absent, "hints": absent} | changes))
 
@@ -76,7 +78,36 @@ def test_layers_that_nothing_came_of_are_named():
 
 
 def test_tied_embeddings_are_thought_of():
-    assert "tie_word_embeddings" in str(problem(manifest(*(ENGINE - {"lm_head.weight"}))))
+    assert "nor ties it to its embedding" in str(problem(manifest(*(ENGINE - {"lm_head.weight"}))))
+
+
+def test_a_head_of_the_trainers_own_is_not_to_be_left_out():
+    """It was: the engine then answered with the embedding in its place."""
+    names = {*ENGINE} - {"lm_head.weight"}
+    offered = manifest(*names, "output.weight")
+    error = problem(offered, missing=[], hints=[], tied=["model.embed.weight"])
+    assert "tie_word_embeddings" in str(error)
+    assert "exclude" not in str(error)
+
+
+def test_what_shares_a_place_with_another_is_placed():
+    offered = manifest(*ENGINE)
+    plan = planned(offered, duplicates={"lm_head.weight": "model.embed.weight"})
+    plan.used.pop("lm_head.weight")
+    assert check_plans(offered, [plan], False) == ["lm_head.weight"]
+    assert duplicates([plan, planned(offered)]) == (("lm_head.weight", "model.embed.weight"),)
+
+
+def test_two_tensors_for_one_place_must_be_equal_on_all_ranks():
+    pair = ("head", "embed")
+    check_duplicates([pair], [{"head": {"0..2": 1}, "embed": {"0..2": 1}}, {"head": {"2..4": 5}, "embed": {"2..4": 5}}])
+    check_duplicates([pair], [{"embed": {"all": 7}}, {"head": {"all": 7}}])  # two stages of a pipeline
+    with pytest.raises(ManifestError, match=r"head: it differs from embed.*Nothing was written"):
+        check_duplicates(
+            [pair], [{"head": {"0..2": 1}, "embed": {"0..2": 1}}, {"head": {"2..4": 5}, "embed": {"2..4": 6}}]
+        )
+    with pytest.raises(ManifestError, match="its shards are not those of embed"):
+        check_duplicates([pair], [{"head": {"0..3": 1, "3..4": 1}, "embed": {"0..2": 1, "2..4": 1}}])
 
 
 @pytest.mark.parametrize(("padded", "advice"), [(False, "the same config.json"), (True, "vocab_size=...")])

@@ -44,7 +44,7 @@ from weightsync.receiver.worker import WorkerSession
 
 LOCAL, TOKEN = "127.0.0.1", "token"
 HELLO = Hello(PROTOCOL, "worker", 0, 0, 1, "boot", "cpu", "", "tp=0", 0, CLEAN, False)
-PLAN = LoadPlan({"w": "float32"}, {"w": (Box((0,), (1,)),)}, {}, [["w"]], [], [], [], {"in_place": 1}, [], [])
+PLAN = LoadPlan({"w": "float32"}, {"w": (Box((0,), (1,)),)}, {}, [["w"]], [], [], [], {"in_place": 1}, [], [], [], {})
 MESSAGES: list[Message] = [HELLO, PLAN, Commit(3), Value.of([1, {"k": None}]), Committed(3, 0.5)]
 MESSAGES += [Failure(ErrorFields("ManifestError", "m", None, "plan", {"missing": ["w"]})), Release()]
 

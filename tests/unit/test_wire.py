@@ -60,7 +60,7 @@ LOCATION = ShardLocation("w", Box((0, 0), (2, 3)), 0, 0, 0, (3, 1), "bfloat16")
 GOLDEN: list[tuple[Message, str]] = [
     (
         Hello(
-            protocol=3,
+            protocol=4,
             role="worker",
             group=2,
             rank=3,
@@ -74,9 +74,9 @@ GOLDEN: list[tuple[Message, str]] = [
             update_open=False,
         ),
         (
-            "840000008da174a548656c6c6fa870726f746f636f6c03a4726f6c65a6776f726b6572a567726f757002a472616e6b03a577"
-            "6f726c6404a7626f6f745f6964a162a6646576696365a463756461a86770755f75756964a54750552d31a46e616d65a47470"
-            "3d33a776657273696f6e05a57374617465a5434c45414eab7570646174655f6f70656ec2"
+            "840000008da174a548656c6c6fa870726f746f636f6c04a4726f6c65a6776f726b6572a567726f757002a472616e6b03a5776f72"
+            "6c6404a7626f6f745f6964a162a6646576696365a463756461a86770755f75756964a54750552d31a46e616d65a474703d33a776"
+            "657273696f6e05a57374617465a5434c45414eab7570646174655f6f70656ec2"
         ),
     ),
     (
@@ -84,8 +84,8 @@ GOLDEN: list[tuple[Message, str]] = [
         "2300000082a174a556616c7565a576616c756581a1619601ffcb4004000000000000c0c3a2c3a9",
     ),
     (
-        PlanRequest((TensorMeta("w", (2, 3), "bfloat16"),)),
-        "2700000082a174ab506c616e52657175657374a774656e736f72739193a177920203a862666c6f61743136",
+        PlanRequest((TensorMeta("w", (2, 3), "bfloat16"),), (("y", "w"),)),
+        "3200000083a174ab506c616e52657175657374a774656e736f72739193a177920203a862666c6f61743136a4746965649192a179a177",
     ),
     (
         LoadPlan(
@@ -99,12 +99,14 @@ GOLDEN: list[tuple[Message, str]] = [
             load_paths={"in_place": 1},
             left_out=["v.w"],
             kept=["drafter.w"],
+            tied=["w"],
+            duplicates={"y": "w"},
         ),
         (
-            "b00000008ba174a84c6f6164506c616ea47573656481a177a862666c6f61743136a77061727469616c81a1779192920000920103"
+            "c80000008da174a84c6f6164506c616ea47573656481a177a862666c6f61743136a77061727469616c81a1779192920000920103"
             "a77265667573656481a178a26e6fa667726f7570739192a177a176a772656c6f6164739192a177a162a76d697373696e6791b070"
             "20726f777320302e2e31206f662032a568696e747391a179aa6c6f61645f706174687381a8696e5f706c61636501a86c6566745f"
-            "6f757491a3762e77a46b65707491a9647261667465722e77"
+            "6f757491a3762e77a46b65707491a9647261667465722e77a47469656491a177aa6475706c69636174657381a179a177"
         ),
     ),
     (
@@ -221,7 +223,7 @@ def refuse(data: Any, words: str) -> None:
 
 
 def test_the_number_of_the_protocol_that_these_bytes_belong_to():
-    assert PROTOCOL == 3
+    assert PROTOCOL == 4
     assert {type(message) for message in EXAMPLES} == set(Message.__subclasses__())
 
 
@@ -322,7 +324,7 @@ def test_what_counts_is_never_negative(name: str, at: tuple[Any, ...]):
 
 @pytest.mark.parametrize("at", [("tensors", 0), ("tensors", 0, 1)])
 def test_a_row_with_more_than_it_has_is_refused(at: tuple[Any, ...]):
-    whole = content(PlanRequest((TensorMeta("w", (2, 3), "bfloat16"),)))
+    whole = content(PlanRequest((TensorMeta("w", (2, 3), "bfloat16"),), (("y", "w"),)))
     row = dict(values_inside(whole))[at]
     refuse(replaced(whole, at, [*row, "x"]), "another form|Expected")
 
@@ -451,7 +453,7 @@ def test_a_large_honest_plan_is_read():
     row = ShardLocation("h.1.w", Box((0, 0), (4096, 4096)), 1, 2, 1 << 31, (4096, 1), "bfloat16")
     for message in (
         Connect("ipc", [], [Arrival((row,) * 20_000)], 0, [Run(1, 2, 1 << 31, 1 << 25)] * 20_000, [], {"runs": [[0]]}),
-        PlanRequest(tuple(TensorMeta(f"h.{n}.w", (4096, 4096), "bfloat16") for n in range(20_000))),
+        PlanRequest(tuple(TensorMeta(f"h.{n}.w", (4096, 4096), "bfloat16") for n in range(20_000)), ()),
         Value.of([(1, n, "fd", {"pid": 123456, "fd": n, "nbytes": 1 << 25, "inode": 1 << 21}) for n in range(10_000)]),
     ):
         assert decode(body(message)) == message
@@ -530,7 +532,7 @@ ROWS = [[], ["a"], ["a", [1]], ["a", 1, "x"], ["a", [1], "x", 1], None, 5, [["a"
 
 @pytest.mark.parametrize("row", ROWS)
 def test_rows_of_another_form_are_a_protocol_error(row: Any):
-    refuse({"t": "PlanRequest", "tensors": [row]}, "Expected|another form")
+    refuse({"t": "PlanRequest", "tensors": [row], "tied": []}, "Expected|another form")
     if row != ["a", [1], "x", 1]:  # which no decoded message has, as it has another form
         with pytest.raises(ProtocolError, match="what came is no"):
             typed([row], list[TensorMeta])

@@ -190,7 +190,7 @@ class Fleet:
     def plan(self, manifest: Manifest) -> list[LoadPlan]:
         """Return what each worker's model makes of these tensors."""
         deadline = Deadline(self._timeout_s)
-        self._send(PlanRequest(manifest.tensors), deadline, "plan")
+        self._send(PlanRequest(manifest.tensors, manifest.tied), deadline, "plan")
         return self._collect(LoadPlan, deadline, "plan")
 
     def export(self, processes: Sequence[str]) -> list[ParametersExported]:

@@ -22,7 +22,7 @@ from weightsync.errors import ErrorFields, ProtocolError
 from weightsync.planning.layout import Box, Count, ShardLocation, TensorMeta
 from weightsync.planning.rows import Arrival, Plain, Run, Storage
 
-PROTOCOL = 3
+PROTOCOL = 4
 CLEAN, POISONED = "CLEAN", "POISONED"
 """States of a worker's model. The version of an engine begins with the second one when a push into it has failed after
 its first bucket was announced."""
@@ -139,6 +139,7 @@ class PlanRequest(Message, frozen=True):
     """To a worker: the tensors that a push will deliver. The worker answers `LoadPlan`, and writes nothing."""
 
     tensors: tuple[TensorMeta, ...]
+    tied: tuple[tuple[str, str], ...]  # (other name, name) of each tensor that the trainer's model has twice
 
 
 class LoadPlan(Message, frozen=True):
@@ -154,6 +155,8 @@ class LoadPlan(Message, frozen=True):
     load_paths: dict[str, Count]  # load path -> how many modules take it
     left_out: list[str]  # tensors of a part of the model that the engine does not run
     kept: list[str]  # parameters of a drafter that no tensor fills, and that stay as they are
+    tied: list[str]  # tensors that fill a parameter which several modules of the engine share
+    duplicates: dict[str, str]  # tensor name -> the tensor that fills the same parameter, and must be equal
 
 
 class Connect(Message, frozen=True):

@@ -4,7 +4,7 @@ workers' plans."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from weightsync.control.wire import LoadPlan
 from weightsync.errors import ConfigError, ManifestError, some
@@ -41,7 +41,7 @@ def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> 
     mismatched = {name: reason for plan in plans for name, reason in plan.refused.items()}
     used = set().union(*(plan.used for plan in plans))
     mismatched |= _unread(manifest, plans)
-    placed = used.union(mismatched, *(plan.left_out for plan in plans))
+    placed = used.union(mismatched, *(plan.left_out for plan in plans), *(plan.duplicates for plan in plans))
     unexpected = [name for name in manifest.names if name not in placed]
     missing = list(dict.fromkeys(name for plan in plans for name in (plan.hints or plan.missing)))
     if set(mismatched) & set(missing):  # what a refused tensor would have filled is no second fault
@@ -59,7 +59,9 @@ def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> 
                 "of its chunks"
             )
         if missing == ["lm_head.weight"]:
-            parts.append("does the trainer tie its embeddings, and the engine not? Set tie_word_embeddings alike")
+            parts.append(
+                "the engine has an output layer of its own; the trainer neither has one nor ties it to its embedding"
+            )
     if mismatched:
         parts.append(f"not fitting {len(mismatched)}: {some([f'{n} ({r})' for n, r in mismatched.items()])}")
         if not padded:
@@ -72,6 +74,12 @@ def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> 
         parts.append(f"unexpected {len(unexpected)}: {some(unexpected)}")
         if (prefix := _lacking(unexpected, missing)) is not None:
             parts.append(f'all names lack "{prefix}": push the whole model, not a part of it')
+        elif heads := _of_tied_shape(unexpected, manifest, plans):
+            parts.append(
+                f"the engine ties its output layer to its embedding, and {heads[0]} may be an output layer of the "
+                "trainer's own: start the engine with tie_word_embeddings=false in config.json, or with "
+                'hf_overrides={"tie_word_embeddings": False}'
+            )
         elif not missing:
             parts.append("leave them out with TensorSelection(exclude=...), or give the engine the trainer's model")
     raise ManifestError(
@@ -114,6 +122,40 @@ def reads_of(manifest: Manifest, plan: LoadPlan) -> Reads:
     """Return which regions a worker reads, by name of the tensor."""
     whole = {name: (Box.full(manifest[name].shape),) for name in plan.used}
     return whole | plan.partial
+
+
+def duplicates(plans: Sequence[LoadPlan]) -> tuple[tuple[str, str], ...]:
+    """Return the pairs of tensors that share a place in some engine's memory, so that they must be equal."""
+    return tuple(dict.fromkeys(pair for plan in plans for pair in plan.duplicates.items()))
+
+
+def check_duplicates(pairs: Sequence[tuple[str, str]], held: Sequence[Mapping[str, Mapping[str, int]]]) -> None:
+    """Raise one `ManifestError` for the pairs that are not equal.
+
+    `held` has for each rank the digest of each region that it holds, by name of the tensor and name of the region.
+    """
+    wrong = {}
+    for other, name in pairs:
+        mine, theirs = (
+            {box: digest for own in held for box, digest in own.get(one, {}).items()} for one in (other, name)
+        )
+        if mine.keys() != theirs.keys():
+            wrong[other] = f"its shards are not those of {name}, so that the two cannot be compared"
+        elif mine != theirs:
+            wrong[other] = f"it differs from {name}"
+    if wrong:
+        raise ManifestError(
+            f"the engine ties what the trainer has apart, and can serve equal tensors alone: {_first(wrong)}. Start "
+            "the engine from a checkpoint of this trainer, with tie_word_embeddings=false in config.json, or tie the "
+            "trainer's. Nothing was written",
+            mismatched=wrong,
+        )
+
+
+def _of_tied_shape(unexpected: Sequence[str], manifest: Manifest, plans: Sequence[LoadPlan]) -> list[str]:
+    """Return the tensors of the shape of one that fills a parameter which several modules of an engine share."""
+    shapes = {manifest[name].shape for plan in plans for name in plan.tied if name in manifest}
+    return [name for name in unexpected if manifest[name].shape in shapes]
 
 
 def _lacking(unexpected: Sequence[str], missing: Sequence[str]) -> str | None:

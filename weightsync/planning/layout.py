@@ -114,13 +114,15 @@ class Manifest(Struct, frozen=True, array_like=True, dict=True):
     """The tensors that a push delivers, in the order in which the trainer exports them.
 
     A rank may know of none. Raises `ManifestError` when it offers a name twice.
+
+    tied: (other name, name) of each tensor that the trainer's model also has under a name that does not travel.
     """
 
     tensors: tuple[TensorMeta, ...]
+    tied: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        doubled = [name for name, times in Counter(self.names).items() if times > 1]
-        if doubled:
+        if doubled := [name for name, times in Counter(self.names).items() if times > 1]:
             raise ManifestError(
                 f"{len(doubled)} names are offered more than once, first {doubled[0]!r}: every tensor travels once, "
                 "under one name",
@@ -177,7 +179,8 @@ def merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
         )
     distinct = list(dict.fromkeys(manifest.tensors for manifest in manifests))
     merged = dict.fromkeys(heapq.merge(*([meta.name for meta in tensors] for tensors in distinct), key=_natural))
-    return Manifest(tuple(known[name] for name in merged))
+    tied = dict.fromkeys(pair for manifest in manifests for pair in manifest.tied if pair[0] not in known)
+    return Manifest(tuple(known[name] for name in merged), tuple(tied))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

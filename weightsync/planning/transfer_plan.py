@@ -68,6 +68,8 @@ class TransferPlan(Struct, frozen=True, array_like=True):
     workers: how many there are.
     host: an address of trainer rank 0 that every worker reaches.
     load_paths: how many of the engines' modules take each load path.
+    duplicates: pairs of tensors that share a place in some engine's memory. They must be equal in each push, and the
+        first of each pair travels for other engines alone.
     """
 
     manifest: Manifest
@@ -76,6 +78,7 @@ class TransferPlan(Struct, frozen=True, array_like=True):
     workers: int
     host: str
     load_paths: dict[str, int]
+    duplicates: tuple[tuple[str, str], ...] = ()
 
     @property
     def frozen_chunks(self) -> int:

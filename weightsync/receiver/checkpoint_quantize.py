@@ -152,7 +152,7 @@ def expand(manifest: Manifest, pairs: dict[str, Pair]) -> Manifest:
     for meta in manifest:
         pair = pairs.get(meta.name)
         tensors += [meta] if pair is None else pair.made
-    return Manifest(tuple(tensors))
+    return Manifest(tuple(tensors), manifest.tied)
 
 
 def quantised(

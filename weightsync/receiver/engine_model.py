@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -67,6 +67,15 @@ class EngineModel(Protocol):
 
     def post_process(self, module: nn.Module) -> None:
         """Bring a freshly loaded module into its kernel's format, as the engine does once at its start."""
+
+    def find_lost(self, filled: Collection[str]) -> None:
+        """Find the values of what the engine's start has overwritten, and neither a checkpoint nor a push fills.
+
+        `filled` are the tensors that a push fills, by name. Raises `UnsupportedError` where a value is not to be found.
+        """
+
+    def restore_lost(self) -> None:
+        """Give what `find_lost` has found the values that a cold start gives it, once."""
 
     def is_asleep(self) -> bool:
         """Return whether the memory of the parameters is given back, so that it must be woken before it is written."""

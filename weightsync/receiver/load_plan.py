@@ -27,6 +27,14 @@ from weightsync.receiver.checkpoint_quantize import (
 from weightsync.receiver.engine_model import DRAFTER, EngineModel
 from weightsync.receiver.experiment import choose_load_paths
 from weightsync.receiver.module_groups import Addresses, ModuleGroup, find_groups, moved_views
+from weightsync.receiver.ties import (
+    fill_of_shared,
+    find_duplicates,
+    shared_parameters,
+    under_first_names,
+    with_other_names,
+    without,
+)
 from weightsync.receiver.trace import Fill, Trace, named_tensors, trace_loader, uncovered, writers
 
 IN_PLACE, FUSED_QUANTIZE, RELOAD, NATIVE_LOADER = LOAD_PATHS = ("in_place", "fused_quantize", "reload", "native_loader")
@@ -86,6 +94,9 @@ class LoadPlanner:
         if pairs or packs:
             seen = self._trace(expand(asked, pairs))
         pairs, unfit = pairs | experts, unfit | more_unfit
+        shared = shared_parameters(pristine)
+        duplicates = find_duplicates(seen, manifest, shared)
+        seen = without(seen, duplicates)
         seen.fills += expert_padding(pristine, seen)
         for view, param in moved_views(self._model.live, pristine).items():
             seen.copies += [replace(copy, param=view) for copy in seen.copies if copy.param == param]
@@ -102,6 +113,7 @@ class LoadPlanner:
             )
         load_path = _load_paths(self._groups, {group_of[param] for param in trace.computed})
         sources = _sources(trace, group_of)
+        self._model.find_lost({*(copy.param for copy in trace.copies), *trace.computed})
         missing, doubled = uncovered(pristine, seen)
         kept = [] if self._fills_drafter(trace) else [param for param in missing if _is_drafters(param)]
         missing = {param: boxes for param, boxes in missing.items() if param not in kept}
@@ -118,10 +130,19 @@ class LoadPlanner:
             load_paths={name: counts[name] for name in LOAD_PATHS},
             left_out=self._left_out(manifest, trace),
             kept=[*kept, *self._model.kept],
+            tied=sorted({*fill_of_shared(landed, shared).values()}),
+            duplicates=duplicates,
         )
         return TracedLoad(manifest, answer, trace, pairs, load_path, group_of, sources)
 
     def _trace(self, manifest: Manifest) -> Trace:
+        """Trace the loaders. What the trainer has tied and the engine has not is loaded from the one tensor."""
+        trace = self._trace_models(manifest)
+        if manifest.tied and uncovered(self._model.pristine(), trace)[0]:
+            trace = under_first_names(self._trace_models(with_other_names(manifest)), manifest)
+        return trace
+
+    def _trace_models(self, manifest: Manifest) -> Trace:
         """Trace the loader of the model, and that of its drafter for the parameters that the drafter has to itself."""
         trace, drafted = self._trace_model(manifest), self._trace_drafter(manifest)
         own = {param: names for param, names in drafted.computed.items() if _is_drafters(param)}

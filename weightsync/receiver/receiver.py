@@ -165,6 +165,7 @@ class Receiver:
         self.state, self._done = POISONED, None
         done = Done(go.version, 0, 0.0, 0.0, 0.0)
         with self._model.scope():
+            self._model.restore_lost()
             if self._connection is not None:
                 if self._connection.reloads:
                     self._planner.addresses.note()

@@ -297,7 +297,7 @@ class WorkerSession:
             )
         match message:
             case PlanRequest():
-                return self.receiver.make_plan(Manifest(message.tensors))
+                return self.receiver.make_plan(Manifest(message.tensors, message.tied))
             case Connect():
                 self.receiver.connect(message, wait, self._deadline(), tell)
                 return Connected()

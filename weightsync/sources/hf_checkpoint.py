@@ -77,9 +77,14 @@ class SavedParts:
         return self._cuts[box, stride]
 
 
-def manifest_of(saved: Iterable[SavedParts]) -> Manifest:
-    """Return the tensors of the checkpoint, each once, though several of the model's may be in it."""
-    return Manifest(tuple(dict.fromkeys(part.meta for parts in saved for part in parts.parts)))
+def manifest_of(saved: Iterable[SavedParts], tied: Iterable[tuple[str, str]] = ()) -> Manifest:
+    """Return the tensors of the checkpoint, each once, though several of the model's may be in it.
+
+    `tied` are (other name, name) of those that the model has twice.
+    """
+    metas = dict.fromkeys(part.meta for parts in saved for part in parts.parts)
+    names = {meta.name for meta in metas}
+    return Manifest(tuple(metas), tuple(pair for pair in tied if pair[0] not in names))
 
 
 def saved_form(model: nn.Module, tensors: Sequence[TensorMeta], selection: TensorSelection) -> list[SavedParts]:

@@ -85,7 +85,10 @@ class MegatronSource(LocalSource):
                         shards += [TensorShard(meta, box, view, trains(tensor)) for box, view in parts]
         if refused:
             raise refusal(refused)
-        return Manifest(tuple(metas)), shards
+        shares = any(chunk.share_embeddings_and_output_weights for chunk in _chunks(model))
+        names = {meta.name for meta in metas}
+        is_tied = shares and "model.embed_tokens.weight" in names and not self.selection.excludes("lm_head.weight")
+        return Manifest(tuple(metas), (("lm_head.weight", "model.embed_tokens.weight"),) if is_tied else ()), shards
 
 
 def _sources(chunk: nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tensor]]:

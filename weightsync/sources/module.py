@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
+from msgspec.structs import replace as replace_meta
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
@@ -61,7 +62,7 @@ class ModuleSource(LocalSource):
         self._adapters: dict[str, Adapter] = {}  # by name of the tensor that it is added to
         self._whole: dict[torch.Tensor, torch.Tensor] = {}  # the factors of the last `gather`, by what this rank has
         self._wrapped = False  # PEFT has wrapped layers, whose state is not only in their tensors
-        self._saved: Snapshot[list[SavedParts]] = Snapshot()
+        self._saved: Snapshot[list[list[SavedParts]]] = Snapshot()
 
     @abstractmethod
     def readers(self, model: nn.Module) -> Iterator[NamedReader]:
@@ -92,7 +93,7 @@ class ModuleSource(LocalSource):
         return None if self._wrapped else marks(found, self.local)
 
     def _read(self, model: Model, on_meta: bool = False) -> tuple[Manifest, list[TensorShard]]:
-        tensors = self._as_saved(one_module(model), on_meta)
+        tensors, tied = self._as_saved(one_module(model), on_meta)
         self._adapters = {
             part.meta.name: held.adapter for held, saved in tensors if held.adapter is not None for part in saved.parts
         }
@@ -108,7 +109,7 @@ class ModuleSource(LocalSource):
             for held, saved in tensors
             for meta, box, view in saved.cut(held.parts)
         ]
-        manifest = manifest_of(saved for _, saved in tensors)
+        manifest = manifest_of((saved for _, saved in tensors), tied)
         place = {name: number for number, name in enumerate(manifest.names)}
         return manifest, sorted(shards, key=lambda shard: place[shard.meta.name])
 
@@ -126,25 +127,39 @@ class ModuleSource(LocalSource):
     def _merged(self, name: str, box: Box, values: torch.Tensor) -> torch.Tensor:
         return self._adapters[name].add_to(values, box, self._whole)
 
-    def _as_saved(self, model: nn.Module, on_meta: bool) -> list[tuple[Held, SavedParts]]:
-        """Return what this rank holds of each of the model's tensors, and what these are in the checkpoint."""
-        tensors = self._tensors(model, on_meta)
-        metas = [TensorMeta(name, held.shape, held.dtype) for name, held in tensors]
-        marks = weakref.ref(model), metas, self.selection
-        saved = self._saved.of(marks, lambda: saved_form(model, metas, self.selection))
+    def _as_saved(self, model: nn.Module, on_meta: bool) -> tuple[list[tuple[Held, SavedParts]], list[tuple[str, str]]]:
+        """Return what this rank holds of each of the model's tensors, and what these are in the checkpoint.
+
+        The second list has (other name, name), in the checkpoint, of each tensor that is tied and saved as it is.
+        """
+        tensors, tied = self._tensors(model, on_meta)
+        of_name = {name: TensorMeta(name, held.shape, held.dtype) for name, held in tensors}
+        others = [replace_meta(of_name[name], name=other) for other, name in tied.items()]
+        marks = weakref.ref(model), list(of_name.values()), others, self.selection
+        saved, saved_others = self._saved.of(
+            marks, lambda: [saved_form(model, metas, self.selection) for metas in (list(of_name.values()), others)]
+        )
         found = list(zip(tensors, saved, strict=True))
         if cut := [name for (name, held), parts in found if held.adapter is not None and not parts.are_the_whole()]:
             raise UnsupportedError(
                 f"{len(cut)} tensors have an adapter and are saved in parts, such as {cut[0]}; leave adapters off them",
                 tensors=dict.fromkeys(cut, "has an adapter, and is saved in parts"),
             )
-        return [(held, parts) for (_, held), parts in found]
+        by_name = dict(zip(of_name, saved, strict=True))
+        ties = [(other, by_name[name]) for other, name in zip(saved_others, tied.values(), strict=True)]
+        return [(held, parts) for (_, held), parts in found], [
+            (other.parts[0].meta.name, first.parts[0].meta.name)
+            for other, first in ties
+            if len(other.parts) == len(first.parts) == 1 and other.are_the_whole() and first.are_the_whole()
+        ]
 
     @torch.no_grad()
-    def _tensors(self, model: nn.Module, on_meta: bool) -> list[tuple[str, Held]]:
-        """Return the tensors that travel, each once, with what this rank holds of them."""
+    def _tensors(self, model: nn.Module, on_meta: bool) -> tuple[list[tuple[str, Held]], dict[str, str]]:
+        """Return the tensors that travel, each once, with what this rank holds of them, and their first names by every
+        other name that they have."""
         found: dict[str, Held] = {}
         first: dict[Hashable, str] = {}
+        others: dict[str, str] = {}
         refused: dict[str, str] = {}
         adapters = adapters_of(model)
         self._wrapped = bool(adapters)
@@ -162,6 +177,8 @@ class ModuleSource(LocalSource):
                 refused[name] = ON_META
                 continue
             tied = found.setdefault(first.setdefault(held.identity, name), held)
+            if tied is not held:
+                others[name] = first[held.identity]
             if tied.adapter is not held.adapter:
                 refused[name] = f"it is tied to {first[held.identity]}, but an adapter is on one of them; untie them"
             elif held.trains and not tied.trains:
@@ -169,7 +186,7 @@ class ModuleSource(LocalSource):
         refused |= {f"{prefix}weight": "it has an adapter, but is no parameter" for prefix in without_weight}
         if refused:
             raise refusal(refused)
-        return list(found.items())
+        return list(found.items()), others
 
     def _adapted(self, name: str, held: Held, adapters: dict[str, Adapter]) -> Held:
         """Return `held` with its adapter, if `name` is the weight of a layer that has one.

@@ -63,7 +63,8 @@ class QuantizingSource:
     def manifest(self, model: Model) -> Manifest:
         found: list[TensorMeta] = []
         refused: dict[str, str] = {}
-        for meta in self._source.manifest(model):
+        given = self._source.manifest(model)
+        for meta in given:
             if not self._takes(meta):
                 found.append(meta)
                 continue
@@ -80,7 +81,7 @@ class QuantizingSource:
                 f"as it is in TensorSelection.unquantized):\n{lines}",
                 tensors=refused,
             )
-        return Manifest(tuple(found))
+        return Manifest(tuple(found), tuple(pair for pair in given.tied if not self._takes(given[pair[1]])))
 
     def shards(self, model: Model) -> list[TensorShard]:
         self._scales = {}

@@ -25,7 +25,9 @@ class RenamingSource:
 
     def manifest(self, model: Model) -> Manifest:
         self._given = {}
-        return Manifest(tuple(map(self._renamed, self._source.manifest(model))))
+        given = self._source.manifest(model)
+        tied = tuple((self._selection.renamed(other), self._selection.renamed(name)) for other, name in given.tied)
+        return Manifest(tuple(map(self._renamed, given)), tied)
 
     def shards(self, model: Model) -> list[TensorShard]:
         if (inner := self._source.shards(model)) is not self._inner:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from weightsync.control.fleet import Fleet
 from weightsync.errors import ConfigError
 from weightsync.planning.bucketing import Bucketer
-from weightsync.planning.checks import check_plans, check_quantized, cut, reads_of, wire_manifest
+from weightsync.planning.checks import check_plans, check_quantized, cut, duplicates, reads_of, wire_manifest
 from weightsync.planning.layout import merge_manifests
 from weightsync.planning.transfer_plan import TransferPlan, make_chunks
 from weightsync.sources.quantize import pairs
@@ -74,4 +74,4 @@ def compile_plan(
         transport.least_bytes,
     )
     load_paths = {path: sum(plan.load_paths[path] for plan in plans) for path in plans[0].load_paths}
-    return TransferPlan(travelling, chains, chunks, len(reads), fleet.host, load_paths)
+    return TransferPlan(travelling, chains, chunks, len(reads), fleet.host, load_paths, duplicates(plans))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from msgspec import Struct
 
 from weightsync.control.fleet import Fleet
@@ -20,8 +21,9 @@ from weightsync.control.update import Update
 from weightsync.control.wire import Connect, Done, Go
 from weightsync.engines import EngineList
 from weightsync.errors import ConfigError, WeightSyncError
-from weightsync.kernels.digest import WHOLE
+from weightsync.kernels.digest import WHOLE, digest
 from weightsync.planning.bucketing import open_bucketer
+from weightsync.planning.checks import check_duplicates
 from weightsync.planning.rows import Run, Storage
 from weightsync.planning.transfer_plan import TransferPlan
 from weightsync.report import Progress, PushReport, WorkerReport
@@ -238,11 +240,44 @@ class CopyWeights(FleetStrategy):
         links = self._links
         if late:
             links = self._links[-1:] if course.connects else []
+        shards = self._refuse_different(update, model, shards, links)
         version = ranks.broadcast(self._choose_version(update, links, late), "plan")
         if links and not is_early:
             self._open(update, links)
         of_link = {link: [each[at] for _, each in everyone] for at, link in enumerate(self._links)}
         return links, version, [of_link[link] if self._verify != "none" else [] for link in links]
+
+    def _refuse_different(
+        self, update: Update, model: Model, shards: list[TensorShard], links: Sequence[Link]
+    ) -> list[TensorShard]:
+        """Raise `ManifestError` where two tensors differ that an engine has one place for. Collective.
+
+        Returns the shards of a stream anew, as it was read for this.
+        """
+        dtypes: dict[str, torch.dtype] = {}
+        pairs = {pair: link.plan.manifest[pair[1]].dtype for link in links for pair in link.plan.duplicates}
+        for (other, name), dtype in pairs.items():
+            dtypes |= dict.fromkeys((other, name), getattr(torch, dtype))
+        if not pairs:
+            return shards
+        is_stream = isinstance(self._options.source, StreamSource)
+        if is_stream and isinstance(model, Iterator):
+            other, name = next(iter(pairs))
+            raise ConfigError(
+                f"the stream gives {other} and {name}, for which the engine has one place, and whether they are equal "
+                "cannot be known of an iterator in advance: push a list, or a function that returns an iterable"
+            )
+        self._source.gather([*dtypes])
+        own: dict[str, dict[str, int]] = {name: {} for name in dtypes}
+        for shard in shards:
+            if shard.meta.name in own:
+                values = shard.values().to(dtypes[shard.meta.name]).contiguous()
+                own[shard.meta.name][str(shard.box)] = digest(values.reshape(-1).view(torch.uint8))
+        everyone = update.ranks.gather(own, "plan")
+        self._source.gather(())
+        if update.ranks.rank == 0:
+            check_duplicates([*pairs], everyone)
+        return self._last.of(self._source.shards(model)) if is_stream else shards
 
     def _choose(self, holds: bool, late: bool) -> Course:
         """Return what becomes of the links, on rank 0."""

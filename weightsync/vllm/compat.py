@@ -16,6 +16,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from weightsync.errors import UnsupportedError
@@ -153,6 +154,29 @@ def kernel_objects(module: nn.Module) -> list[Any]:
             if holder is not None and holder is not quant_method(module):
                 found.append(holder)
     return found
+
+
+CACHE_SCALES = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
+"""The buffers that attention layers keep the scales of an 8-bit KV cache in."""
+
+
+def attention_with_loaded_scales(model: nn.Module) -> list[nn.Module]:
+    """Return the attention layers whose checkpoint may have scales for an 8-bit KV cache."""
+    return [module for module in model.modules() if isinstance(quant_method(module), BaseKVCacheMethod)]
+
+
+def has_8_bit_cache(attention: nn.Module) -> bool:
+    return str(getattr(attention, "kv_cache_dtype", "auto")) not in ("auto", "bfloat16", "float16", "float32")
+
+
+def reset_cache_scales(attention: nn.Module) -> None:
+    """Give an attention layer the scales that it has where no checkpoint has any."""
+    for key, value in [*vars(attention).items(), *attention._buffers.items()]:
+        if key.removesuffix("_cpu").removesuffix("_float") in CACHE_SCALES:
+            if isinstance(value, torch.Tensor):
+                value.fill_(1.0)
+            elif isinstance(value, float):
+                setattr(attention, key, 1.0)
 
 
 def post_processed_attention(model: nn.Module) -> list[nn.Module]:

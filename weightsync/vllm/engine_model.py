@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from weightsync.errors import UnsupportedError
 from weightsync.kernels.rows import AllReduceMax
 from weightsync.receiver.engine_model import DRAFTER, WorkerIdentity
 from weightsync.vllm import compat, supported_quant
+from weightsync.vllm.dummy_start import has_random_weights, lost_values
 from weightsync.vllm.kv_connectors import check_resets
-from weightsync.vllm.pristine import build_on_meta, complete, share_alike
+from weightsync.vllm.pristine import build_on_meta, build_with_values, complete, share_alike, tie_alike
 
 
 class VllmModel:
@@ -46,6 +47,9 @@ class VllmModel:
         self._pristine: nn.Module | None = None
         self._attention: list[nn.Module] | None = None
         self._sinks: list[tuple[Any, nn.Parameter]] = []
+        self._has_random_weights = has_random_weights(vllm_config)
+        self._lost: list[tuple[torch.Tensor, torch.Tensor]] = []  # live buffers that await their values
+        self._lost_scales: list[nn.Module] = []
         parallel = vllm_config.parallel_config
         replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
         within = get_pp_group().rank_in_group * get_tp_group().world_size + get_tensor_model_parallel_rank()
@@ -89,17 +93,21 @@ class VllmModel:
         if self._pristine is None:
             self._check()
             self._sinks = compat.sinks_of(self.live)
-            self._pristine = build_on_meta(self._config, self._config.model_config, self.device)
+            self._pristine = self._build(build_on_meta)
             if self._drafter is not None:
-                self._pristine.add_module(DRAFTER, self._pristine_drafter())
                 share_alike(self.live, self._pristine)
+            tie_alike(self.live, self._pristine)
         return self._pristine
 
-    def _pristine_drafter(self) -> nn.Module:
-        speculative = self._config.speculative_config
-        prefix = "draft_model" if speculative.method == "draft_model" else ""
-        config = compat.drafter_config(self._config)
-        return build_on_meta(config, speculative.draft_model_config, self.device, prefix)
+    def _build(self, build: Callable[..., nn.Module]) -> nn.Module:
+        """Build the model and its drafter anew, by a function of `pristine.py`."""
+        model = build(self._config, self._config.model_config, self.device)
+        if self._drafter is not None:
+            speculative = self._config.speculative_config
+            prefix = "draft_model" if speculative.method == "draft_model" else ""
+            config = compat.drafter_config(self._config)
+            model.add_module(DRAFTER, build(config, speculative.draft_model_config, self.device, prefix))
+        return model
 
     def load_weights(self, model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         loader: Any = model.load_weights
@@ -121,6 +129,25 @@ class VllmModel:
             method.process_weights_after_loading(module)
             if (update := getattr(module, "update_param_tp_status", None)) is not None:
                 update()  # what post-processing has put in place of a parameter knows only the global rank
+
+    def find_lost(self, filled: Collection[str]) -> None:
+        if not self._has_random_weights:
+            return
+        scaled = compat.attention_with_loaded_scales(self.live)
+        if any(map(compat.has_8_bit_cache, scaled)):
+            raise UnsupportedError(
+                'the engine was started with load_format="dummy", which makes up the scales of its 8-bit KV cache: '
+                "start it from the checkpoint"
+            )
+        self._lost_scales = scaled
+        self._lost = lost_values(self.live, filled, partial(self._build, build_with_values))
+
+    def restore_lost(self) -> None:
+        for module in self._lost_scales:
+            compat.reset_cache_scales(module)
+        for buffer, value in self._lost:
+            buffer.copy_(value)
+        self._lost_scales, self._lost = [], []
 
     def is_asleep(self) -> bool:
         return self.device.type == "cuda" and compat.weights_asleep()

@@ -74,14 +74,27 @@ def build_on_meta(vllm_config: VllmConfig, model_config: Any, device: torch.devi
                 model = _initialise(vllm_config, model_config, prefix)
         except (NotImplementedError, RuntimeError):
             # A constructor that works with values: the bounds of xIELU, the slopes of ALiBi.
-            with torch.device(device), _WeightsOnMeta():
-                model = _initialise(vllm_config, model_config, prefix)
+            model = build_with_values(vllm_config, model_config, device, prefix)
             _move_parameters_to_meta(model)
     finally:
         torch.set_default_dtype(before)
     _unwrap_loaders(model)
     _drop_cache_scales(model)
     return model
+
+
+def build_with_values(vllm_config: VllmConfig, model_config: Any, device: torch.device, prefix: str = "") -> nn.Module:
+    """Build a copy of a model that was never loaded. What its constructor computes from numbers is on `device`.
+
+    What is allocated alone is on the `meta` device.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(model_config.dtype)
+    try:
+        with torch.device(device), _WeightsOnMeta():
+            return _initialise(vllm_config, model_config, prefix)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _initialise(vllm_config: VllmConfig, model_config: Any, prefix: str) -> nn.Module:
@@ -97,6 +110,24 @@ def share_alike(live: nn.Module, pristine: nn.Module) -> None:
         path, _, key = name.rpartition(".")
         if at.partition(".")[0] != DRAFTER == path.partition(".")[0]:
             pristine.get_submodule(path)._modules[key] = pristine.get_submodule(at)
+
+
+def tie_alike(live: nn.Module, pristine: nn.Module) -> None:
+    """Give modules of `pristine` one parameter in common where those of `live` have one.
+
+    vLLM builds an output layer of its own for a checkpoint that has one, and ties it again after loading when it equals
+    the embedding.
+    """
+    twins = dict(pristine.named_modules(remove_duplicate=False))
+    first: dict[nn.Parameter, nn.Parameter] = {}
+    for name, module in live.named_modules(remove_duplicate=False):
+        twin = twins.get(name)
+        for key, param in module._parameters.items() if twin is not None else ():
+            own = twin._parameters.get(key)  # type: ignore[union-attr]
+            if param is not None and own is not None:
+                tied = first.setdefault(param, own)
+                if tied is not own and tied.shape == own.shape:
+                    twin._parameters[key] = tied  # type: ignore[union-attr]
 
 
 def _move_parameters_to_meta(model: nn.Module) -> None:

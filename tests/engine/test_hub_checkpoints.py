@@ -1,0 +1,115 @@
+"""Engines and trainers that start from checkpoints in the forms that the hub has: pushed equals cold for each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hub_checkpoints
+import pytest
+import tiny_models
+import torch
+from engine_state import State, differing, state_of
+from engines import TIMEOUT_S, Answer, Engines, Remote, assert_same
+
+from weightsync import WeightSync
+from weightsync.errors import ManifestError
+
+pytest_plugins = ["engine_fixtures"]
+pytestmark = pytest.mark.engine
+
+
+def push_and_compare(engines: Engines, form: str, folder: Path, load_format: str) -> list[str]:
+    """Return in what a pushed engine differs from a cold one."""
+    cold, expected = ask_cold(engines, hub_checkpoints.write(form, "B", folder / "B"))
+    checkpoint = hub_checkpoints.write(form, "A", folder / "A")
+    engines.start(checkpoint, load_format=load_format)
+    assert engines.ask() != cold
+    engines.model = hub_checkpoints.trainer(form, checkpoint)
+    engines.sync = WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S)
+    tiny_models.fill(engines.model, "B")
+    engines.sync.push(engines.model)
+    assert_same(engines.ask(), cold, form)
+    return differing(state_of(engines.live_model()), expected)
+
+
+def ask_cold(engines: Engines, checkpoint: Path) -> tuple[Answer, State]:
+    engines.start(checkpoint)
+    return engines.ask(), state_of(engines.live_model())
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("form", hub_checkpoints.FORMS)
+def test_pushed_equals_cold(engines: Remote, tmp_path: Path, form: str, load_format: str):
+    assert engines.call(push_and_compare, form, tmp_path, load_format, timeout_s=240) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# An engine that ties its output layer to its embedding, and trainers that do not, and the other way round
+
+TIED = "qwen3-tied"
+
+
+def with_own_head(engines: Engines, checkpoint: Path) -> torch.nn.Parameter:
+    """Make the trainer's model one whose output layer is apart from its embedding, though equal. Returns its weight."""
+    model = tiny_models.build(TIED, "B")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # type: ignore[union-attr]
+    engines.model = model
+    return model.lm_head.weight  # type: ignore[union-attr, return-value]
+
+
+def push_own_heads(engines: Engines, folder: Path, stored: bool, load_format: str) -> list[str]:
+    """Push equal heads, other ones and equal ones again. Returns what was said of the other ones."""
+    form = hub_checkpoints.FORMS["Qwen3-0.6B, tied, and with its head" if stored else "Gemma-3-1B, tied"][1]
+    cold, _ = ask_cold(engines, form(tiny_models.build(TIED, "B"), folder / "B"))
+    engines.start(form(tiny_models.build(TIED, "A"), folder / "A"), load_format=load_format)
+    head = with_own_head(engines, folder)
+    said = []
+    for backend, what in (("fsdp", engines.model), ("stream", dict(engines.model.state_dict()))):
+        with WeightSync(backend, "ipc", engines.llm, timeout_s=TIMEOUT_S) as sync:
+            sync.push(what)
+            assert_same(engines.ask(), cold, f"an equal head from {backend}")
+            with torch.no_grad():
+                head[7] += 1
+            with pytest.raises(
+                ManifestError, match=r"lm_head\.weight: it differs from model\.embed_tokens\.weight"
+            ) as no:
+                sync.push(what)
+            said.append(str(no.value))
+            assert engines.refusal() == ""
+            assert_same(engines.ask(), cold, "after the refusal")
+            with torch.no_grad():
+                head.copy_(engines.model.model.embed_tokens.weight)
+            sync.push(what)
+            assert_same(engines.ask(), cold, "equal again")
+    return said
+
+
+@pytest.mark.parametrize(("stored", "load_format"), [(False, "auto"), (True, "auto"), (True, "dummy")])
+def test_a_tied_engine_takes_a_head_that_equals_the_embedding_and_no_other(
+    engines: Remote, tmp_path: Path, stored: bool, load_format: str
+):
+    for said in engines.call(push_own_heads, tmp_path, stored, load_format, timeout_s=240):
+        assert "Nothing was written" in said
+        assert "tie_word_embeddings=false" in said
+
+
+def push_into_an_untied_engine(engines: Engines, folder: Path) -> None:
+    """The checkpoint has another head than its embedding, though its config says tied."""
+    another = hub_checkpoints.with_another_head
+    untied, _ = ask_cold(engines, another(tiny_models.build(TIED, "B"), folder / "B"))
+    tied, _ = ask_cold(engines, tiny_models.save(tiny_models.build(TIED, "B"), folder / "tied"))
+    assert untied != tied
+    engines.start(another(tiny_models.build(TIED, "A"), folder / "A"))
+    with_own_head(engines, folder)
+    for transport in ("ipc", "broadcast"):
+        with WeightSync("fsdp", transport, engines.llm, timeout_s=TIMEOUT_S) as sync:
+            engines.model = tiny_models.build(TIED, "B")
+            sync.push(engines.model)
+            assert_same(engines.ask(), tied, "a tied trainer")
+            with_own_head(engines, folder).data.copy_(engines.model.model.embed_tokens.weight.flip(0))
+            sync.push(engines.model)
+            assert_same(engines.ask(), untied, "a trainer with a head of its own")
+
+
+def test_an_untied_engine_takes_tied_trainers_and_others(engines: Remote, tmp_path: Path):
+    engines.call(push_into_an_untied_engine, tmp_path, timeout_s=240)

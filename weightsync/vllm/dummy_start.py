@@ -1,0 +1,67 @@
+"""What a start with random weights has overwritten, and no checkpoint brings back.
+
+vLLM's dummy loader fills every parameter and every persistent buffer. Some buffers are computed by a constructor, and
+are in no checkpoint: how the pixels of a picture are scaled, the bounds of an activation. The constructor's values are
+what an engine that loads a checkpoint works with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+
+from weightsync.errors import UnsupportedError, some
+from weightsync.vllm import compat
+
+
+def has_random_weights(vllm_config: VllmConfig) -> bool:
+    """Return whether the engine was started with `load_format="dummy"`."""
+    load_format = vllm_config.load_config.load_format
+    return str(getattr(load_format, "value", load_format)) == "dummy"
+
+
+def overwritten_buffers(live: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers of the running model that the dummy loader fills, without the scales of caches."""
+    return {
+        f"{path}.{key}".removeprefix("."): buffer
+        for path, module in live.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+        and buffer.is_floating_point()
+        and key not in module._non_persistent_buffers_set
+        and key not in compat.CACHE_SCALES
+    }
+
+
+def lost_values(
+    live: nn.Module, filled: Collection[str], construct: Callable[[], nn.Module]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the buffers that a push does not fill, each with the value that its constructor gives it.
+
+    Args:
+        live: The running model.
+        filled: Names of the tensors that a push fills.
+        construct: Returns the model as it is built, with the values that are computed from numbers, and `meta` tensors
+            for what is allocated alone.
+
+    Raises:
+        UnsupportedError: For a buffer that the constructor computes no value of.
+    """
+    lost = {name: buffer for name, buffer in overwritten_buffers(live).items() if name not in filled}
+    if not lost:
+        return []
+    values: Mapping[str, torch.Tensor] = dict(construct().named_buffers())
+    unknown = [
+        name
+        for name, buffer in lost.items()
+        if name not in values or values[name].is_meta or values[name].shape != buffer.shape
+    ]
+    if unknown:
+        raise UnsupportedError(
+            f'the engine was started with load_format="dummy", which has overwritten {len(unknown)} buffers that no '
+            f"tensor of the trainer fills: {some(unknown)}. Start it from the checkpoint"
+        )
+    return [(buffer, values[name].to(buffer.dtype)) for name, buffer in lost.items()]
