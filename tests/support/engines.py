@@ -289,7 +289,8 @@ def know_class(checkpoint: Path) -> None:
     from vllm import ModelRegistry
 
     (architecture,) = AutoConfig.from_pretrained(checkpoint).architectures
-    ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+    if architecture in ModelRegistry.models:  # it makes others of those that it has
+        ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
 def answer_of(output: Any) -> tuple[list[int], list[dict[int, float]]]:

@@ -69,6 +69,9 @@ class ModuleHost:
     def parts(self, module: nn.Module) -> list[Any]:
         return [module]
 
+    def passes_over(self, name: str) -> bool:
+        return False
+
     def find_lost(self, filled: Collection[str]) -> None:
         pass
 

@@ -220,6 +220,50 @@ def test_a_parameter_that_the_loader_makes_is_loaded_too(post_process: str):
         assert_same(host.live, ModuleHost(MakesItsBias, tensors, process).live)
 
 
+class KeepsItsBias(MakesItsBias):
+    """Its loader makes a parameter of the tensor itself, in the dtype of the weight, as vLLM's classifiers do."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "bias":
+                self.bias = nn.Parameter(tensor.to(self.weight.device).to(self.weight.dtype))
+            else:
+                OneParameter.load_weights(self, [(name, tensor)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_that_the_loader_makes_of_the_tensor_itself_is_loaded_too(dtype: torch.dtype):
+    a, b = ({"weight": torch.randn(4, 6), "bias": torch.randn(4).to(dtype)} for _ in "ab")
+    host = ModuleHost(KeepsItsBias, a)
+    trainer = MemoryTrainer(host, tensors=b)
+    for tensors in (b, a, b):
+        trainer.tensors = tensors
+        trainer.push()
+        assert_same(host.live, ModuleHost(KeepsItsBias, tensors).live)
+
+
+class ReadsBack(nn.Module):
+    """Its loader computes a parameter from one that it has loaded before, as vLLM does for rerankers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.score = nn.Linear(3, 8, bias=False), nn.Linear(3, 1, bias=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with torch.no_grad():
+            for _, tensor in weights:
+                self.head.weight.copy_(tensor)
+            rows = self.head.weight.data
+            self.score.weight.copy_(rows[[5]].float() - rows[[3]].float())
+
+
+def test_a_loader_that_reads_what_it_has_loaded_is_refused():
+    """It would read memory of the never loaded copy, half-way through a push."""
+    model = on_meta(ReadsBack)
+    with pytest.raises(UnsupportedError, match=r"computes score\.weight from head\.weight, which it has loaded before"):
+        trace_loader(model, model.load_weights, manifest_of({"head.weight": torch.zeros(8, 3)}))
+
+
 def test_a_parameter_that_was_never_made_is_refused():
     weight = torch.randn(4, 6)
     host = ModuleHost(MakesItsBias, {"weight": weight})

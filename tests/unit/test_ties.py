@@ -75,7 +75,7 @@ def test_a_parameter_that_the_loader_computes_from_the_other_name_is_refused():
 @pytest.mark.parametrize("skips", ["", "head.weight"])
 def test_a_tensor_for_a_parameter_that_another_fills_is_its_duplicate(skips: str):
     engine, manifest = Engine(True, skips), Manifest((EMBED, HEAD))
-    trace, shared = traced(engine, manifest), shared_parameters(engine)
+    trace, shared = traced(engine, manifest), shared_parameters(engine, "drafter.")
     assert shared == {"embed.weight": ["head.weight"]}
     duplicates = find_duplicates(trace, manifest, shared)
     assert duplicates == {"head.weight": "embed.weight"}
@@ -84,13 +84,13 @@ def test_a_tensor_for_a_parameter_that_another_fills_is_its_duplicate(skips: str
 
 def test_two_parameters_have_no_duplicates():
     engine, manifest = Engine(False), Manifest((EMBED, HEAD))
-    assert find_duplicates(traced(engine, manifest), manifest, shared_parameters(engine)) == {}
+    assert find_duplicates(traced(engine, manifest), manifest, shared_parameters(engine, "drafter.")) == {}
 
 
 def test_a_tensor_of_another_shape_is_no_duplicate():
     manifest = Manifest((EMBED, TensorMeta("head.weight", (9, 4), "float32")))
     engine = Engine(True, "head.weight")
-    assert find_duplicates(traced(engine, manifest), manifest, shared_parameters(engine)) == {}
+    assert find_duplicates(traced(engine, manifest), manifest, shared_parameters(engine, "drafter.")) == {}
 
 
 def test_ranks_keep_the_other_names_that_no_rank_has_a_tensor_under():

@@ -56,6 +56,9 @@ class EngineModel(Protocol):
         The tensors of a drafter that has a checkpoint of its own are named `drafter.` and their names there.
         """
 
+    def passes_over(self, name: str) -> bool:
+        """Return whether the engine's loader has a rule that leaves a tensor of this name out."""
+
     def parts(self, module: nn.Module) -> list[Any]:
         """Return the objects that hold the post-processed state of `module`."""
 

@@ -94,7 +94,8 @@ class LoadPlanner:
         if pairs or packs:
             seen = self._trace(expand(asked, pairs))
         pairs, unfit = pairs | experts, unfit | more_unfit
-        shared = shared_parameters(pristine)
+        # Its own copies of modules that it shares with the model are left out: a cold start reads the model's.
+        shared = shared_parameters(pristine, without=f"{DRAFTER}.")
         duplicates = find_duplicates(seen, manifest, shared)
         seen = without(seen, duplicates)
         seen.fills += expert_padding(pristine, seen)
@@ -179,7 +180,7 @@ class LoadPlanner:
         """Return the tensors that a cold start passes over.
 
         They are of towers that the engine was started without, of layers that it does not run, or a drafter's own
-        copies of modules that vLLM has it share with the model.
+        copies of modules that vLLM has it share with the model. Or the loader's own table leaves them out.
         """
         known = _seen(trace)
         if known.issuperset(manifest.names):
@@ -190,7 +191,9 @@ class LoadPlanner:
         passed |= _seen(more)
         beginnings = _beginnings(more, towers)
         return [
-            name for name in manifest.names if name not in known and (name in passed or name.startswith(beginnings))
+            name
+            for name in manifest.names
+            if name not in known and (name in passed or name.startswith(beginnings) or self._model.passes_over(name))
         ]
 
     def locate(self) -> None:

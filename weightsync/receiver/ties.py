@@ -50,12 +50,15 @@ def under_first_names(trace: Trace, manifest: Manifest) -> Trace:
     )
 
 
-def shared_parameters(model: nn.Module) -> dict[str, list[str]]:
-    """Return the other names of each parameter that several modules share, by its first name."""
+def shared_parameters(model: nn.Module, without: str) -> dict[str, list[str]]:
+    """Return the other names of each parameter that several modules share, by its first name.
+
+    Names that begin with `without` do not count.
+    """
     first: dict[nn.Parameter, str] = {}
     others: dict[str, list[str]] = defaultdict(list)
     for name, param in model.named_parameters(remove_duplicate=False):
-        if (known := first.setdefault(param, name)) != name:
+        if not name.startswith(without) and (known := first.setdefault(param, name)) != name:
             others[known].append(name)
     return dict(others)
 

@@ -84,7 +84,8 @@ def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest
     No tensor is changed, but a loader may give the model parameters that it did not have. A tensor that the loader
     refuses is recorded and left out, and the trace starts again, so that one call finds all. With `may_lack`, what a
     loader says after the last tensor is passed over: it misses tensors that the trainer may not have. Raises
-    `UnsupportedError` for a loader that reads the values of a tensor, or fails before it looks at one.
+    `UnsupportedError` for a loader that reads the values of a tensor or of what it has loaded, or fails before it looks
+    at one.
     """
     trace = Trace()
     offered = list(manifest)
@@ -94,6 +95,7 @@ def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest
         try:
             with recorder:
                 load_weights(feed)
+            recorder.note_made()
         except Exception as error:
             if may_lack and feed.is_read:
                 break
@@ -108,6 +110,12 @@ def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest
             offered = [meta for meta in offered if meta.name != name]
             continue
         break
+    for param, read in recorder.read_back.items():
+        raise UnsupportedError(
+            f"the loader of the engine's {type(model).__name__} computes {param} from {read}, which it has loaded "
+            "before, as vLLM does to make a classifier of a language model. A load plan fills parameters from the "
+            "trainer's tensors alone; use CheckpointTransport(folder, restart=True)"
+        )
     trace.copies, trace.fills, trace.computed = recorder.copies, recorder.fills, recorder.computed
     return trace
 
@@ -212,12 +220,16 @@ class _Recorder(TorchDispatchMode):
         self.copies: list[LoadCopy] = []
         self.fills: list[Fill] = []
         self.computed: dict[str, list[str]] = {}
+        self.read_back: dict[str, str] = {}
+        """Parameters that are computed from another one, with its name."""
         self._feed = feed
         self._model = model
         self._keep: list[torch.Tensor] = []  # a freed storage's identity could be given to another
         self._params: dict[int, str | None] = {}
         self._look_up_parameters()
         self._origins: dict[int, list[str]] = {}
+        self._read: dict[int, str] = {}  # the parameter that an intermediate value was computed from
+        self._casts: dict[int, TensorMeta] = {}  # whole tensors in another dtype
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -232,7 +244,7 @@ class _Recorder(TorchDispatchMode):
         if func is torch.ops.aten.empty.memory_format:
             kwargs = {**kwargs, "device": torch.device("meta")}  # what is loaded into it has no values either
         result = func(*args, **kwargs)
-        self._note_origins(result, args, kwargs)
+        self._note_origins(func, result, args, kwargs)
         self._note_changes(func, args, kwargs)
         return result
 
@@ -272,13 +284,33 @@ class _Recorder(TorchDispatchMode):
             return
         names = self.computed.setdefault(param, [])
         names += [name for name in self._sources(args, kwargs) if name not in names]
+        if (read := self._parameter_read(args, kwargs, besides=param)) is not None:
+            self.read_back[param] = read
 
-    def _note_origins(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note_made(self) -> None:
+        """Note the parameters that the loader has made of a whole tensor, in place of copying it into one."""
+        for name, param in self._model.named_parameters():
+            key = _storage(param)
+            meta = self._feed.names.get(key) or self._casts.get(key)
+            if meta is not None and tuple(param.shape) == meta.shape:
+                self.copies.append(LoadCopy(meta.name, Box.full(meta.shape), name, 0, row_major(meta.shape)))
+
+    def _note_origins(self, func: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in _tensors(result):
             key = _storage(tensor)
-            if key not in self._feed.names and self._params.get(key) is None and (names := self._sources(args, kwargs)):
+            if key in self._feed.names or self._params.get(key) is not None:
+                continue
+            if names := self._sources(args, kwargs):
                 self._origins[key] = names
                 self._keep.append(tensor)
+            if (read := self._parameter_read(args, kwargs)) is not None:
+                self._read[key] = read
+                self._keep.append(tensor)
+            if (
+                func is torch.ops.aten._to_copy.default
+                and (meta := self._feed.names.get(_storage(args[0]))) is not None
+            ):
+                self._casts[key] = meta
 
     def _note_changes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a tensor that was written to is no longer what the trainer sends, but computed from that."""
@@ -290,6 +322,12 @@ class _Recorder(TorchDispatchMode):
             self._feed.names.pop(_storage(tensor), None)
             self._origins[_storage(tensor)] = names
             self._keep.append(tensor)
+
+    def _parameter_read(self, args: tuple[Any, ...], kwargs: dict[str, Any], besides: str | None = None) -> str | None:
+        """Return a parameter, not `besides`, whose values an operation reads, or that went into what it reads."""
+        keys = [_storage(tensor) for tensor in (*_tensors(args), *_tensors(kwargs))]
+        read = (self._params.get(key) or self._read.get(key) for key in keys if key not in self._feed.names)
+        return next((param for param in read if param not in (None, besides)), None)
 
     def _sources(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         names: list[str] = []

@@ -156,6 +156,21 @@ def kernel_objects(module: nn.Module) -> list[Any]:
     return found
 
 
+def drops(model: nn.Module, name: str) -> bool:
+    """Return whether a table of names, that of a module anywhere in `model`, maps this name to nothing.
+
+    The table of a module inside sees the name without the beginning that led there.
+    """
+    ends = [name, *(name[at + 1 :] for at, letter in enumerate(name) if letter == ".")]
+    for module in model.modules():
+        table = getattr(module, "hf_to_vllm_mapper", None)
+        beginnings = [key for key, new in getattr(table, "orig_to_new_prefix", {}).items() if new is None]
+        parts = [key for key, new in getattr(table, "orig_to_new_substr", {}).items() if new is None]
+        if any(part in name for part in parts) or any(end.startswith(tuple(beginnings)) for end in ends):
+            return True
+    return False
+
+
 CACHE_SCALES = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
 """The buffers that attention layers keep the scales of an 8-bit KV cache in."""
 

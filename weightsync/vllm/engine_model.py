@@ -116,6 +116,9 @@ class VllmModel:
             weights = ((name.removeprefix(prefix), w) for name, w in weights if name.startswith(prefix) == drafters)
         return loader(weights)
 
+    def passes_over(self, name: str) -> bool:
+        return compat.drops(self.pristine(), name)
+
     def parts(self, module: nn.Module) -> list[Any]:
         method = compat.quant_method(module)
         return [module] if method is None else [module, method, *compat.kernel_objects(module)]

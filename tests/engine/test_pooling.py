@@ -1,0 +1,102 @@
+"""Engines that classify and embed. Loaders make parameters, leave tensors out, and compute from what they have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from engines import PROMPTS, TIMEOUT_S, Engines, Remote
+
+from weightsync import WeightSync
+from weightsync.errors import UnsupportedError
+
+pytest_plugins = ["engine_fixtures"]
+pytestmark = pytest.mark.engine
+
+_BERT = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+
+
+def build(kind: str) -> Any:
+    import transformers
+
+    if kind == "bert":
+        model = transformers.AutoModel.from_config(transformers.BertConfig(**_BERT), dtype=torch.bfloat16)
+    else:
+        config = tiny_models.CONFIGS["qwen3"]()
+        config.num_labels = 3
+        model = transformers.AutoModelForTokenClassification.from_config(config, dtype=torch.bfloat16)
+    tiny_models.fill(model, "A")
+    return model
+
+
+def save(model: Any, folder: Path) -> Path:
+    """Write a checkpoint with a tokenizer of words "t0", "t1" and so on."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(251)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t2", pad_token="t0", unk_token="t0").save_pretrained(
+        folder
+    )
+    return tiny_models.save(model, folder)
+
+
+def start(engines: Engines, folder: Path, **more: Any) -> None:
+    engines.start(folder, runner="pooling", skip_tokenizer_init=False, **more)
+
+
+def ask(engines: Engines, task: str) -> list[list[float]]:
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    outputs = [engines.llm.encode([prompt], pooling_task=task, use_tqdm=False)[0] for prompt in prompts]
+    return [output.outputs.data.float().flatten().tolist() for output in outputs]
+
+
+def push_and_compare(engines: Engines, kind: str, task: str, folder: Path) -> None:
+    model = build(kind)
+    checkpoint = save(model, folder / "A")
+    tiny_models.fill(model, "B")
+    start(engines, save(model, folder / "B"))
+    cold = ask(engines, task)
+    start(engines, checkpoint)
+    assert ask(engines, task) != cold
+    engines.sync = WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S)
+    for _ in range(2):
+        engines.sync.push(model)
+        assert ask(engines, task) == cold
+
+
+@pytest.mark.parametrize(("kind", "task"), [("token classifier, with a bias", "token_classify"), ("bert", "embed")])
+def test_pushed_equals_cold(engines: Remote, tmp_path: Path, kind: str, task: str):
+    """VLLM's loader makes a classifier's bias when it comes, and BERT's leaves the pooler out."""
+    engines.call(push_and_compare, kind, task, tmp_path, timeout_s=240)
+
+
+def refuse_a_reranker(engines: Engines, model: str, folder: Path) -> None:
+    """VLLM computes what a reranker scores by from two rows of the output layer, which it has loaded before."""
+    trainer = tiny_models.build(model, "A")
+    overrides = {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": ["t3", "t5"],
+        "is_original_qwen3_reranker": True,
+    }
+    start(engines, save(trainer, folder), hf_overrides=overrides)
+    before = ask(engines, "classify")
+    tiny_models.fill(trainer, "B")
+    engines.sync = WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S)
+    with pytest.raises(UnsupportedError, match=r"computes score\.weight from .*, which it has loaded before"):
+        engines.sync.push(trainer)
+    assert ask(engines, "classify") == before
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen3-tied"])
+def test_a_reranker_of_a_language_model_is_refused(engines: Remote, tmp_path: Path, model: str):
+    engines.call(refuse_a_reranker, model, tmp_path, timeout_s=240)
