@@ -132,6 +132,25 @@ def test_a_body_that_raises_leaves_the_engine_paused_and_marked_until_the_next_w
     assert engine.version() == "1"
 
 
+def test_a_body_runs_in_the_callers_modes_and_the_rest_does_not(engine: FakeEngine, sync: WeightSync):
+    model = on_meta()
+    with torch.inference_mode(), torch.device("meta"):
+        sync.attach(model)
+    assert not any(param.is_inference() for param in model.parameters())
+    with torch.autocast("cpu", torch.bfloat16), sync.writing():
+        assert torch.is_grad_enabled()
+        assert torch.is_autocast_enabled("cpu")
+        write(model, 2)
+    assert torch.is_grad_enabled()
+    assert_serves(engine, 2)
+    with pytest.raises(WeightSyncError, match="half of it"), torch.inference_mode():
+        write_half(sync, model, True)
+    assert not torch.is_inference_mode_enabled()
+    with torch.device("meta"), sync.writing():
+        assert torch.empty(0).is_meta
+    assert_serves(engine, 2)
+
+
 def test_writes_outside_of_writing_are_noticed(sync: WeightSync):
     model = on_meta()
     sync.attach(model)

@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -134,6 +135,8 @@ def share_out(
     Of replicas, one rank writes each. Raises `PlacementError` when the ranks do not hold every tensor in full.
     """
     ranks = update.ranks
+    for gpu in {shard.tensor.device for shard in shards if shard.tensor.is_cuda}:
+        torch.cuda.synchronize(gpu)  # an optimizer may have queued its writes on another stream than the current one
     held = {ShardLocation(s.meta.name, s.box, ranks.rank, 0, 0, row_major(s.box.size), s.meta.dtype): s for s in shards}
     everyone: list[_Held] = ranks.gather(_Held(manifest, list(held)), "plan", _Held)
     answer = None

@@ -339,28 +339,29 @@ def collective(
 ) -> Iterator[Update]:
     """Run the body as one step of all ranks: the first failure of any rank is raised on every rank. Collective.
 
-    Ranks compare their `call`s. After a failure `explain` returns the better cause that this rank knows. `reset` is
-    called with the error that all ranks raise, and the ranks are disconnected. `reset` is called before the body, too,
-    when ranks connect anew. Neither may raise.
+    The body runs in `PlainModes`. Ranks compare their `call`s. After a failure `explain` returns the better cause that
+    this rank knows. `reset` is called with the error that all ranks raise, and the ranks are disconnected. `reset` is
+    called before the body, too, when ranks connect anew. Neither may raise.
     """
     update = Update(ranks, ranks.timeout_s, call.version if call is not None else None)
-    try:
-        if ranks.begin(update.timeline.phase, call):
-            reset(PeerError("the trainer's ranks have connected anew"))
-        yield update
-    except BaseException as cause:
-        if isinstance(cause, Exception):
-            error = foreign(cause, who=f"trainer rank {ranks.rank}", phase=update.timeline.phase)
-        else:
-            error = WeightSyncError("the trainer was interrupted", phase=update.timeline.phase)
+    with update.modes:
         try:
-            error = ranks.agree_on(explain(error))
-            reset(error)
-        finally:
-            ranks.disconnect()
-        if error is cause or not isinstance(cause, Exception):
-            raise
-        raise error from cause
+            if ranks.begin(update.timeline.phase, call):
+                reset(PeerError("the trainer's ranks have connected anew"))
+            yield update
+        except BaseException as cause:
+            if isinstance(cause, Exception):
+                error = foreign(cause, who=f"trainer rank {ranks.rank}", phase=update.timeline.phase)
+            else:
+                error = WeightSyncError("the trainer was interrupted", phase=update.timeline.phase)
+            try:
+                error = ranks.agree_on(explain(error))
+                reset(error)
+            finally:
+                ranks.disconnect()
+            if error is cause or not isinstance(cause, Exception):
+                raise
+            raise error from cause
 
 
 @contextmanager

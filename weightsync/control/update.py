@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from weightsync.control.modes import PlainModes
 from weightsync.control.runtime import Deadline
 from weightsync.errors import ConfigError, PeerError
 
@@ -49,7 +50,8 @@ class Update:
     Of `ranks` a transport uses `rank`, `size`, `host`, `gather`, `broadcast` and `wait`.
 
     `check` raises when an engine worker or an engine call has failed; rank 0 sets it once there are engines. `label` is
-    what engines report in the place of the version. `report` is the `PushReport` of a step that has no return value.
+    what engines report in the place of the version. `modes` are left for what is the caller's. `report` is the
+    `PushReport` of a step that has no return value.
     """
 
     def __init__(self, ranks: Ranks, timeout_s: float, version: int | None = None) -> None:
@@ -57,6 +59,7 @@ class Update:
         self.timeout_s = timeout_s
         self.version = version
         self.timeline = Timeline()
+        self.modes = PlainModes()
         self.check: Callable[[], None] = lambda: None
         self.label: str | None = None
         self.report: Any = None

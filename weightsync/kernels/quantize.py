@@ -128,7 +128,7 @@ def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     mantissa = 0x7FFFFF  # which is rounded up, into the exponent
     exponents = (maxima / torch.full_like(maxima, _FP4_MAX)).view(torch.int32).add_(mantissa) >> 23
     scaled = groups * ((254 - exponents) << 23).view(torch.float32).unsqueeze(-1)
-    between = torch.tensor(_BETWEEN_FP4, device=weight.device)
+    between = torch.tensor(_BETWEEN_FP4, dtype=torch.float32, device=weight.device)
     values = torch.bucketize(scaled.abs(), between, out_int32=True, right=True).to(torch.uint8)
     values |= scaled.signbit().to(torch.uint8) << 3
     return values[..., 0::2] | values[..., 1::2] << 4, exponents.to(torch.uint8)

@@ -120,7 +120,7 @@ class QuantizingSource:
         cut = {name: count for name, count in zip(names, rows.tolist(), strict=True) if count > 0}
         held = [(name, box, piece) for name in cut for box, piece in self._held.get(name, {}).items()]
         device = held[0][2].tensor.device if held else torch.device("cpu")
-        maxima = torch.zeros((sum(cut.values()), 1), device=device)
+        maxima = torch.zeros((sum(cut.values()), 1), dtype=torch.float32, device=device)
         of = dict(zip(cut, maxima.split(list(cut.values())), strict=True))
         mine = [(name, box, piece, of[name][box.start[0] : box.start[0] + box.size[0]]) for name, box, piece in held]
         for _, _, piece, at in mine:

@@ -138,7 +138,7 @@ class SharedMemory(FleetStrategy):
             ranks.broadcast(None, "pause")
         paused = time.perf_counter()
         with timeline.during("write"):
-            with attached.open():
+            with attached.open(), update.modes.left():
                 yield
             written = time.perf_counter()
             attached.fence(update)

@@ -136,6 +136,7 @@ class FilesTransport(Transport):
         self._mine = [staging.lay_out(plan.manifest, {0: pieces}, _SLOT) for pieces in own]
         self._slot = torch.empty(slot_bytes(self._mine), dtype=torch.uint8)
         self._packer = Packer(plan, tensors, self._mine, {_SLOT: self._slot})
+        self._gpus = {each.tensor.device for each in tensors.at.values() if each.tensor.is_cuda}
         self._beside: dict[str, bytes] = {}
         opened = None
         if ranks.rank == 0:
@@ -176,6 +177,8 @@ class FilesTransport(Transport):
         return rows
 
     def look(self, sample: int | None) -> int:
+        for gpu in self._gpus:
+            torch.cuda.synchronize(gpu)  # an optimizer may have queued its writes on another stream
         if self._ranks.rank == 0 and self._created == self._pushes:  # for the push that has not begun
             create(self._folder_of(self._pushes + 1), self._shards, self._beside)
             self._created += 1

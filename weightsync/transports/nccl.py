@@ -211,6 +211,12 @@ class NcclTransport(Transport):
 
         communicator.meet(wait, deadline)
 
+    def look(self, sample: int | None) -> int:
+        if self._device.type == "cuda":
+            # The chunks are filled on the current stream, and an optimizer may have queued its writes on another.
+            torch.cuda.synchronize(self._device)
+        return 0
+
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
         packer = self._packer
 
