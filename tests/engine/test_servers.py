@@ -17,7 +17,7 @@ from weightsync import CheckpointTransport, PlacementError, WeightSync
 from weightsync.control.runtime import started_ticks
 from weightsync.engines import connect
 from weightsync.engines.server import VllmServer
-from weightsync.errors import WeightSyncError
+from weightsync.errors import EngineError, WeightSyncError
 from weightsync.transports import handle_file
 
 pytest_plugins = ["engine_fixtures"]
@@ -59,6 +59,11 @@ def test_a_server_shares_its_memory_starts_anew_from_a_version_and_leaves_a_stal
             assert engine.version() == "7"
             assert 'weightsync_engine_version{worker="tp=0 pp=0 dp=0"} 7.0' in metrics(server)
             assert torch.equal(first_norm(), of_b.model.norm.weight)
+            engine._session = "of a trainer whose workers are another engine's"
+            with pytest.raises(EngineError, match="load balancer behind the address"):
+                engine.pause("keep")
+            engine._session = ""
+            assert engine.is_paused() is False
             first = server.pid
             restarting = CheckpointTransport(tmp_path / "versions", restart=True)
             with WeightSync("fsdp", restarting, server, timeout_s=60.0) as other:

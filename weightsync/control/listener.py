@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from msgspec.structs import asdict
+from msgspec import to_builtins
 
 from weightsync.control.addresses import address_facing, at, is_here, listen
 from weightsync.control.connection import Connection, Source, hang_up, name_of, ready, timed_out
@@ -89,7 +89,10 @@ class Listener:
     def invitation(self, session: str, engine: int, host: str, timeout_s: float) -> dict[str, Any]:
         """Return the `InitInfo` of an engine on `host`, as plain values. Raises as `listen` does."""
         address, port = self.listen(host)
-        return asdict(InitInfo(session, engine, address, port, self.token, timeout_s, this_process()))
+        info: dict[str, Any] = to_builtins(
+            InitInfo(session, engine, address, port, self.token, timeout_s, this_process())
+        )
+        return info
 
     def expect(self, role: str) -> None:
         """Admit peers of this role anew, though others of the same numbers have come before."""

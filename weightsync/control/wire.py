@@ -48,8 +48,11 @@ Process = Annotated[str, Meta(pattern=r"^[0-9a-f-]+:[0-9]+:[0-9]+$")]
 """A process, as `runtime.this_process` names it."""
 
 
-class InitInfo(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the engine's `init` call tells its workers: where trainer rank 0 listens, and for which session."""
+class InitInfo(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the engine's `init` call tells its workers: where trainer rank 0 listens, and for which session.
+
+    asks: the call only asks whether these workers have met the session's trainer. Any others raise.
+    """
 
     session: str
     engine: Count
@@ -58,6 +61,7 @@ class InitInfo(Struct, frozen=True, forbid_unknown_fields=True):
     token: str
     timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
     process: Process
+    asks: bool = False
 
 
 ADAPTER_MODULES = "weightsync_adapter_modules"

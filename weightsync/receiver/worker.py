@@ -16,6 +16,7 @@ workers in their queues, and from then on every call gets an older call's answer
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from typing import Any
 
 from weightsync import telemetry
 from weightsync.control.connection import Connection, dial
+from weightsync.control.fence import TAKEN_OVER, VARIABLE, note_session, several_engines
 from weightsync.control.runtime import Deadline, boot_id, describe_device, in_thread, is_running
 from weightsync.control.wire import (
     POISONED,
@@ -88,6 +90,7 @@ class WorkerSession:
         self._serving = False
         self._timeout_s = 0.0
         self._name = f"worker {model.identity.name}"
+        self._fence = os.environ.get(VARIABLE, "") if model.identity.rank == 0 else ""
         self._trainer = ""
         self._mapped_by: set[str] = set()
         """The processes that may write into the parameters."""
@@ -102,13 +105,18 @@ class WorkerSession:
         """Meet the trainer that `info` describes, an `InitInfo` as plain values. Then answer it until it releases us.
 
         A trainer that cannot have the engine is told why, and turned away. One that cannot be met is told by the last
-        worker, which raises.
+        worker, which raises. So is one that asks for workers of another engine.
         """
         try:
-            self._meet(typed(info, InitInfo))
+            told = typed(info, InitInfo)
+            if told.asks:
+                if self._connection is None or self._session != told.session:
+                    raise several_engines()
+                return
+            self._meet(told)
         except Exception as error:
             problem = foreign(error, who=self._name, phase="init")
-            logger.error("%s cannot meet the trainer: %s", self._name, problem)
+            logger.error("%s cannot meet a trainer: %s", self._name, problem)
             # There is no connection to say it on. No answer is left in a queue behind that of the last worker.
             identity = self._model.identity
             if identity.rank == identity.world - 1:
@@ -154,6 +162,8 @@ class WorkerSession:
             self._take_memory_back()
         self._connection, self._session, self._timeout_s = connection, info.session, info.timeout_s
         self._trainer, self._name = info.process, f"engine {info.engine} worker {self._model.identity.name}"
+        if self._fence:
+            note_session(self._fence, info.session)
 
     def _tell(self, connection: Connection, error: BaseException, phase: str) -> WeightSyncError:
         """Tell a trainer what failed, if it is there. Return the error as a `WeightSyncError`."""
@@ -191,8 +201,7 @@ class WorkerSession:
     def _fence_off(self) -> None:
         """Take the engine from the trainer that had it, if any."""
         if self._connection is not None:
-            fenced = FencedError("another trainer has taken over this engine, since this one did not answer")
-            self._tell(self._connection, fenced, "")
+            self._tell(self._connection, FencedError(TAKEN_OVER), "")
         self.close()
 
     def _take_memory_back(self) -> None:

@@ -8,6 +8,7 @@ It is `vllm serve` with what weightsync needs, and takes all options of that:
   directory. `weightsync handles` shows it, and a trainer with single_copy finds the server by it. `--bridge none`
   leaves it out.
 - /metrics has the workers' metrics of pushes (docs/metrics.md).
+- It refuses the calls of a trainer that stopped answering once another one has the engine (docs/failures.md).
 - With --enable-lora, adapters may come and go while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1).
 
 /health says that it lives, /weight_info which version of the weights it has.
@@ -22,12 +23,14 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from weightsync.control import fence
 from weightsync.control.addresses import at
 from weightsync.engines.child import end_with_parent
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.transports import handle_file
 
 _HOST, _PORT = "127.0.0.1", 8000
+_FENCE = "weightsync.vllm.fence.Fence"
 _LORA_UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 
@@ -67,7 +70,8 @@ def command_line(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     if "--enable-lora" in options:
         environment[_LORA_UPDATING] = "1"
     config = '{"backend": "weightsync"}'
-    command = ["serve", model, "--host", own.host, "--port", str(own.port), "--weight-transfer-config", config, *others]
+    command = ["serve", model, "--host", own.host, "--port", str(own.port), "--weight-transfer-config", config]
+    command += ["--middleware", _FENCE, *others]
     return command, environment
 
 
@@ -79,12 +83,13 @@ def main() -> None:
     end_with_parent()
     os.environ.update(environment)  # before vllm is imported, which reads it
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as the command `vllm` does
-    if _LORA_UPDATING in environment:  # pushes of adapters read a metric of vLLM's that such files would hide
-        _run(command)
-        return
-    with tempfile.TemporaryDirectory(prefix="weightsync-metrics-") as folder:
-        # Workers' metrics reach /metrics by files alone. prometheus_client reads this as it is imported.
-        os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", folder)
+    with tempfile.TemporaryDirectory(prefix="weightsync-serve-") as folder:
+        os.environ[fence.VARIABLE] = f"{folder}/sessions"
+        if _LORA_UPDATING not in environment:  # pushes of adapters read a metric of vLLM's that such files would hide
+            # Workers' metrics reach /metrics by files alone. prometheus_client reads this as it is imported.
+            metrics = Path(folder, "metrics")
+            metrics.mkdir()
+            os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", str(metrics))
         _run(command)
 
 
