@@ -88,6 +88,9 @@ class ModuleHost:
         self.refreshed += 1
         return False
 
+    def clear_kv_cache(self) -> bool:
+        return False
+
     def scope(self) -> AbstractContextManager[Any]:
         return torch.no_grad()
 

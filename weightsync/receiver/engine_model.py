@@ -89,5 +89,12 @@ class EngineModel(Protocol):
     def refresh(self) -> bool:
         """Update what the engine derives from several modules once all are loaded. Return whether there was any."""
 
+    def clear_kv_cache(self) -> bool:
+        """Clear what requests have cached where it is not finite, and return whether it was.
+
+        All requests compute theirs anew after a push. NaN of earlier weights would spoil them from blocks that they
+        fill in part.
+        """
+
     def scope(self) -> AbstractContextManager[Any]:
         """Enter the engine's configuration and the worker's device. Every use of this object happens inside."""

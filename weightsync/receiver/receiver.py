@@ -9,6 +9,7 @@ any other way leaves it so, and only a whole push heals it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -38,6 +39,8 @@ from weightsync.receiver.verify import Verifier
 from weightsync.transports import open_receiver
 from weightsync.transports.base import TransportReceiver, Wait
 from weightsync.transports.shared_handles import export, take_back
+
+logger = logging.getLogger(__name__)
 
 _NOTED_SAMPLE = 0
 """Which sample of the frozen parameters is compared. Sleep takes all of their memory, and any sample shows it."""
@@ -186,6 +189,8 @@ class Receiver:
             raise ProtocolError(f"Commit of version {version} before all of its chunks were loaded")
         started = time.perf_counter()
         with self._model.scope():
+            if self._model.clear_kv_cache():
+                logger.warning("cleared the KV cache, in which weights before version %d have left NaN", version)
             is_refreshed = self._model.refresh()
             _synchronise(self._model.device)
             if is_refreshed:

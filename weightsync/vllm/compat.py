@@ -248,6 +248,17 @@ def weights_asleep() -> bool:
     return any(getattr(data, "is_asleep", data.cpu_backup_tensor is not None) for data in own)
 
 
+def kv_cache_asleep() -> bool:
+    """Return whether vLLM has given back the memory of this GPU worker's KV cache.
+
+    True where an engine can sleep, and its allocator does not say.
+    """
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    known = CuMemAllocator.instance.pointer_to_data.values() if CuMemAllocator.instance is not None else ()
+    return any(getattr(data, "is_asleep", True) for data in known if data.tag == "kv_cache")
+
+
 def call_attention_hook(module: nn.Module, dtype: torch.dtype) -> None:
     hook: Any = module.process_weights_after_loading
     hook(dtype) if inspect.signature(hook).parameters else hook()

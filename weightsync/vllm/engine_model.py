@@ -17,6 +17,7 @@ from weightsync.kernels.rows import AllReduceMax
 from weightsync.receiver.engine_model import DRAFTER, WorkerIdentity
 from weightsync.vllm import compat, supported_quant
 from weightsync.vllm.dummy_start import has_random_weights, lost_values
+from weightsync.vllm.kv_cache import clear_non_finite
 from weightsync.vllm.kv_connectors import check_resets
 from weightsync.vllm.pristine import build_on_meta, build_with_values, complete, share_alike, tie_alike
 
@@ -39,6 +40,7 @@ class VllmModel:
         self.all_reduce_max: AllReduceMax | None = _largest_of_all if get_tp_group().world_size > 1 else None
         self._config = vllm_config
         self._model = model
+        self._models = [model] if drafter is None else [model, drafter]
         self._drafts_apart = not compat.shares_checkpoint(vllm_config)
         self._drafter = drafter if not self._drafts_apart or compat.has_plain_head(vllm_config) else None
         own = {id(param) for param in model.parameters()}
@@ -175,6 +177,11 @@ class VllmModel:
             for sinks, param in copied:
                 sinks.copy_(param)
         return bool(self._attention or copied)
+
+    def clear_kv_cache(self) -> bool:
+        if self.device.type == "cuda" and compat.kv_cache_asleep():
+            return False  # its memory is taken away, and what was in it
+        return clear_non_finite(self._config.compilation_config.static_forward_context, self._models)
 
     def scope(self) -> AbstractContextManager[Any]:
         return compat.vllm_scope(self._config, self.device)

@@ -1,0 +1,34 @@
+"""Weights that are NaN: what they have left in an engine spoils no request after a push of good ones."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_models
+import torch
+from engines import TIMEOUT_S, Engines, Remote, assert_same
+
+from weightsync import WeightSync
+
+pytest_plugins = ["engine_fixtures"]
+pytestmark = pytest.mark.engine
+
+
+def push_nan_and_then_good_weights(engines: Engines, model: str) -> None:
+    answers = engines.serve(model)
+    trained = tiny_models.build(model, "B")
+    with WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S) as sync:
+        with torch.no_grad():
+            next(p for n, p in trained.named_parameters() if "layers.0." in n and p.dim() == 2)[0, 0] = float("nan")
+        sync.push(trained)
+        prompts = [{"prompt_token_ids": [(7 * i + 3 * j) % 250 for i in range(200)]} for j in range(40)]
+        outputs = engines.llm.generate(prompts, engines.sampling(2), use_tqdm=False)  # which fill many blocks
+        assert len(outputs) == len(prompts)
+        for weights in "BA":
+            tiny_models.fill(trained, weights)
+            sync.push(trained)
+            assert_same(engines.ask(), answers[weights], f"{weights} after NaN")
+
+
+@pytest.mark.parametrize("model", ["qwen3", "gemma3"])
+def test_a_push_of_good_weights_heals_an_engine_that_computed_nan(engines: Remote, model: str):
+    engines.call(push_nan_and_then_good_weights, model)

@@ -1,0 +1,39 @@
+"""Which tensors hold NaN or infinity, at the speed of memory.
+
+A sum is as finite as what it sums, unless it overflows, so that one pass without a temporary finds nearly all tensors
+to be finite. The others are looked at more closely.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+
+@torch.no_grad()
+def find_non_finite(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the numbers of the tensors that hold a NaN or an infinity, in order. Waits for their GPUs."""
+    sums: dict[torch.device, dict[int, torch.Tensor]] = defaultdict(dict)
+    for number, tensor in enumerate(tensors):
+        if tensor.is_floating_point() and tensor.numel():
+            sums[tensor.device][number] = _sum(tensor)
+    found: list[int] = []
+    for of_device in sums.values():
+        are_finite = torch.stack(list(of_device.values())).isfinite().tolist()
+        found += [number for number, is_finite in zip(of_device, are_finite, strict=True) if not is_finite]
+    return sorted(number for number in found if not _is_finite(tensors[number]))
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype.itemsize == 1:  # float8, which torch does not sum
+        tensor = tensor.to(torch.bfloat16)
+    # On a CPU a sum in another dtype is one of a copy in that dtype.
+    return tensor.sum(dtype=torch.float32) if tensor.is_cuda else tensor.sum().float()
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if tensor.dtype.itemsize == 1:
+        tensor = tensor.to(torch.bfloat16)
+    return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
