@@ -23,7 +23,7 @@ from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import Box, Manifest, TensorMeta, row_major
 from weightsync.planning.one_view import index_of
 from weightsync.selection import TensorSelection
-from weightsync.sources.module_tree import own_class, unwrapped
+from weightsync.sources.module_tree import as_built, unwrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +113,10 @@ def _follow(model: nn.Module, tensors: Sequence[TensorMeta]) -> Iterable[list[Sa
         return as_they_are  # transformers 4, whose models have the tensors of their checkpoints
     if not isinstance(model, PreTrainedModel):
         return as_they_are
-    with _Aliases() as aliases:
+    with Aliases() as aliases:
         state = {meta.name: torch.empty(meta.shape, dtype=torch.uint8, device="meta") for meta in tensors}
         try:
-            written = revert_weight_conversion(_as_built(model), dict(state))
+            written = revert_weight_conversion(as_built(model), dict(state))
         except Exception as error:
             raise UnsupportedError(
                 f"cannot follow how transformers saves a {type(model).__name__} ({type(error).__name__}: {error})"
@@ -147,7 +147,7 @@ def _follow(model: nn.Module, tensors: Sequence[TensorMeta]) -> Iterable[list[Sa
     return found.values()
 
 
-class _Aliases(TorchDispatchMode):
+class Aliases(TorchDispatchMode):
     """A mode in which a clone is the tensor itself, so that its storage tells what it was made from.
 
     It notes the parts of a tensor that is put together, and the storages that are written to.
@@ -184,19 +184,6 @@ class _Aliases(TorchDispatchMode):
         whole, parts = self._joined.get(_storage(tensor), (None, []))
         as_joined = whole is not None and (whole.shape, whole.stride()) == (tensor.shape, tensor.stride())
         return parts if as_joined else [(tensor, Box.full(tuple(tensor.shape)))]
-
-
-def _as_built(module: nn.Module) -> nn.Module:
-    """Return the tree of modules without wrappers, and with the classes that they had before `fully_shard`.
-
-    transformers does not recognise a class that is not its own. The modules are new and share what they hold.
-    """
-    module = unwrapped(module)
-    kind = own_class(module)
-    twin = kind.__new__(kind)
-    modules = {name: None if child is None else _as_built(child) for name, child in module._modules.items()}
-    vars(twin).update({**vars(module), "_modules": modules})
-    return twin
 
 
 def _region(shape: tuple[int, ...], view: torch.Tensor) -> tuple[Box, tuple[int | None, ...]] | None:

@@ -24,6 +24,7 @@ from weightsync.sources.base import LocalSource, Model, Snapshot, TensorShard, n
 from weightsync.sources.hf_checkpoint import SavedParts, manifest_of, saved_form
 from weightsync.sources.module_tree import modules, walk_shells
 from weightsync.sources.peft import Adapter, adapter_of
+from weightsync.sources.state_dict_hooks import changed_when_saved, hooks_of
 
 ON_META = "it is on the meta device and has no values; materialise it first (`to_empty`, then load)"
 
@@ -62,6 +63,7 @@ class ModuleSource(LocalSource):
         self._adapters: dict[str, Adapter] = {}  # by name of the tensor that it is added to
         self._whole: dict[torch.Tensor, torch.Tensor] = {}  # the factors of the last `gather`, by what this rank has
         self._wrapped = False  # PEFT has wrapped layers, whose state is not only in their tensors
+        self._changed: Snapshot[dict[str, str]] = Snapshot()
         self._saved: Snapshot[list[list[SavedParts]]] = Snapshot()
 
     @abstractmethod
@@ -116,6 +118,7 @@ class ModuleSource(LocalSource):
     def close(self) -> None:
         super().close()
         self._saved.clear()
+        self._changed.clear()
         self._adapters, self._whole = {}, {}
 
     def gather(self, names: Sequence[str]) -> None:
@@ -164,6 +167,8 @@ class ModuleSource(LocalSource):
         adapters = adapters_of(model)
         self._wrapped = bool(adapters)
         without_weight = set(adapters)
+        there: dict[str, tuple[Hashable, tuple[int, ...], torch.dtype]] = {}
+        hooks = [hook for module in modules(model) for hook in hooks_of(module)]
         for name, read in self.readers(model):
             without_weight.discard(name.removesuffix("weight"))
             if self.selection.excludes(name):
@@ -173,6 +178,7 @@ class ModuleSource(LocalSource):
             except UnsupportedError as error:
                 refused[name] = error.message
                 continue
+            there[name] = held.identity, held.shape, getattr(torch, held.dtype)
             if any(part.is_meta for _, part in held.parts) and not on_meta:
                 refused[name] = ON_META
                 continue
@@ -183,6 +189,7 @@ class ModuleSource(LocalSource):
                 refused[name] = f"it is tied to {first[held.identity]}, but an adapter is on one of them; untie them"
             elif held.trains and not tied.trains:
                 found[first[held.identity]] = replace(tied, trains=True)
+        refused |= self._changed.of((weakref.ref(model), there, hooks), lambda: changed_when_saved(model, there))
         refused |= {f"{prefix}weight": "it has an adapter, but is no parameter" for prefix in without_weight}
         if refused:
             raise refusal(refused)
@@ -214,12 +221,15 @@ def marks(found: list[nn.Module], local: Callable[[list[torch.Tensor]], list[tor
     It has the modules, and of each tensor its identity, the place that `local` gives for it, and whether it trains.
     Every push waits for it. So it has lists of one thing each, made and compared without a line of Python per tensor.
     """
-    places: list[nn.Module | str] = []
+    places: list[Any] = []
     tensors: list[torch.Tensor | None] = []
     for module in found:
         places.append(module)
         if children := module._modules:
             places += children
+        for hooks in (module._state_dict_hooks, module._state_dict_pre_hooks):
+            if hooks:
+                places += hooks.values()
         if parameters := module._parameters:
             places += parameters
             tensors += parameters.values()

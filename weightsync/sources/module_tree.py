@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -29,6 +30,34 @@ def own_class(module: nn.Module) -> type[nn.Module]:
     while len(kind.__bases__) == 2 and kind.__bases__[0].__module__.startswith("torch.distributed."):
         kind = kind.__bases__[1]
     return kind
+
+
+def as_built(
+    module: nn.Module, prefix: str = "", own: Mapping[str, Mapping[str, torch.Tensor]] | None = None
+) -> nn.Module:
+    """Return the tree of modules without wrappers, and with the classes that they had before `fully_shard`.
+
+    transformers does not recognise a class that is not its own. The modules are new and share what they hold.
+
+    own: tensors that take the place of a module's own, by the module's prefix and their names in it.
+    """
+    module = unwrapped(module)
+    kind = own_class(module)
+    twin = kind.__new__(kind)
+    modules = {
+        name: None if child is None else as_built(child, f"{prefix}{name}.", own)
+        for name, child in module._modules.items()
+    }
+    vars(twin).update({**vars(module), "_modules": modules})
+    if own is not None:
+        others = own.get(prefix, {})
+        twin._buffers = {name: others.get(name, buffer) for name, buffer in module._buffers.items()}
+        # FSDP1 may have taken parameters out of the module, which then has them as attributes.
+        theirs = {name: tensor for name, tensor in others.items() if name not in twin._buffers}
+        twin._parameters = {**module._parameters, **theirs}  # type: ignore[dict-item]
+        for name in theirs:
+            vars(twin).pop(name, None)
+    return twin
 
 
 def _shells(module: nn.Module) -> list[nn.Module]:

@@ -1,0 +1,123 @@
+"""Modules whose `state_dict` gives other values than their tensors have, such as a norm that is kept around zero.
+
+A checkpoint has the values of `state_dict`, and engines load these. Hooks that rename, copy or reshard give the tensors
+themselves. So no list says which hooks do what. A copy of the modules holds stand-ins without storage, and what its
+`state_dict` gives is looked for among these.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from weightsync.sources.hf_checkpoint import Aliases
+from weightsync.sources.module_tree import as_built, walk
+
+CHANGED = (
+    "a hook, or a `state_dict` of a module's own, saves another value under its name; push what is saved, with "
+    'backend="stream"'
+)
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Return what a module does to its `state_dict` beside what every module does."""
+    found = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
+    for name in ("state_dict", "_save_to_state_dict"):
+        own = vars(module).get(name, getattr(type(module), name))
+        if own is not getattr(nn.Module, name):
+            found.append(own)
+    return found
+
+
+def changed_when_saved(
+    model: nn.Module, tensors: Mapping[str, tuple[Hashable, tuple[int, ...], torch.dtype]]
+) -> dict[str, str]:
+    """Return the names whose values `state_dict` computes, each with the reason why it cannot be pushed.
+
+    tensors: identity, full shape and dtype of each tensor by its name in the checkpoint.
+    """
+    roots = dict(_outermost(model))
+    if not roots:
+        return {}
+    made: dict[Hashable, torch.Tensor] = {}
+    stand_ins: dict[str, torch.Tensor] = {}
+    own: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    for name, (identity, shape, dtype) in tensors.items():
+        owner, _, tail = name.rpartition(".")
+        if identity not in made:
+            blank = torch.empty(shape, dtype=dtype, device="meta")
+            made[identity] = nn.Parameter(blank) if dtype.is_floating_point else blank
+        own[f"{owner}." if owner else ""][tail] = stand_ins[name] = made[identity]
+    found: dict[str, str] = {}
+    for prefix, module in roots.items():
+        here = {name: tensor for name, tensor in stand_ins.items() if name.startswith(prefix)}
+        copies = _Copies()
+        try:
+            try:
+                with copies:
+                    saved = as_built(module, prefix, own).state_dict(prefix=prefix)
+            except Exception:  # what reads values finds none in a stand-in
+                with copies:
+                    saved = as_built(module).state_dict(prefix=prefix)
+        except Exception as error:
+            kinds = ", ".join(sorted({type(module).__name__ for _, module in walk(module) if hooks_of(module)}))
+            reason = f"cannot follow the `state_dict` of {kinds} ({type(error).__name__}: {error})"
+            found |= dict.fromkeys(here, reason)
+            continue
+        real = dict(_tensors(module, prefix))
+        for name, tensor in here.items():
+            if name in saved and not copies.are_same(saved[name], tensor, real.get(name)):
+                found[name] = CHANGED
+    return found
+
+
+def _outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that do more than others, each with its prefix, without those inside of another."""
+    last = None
+    for prefix, module in walk(model):
+        if (last is None or not prefix.startswith(last)) and hooks_of(module):
+            last = prefix
+            yield prefix, module
+
+
+def _tensors(model: nn.Module, at: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in walk(model):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield f"{at}{prefix}{name}", tensor
+
+
+class _Copies(Aliases):
+    """A mode in which a copy that loses nothing is the tensor itself."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            dtype = (kwargs or {}).get("dtype") or args[0].dtype
+            if torch.promote_types(args[0].dtype, dtype) == dtype:
+                return args[0]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def are_same(self, saved: Any, stand_in: torch.Tensor, real: torch.Tensor | None) -> bool:
+        """Return whether what was saved is the tensor that was there, as it was."""
+        if not isinstance(saved, torch.Tensor):
+            return False
+        return any(
+            memory(saved) == memory(each) and memory(saved)[0] not in self.changed
+            for each in (stand_in, real)
+            if each is not None
+        )
+
+
+def memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return where a tensor lies, and in which order."""
+    shape = tensor.shape
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    storage = int(local.untyped_storage()._cdata)
+    return storage, shape, local.shape, local.stride(), local.storage_offset()
