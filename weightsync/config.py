@@ -37,6 +37,7 @@ class WeightSyncConfig:
     selection: Any = None
     pause: str | None = None
     timeout_s: float = 300.0
+    hold_s: float | None = None
     verify: str | None = None
     quantize: str | None = None
     on_engine_failure: str | None = None
@@ -52,6 +53,8 @@ class WeightSyncConfig:
                 raise ConfigError(f"{name}={given!r}; choose one of {', '.join(choices)}")
         if not _is_number(self.timeout_s, float) or not 0 < self.timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(f"timeout_s={self.timeout_s!r}; it must be positive seconds, {MAX_TIMEOUT_S:.0f} at most")
+        if self.hold_s is not None and (not _is_number(self.hold_s, float) or not self.hold_s > 0):
+            raise ConfigError(f"hold_s={self.hold_s!r}; it must be positive seconds, or None for no limit")
         for name, unit in (("max_bytes", "bytes, such as 67108864 for 64 MiB"), ("vocab_size", "rows")):
             if (given := getattr(self, name)) is not None and not _is_number(given, int):
                 raise ConfigError(f"{name}={given!r}; it must be a whole number of {unit}")

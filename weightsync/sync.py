@@ -72,6 +72,10 @@ class WeightSync:
         resumes it after the push. An engine that says that it generates is refused.
     timeout_s: the timeout of each wait, the wait for all ranks to call `push` included. Ranks other than 0 may wait a
         few times longer, because rank 0 performs several waits for them.
+    hold_s: how long the engines stay this trainer's after a push, where another trainer asks for them. None, the
+        default: until `close`, or the end of the process. Give more than the longest time between two pushes: a trainer
+        that hangs there cannot be told from one that computes. A push that has not moved for twice `timeout_s` keeps no
+        engine.
     verify: which bytes are compared by digests before the push commits. "full": all. "sampled", the default: all in
         the first push, then a sixteenth of what travels, in turn. Memory that workers read in place is proven in full
         when it is mapped, and by a small sample in each push. "none": nothing.
@@ -113,6 +117,7 @@ class WeightSync:
         selection: TensorSelection | None = None,
         pause: str | None = None,
         timeout_s: float = 300.0,
+        hold_s: float | None = None,
         verify: str | None = None,
         quantize: str | None = None,
         on_engine_failure: str | None = None,
@@ -132,6 +137,7 @@ class WeightSync:
             "selection": selection,
             "pause": pause,
             "timeout_s": timeout_s,
+            "hold_s": hold_s,
             "verify": verify,
             "quantize": quantize,
             "on_engine_failure": on_engine_failure,
@@ -156,7 +162,7 @@ class WeightSync:
         options = Options(**vars(config), source=source, engines=EngineList(engine, timeout_s))
         self._strategy = open_strategy(transport, options)
         shared = {name: given[name] for name in _SHARED_BY_RANKS}
-        self._ranks = Ranks(timeout_s, ranks, {name: _told(value) for name, value in shared.items()})
+        self._ranks = Ranks(timeout_s, ranks, {name: _told(value) for name, value in shared.items()}, hold_s)
         self.last_report: PushReport | None = None
         """The last report of `push`, `catch_up` or `writing`, on every rank."""
 

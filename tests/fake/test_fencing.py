@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 import time
@@ -17,6 +18,7 @@ from recorders import RecordedEngine
 from torch import nn
 
 from weightsync import (
+    ConfigError,
     EngineBusyError,
     EngineError,
     FencedError,
@@ -26,6 +28,7 @@ from weightsync import (
     WeightSyncError,
 )
 from weightsync.control import fleet
+from weightsync.control.hold import Hold
 from weightsync.control.runtime import boot_id, started_ticks, this_process
 from weightsync.control.wire import POISONED
 from weightsync.receiver import worker
@@ -180,6 +183,104 @@ def test_trainer_that_stalls_in_a_push_touches_nothing_when_it_goes_on(
         assert "failed" not in calls
         assert_serves(engine, 3, 1)
     assert [type(error) for error in outcome] == [FencedError]
+
+
+def pushes_once_it_may(sync: WeightSync, seed: int, timeout_s: float) -> None:
+    """Push until another trainer does not keep the engine any more."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            sync.push(trainer_model(checkpoint(seed)))
+            return
+        except EngineBusyError:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+
+@pytest.mark.parametrize("where", ["transfer", "look", "commit"])
+def test_trainer_that_answers_and_hangs_in_a_push_loses_its_engine(
+    engine: RecordedEngine, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its main thread is in a deadlock, and another thread of its answers whoever asks."""
+    monkeypatch.setattr(fleet, "_PING_LOOK_S", 0.05)
+    hung, going_on = threading.Event(), threading.Event()
+    outcome: list[WeightSyncError] = []
+
+    def hang(*_: Any) -> None:
+        hung.set()
+        assert going_on.wait(60.0)
+
+    def push_first() -> None:
+        transport = FaultyTransport("broadcast")
+        with WeightSync("fsdp", transport, engine, timeout_s=0.5) as first:
+            first.push(trainer_model(checkpoint(2)))
+            if where == "transfer":
+                transport.before_chunk = hang
+            if where == "look":
+                monkeypatch.setattr(first._strategy._last, "of", hang)
+            if where == "commit":
+                monkeypatch.setattr(transport, "complete", hang)
+            try:
+                first.push(trainer_model(checkpoint(2)))
+            except WeightSyncError as error:
+                outcome.append(error)
+
+    hanging = threading.Thread(target=push_first)
+    hanging.start()
+    assert hung.wait(30.0)
+    with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as second:
+        pushes_once_it_may(second, 3, 60.0)
+        engine.heard()
+        going_on.set()
+        hanging.join()
+        assert engine.heard() == ""
+        assert engine.version() == str(second.last_report.version)
+        assert_serves(engine, 3, second.last_report.version)
+    assert [type(error) for error in outcome] == [FencedError]
+
+
+def test_trainer_keeps_its_engine_between_pushes_for_as_long_as_its_user_says(
+    engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "_PING_LOOK_S", 0.05)
+    monkeypatch.setattr(worker, "_PONG_S", 30.0)
+    with (
+        WeightSync("fsdp", "ipc", engine, timeout_s=60.0, hold_s=1e-6) as first,
+        WeightSync("fsdp", "ipc", engine, timeout_s=60.0, hold_s=600.0) as second,
+        WeightSync("fsdp", "ipc", engine, timeout_s=60.0) as third,
+    ):
+        first.push(trainer_model(checkpoint(2)))
+        second.push(trainer_model(checkpoint(3)))
+        assert_serves(engine, 3, 2)
+        with pytest.raises(EngineBusyError, match=f"stop its process, {os.getpid()} on the engine's host"):
+            third.push(trainer_model(checkpoint(4)))
+        with pytest.raises(FencedError):
+            first.push(trainer_model(checkpoint(4)))
+        second.push(trainer_model(checkpoint(4)))
+        assert_serves(engine, 4, 3)
+    for wrong in (0, -1.0, "60", True):
+        with pytest.raises(ConfigError, match="hold_s"):
+            WeightSync("fsdp", "ipc", engine, hold_s=wrong)
+    with pytest.raises(ConfigError, match="hold_s: no effect"):
+        WeightSync("fsdp", "lora", engine, hold_s=60.0)
+
+
+def test_hold_lasts_while_a_push_moves_and_between_pushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    limited, unlimited = Hold(10.0, 5.0), Hold(10.0)
+    for hold in (limited, unlimited):
+        hold.begin()
+        now += 19.0
+        hold.move()
+        now += 19.0
+        assert hold.lasts()
+        now += 2.0
+        assert not hold.lasts(), "the push is stuck"
+        hold.end()
+        assert hold.lasts()
+        now += 6.0
+        assert hold.lasts() is (hold is unlimited)
 
 
 def test_trainer_that_stalls_before_the_commit_holds_the_engine_no_longer_than_another(

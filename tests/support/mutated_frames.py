@@ -75,7 +75,7 @@ OTHERS: list[Message] = [
     Ready(),
     Release(),
     Ping(),
-    Pong(),
+    Pong(True),
     Value.of([1, {"k": None}]),
     ExportParameters(["a:1:2"]),
 ]
@@ -326,7 +326,7 @@ class Ends:
 
     def idle_worker(self) -> str:
         session = self._session
-        session._connection = connection_of(sealed(self._mutate.frames(Pong())[1], _KEY, self._draw), False)
+        session._connection = connection_of(sealed(self._mutate.frames(Pong(True))[1], _KEY, self._draw), False)
         busy = session._held_by_another("a:1:2", 0.0)
         session._connection = None
         return "stays the trainer's" if busy is not None else "is free"

@@ -181,8 +181,8 @@ GOLDEN: list[tuple[Message, str]] = [
         "0800000081a174a450696e67",
     ),
     (
-        Pong(),
-        "0800000081a174a4506f6e67",
+        Pong(True),
+        "0f00000082a174a4506f6e67a5686f6c6473c3",
     ),
     (
         Failure(ErrorFields("DigestError", "m", None, "load", {})),

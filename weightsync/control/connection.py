@@ -67,6 +67,10 @@ class Connection:
         self.peer = peer
         self.most_bytes = MAX_FRAME_BYTES
         """The largest frame that may come."""
+        self.holds: Callable[[], bool] = lambda: True
+        """What this end says of itself in a `Pong`."""
+        self.peer_holds = True
+        """What the peer has said last."""
         self._sock, self._sent, self._received = sock, sent, received
         self._buffer = bytearray()
         self._inbox: deque[Message] = deque()
@@ -203,7 +207,7 @@ class Connection:
         if self._owes_pong and self._sending.acquire(blocking=False):
             try:
                 self._owes_pong = False
-                self._send(Pong(), deadline, phase)
+                self._send(Pong(self.holds()), deadline, phase)
             finally:
                 self._sending.release()
 
@@ -225,7 +229,7 @@ class Connection:
                     self._owes_pong = True
                     continue
                 if isinstance(message, Pong):  # which may come late, when no answer is awaited any more
-                    self._has_answered, self._asked_at = True, None
+                    self._has_answered, self._asked_at, self.peer_holds = True, None, message.holds
                     continue
                 self._waiting_bytes = end + _MESSAGE_BYTES + (self._waiting_bytes if self._inbox else 0)
                 if self._waiting_bytes > _MOST_WAITING * self.most_bytes:

@@ -185,6 +185,7 @@ class Fleet:
                 self.newest_version = max(self.newest_version, one.newest_version)
                 for worker in one.workers:  # some transports lead past the network, and would not miss it
                     worker.connection.watch_host(self._timeout_s)
+                    worker.connection.holds = self._ranks.hold.lasts
         return self.workers
 
     def plan(self, manifest: Manifest) -> list[LoadPlan]:

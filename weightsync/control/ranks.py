@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from weightsync.control.addresses import LOOPBACK, ends, is_loopback
 from weightsync.control.connection import Connection, dial
+from weightsync.control.hold import Hold
 from weightsync.control.listener import Listener
 from weightsync.control.meeting import ALL_PUSH, Meeting
 from weightsync.control.runtime import Deadline
@@ -70,17 +71,25 @@ class Ranks:
 
     members: the group. None: the default group, or this process where there is none. "alone": this process.
     options: what every rank must have been given alike. Compared when ranks connect.
+    hold_s: see `Hold`.
 
     `gather` and `broadcast` are collective. An error on any rank is raised on all, from whichever step they are in.
     `listener` is where the engines' workers connect to rank 0; None on other ranks, and while disconnected.
     """
 
-    def __init__(self, timeout_s: float, members: Any = None, options: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        members: Any = None,
+        options: Mapping[str, str] | None = None,
+        hold_s: float | None = None,
+    ) -> None:
         self.rank, self.size = place_among(members)
         self._members, self._options = members, dict(options or {})
         self.host = LOOPBACK
         self.timeout_s = timeout_s
         self.listener: Listener | None = None
+        self.hold = Hold(timeout_s, hold_s)
         self._peers: dict[int, Connection] = {}  # rank 0: to ranks 1, 2, ...; elsewhere: to rank 0
         self._address = "", 0, ""  # elsewhere than on rank 0: where it listens, and its token
         self._calls = 0
@@ -162,6 +171,7 @@ class Ranks:
 
         Values are of this `kind`, which msgpack carries.
         """
+        self.hold.move()
         deadline = Deadline(self.timeout_s)
         if self.rank:
             self._peers[0].send(Value.of(value), deadline, phase)
@@ -179,6 +189,7 @@ class Ranks:
         """
         if self.rank:
             return self._peers[0].expect(Value, Deadline(_PATIENCE * self.timeout_s + away_s), phase).read(kind)
+        self.hold.move()
         deadline, message = Deadline(self.timeout_s), Value.of(value)
         for connection in self.connections:
             connection.send(message, deadline, phase)
@@ -194,6 +205,7 @@ class Ranks:
 
     def wait(self, seconds: float) -> None:
         """Sleep for that long, during a wait of another kind. Raise when any rank has failed or died."""
+        self.hold.move()
         time.sleep(seconds)
         for connection in self.connections:
             connection.check("transfer")
@@ -346,6 +358,7 @@ def collective(
     update = Update(ranks, ranks.timeout_s, call.version if call is not None else None)
     with update.modes:
         try:
+            ranks.hold.begin()
             if ranks.begin(update.timeline.phase, call):
                 reset(PeerError("the trainer's ranks have connected anew"))
             yield update
@@ -362,6 +375,8 @@ def collective(
             if error is cause or not isinstance(cause, Exception):
                 raise
             raise error from cause
+        finally:
+            ranks.hold.end()
 
 
 @contextmanager

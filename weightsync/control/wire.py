@@ -234,11 +234,16 @@ class Release(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """From a worker that another trainer asks for: is the one that holds the engine alive? Answer: `Pong`, any time."""
+    """From a worker that another trainer asks for: does the one that has the engine keep it?
+
+    The answer is `Pong`, and may come at any time.
+    """
 
 
 class Pong(Message, frozen=True):
-    """From a trainer that holds an engine, and runs."""
+    """From a trainer that has an engine, and runs."""
+
+    holds: bool  # the trainer keeps the engine: its push moves, or it has none under way; True from others
 
 
 class Failure(Message, frozen=True):

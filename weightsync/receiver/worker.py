@@ -5,8 +5,9 @@ worker answers messages on its own connection to the trainer, until it is releas
 once, by its connection.
 
 The open connection is the trainer's hold on the engine. Another trainer gets the engine when the connection is closed,
-or when the trainer does not answer a `Ping`. Then the worker tells it that it is fenced off, and hangs up. The model
-refuses to answer while its weights are a mixture, also in an engine that a user has woken.
+or when the trainer does not answer a `Ping`, or answers that its push is stuck. Then the worker tells it that it is
+fenced off, and hangs up. The model refuses to answer while its weights are a mixture, also in an engine that a user has
+woken.
 
 Every failure is told to the trainer on that connection, and the engine's call returns as if nothing had happened. When
 one worker of several raises, vLLM's multi-process executor takes the first failed answer and leaves those of later
@@ -178,10 +179,12 @@ class WorkerSession:
         The trainer that has it gets `pong_s` to show that it is alive.
         """
         other = self._connection
-        if self._serving or (other is not None and other.is_open() and other.answers(pong_s)):
+        if self._serving or (other is not None and other.is_open() and other.answers(pong_s) and other.peer_holds):
+            boot, pid = self._trainer.split(":")[:2]
+            where = "engine's host" if boot == boot_id() else "host of the trainer"
             return EngineBusyError(
                 "another trainer is connected to this engine, or this one through another WeightSync: close that one's "
-                "WeightSync first, or stop its process",
+                f"WeightSync first, or stop its process, {pid} on the {where}",
                 who=self._name,
             )
         if other is not None and isinstance(other.pop(), Release):  # it has closed its WeightSync

@@ -110,7 +110,7 @@ class SaveAndRestart(UpdateStrategy):
     def __init__(self, options: Options, transport: CheckpointTransport) -> None:
         if options.quantize is not None:
             raise ConfigError("restart=True saves the trainer's own tensors; leave quantize out")
-        options.refuse("this CheckpointTransport", *OF_COPIES, "pause")
+        options.refuse("this CheckpointTransport", *OF_COPIES, "pause", "hold_s")
         self._options = options
         self._transport = transport
         self._folder = Path(transport.folder).absolute()
