@@ -20,6 +20,8 @@ from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainerSeparateAsync, get_trainer_cls
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 
+from weightsync import ConfigError, EngineUnreachableError
+from weightsync.integrations.verl import WeightSyncCheckpointEngine, find_servers
 from weightsync.integrations.verl_trainer import ShardsWorker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +37,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def configure(transport: str) -> RolloutConfig:
+def configure(transport: str, decode_servers: int = 0) -> RolloutConfig:
     return RolloutConfig(
         name="vllm",
         tensor_model_parallel_size=1,
@@ -52,6 +54,7 @@ def configure(transport: str) -> RolloutConfig:
             engine_kwargs={"weightsync": {"transport": transport, "timeout_s": 120.0}},
         ),
         engine_kwargs={"vllm": {"worker_extension_cls": "weightsync.integrations.verl_worker.WorkerExtension"}},
+        disaggregation={"enabled": decode_servers > 0, "decode_replicas": max(decode_servers, 1)},
     )
 
 
@@ -73,36 +76,75 @@ async def push_twice(
     return versions, answers
 
 
-def stand_in(rank: int, rollout: RolloutConfig, checkpoint: Path) -> verl_ranks.Replica:
-    replica = verl_ranks.Replica(rank, rollout, HFModelConfig(path=str(checkpoint)), gpus_per_node=1)
-    replica.workers = verl_ranks.group(replica.get_ray_class_with_init_args(), 1).workers
-    server = ray.remote(verl_ranks.StandIn).options(name=f"vllm_server_{rank}_0", max_concurrency=50)
-    replica.servers = [server.remote(rank)]
+def stand_in(rank: int, checkpoint: Path, *names: str) -> verl_ranks.Replica:
+    """Return a replica with a worker and a server of each of these names: one that prefills, and any that decode."""
+    rollout = configure("ipc", len(names) - 1)
+    replica = verl_ranks.Replica(rank, rollout, HFModelConfig(path=str(checkpoint)), gpus_per_node=len(names))
+    replica.workers = verl_ranks.group(replica.get_ray_class_with_init_args(), len(names)).workers
+    for at, (name, worker) in enumerate(zip(names, replica.workers, strict=True)):
+        server = ray.remote(verl_ranks.StandIn).options(name=name, max_concurrency=50)
+        replica.servers.append(server.remote(rank, [worker], at))
     return replica
 
 
+async def served(replica: verl_ranks.Replica, version: int) -> list[tuple[list[object], str]]:
+    """Return what each server of a replica was called for, and its version. Fail unless it has these weights."""
+    expected = fake_engine.cold(fake_engine.checkpoint(version)).state()
+    found = [await server.state.remote() for server in replica.servers]
+    for state, _, _ in found:
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+    return [(calls, label) for _, calls, label in found]
+
+
 async def push_to_stand_ins(checkpoint: Path) -> None:
-    """Two updates of the same step of the trainer, and one to a replica that has taken the place of a dead one."""
-    rollout = configure("ipc")
-    trainer = verl_ranks.policy(verl_ranks.TinyPolicy, rollout.checkpoint_engine)
-    manager = CheckpointEngineManager(rollout.checkpoint_engine, trainer, [stand_in(0, rollout, checkpoint)])
-    for version, updates in ((1, 1), (2, 2), (3, 1)):
-        if version == 3:
-            (old,) = manager.replicas
-            manager.remove_replicas([old])
-            ray.kill(old.servers[0])
-            manager.add_replicas([stand_in(1, rollout, checkpoint)])
+    """Update a replica twice in one step, then another in its place, and at last one with prefill and decode apart."""
+    first = stand_in(0, checkpoint, "vllm_server_0_0")
+    trainer = verl_ranks.policy(verl_ranks.TinyPolicy, first.config.checkpoint_engine)
+    manager = CheckpointEngineManager(first.config.checkpoint_engine, trainer, [first])
+
+    async def update(version: int) -> None:
         trainer.fill(version)
         metrics = await manager.update_weights(global_steps=7)
         assert metrics["weightsync/version"] == version
-        found, calls, label = await manager.replicas[0].servers[0].state.remote()
-        expected = fake_engine.cold(fake_engine.checkpoint(version)).state()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-        assert (calls, label) == (["abort", 7, "resume"] * updates, "7")
+
+    for version in (1, 2):
+        await update(version)
+        assert await served(first, version) == [(["abort", 7, "resume"] * version, "7")]
+    # The first one lives on, and nobody has paused it. No update may write into it.
+    manager.remove_replicas([first])
+    second = stand_in(1, checkpoint, "vllm_server_1_0")
+    manager.add_replicas([second])
+    await update(3)
+    assert await served(second, 3) == [(["abort", 7, "resume"], "7")]
+    assert await served(first, 2) == [(["abort", 7, "resume"] * 2, "7")]
+    manager.remove_replicas([second])
+    ray.kill(second.servers[0])
+    apart = stand_in(2, checkpoint, "vllm_server_2_0", "vllm_server_decode_2_0")
+    manager.add_replicas([apart])
+    await update(4)
+    prefill, decode = await served(apart, 4)
+    assert (prefill[1], decode[1]) == ("7", "7")
+    # A replica that cannot be found is no reason to leave it out.
+    await asyncio.to_thread(ray.kill, apart.servers[1])
+    workers = [worker._actor_id.hex() for worker in apart.workers]
+    with pytest.raises(EngineUnreachableError, match=f"no server was found of {workers[1]}: no server did not answer"):
+        find_servers(workers)
+    assert find_servers(workers[:1]) == apart.servers[:1]
 
 
 def test_engines_without_vllm_serve_what_verl_hands_over(cluster: None, tmp_path: Path) -> None:
     asyncio.run(push_to_stand_ins(trl_ranks.save(tmp_path / "A")))
+
+
+def test_an_update_that_verls_manager_does_not_lead_is_refused() -> None:
+    async def update() -> None:
+        await WeightSyncCheckpointEngine(bucket_size=1).send_weights(iter([("a", torch.ones(1))]))
+
+    with pytest.raises(ConfigError, match="has not told this trainer of its replicas"):
+        asyncio.run(update())
+    for transport in ("single_copy", "lora"):
+        with pytest.raises(ConfigError, match=f"transport='{transport}'; verl's trainers push"):
+            WeightSyncCheckpointEngine(bucket_size=1, transport=transport)
 
 
 @pytest.mark.parametrize("kind", [verl_ranks.Policy, verl_ranks.Shards])

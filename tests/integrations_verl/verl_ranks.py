@@ -95,11 +95,11 @@ class Replica(vLLMReplica):
 class StandIn:
     """What verl calls of its server, and what weightsync does, around the real receiver and without vLLM."""
 
-    def __init__(self, replica: int) -> None:
-        self.llm = hybrid_workers.LLM()
+    def __init__(self, replica: int, workers: list[Any], first_rank: int = 0) -> None:
+        self.llm, self.workers, self.node_rank = hybrid_workers.LLM(), workers, 0
         job = ray.get_runtime_context().get_job_id()
         self.worker = SimpleNamespace(
-            _get_zmq_handle=lambda: f"ipc:///tmp/rl-colocate-zmq-{job}-replica-{replica}-rank-0.sock",
+            _get_zmq_handle=lambda: f"ipc:///tmp/rl-colocate-zmq-{job}-replica-{replica}-rank-{first_rank}.sock",
             device=torch.device("cpu"),
         )
         self.calls: list[Any] = []

@@ -4,23 +4,29 @@
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=weightsync.integrations.verl
     +actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=weightsync.integrations.verl_worker.WorkerExtension
 
-verl gives every trainer rank a generator of gathered tensors for each update, and has each vLLM paused meanwhile.
+verl gives every trainer rank a generator of gathered tensors for each update, and has each vLLM paused meanwhile. Its
+`CheckpointEngineManager` asks the workers of its replicas, and of no others, to prepare for the update. That is how a
+trainer learns which replicas there are: each server knows its workers, whatever its actor's name is.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
+from weightsync.errors import ConfigError, EngineUnreachableError, some
+from weightsync.strategies import demands_of
 from weightsync.sync import WeightSync
 
-_SERVER = re.compile(r"vllm_server_\d+_0")
-"""The names of verl's actors that have an `AsyncLLM`: of each replica, the one on its first node."""
+_SERVER = "server_"
+"""What the names of all actors have that are servers of verl's: "vllm_server_0_0", "vllm_server_decode_0_1"."""
+_ANSWER_S = 30.0
+"""How long a server may take to say whose it is."""
 
 
 @CheckpointEngineRegistry.register("weightsync")
@@ -29,35 +35,53 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
 
     bucket_size, is_master: verl's own, without effect. Each replica still has a buffer of `bucket_size`.
     transport, options: those of `WeightSync`, from `checkpoint_engine.engine_kwargs.weightsync`.
+
+    Raises `ConfigError` for a transport that demands more than pushes: "single_copy", "lora".
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, transport: str = "ipc", **options: Any) -> None:
+        if demands_of(transport) is not None:
+            raise ConfigError(
+                f"engine_kwargs.weightsync.transport={transport!r}; verl's trainers push, and its requests name no "
+                'adapter: choose "ipc" or "broadcast"'
+            )
         self._transport, self._options = transport, {"pause": "caller", **options}
         self._sync: WeightSync | None = None
+        self._workers: Sequence[str] | None = None
 
     def prepare(self) -> dict[str, Any]:
-        return {}
+        """Return which worker this is, for `build_topology`."""
+        return {"worker": ray.get_runtime_context().get_actor_id()}
 
     @classmethod
     def build_topology(cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Any]) -> Any:
-        return {}, {}
+        """Tell trainers the workers of all replicas that verl's manager has now. They come last in `metadata`."""
+        workers = [each["worker"] for each in metadata[actor_wg_world_size:]]
+        return {"workers": [workers] * actor_wg_world_size}, {}
 
-    def init_process_group(self, **kwargs: Any) -> None:
-        return
+    def init_process_group(self, workers: Sequence[str] | None = None) -> None:
+        """Take the workers of the replicas that the next update is for."""
+        self._workers = workers
 
     def finalize(self) -> None:
-        return
+        self._workers = None
 
     async def send_weights(
         self, weights: Iterator[tuple[str, torch.Tensor]] | torch.nn.Module, global_steps: int | None = None
     ) -> dict[str, Any]:
-        """Push a model, or what `weights` gives, to the replicas that there are. Returns what verl's trackers show.
+        """Push a model, or what `weights` gives, to the manager's replicas. Returns what verl's trackers show.
 
-        verl gives an iterator, and `weightsync.integrations.verl_trainer` the model.
+        verl gives an iterator, and `weightsync.integrations.verl_trainer` the model. Raises `ConfigError` where the
+        manager has not said which replicas it has.
         """
+        if self._workers is None:
+            raise ConfigError(
+                "verl's CheckpointEngineManager has not told this trainer of its replicas: update through its "
+                "`update_weights`, which calls build_topology and init_process_group"
+            )
         if self._sync is None:
             backend = "fsdp" if isinstance(weights, torch.nn.Module) else "stream"
-            self._sync = WeightSync(backend, self._transport, _replicas, **self._options)
+            self._sync = WeightSync(backend, self._transport, self._replicas, **self._options)
         report = await self._sync.push_async(weights, label=global_steps)
         return report.metrics()
 
@@ -66,7 +90,46 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
         return
         yield
 
+    def _replicas(self) -> list[Any]:
+        """Return the actors of the manager's replicas."""
+        return find_servers(self._workers or ())
 
-def _replicas() -> list[Any]:
-    """Return the actors of the replicas that there are now, since verl adds and removes them."""
-    return [ray.get_actor(name) for name in sorted(filter(_SERVER.fullmatch, ray.util.list_named_actors()))]
+
+def find_servers(workers: Sequence[str]) -> list[Any]:
+    """Return the servers that have an `AsyncLLM`, of the replicas with these workers: prefill and decode, each one.
+
+    Raises `EngineUnreachableError` where no server is found that has one of the workers.
+    """
+    actors = {}
+    for name in filter(lambda name: _SERVER in name, ray.util.list_named_actors()):
+        with suppress(ValueError):  # it has died meanwhile
+            actors[name] = ray.get_actor(name)
+    asked = {actor.__ray_call__.remote(_workers_of): name for name, actor in actors.items()}
+    answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
+    found, of = [], dict.fromkeys(workers, "")
+    for ref in sorted(answered, key=asked.__getitem__):
+        own, is_first = _answer(ref)
+        if mine := [worker for worker in own if worker in of]:
+            of |= dict.fromkeys(mine, asked[ref])
+            found += [actors[asked[ref]]] if is_first else []
+    if without := [worker for worker, server in of.items() if not server]:
+        raise EngineUnreachableError(
+            f"verl's manager has replicas of {len(workers)} workers, and no server was found of {some(without)}: "
+            f"{some([asked[ref] for ref in silent]) or 'no server'} did not answer within {_ANSWER_S:g} s, and "
+            f"{some([asked[ref] for ref in answered]) or 'none'} did"
+        )
+    return found
+
+
+def _workers_of(server: Any) -> tuple[list[str], bool]:
+    """Return a server's workers, and whether it has an `AsyncLLM`: a replica's servers on further nodes have none."""
+    return [worker._actor_id.hex() for worker in getattr(server, "workers", ())], getattr(server, "node_rank", 0) == 0
+
+
+def _answer(ref: Any) -> tuple[list[str], bool]:
+    """Return what an actor has answered, and for one that is none of verl's servers, or has died, that it has none."""
+    try:
+        found: tuple[list[str], bool] = ray.get(ref)
+    except ray.exceptions.RayError:
+        return [], False
+    return found
