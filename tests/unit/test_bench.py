@@ -123,6 +123,15 @@ def test_what_cannot_run_says_why(refused, gpus, why):
     assert why in (refusal(refused, gpus, ALL) or "")
 
 
+def test_an_llm_in_the_process_of_one_of_several_ranks_is_refused():
+    for client in ("llm", "extension"):
+        why = refusal(fsdp(ranks=2, client=client), 0, ALL, core_in_process=True) or ""
+        assert "unset it, or use --client http or --ranks 1" in why
+        assert refusal(fsdp(ranks=2, client=client), 0, ALL) is None
+    for able in (fsdp(ranks=1, client="llm"), fsdp(ranks=2, client="http"), fsdp(ranks=2, client="llm", tp=2)):
+        assert refusal(able, 0, ALL, core_in_process=True) is None
+
+
 def test_a_backend_that_is_not_installed_is_refused():
     assert refusal(case(backend="deepspeed"), 0, frozenset()) == "deepspeed is not installed"
 

@@ -109,8 +109,11 @@ def lay_out(case: Case, gpus: int) -> Layout:
     return Layout(tuple(range(first, first + case.ranks)), tuple(workers))
 
 
-def refusal(case: Case, gpus: int, installed: frozenset[str]) -> str | None:
-    """Return why this case cannot run with so many GPUs and these modules. None: it can."""
+def refusal(case: Case, gpus: int, installed: frozenset[str], core_in_process: bool = False) -> str | None:
+    """Return why this case cannot run with so many GPUs and these modules. None: it can.
+
+    core_in_process: vLLM runs the core of an `LLM` in the process that makes it.
+    """
     config = SHAPES[case.shape]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     on_gpus = case.way in NATIVE
@@ -127,6 +130,11 @@ def refusal(case: Case, gpus: int, installed: frozenset[str]) -> str | None:
         "Megatron models are of dense Qwen3 shapes": case.backend == "megatron" and config["model_type"] != "qwen3",
         f"{case.ranks} ranks cannot share {kv_heads} heads": case.backend == "megatron" and kv_heads % case.ranks,
         f"{case.tp} workers cannot share {heads} attention heads": heads % case.tp,
+        # Whose worker would take the ranks' process group for its own, and wait in it for the other ranks.
+        f"VLLM_ENABLE_V1_MULTIPROCESSING=0 puts an LLM of one worker into the process of rank 0, which has "
+        f"{case.ranks} ranks: unset it, or use --client http or --ranks 1": (
+            case.client != HTTP and case.ranks > 1 and case.tp == 1 and core_in_process
+        ),
     }
     try:
         lay_out(case, gpus)

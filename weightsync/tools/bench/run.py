@@ -70,7 +70,8 @@ def run(options: Namespace, console: Console) -> bool:
         raise ConfigError(f"--gpus {gpus}: there are {there}")
     cases = expand(options)
     here = frozenset(module for module in ("deepspeed", "megatron") if find_spec(module))
-    refused = {case: why for case in cases if (why := refusal(case, gpus, here))}
+    core_in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1").strip() == "0"
+    refused = {case: why for case in cases if (why := refusal(case, gpus, here, core_in_process))}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="weightsync-bench-", dir=options.folder) as name:
         folder = Path(name)
