@@ -18,7 +18,8 @@ from test_fused_quantize import Workers as SharingWorkers
 from test_fused_quantize import assert_same_model
 from torch import nn
 
-from weightsync import DigestError, ProtocolError, WeightSync
+from weightsync import DigestError, ProtocolError, WeightSync, WeightSyncError
+from weightsync.receiver import worker
 from weightsync.transports.base import Endpoint
 
 TIMEOUT_S = 30.0
@@ -30,6 +31,7 @@ class Workers:
     def __init__(self, kind: type[TinyEngineModel] = TinyEngineModel) -> None:
         self._kind = kind
         self._barrier, self._seen = threading.Barrier(2, timeout=TIMEOUT_S), {}
+        self.abort = self._barrier.abort
         self._have_started = False
         self.engine = RecordedEngine(self._host(0), self._host(1))
         self._have_started = True
@@ -118,6 +120,41 @@ def test_worker_that_fails_does_not_leave_the_others_in_their_post_processing(
         assert time.monotonic() - started < TIMEOUT_S / 2
         sync.push(trainer_model(checkpoint(4)))
     assert_serves(engine, 4)
+    engine.close()
+
+
+@pytest.mark.parametrize("when", ["in a push", "in the experiment before the first"])
+def test_worker_that_fails_inside_of_post_processing_is_named_and_the_others_end(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = Workers()
+    engine, (failing, other) = workers.engine, workers.engine.hosts
+    post_process, reasons, ended = failing.post_process, [], threading.Event()
+
+    def fail(module: nn.Module) -> None:
+        if isinstance(module, Decay):
+            raise MemoryError("no memory left for the scales")
+        post_process(module)
+
+    def end(reason: str) -> None:
+        reasons.append(reason)
+        ended.set()
+        workers.abort()  # as the end of the process ends what its threads wait for
+
+    monkeypatch.setattr(worker, "_GRACE_S", 0.5)
+    monkeypatch.setattr(other, "end_process", end)
+    with WeightSync("fsdp", "ipc", engine, timeout_s=2.0) as sync:
+        if when == "in a push":
+            sync.push(trainer_model(checkpoint(2)))
+        failing.post_process = fail
+        started = time.monotonic()
+        with pytest.raises(WeightSyncError, match="no memory left for the scales") as raised:
+            sync.push(trainer_model(checkpoint(2)))
+        assert raised.value.who == "engine 0 worker tp=0"
+        assert time.monotonic() - started < 15.0
+        assert ended.wait(15.0)
+    (reason,) = reasons
+    assert reason.startswith("engine 0 worker tp=1 waits for others for ever, since a push failed: MemoryError")
     engine.close()
 
 

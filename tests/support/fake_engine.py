@@ -84,6 +84,9 @@ class ModuleHost:
     def guard(self, check: Callable[[], None]) -> None:
         self.check_before_answer = check
 
+    def end_process(self, reason: str) -> None:
+        raise AssertionError(f"this worker would have ended: {reason}")
+
     def refresh(self) -> bool:
         self.refreshed += 1
         return False

@@ -96,5 +96,11 @@ class EngineModel(Protocol):
         fill in part.
         """
 
+    def end_process(self, reason: str) -> None:
+        """End this worker, whose thread waits for ever, and the engine with it. Say why in the log.
+
+        Do nothing but that in a process that is not the engine's own.
+        """
+
     def scope(self) -> AbstractContextManager[Any]:
         """Enter the engine's configuration and the worker's device. Every use of this object happens inside."""

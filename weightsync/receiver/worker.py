@@ -309,9 +309,11 @@ class WorkerSession:
             )
         match message:
             case PlanRequest():
-                return self.receiver.make_plan(Manifest(message.tensors, message.tied))
+                with self._attended():
+                    return self.receiver.make_plan(Manifest(message.tensors))
             case Connect():
-                self.receiver.connect(message, wait, self._deadline(), tell)
+                with self._attended():
+                    self.receiver.connect(message, wait, self._deadline(), tell)
                 return Connected()
             case ExportParameters():
                 exported = self.receiver.export()
@@ -322,7 +324,7 @@ class WorkerSession:
             case Go():
                 # Ranks wait for each other less long, and for a worker longer. It knows for which rank it waits.
                 chunk_s = self._timeout_s + min(_GRACE_S / 2, self._timeout_s / 4)
-                with self._answering_pings():
+                with self._attended():
                     self._loaded = self.receiver.run(message, wait, lambda: Deadline(chunk_s), tell)
                 return self._loaded
             case Commit():
@@ -332,20 +334,31 @@ class WorkerSession:
         raise ProtocolError(f"the trainer sent {type(message).__name__}, which a worker does not expect")
 
     @contextmanager
-    def _answering_pings(self) -> Iterator[None]:
-        """Show the trainer meanwhile that this process is alive, whatever it loads."""
+    def _attended(self) -> Iterator[None]:
+        """Show the trainer meanwhile that this process is alive, whatever it loads.
+
+        Post-processing may be collective, and vLLM's collectives have no deadline: a worker that fails in there leaves
+        the others waiting. They end their process, and so the engine, once `timeout_s` have passed since the failure.
+        """
         connection = self._connection
         assert connection is not None
         over, ended = threading.Event(), threading.Event()
 
-        def answer() -> None:
+        def attend() -> None:
+            failed: Deadline | None = None
             try:
                 while not over.wait(_PING_LOOK_S):
                     connection.answer_pings()
+                    if failed is None and (connection.was_told() or not connection.is_open()):
+                        failed = self._deadline()
+                    if failed is not None and failed.passed() and self._model.all_reduce_max is not None:
+                        cause = connection.reported() or "the trainer has gone"
+                        self._model.end_process(f"{self._name} waits for others for ever, since a push failed: {cause}")
+                        return
             finally:
                 ended.set()
 
-        in_thread("lease", answer)
+        in_thread("lease", attend)
         try:
             yield
         finally:

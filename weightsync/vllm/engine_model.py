@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
@@ -20,6 +22,8 @@ from weightsync.vllm.dummy_start import has_random_weights, lost_values
 from weightsync.vllm.kv_cache import clear_non_finite
 from weightsync.vllm.kv_connectors import check_resets
 from weightsync.vllm.pristine import build_on_meta, build_with_values, complete, share_alike, tie_alike
+
+logger = logging.getLogger(__name__)
 
 
 class VllmModel:
@@ -182,6 +186,12 @@ class VllmModel:
         if self.device.type == "cuda" and compat.kv_cache_asleep():
             return False  # its memory is taken away, and what was in it
         return clear_non_finite(self._config.compilation_config.static_forward_context, self._models)
+
+    def end_process(self, reason: str) -> None:
+        is_own = self._config.parallel_config.distributed_executor_backend != "external_launcher"
+        logger.critical("%s%s", reason, "; this process ends, start the engine anew" if is_own else "")
+        if is_own:
+            os._exit(1)  # the thread that waits in a collective would keep any other end waiting
 
     def scope(self) -> AbstractContextManager[Any]:
         return compat.vllm_scope(self._config, self.device)
