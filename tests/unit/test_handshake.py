@@ -251,6 +251,30 @@ def test_the_user_at_the_other_end_is_looked_up(family, address, monkeypatch):
                 refuse_other_users(end, "a peer")
 
 
+def test_strangers_that_do_not_greet_are_not_looked_up_and_those_that_do_share_one_look(keep, monkeypatch):
+    """A look at the kernel's table takes 4 ms, and 28 ms with 10,000 connections."""
+    reads, read_text = [], Path.read_text
+
+    def noting(path: Path, *args: Any, **options: Any) -> str:
+        if path.parent == Path("/proc/net"):
+            reads.append(path)
+        return read_text(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", noting)
+    listener = opened(keep)
+    strangers = [knock(listener, keep) for _ in range(40)]
+    with pytest.raises(SyncTimeoutError):
+        listener.admit("worker", 0, Deadline(0.5), "init", lambda: None)
+    assert len(listener._newcomers) == 40
+    assert reads == []
+    for stranger in strangers:
+        stranger.sendall(greeting(b""))
+    with pytest.raises(SyncTimeoutError):
+        listener.admit("worker", 0, Deadline(0.2), "init", lambda: None)
+    assert [len(stranger.recv(ANSWER_BYTES, socket.MSG_WAITALL)) for stranger in strangers] == [ANSWER_BYTES] * 40
+    assert len(reads) == 1
+
+
 def test_an_end_that_has_gone_is_nobodys():
     with socket.socket() as sock, pytest.raises(ProtocolError, match=r"whose process a peer is.*Set WEIGHTSYNC_KEY"):
         refuse_other_users(sock, "a peer")

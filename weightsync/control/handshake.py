@@ -124,14 +124,34 @@ def greet(sock: socket.socket, token: str, peer: str, deadline: Deadline) -> tup
     return sent, received
 
 
-def refuse_other_users(sock: socket.socket, peer: str) -> None:
+class ConnectionTable:
+    """The kernel's tables of this host's TCP connections, each read once, when it is first asked.
+
+    A table of ten thousand connections takes the kernel many milliseconds. Peers that are looked up at once share one.
+    """
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+
+    def user_of(self, local: tuple[str, int], remote: tuple[str, int]) -> int | None:
+        """Return the user of the end of a connection that is `local` to it. None: the connection is not listed.
+
+        Raises `OSError`.
+        """
+        path = "/proc/net/tcp6" if ":" in local[0] else "/proc/net/tcp"
+        if path not in self._texts:
+            self._texts[path] = Path(path).read_text()
+        text = self._texts[path]
+        at = text.find(f": {_as_listed(*local)} {_as_listed(*remote)} ")
+        return None if at < 0 else int(text[at : text.find("\n", at)].split()[7])
+
+
+def refuse_other_users(sock: socket.socket, peer: str, table: ConnectionTable | None = None) -> None:
     """Raise `ProtocolError` unless the other end of a connected socket is a process of this user on this host."""
     try:
-        ends = [_as_listed(*end[:2]) for end in (sock.getpeername(), sock.getsockname())]
-        lines = Path("/proc/net/tcp6" if ":" in sock.getsockname()[0] else "/proc/net/tcp").read_text().splitlines()
+        user = (table or ConnectionTable()).user_of(sock.getpeername()[:2], sock.getsockname()[:2])
     except OSError as error:
         raise ProtocolError(f"it cannot be known whose process {peer} is: {error}. {SET_A_KEY}", who=peer) from error
-    user = next((int(row[7]) for row in map(str.split, lines) if row[1:3] == ends), None)
     if user != os.geteuid():
         whose = "of another host or container" if user is None else f"of user {user}"
         raise ProtocolError(
