@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-from fake_engine import HEADS, ROWS, WIDTH, FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold
+from adapted_trainer import LinearTrainer, with_adapter
+from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold
 from safetensors.torch import load_file
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -73,46 +73,6 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 TRANSPORTS = ["ipc", "broadcast", "checkpoint"]
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(WIDTH, HEADS) for _ in range(3))
-
-
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-        self.register_buffer("seen", torch.zeros(()))
-
-
-class Decay(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_rate = nn.Parameter(torch.zeros(HEADS))
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn, self.decay, self.norm = Attention(), Decay(), Norm()
-
-
-class Trainer(nn.Module):
-    """The trainer's side of `TinyEngineModel`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(ROWS, WIDTH)
-        self.layers = nn.ModuleList([Layer(), Layer()])
-
-
-def with_adapter() -> Any:
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=3, target_modules=["q", "k"], init_lora_weights=False)
-    return peft.get_peft_model(Trainer(), config)
-
-
 def train_plain(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     """Change every parameter, and return them."""
     draw = torch.Generator().manual_seed(seed)
@@ -148,7 +108,7 @@ def test_a_push_is_the_same_inside_of_every_mode(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_are_quantised_alike_under_another_default_dtype(form: str, dtype: torch.dtype) -> None:
-    model = Trainer()
+    model = LinearTrainer()
     expected = {}
     for name, tensor in train_plain(model, 3).items():
         expected[name] = tensor

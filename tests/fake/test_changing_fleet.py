@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from adapted_trainer import with_adapter
 from fake_engine import ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
 from ranks import run_ranks
 from recorders import RecordedEngine, sent_messages
@@ -218,6 +219,56 @@ def test_nothing_catches_up_with_a_model_that_was_written_since(engines: list[Na
         assert engines[1].serves(1)
         sync.push(model)
     assert all(engine.serves(3) for engine in engines[:2])
+
+
+def write_data(model: Any) -> None:
+    next(iter(model.parameters())).data[-1, -1] += 1
+
+
+def step_of_factors(model: Any) -> None:
+    with torch.no_grad():
+        next(param for param in model.parameters() if param.requires_grad).add_(1)
+
+
+def other_scale(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", 3.0)
+
+
+def other_factors(model: Any) -> None:
+    next(param for param in model.parameters() if param.requires_grad).data.mul_(2)
+
+
+WRITES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "data": (lambda: trainer_model(checkpoint(2)), write_data),
+    "data of factors": (with_adapter, other_factors),
+    "factors": (with_adapter, step_of_factors),
+    "scale": (with_adapter, other_scale),
+    "adapters disabled": (with_adapter, lambda model: model.base_model.disable_adapter_layers()),
+}
+
+
+@pytest.mark.parametrize("verify", ["sampled", "full"])
+@pytest.mark.parametrize(("make", "write"), WRITES.values(), ids=WRITES)
+def test_nothing_catches_up_with_what_was_written_unseen(
+    engines: list[Named], make: Callable[[], Any], write: Callable[[Any], None], verify: str
+) -> None:
+    model = make()
+    with WeightSync("fsdp", "ipc", [engines[0]], timeout_s=TIMEOUT_S, verify=verify) as sync:
+        sync.push(model)
+        before = list(map(torch.clone, engines[0].hosts[0].live.parameters()))
+        sync.engines.add(engines[1])
+        assert sync.catch_up(model) is not None
+        sync.engines.add(engines[2])
+        write(model)
+        with pytest.raises(ConfigError, match="the model was written or moved since"):
+            sync.catch_up(model)
+        assert engines[2].serves(1)
+        sync.push(model)
+        served = [list(engine.hosts[0].live.parameters()) for engine in engines[:3]]
+    assert all(all(map(torch.equal, served[0], own)) for own in served[1:])
+    assert not all(map(torch.equal, served[0], before))
 
 
 def test_engine_that_had_a_newer_version_does_not_catch_up(engines: list[Named]) -> None:

@@ -121,6 +121,13 @@ class ModuleSource(LocalSource):
         self._changed.clear()
         self._adapters, self._whole = {}, {}
 
+    def settings(self) -> list[Any]:
+        """Return what decides beside tensors what is read: the adapters that are active, and their scaling."""
+        return [
+            (name, [(active, adapter.scaling(active)) for active in adapter.names()])
+            for name, adapter in self._adapters.items()
+        ]
+
     def gather(self, names: Sequence[str]) -> None:
         self._whole = {}  # the factors for the names before are let go first
         adapters = dict.fromkeys(self._adapters[name] for name in names if name in self._adapters)

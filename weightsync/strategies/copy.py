@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from weightsync.strategies.compile import compile_plan
 from weightsync.strategies.inventory import Inventory, take_inventory
 from weightsync.strategies.largest import LargestOfRanks
 from weightsync.strategies.link import Course, Link, choose_course
+from weightsync.strategies.pushed import Pushed, TrainerMemory
 from weightsync.transports.base import LocalTensors, Transport
 
 logger = logging.getLogger(__name__)
@@ -50,15 +50,6 @@ class Memory(Struct):
     storages: list[list[Storage]]
     in_place: list[Run]
     proof: int
-
-
-@dataclass
-class _Pushed:
-    """The version that was pushed last, its label, and how often this rank's shards had been written then."""
-
-    version: int
-    label: str | None
-    writes: list[int]
 
 
 class CopyWeights(FleetStrategy):
@@ -97,7 +88,8 @@ class CopyWeights(FleetStrategy):
         self._shards: list[TensorShard] | None = None
         self._links: list[Link] = []
         self._joining: list[Transport] = []  # whose link is being negotiated
-        self._pushed: _Pushed | None = None
+        self._pushed: Pushed | None = None
+        self._memory = TrainerMemory(options.source, self._verify)
         self._update: Update | None = None
 
     def run(self, update: Update, model: Model) -> PushReport:
@@ -108,6 +100,7 @@ class CopyWeights(FleetStrategy):
     def catch_up(self, update: Update, model: Model) -> PushReport | None:
         if isinstance(self._options.source, StreamSource):
             raise ConfigError("whether a stream gives what was pushed cannot be known: push it, to all engines")
+        self._memory.catches_up = True
         return self._push(update, model, True)
 
     def _push(self, update: Update, model: Model, late: bool) -> PushReport | None:
@@ -142,6 +135,7 @@ class CopyWeights(FleetStrategy):
                 link.transport.send(bar, link.sample, update)
         self._source.gather(())
         sent = time.perf_counter()
+        pushed = self._memory.note(version, label, model, self._shards or ())  # while workers load
         with timeline.during("load"), update.blaming_ranks():
             patience_s = max(self._done_s(link.plan, due) for link, due in zip(links, dues, strict=True))
             done = fleet.done(patience_s) if fleet is not None else []
@@ -182,7 +176,7 @@ class CopyWeights(FleetStrategy):
             report = ranks.broadcast(report, "commit", PushReport)
         for link in links:
             link.pushes += 1
-        self._pushed = _Pushed(version, label, _writes(self._shards or ()))
+        self._pushed = pushed
         return report
 
     def reset(self, error: WeightSyncError) -> None:
@@ -205,6 +199,7 @@ class CopyWeights(FleetStrategy):
             _let_go(transport)
         self._largest.abort()
         self._links, self._joining, self._pushed = [], [], None
+        self._memory.clear()
         self._update = self._shards = None
         self._last = LastShards()
         self._source.close()
@@ -221,7 +216,7 @@ class CopyWeights(FleetStrategy):
             self._open(update, self._links)
         shards = self._last.of(self._source.shards(model))
         holds = shards is self._shards
-        if late and (self._pushed is None or not holds or self._pushed.writes != _writes(shards)):
+        if late and not (holds and self._memory.is_as(self._pushed, model, shards)):
             raise ConfigError(
                 "there is no version to catch up with: nothing was pushed since the last failure, or the model was "
                 "written or moved since. Push it, to all engines"
@@ -409,11 +404,6 @@ class CopyWeights(FleetStrategy):
 def _let_go(transport: Transport) -> None:
     transport.abort()
     transport.user = None
-
-
-def _writes(shards: Sequence[TensorShard]) -> list[int]:
-    """Return how often each shard's memory was written, as far as torch counts it."""
-    return [shard.tensor._version for shard in shards if not shard.tensor.is_inference()]
 
 
 def _worker_reports(fleet: Fleet, done: Sequence[Done], commit_s: Sequence[float]) -> tuple[WorkerReport, ...]:

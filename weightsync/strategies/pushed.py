@@ -1,0 +1,97 @@
+"""What was pushed last, so that an engine that joins later gets the same weights under the same version, or none.
+
+torch counts most writes to a tensor, but none through `.data`. So digests are compared too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from weightsync.kernels.digest import WHOLE
+from weightsync.sources.base import Model, TensorShard, WeightSource
+from weightsync.sources.module_tree import modules
+from weightsync.transports.proof import Proof
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """The version that was pushed last, its label, and what this rank had then, with the number of the sample."""
+
+    version: int
+    label: str | None
+    sample: int | None
+    had: Any
+
+
+class TrainerMemory:
+    """All memory of this rank that decides what a push sends: what shards lie in, and where some are computed, all of
+    the model's tensors, such as the factors of adapters.
+
+    catches_up: engines have caught up, so that all bytes count. Before, it is a sample of them.
+    """
+
+    def __init__(self, source: WeightSource, verify: str) -> None:
+        self.catches_up = False
+        self._source, self._verify = source, verify
+        self.clear()
+
+    def note(self, version: int, label: str | None, model: Model, shards: Sequence[TensorShard]) -> Pushed:
+        """Return what was pushed. Waits for the current streams."""
+        whole = self._verify == "full" or self.catches_up
+        sample = None if self._verify == "none" else WHOLE if whole else version
+        return Pushed(version, label, sample, self._look(model, shards, sample))
+
+    def is_as(self, pushed: Pushed | None, model: Model, shards: Sequence[TensorShard]) -> bool:
+        """Return whether a push would send the same now."""
+        return pushed is not None and pushed.had == self._look(model, shards, pushed.sample)
+
+    def clear(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self._places: list[Any] = []
+        self._proof = Proof([])
+
+    def _look(self, model: Model, shards: Sequence[TensorShard], sample: int | None) -> Any:
+        found = [shard.tensor for shard in shards if shard.compute is None]
+        if len(found) < len(shards):  # what is computed is computed from anything that the model has
+            chunks = [model] if isinstance(model, nn.Module) else model if isinstance(model, Sequence) else []
+            found += [own for chunk in chunks if isinstance(chunk, nn.Module) for own in _tensors(chunk)]
+        places = [*map(id, found), *map(torch.Tensor.data_ptr, found), *map(torch.Tensor.stride, found)]
+        if places != self._places:
+            self._tensors, self._places = found, places
+            self._proof = Proof(_runs(found))
+        writes = [tensor._version for tensor in found if not tensor.is_inference()]
+        settings: Any = getattr(self._source, "settings", list)()
+        return settings, writes, None if sample is None else self._proof.of(sample)
+
+
+def _tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Return this rank's part of the model's parameters and buffers."""
+    found: list[Any] = []
+    for module in modules(model):
+        found += module._parameters.values()
+        hidden = module._non_persistent_buffers_set  # which a forward may write
+        found += [buffer for name, buffer in module._buffers.items() if name not in hidden]
+    # A DTensor has its shard in `_local_tensor`, and a parameter of ZeRO-3 its partition in `ds_tensor`.
+    parts = [getattr(each, "_local_tensor", getattr(each, "ds_tensor", each)) for each in found if each is not None]
+    plain = [part for part in parts if not is_traceable_wrapper_subclass(part) and part.layout == torch.strided]
+    return [part for part in plain if not part.is_meta]
+
+
+def _runs(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the bytes of the tensors, each run once, by device. Those with gaps stand for all of their storage."""
+    found: dict[torch.device, dict[tuple[int, int], torch.Tensor]] = defaultdict(dict)
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        if tensor.is_contiguous():
+            first = tensor.storage_offset() * tensor.element_size()
+            data = data[first : first + tensor.numel() * tensor.element_size()]
+        found[tensor.device].setdefault((data.data_ptr(), data.numel()), data)
+    return [[*those.values()] for those in found.values()]
