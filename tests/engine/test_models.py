@@ -128,6 +128,8 @@ def test_pushed_equals_cold(engines: Remote, trainers: Trainers, model: str, tp:
         for weights in "BA":
             report, *_ = trainers.call(push, weights)
             assert_same(engines.call(Engines.ask), cold[weights], f"push of {weights} over {transport}")
+    if tp == 1:
+        assert engines.call(Engines.odd_state) == [], "what the engine's modules hold"
     if FAMILIES[model].experts:
         trainers.call(connect, model, "ipc", {}, engines.call(Engines.checkpoint, model, "B"))
         trainers.call(push)

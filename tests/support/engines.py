@@ -28,6 +28,7 @@ from unittest import mock
 
 import tiny_models
 import torch
+from engine_state import State, differing, state_of
 from ranks import FORKSERVER
 
 from weightsync.engines.base import CalledEngine
@@ -161,6 +162,7 @@ class Engines:
         self._vllm = vllm
         self._folder = folder
         self._running: tuple[Any, ...] = ()
+        self._cold_state: State | None = None
         self._known = known
 
     def serve(self, model: str, tp: int = 1, **options: Any) -> dict[str, Answer]:
@@ -176,7 +178,13 @@ class Engines:
                     self.start(folders[weights], tensor_parallel_size=tp, **options)
                     note(self.ask(), file)
             self._running = key
+            self._cold_state = state_of(self.live_model()) if tp == 1 else None
         return {weights: noted(file) for weights, file in files.items()}
+
+    def odd_state(self) -> list[str]:
+        """Return the tensors of the engine's modules that are not as they were when `serve` started it from "A"."""
+        assert self._cold_state is not None
+        return differing(state_of(self.live_model()), self._cold_state)
 
     def checkpoint(self, model: str, weights: str) -> Path:
         folder = self._folder / f"{model}-{weights}"
