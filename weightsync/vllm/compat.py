@@ -186,10 +186,11 @@ def has_8_bit_cache(attention: nn.Module) -> bool:
 
 def reset_cache_scales(attention: nn.Module) -> None:
     """Give an attention layer the scales that it has where no checkpoint has any."""
-    for key, value in [*vars(attention).items(), *attention._buffers.items()]:
+    held = {**vars(attention), **attention._buffers, **attention._parameters}  # versions differ in where they keep them
+    for key, value in held.items():
         if key.removesuffix("_cpu").removesuffix("_float") in CACHE_SCALES:
             if isinstance(value, torch.Tensor):
-                value.fill_(1.0)
+                value.data.fill_(1.0)
             elif isinstance(value, float):
                 setattr(attention, key, 1.0)
 
