@@ -14,6 +14,7 @@ _CHOICES = {
     "pause": ("keep", "wait", "abort", "caller"),
     "verify": ("sampled", "full", "none"),
     "on_engine_failure": ("raise", "drop"),
+    "non_finite": ("warn", "refuse", "ignore"),
 }
 
 
@@ -42,6 +43,7 @@ class WeightSyncConfig:
     quantize: str | None = None
     on_engine_failure: str | None = None
     encoding: str | None = None
+    non_finite: str | None = None
     progress: bool | None = None
     megatron_bridge: str | None = None
     vocab_size: int | None = None

@@ -3,6 +3,7 @@
     WeightSyncError
     +-- ConfigError            (ValueError)        the call itself is wrong; engines are untouched
     +-- ManifestError          (ValueError)        the tensors do not fit the engine's model
+    +-- NonFiniteError         (ValueError)        tensors hold NaN or infinity; engines are untouched
     +-- UnsupportedError       (NotImplementedError) this model, layer or machine is not covered, and why
     +-- PlacementError         (ValueError)        trainer ranks and engine workers cannot be paired
     +-- EngineError            (RuntimeError)      the engine refused or broke
@@ -111,6 +112,12 @@ class ManifestError(WeightSyncError, ValueError):
             unexpected=unexpected or [],
             mismatched=mismatched or {},
         )
+
+
+class NonFiniteError(WeightSyncError, ValueError):
+    """Tensors that hold NaN or infinity. Nothing was written. `tensors` are their names."""
+
+    tensors: list[str]
 
 
 class UnsupportedError(WeightSyncError, NotImplementedError):

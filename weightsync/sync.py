@@ -31,7 +31,7 @@ from weightsync.transports.base import Transport
 
 logger = logging.getLogger(__name__)
 
-_SHARED_BY_RANKS = ("backend", "transport", "verify", "quantize", "on_engine_failure", "encoding")
+_SHARED_BY_RANKS = ("backend", "transport", "verify", "quantize", "on_engine_failure", "encoding", "non_finite")
 """The options of which every rank uses its own. Of `selection` too, and what then differs is named by tensor."""
 
 
@@ -90,6 +90,9 @@ class WeightSync:
     encoding: with transport="broadcast" and tensors on CPUs. "auto" sends what has changed since the last push, where
         the link is so slow that this is faster. "delta" does so over any link. Both ends keep what was sent last:
         docs/deltas.md says how much memory that takes. None, the default, sends everything.
+    non_finite: what becomes of tensors that hold NaN or infinity. "warn", the default, pushes them, and logs their
+        names once the engines generate again. "refuse" raises `NonFiniteError` before an engine is paused. Each reads
+        once more what travels. "ignore" does not look. Adapters of "lora" are refused in any case.
     progress: a progress bar on rank 0 for long pushes. None means only on a terminal.
     megatron_bridge: for backend="megatron", the family whose checkpoint names are used ("mixtral"). None means that the
         names follow from the model, as for all known families but Mixtral. Any other family needs an object that
@@ -122,6 +125,7 @@ class WeightSync:
         quantize: str | None = None,
         on_engine_failure: str | None = None,
         encoding: str | None = None,
+        non_finite: str | None = None,
         progress: bool | None = None,
         megatron_bridge: Any = None,
         vocab_size: int | None = None,
@@ -142,6 +146,7 @@ class WeightSync:
             "quantize": quantize,
             "on_engine_failure": on_engine_failure,
             "encoding": encoding,
+            "non_finite": non_finite,
             "progress": progress,
             "megatron_bridge": megatron_bridge,
             "vocab_size": vocab_size,

@@ -7,7 +7,7 @@ import tiny_models
 import torch
 from engines import TIMEOUT_S, Engines, Remote, assert_same
 
-from weightsync import WeightSync
+from weightsync import NonFiniteError, WeightSync
 
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine
@@ -16,9 +16,16 @@ pytestmark = pytest.mark.engine
 def push_nan_and_then_good_weights(engines: Engines, model: str) -> None:
     answers = engines.serve(model)
     trained = tiny_models.build(model, "B")
+    name = "model.layers.0.self_attn.v_proj.weight"
+    with torch.no_grad():
+        trained.get_parameter(name)[0, 0] = float("nan")
+    with (
+        WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S, non_finite="refuse") as sync,
+        pytest.raises(NonFiniteError, match=name),
+    ):
+        sync.push(trained)
+    assert_same(engines.ask(), answers["A"], "weights before those that were refused")
     with WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S) as sync:
-        with torch.no_grad():
-            next(p for n, p in trained.named_parameters() if "layers.0." in n and p.dim() == 2)[0, 0] = float("nan")
         sync.push(trained)
         prompts = [{"prompt_token_ids": [(7 * i + 3 * j) % 250 for i in range(200)]} for j in range(40)]
         outputs = engines.llm.generate(prompts, engines.sampling(2), use_tqdm=False)  # which fill many blocks

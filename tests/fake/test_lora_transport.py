@@ -23,6 +23,7 @@ from weightsync import (
     EngineError,
     LoraAdapter,
     LoraTransport,
+    NonFiniteError,
     PlacementError,
     UnsupportedError,
     WeightSync,
@@ -191,6 +192,20 @@ def test_what_an_engine_cannot_serve_is_refused_before_it_is_called(kind: str, m
     engine = FakeEngine()
     with WeightSync("fsdp", "lora", engine) as sync, pytest.raises(error, match=words):
         sync.push(make())
+    assert engine.log == []
+    assert list(memory.iterdir()) == []
+
+
+def test_an_adapter_that_is_not_finite_is_refused_before_it_is_written(memory: Path):
+    model, engine = wrapped("linear"), FakeEngine()
+    with torch.no_grad():
+        model.base_model.model.model.layers[0].self_attn.q_proj.lora_A["default"].weight[0, 0] = float("nan")
+    with (
+        WeightSync("fsdp", "lora", engine) as sync,
+        pytest.raises(NonFiniteError, match="1 tensors of the") as raised,
+    ):
+        sync.push(model)
+    assert raised.value.tensors == ["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"]
     assert engine.log == []
     assert list(memory.iterdir()) == []
 

@@ -257,3 +257,14 @@ def share_two_workers(rank: int) -> None:
 
 def test_every_rank_writes_the_memory_of_its_worker():
     run_ranks(share_two_workers, 2)
+
+
+def test_writing_warns_of_what_is_not_finite(sync: WeightSync, caplog: pytest.LogCaptureFixture):
+    model = on_meta()
+    sync.attach(model)
+    with sync.writing(), torch.no_grad():
+        model["k"].weight[1, 2] = float("nan")
+    with sync.writing(), torch.no_grad():
+        model["k"].weight[1, 2] = 1.0
+    (text,) = [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
+    assert text == "version 1 has 1 tensors with NaN or infinity, and is served now: k.weight"

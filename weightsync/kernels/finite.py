@@ -18,19 +18,22 @@ def find_non_finite(tensors: Sequence[torch.Tensor]) -> list[int]:
     sums: dict[torch.device, dict[int, torch.Tensor]] = defaultdict(dict)
     for number, tensor in enumerate(tensors):
         if tensor.is_floating_point() and tensor.numel():
-            sums[tensor.device][number] = _sum(tensor)
+            sums[tensor.device][number] = sum_of(tensor)
     found: list[int] = []
     for of_device in sums.values():
-        are_finite = torch.stack(list(of_device.values())).isfinite().tolist()
+        are_finite = torch.stack([each.double() for each in of_device.values()]).isfinite().tolist()
         found += [number for number, is_finite in zip(of_device, are_finite, strict=True) if not is_finite]
     return sorted(number for number in found if not _is_finite(tensors[number]))
 
 
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
+def sum_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor of floats, in float32 or wider. Does not wait for its GPU."""
     if tensor.dtype.itemsize == 1:  # float8, which torch does not sum
         tensor = tensor.to(torch.bfloat16)
-    # On a CPU a sum in another dtype is one of a copy in that dtype.
-    return tensor.sum(dtype=torch.float32) if tensor.is_cuda else tensor.sum().float()
+    if tensor.dtype is torch.float64:
+        return tensor.sum()
+    # On a CPU a sum in another dtype is one of a copy in that dtype, and that of float16 would soon overflow.
+    return tensor.sum(dtype=torch.float32) if tensor.is_cuda or tensor.dtype is torch.float16 else tensor.sum().float()
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

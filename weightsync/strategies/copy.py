@@ -35,13 +35,11 @@ from weightsync.strategies.compile import compile_plan
 from weightsync.strategies.inventory import Inventory, take_inventory
 from weightsync.strategies.largest import LargestOfRanks
 from weightsync.strategies.link import Course, Link, choose_course
+from weightsync.strategies.non_finite import FiniteCheck
 from weightsync.strategies.pushed import Pushed, TrainerMemory
 from weightsync.transports.base import LocalTensors, Transport
 
 logger = logging.getLogger(__name__)
-
-_PATIENCE = 7
-"""Rank 0 waits at most this many times as long as for anything else until every worker is done with its chunks."""
 
 
 class Memory(Struct):
@@ -67,7 +65,8 @@ class CopyWeights(FleetStrategy):
                 f"encoding={options.encoding!r}, and transport {transport.name!r} knows "
                 f"{', '.join(map(repr, transport.encodings)) or 'none'}: leave it out"
             )
-        self._source = renamed(options.source, options.selection)
+        self._finite = FiniteCheck(options.non_finite)
+        self._source = self._finite.watch(renamed(options.source, options.selection), options.source)
         self._largest = LargestOfRanks(options.ranks, self._wait)
         if options.quantize is not None:
             self._source = QuantizingSource(self._source, options.quantize, options.selection, self._largest)
@@ -112,6 +111,7 @@ class CopyWeights(FleetStrategy):
         ranks, timeline = update.ranks, update.timeline
         with timeline.during("plan"):
             self._others.check_unchanged(ranks.rank)
+            self._finite.refuse(update, model)
             links, version, digests = self._look(update, model, late)
         if not links:
             return None
@@ -137,7 +137,7 @@ class CopyWeights(FleetStrategy):
         sent = time.perf_counter()
         pushed = self._memory.note(version, label, model, self._shards or ())  # while workers load
         with timeline.during("load"), update.blaming_ranks():
-            patience_s = max(self._done_s(link.plan, due) for link, due in zip(links, dues, strict=True))
+            patience_s = max(link.done_s(self._options.timeout_s) for link in links)
             done = fleet.done(patience_s) if fleet is not None else []
             own = sent - opened, sum(link.transport.sent_bytes for link in links)
             everyone = ranks.gather(own, "transfer")  # every rank has sent its part
@@ -174,6 +174,7 @@ class CopyWeights(FleetStrategy):
             logger.info("pushed %s", report)
         with timeline.during("commit"):
             report = ranks.broadcast(report, "commit", PushReport)
+            self._finite.warn(update, version, frozenset.intersection(*(link.left_out for link in links)))
         for link in links:
             link.pushes += 1
         self._pushed = pushed
@@ -394,11 +395,6 @@ class CopyWeights(FleetStrategy):
     def _wait(self, seconds: float) -> None:
         if self._update is not None:
             self._update.wait(seconds)
-
-    def _done_s(self, plan: TransferPlan, due: Sequence[int]) -> float:
-        """Return how long workers may take for their chunks once rank 0 has sent its own."""
-        staged = sum(not plan.chunks[number].in_place for number in due)
-        return min(1 + staged, _PATIENCE) * self._options.timeout_s
 
 
 def _let_go(transport: Transport) -> None:

@@ -19,6 +19,8 @@ from weightsync.transports.base import Transport
 
 _MOST = 4
 """Links at most: each may send the same bytes once more, and has two chunks of memory. More become one."""
+_PATIENCE = 7
+"""Rank 0 waits at most this many times as long as for anything else until every worker is done with its chunks."""
 
 
 @dataclass(eq=False)
@@ -42,6 +44,11 @@ class Link:
         """Return the chunks of the next push."""
         return self.plan.due(self.pushes == 0)
 
+    def done_s(self, timeout_s: float) -> float:
+        """Return how long workers may take for these once rank 0 has sent its own part."""
+        staged = sum(not self.plan.chunks[number].in_place for number in self.due)
+        return min(1 + staged, _PATIENCE) * timeout_s
+
     @property
     def nbytes(self) -> int:
         """Return the bytes of the tensors that travel in the next push, each counted once."""
@@ -51,6 +58,15 @@ class Link:
     def _nbytes(self) -> tuple[int, int]:
         # There are tens of thousands of tensors in a mixture of experts, and engines are paused meanwhile.
         return self.plan.nbytes(first=False), self.plan.nbytes(first=True)
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Return the tensors that travel in the first push alone, where that is over."""
+        return self._frozen if self.pushes else frozenset()
+
+    @cached_property
+    def _frozen(self) -> frozenset[str]:
+        return frozenset(name for chunk in self.plan.chunks if chunk.frozen for name in chunk.names)
 
     @property
     def sample(self) -> int | None:

@@ -39,13 +39,24 @@ from weightsync.control.runtime import outcome_in_thread
 from weightsync.control.update import Update
 from weightsync.engines import AdapterEngine, EngineList, LoraAdapter
 from weightsync.engines.other_ranks import OtherRanks
-from weightsync.errors import ConfigError, EngineError, PlacementError, UnsupportedError, WeightSyncError, foreign
+from weightsync.errors import (
+    ConfigError,
+    EngineError,
+    NonFiniteError,
+    PlacementError,
+    UnsupportedError,
+    WeightSyncError,
+    foreign,
+    some,
+)
+from weightsync.kernels.finite import find_non_finite
 from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.report import PushReport, WorkerReport
 from weightsync.sources.base import Model, TensorShard
 from weightsync.strategies.base import OF_COPIES, Options, UpdateStrategy
 
 if TYPE_CHECKING:
+    from weightsync.sources.adapter import Lora
     from weightsync.sources.module import ModuleSource
 
 logger = logging.getLogger(__name__)
@@ -94,7 +105,7 @@ class LoraTransport:
         if not isinstance(options.source, ModuleSource) or options.quantize is not None:
             raise ConfigError('adapters are those of PEFT: backend="fsdp" or "deepspeed", without quantize')
         options.refuse_selection("this LoraTransport", "exclude", "frozen", "only_trained", "dtypes", "rename")
-        options.refuse("this LoraTransport", *OF_COPIES, "pause", "hold_s")
+        options.refuse("this LoraTransport", *OF_COPIES, "pause", "hold_s", "non_finite")
         return LoraAdapters(options, options.source, self)
 
 
@@ -170,6 +181,7 @@ class LoraAdapters(UpdateStrategy):
         if self.adapter is None:
             OtherRanks(self._options.engines, self._options.timeout_s).meet(update.ranks, refuse="lora")
         lora = read_lora(self._source, model, self._transport.base_is_pushed)
+        check_finite(lora)
         manifest, mine = share_out(update, lora.manifest, lora.shards)
         version = None
         if update.ranks.rank == 0:
@@ -278,6 +290,20 @@ class LoraAdapters(UpdateStrategy):
                 "adapters",
                 folder.path,
             )
+
+
+def check_finite(lora: Lora) -> None:
+    """Raise `NonFiniteError` for an adapter that holds NaN or infinity.
+
+    It would spoil requests with other adapters too: nothing clears an engine's KV cache where adapters alone change.
+    """
+    found = find_non_finite([shard.tensor for shard in lora.shards])
+    if bad := list(dict.fromkeys(lora.shards[number].meta.name for number in found)):
+        raise NonFiniteError(
+            f"{len(bad)} tensors of the adapter hold NaN or infinity, and nothing was written: {some(bad)}. What NaN "
+            "leaves in an engine's KV cache spoils other requests too, so that such an adapter is not pushed",
+            tensors=bad,
+        )
 
 
 def _write(

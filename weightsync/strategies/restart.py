@@ -30,6 +30,7 @@ from weightsync.errors import ConfigError, PlacementError, UnsupportedError, Wei
 from weightsync.report import PushReport
 from weightsync.sources.base import Model
 from weightsync.strategies.base import OF_COPIES, Options, UpdateStrategy
+from weightsync.strategies.non_finite import FiniteCheck
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,8 @@ class SaveAndRestart(UpdateStrategy):
             raise ConfigError("restart=True saves the trainer's own tensors; leave quantize out")
         options.refuse("this CheckpointTransport", *OF_COPIES, "pause", "hold_s")
         self._options = options
+        self._finite = FiniteCheck(options.non_finite)
+        self._source = self._finite.watch(options.source, options.source)
         self._transport = transport
         self._folder = Path(transport.folder).absolute()
         self._lock: int | None = None  # rank 0's
@@ -123,6 +126,7 @@ class SaveAndRestart(UpdateStrategy):
         away_s = 0.0
         with update.timeline.during("plan"):
             OtherRanks(options.engines, options.timeout_s).meet(ranks, refuse="restart=True")
+            self._finite.refuse(update, model)
             version = 0
             if ranks.rank == 0:
                 server = self._server()
@@ -130,9 +134,7 @@ class SaveAndRestart(UpdateStrategy):
             version, away_s = ranks.broadcast([version, away_s], "plan")
         target = self._folder / version_name(version)
         beside = (transport.config, transport.generation_config, transport.tokenizer)
-        nbytes = save_tensors(
-            update, model, options.source, target, options.selection, transport.max_shard_bytes, beside
-        )
+        nbytes = save_tensors(update, model, self._source, target, options.selection, transport.max_shard_bytes, beside)
         saved = time.perf_counter()
         report: PushReport | None = None
         with update.timeline.during("restart"):
@@ -152,6 +154,7 @@ class SaveAndRestart(UpdateStrategy):
                 )
                 logger.info("saved and restarted %s", report)
             pushed: PushReport = ranks.broadcast(report, "restart", PushReport, away_s)
+            self._finite.warn(update, version)
         return pushed
 
     def reset(self, error: WeightSyncError) -> None:

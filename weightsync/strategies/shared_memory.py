@@ -27,6 +27,7 @@ from weightsync.planning.layout import Manifest, merge_manifests
 from weightsync.report import PushReport, WorkerReport
 from weightsync.sources.base import Model
 from weightsync.strategies.base import OF_COPIES, FleetStrategy, Options, warn_of_kept
+from weightsync.strategies.non_finite import FiniteCheck
 from weightsync.transports import handle_file
 
 if TYPE_CHECKING:
@@ -52,6 +53,11 @@ class SingleCopyTransport:
             raise ConfigError(
                 'single_copy works on a plain model, or one that `parallelize_module` has sharded: backend="fsdp", and '
                 f"quantize=None. Got backend={options.backend!r}, quantize={options.quantize!r}"
+            )
+        if options.non_finite == "refuse":
+            raise ConfigError(
+                'non_finite="refuse": with single_copy the trainer itself writes into the engine, and nothing is left '
+                'to refuse: look at the gradients before a step, or say "warn"'
             )
         options.refuse_selection("this SingleCopyTransport", "frozen", "only_trained", "dtypes", "rename")
         options.refuse("this SingleCopyTransport", *OF_COPIES)
@@ -87,6 +93,8 @@ class SharedMemory(FleetStrategy):
     def __init__(self, options: Options, transport: SingleCopyTransport) -> None:
         super().__init__(options)
         self._transport = transport
+        self._finite = FiniteCheck(options.non_finite)
+        self._source = self._finite.watch(options.source, options.source)
         self._manifest: Manifest | None = None  # of the attached model, as far as this rank has it
         self._attached: AttachedModel | None = None
 
@@ -162,7 +170,9 @@ class SharedMemory(FleetStrategy):
                     workers=workers,
                 )
                 logger.info("wrote %s", report)
-            update.report = ranks.broadcast(report, "commit", PushReport)
+            pushed = update.report = ranks.broadcast(report, "commit", PushReport)
+            self._source.shards(attached.model)
+            self._finite.warn(update, pushed.version)
 
     def close(self) -> None:
         """Disconnect from the engine. The parameters stay its memory, for as long as the model lives."""

@@ -1,0 +1,72 @@
+"""A weight source that knows which of its tensors hold NaN or infinity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from weightsync.kernels.finite import find_non_finite, sum_of
+from weightsync.planning.layout import Manifest
+from weightsync.sources.base import Model, TensorShard, WeightSource
+
+
+class FiniteSource:
+    """The tensors of `source`, and what of them is not finite. See `WeightSource`.
+
+    What lies in the trainer's memory is looked at when that is asked for. What is computed is looked at as it is.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self._forget()
+
+    def _forget(self) -> None:
+        self._inner: list[TensorShard] | None = None
+        self._shards: list[TensorShard] = []
+        self._sums: list[tuple[str, torch.Tensor]] = []
+
+    def manifest(self, model: Model) -> Manifest:
+        return self._source.manifest(model)
+
+    def shards(self, model: Model) -> list[TensorShard]:
+        self._sums = []
+        if (inner := self._source.shards(model)) is not self._inner:
+            self._inner = inner
+            self._shards = [
+                shard
+                if shard.compute is None
+                else replace(shard, compute=partial(self._watched, shard.meta.name, shard.compute))
+                for shard in inner
+            ]
+        return self._shards
+
+    def shards_of(self, names: Collection[str]) -> list[TensorShard]:
+        """Return the computed ones of the shards that were given last, of these tensors."""
+        return [shard for shard in self._shards if shard.compute is not None and shard.meta.name in names]
+
+    def gather(self, names: Sequence[str]) -> None:
+        self._source.gather(names)
+
+    def close(self) -> None:
+        self._forget()
+        self._source.close()
+
+    def non_finite(self, left_out: Collection[str] = ()) -> list[str]:
+        """Return the tensors that are not finite, of the shards that were given last. Waits for their GPU.
+
+        Of those that are computed, what was computed since counts. The names in `left_out` do not.
+        """
+        lying = [shard for shard in self._shards if shard.compute is None and shard.meta.name not in left_out]
+        found = [lying[number].meta.name for number in find_non_finite([shard.tensor for shard in lying])]
+        sums, self._sums = self._sums, []
+        found += [sums[number][0] for number in find_non_finite([each for _, each in sums])]
+        return list(dict.fromkeys(found))
+
+    def _watched(self, name: str, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        values = compute()
+        if values.is_floating_point() and values.numel():
+            self._sums.append((name, sum_of(values)))
+        return values

@@ -1,0 +1,77 @@
+"""What becomes of a push of weights that hold NaN or infinity: `WeightSync(non_finite=...)`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+
+from weightsync.control.update import Update
+from weightsync.errors import ConfigError, NonFiniteError, some
+from weightsync.sources.base import Model, WeightSource
+from weightsync.sources.finite import FiniteSource
+from weightsync.sources.stream import StreamSource
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 64
+"""How many computed tensors are gathered together: a few layers' weights."""
+
+
+class FiniteCheck:
+    """The option `non_finite` of one `WeightSync`, on one rank. Every method but `watch` is collective."""
+
+    def __init__(self, option: str | None) -> None:
+        self._option = option or "warn"
+        self._source: FiniteSource | None = None
+        self._is_stream = False
+
+    def watch(self, source: WeightSource, given: WeightSource) -> WeightSource:
+        """Return the source to push from in the place of `source`, which renames the tensors of the `given` one."""
+        if self._option == "ignore":
+            return source
+        self._source, self._is_stream = FiniteSource(source), isinstance(given, StreamSource)
+        return self._source
+
+    def refuse(self, update: Update, model: Model) -> None:
+        """Raise `NonFiniteError` on every rank where some tensor of any rank is not finite, with "refuse"."""
+        if self._option != "refuse" or self._source is None:
+            return
+        if self._is_stream and isinstance(model, Iterator):
+            raise ConfigError(
+                'non_finite="refuse", and whether the tensors of an iterator are finite cannot be known before they '
+                "travel: push a list, or a function that returns an iterable"
+            )
+        ranks = update.ranks
+        computed = [shard.meta.name for shard in self._source.shards(model) if shard.compute is not None]
+        everyone = ranks.gather(computed, "plan", list[str])
+        names = ranks.broadcast(list(dict.fromkeys(name for each in everyone for name in each)), "plan", list[str])
+        for first in range(0, len(names), _AT_ONCE):
+            group = names[first : first + _AT_ONCE]
+            self._source.gather(group)
+            for shard in self._source.shards_of(group):
+                shard.values()
+        if names:
+            self._source.gather(())
+        if bad := ranks.broadcast(self._found(update, (), "plan"), "plan", list[str]):
+            raise NonFiniteError(
+                f"{len(bad)} tensors hold NaN or infinity, and nothing was written: {some(bad)}. Push once the trainer "
+                'has finite weights again, or say non_finite="warn"',
+                tensors=bad,
+            )
+
+    def warn(self, update: Update, version: int, left_out: Collection[str] = ()) -> None:
+        """Warn of what engines serve that is not finite. `left_out` did not travel."""
+        if self._source is not None and (bad := self._found(update, left_out, "commit")):
+            warn_of(version, bad)
+
+    def _found(self, update: Update, left_out: Collection[str], phase: str) -> list[str]:
+        """Return what is not finite on any rank, on rank 0, and nothing elsewhere."""
+        assert self._source is not None
+        everyone = update.ranks.gather(self._source.non_finite(left_out), phase, list[str])
+        return list(dict.fromkeys(name for each in everyone for name in each)) if update.ranks.rank == 0 else []
+
+
+def warn_of(version: int, names: Sequence[str]) -> None:
+    """Say which tensors of a version are not finite."""
+    count = len(names)
+    logger.warning("version %d has %d tensors with NaN or infinity, and is served now: %s", version, count, some(names))
