@@ -18,6 +18,7 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from weightsync.control.wire import ADAPTER_MODULES, NEWEST, NOT_LOADED, BoundModules
 from weightsync.errors import UnsupportedError
+from weightsync.vllm import compat
 from weightsync.vllm.kv_connectors import check_adapters
 
 _FILE = "adapter_model.safetensors"
@@ -73,8 +74,7 @@ def _bound_modules(worker: Any, path: str, number: int) -> BoundModules:
 
 def _names(model: Any, file: Path) -> dict[str, str | None]:
     """Return the name that vLLM gives each of an adapter's modules. None: the model's rules leave it out."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    mapper = getattr(mapper, "get_rename_mapper", lambda: mapper)()
+    mapper = compat.adapter_renaming(model)
     skipped = getattr(model, "lora_skip_prefixes", None) or ()
     with safe_open(file, framework="pt") as tensors:
         found: dict[str, str | None] = {}

@@ -112,6 +112,15 @@ def lora_request(name: str, number: int, path: str) -> LoRARequest:
     return LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
 
 
+def adapter_renaming(model: nn.Module) -> Any:
+    """Return what vLLM renames an adapter's tensors by. None: it renames nothing."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    for method in ("get_rename_mapper", "get_unstacked_mapper"):  # the second one until 0.26
+        if hasattr(mapper, method):
+            return getattr(mapper, method)()
+    return mapper
+
+
 def _cannot_unwrap(name: str, module: nn.Module) -> UnsupportedError:
     return UnsupportedError(
         f"weights cannot be pushed into {name}, a {type(module).__name__} that takes adapters; start the engine "
