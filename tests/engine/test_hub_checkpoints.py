@@ -10,6 +10,7 @@ import tiny_models
 import torch
 from engine_state import State, differing, state_of
 from engines import TIMEOUT_S, Answer, Engines, Remote, assert_same
+from safetensors.torch import load_file
 
 from weightsync import WeightSync
 from weightsync.errors import ManifestError
@@ -41,6 +42,24 @@ def ask_cold(engines: Engines, checkpoint: Path) -> tuple[Answer, State]:
 @pytest.mark.parametrize("form", hub_checkpoints.FORMS)
 def test_pushed_equals_cold(engines: Remote, tmp_path: Path, form: str, load_format: str):
     assert engines.call(push_and_compare, form, tmp_path, load_format, timeout_s=240) == []
+
+
+STREAMED = ["DeepSeek-V3, with one more layer", "Llama 2, with rotary frequencies, beside pickles"]
+
+
+def push_files(engines: Engines, form: str, folder: Path) -> None:
+    cold, _ = ask_cold(engines, hub_checkpoints.write(form, "B", folder / "B"))
+    engines.start(hub_checkpoints.write(form, "A", folder / "A"))
+    assert engines.ask() != cold
+    with WeightSync("stream", "ipc", engines.llm, timeout_s=TIMEOUT_S) as sync:
+        sync.push(load_file(folder / "B" / hub_checkpoints.FILE))
+    assert_same(engines.ask(), cold, form)
+
+
+@pytest.mark.parametrize("form", STREAMED)
+def test_what_a_cold_start_passes_over_may_come(engines: Remote, tmp_path: Path, form: str):
+    """A stream gives all that a checkpoint's file has."""
+    engines.call(push_files, form, tmp_path, timeout_s=240)
 
 
 # ---------------------------------------------------------------------------------------------------------------

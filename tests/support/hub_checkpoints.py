@@ -90,8 +90,13 @@ def _beside_the_original(model: nn.Module, folder: Path) -> Path:
 
 
 def _beside_pickles(model: nn.Module, folder: Path) -> Path:
-    """The same tensors in the older format, as many repositories keep them, of other values here."""
+    """The same tensors in the older format, as many repositories keep them, of other values here.
+
+    Llama 2's have the rotary frequencies of each layer.
+    """
     tensors = _saved(model, folder)
+    tensors |= {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(16) for layer in (0, 1)}
+    _write(tensors, folder)
     torch.save({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, folder / "pytorch_model.bin")
     return folder
 
@@ -143,7 +148,7 @@ FORMS: dict[str, tuple[str, Callable[[nn.Module, Path], Path]]] = {
     "DeepSeek-V3, with one more layer": ("deepseek-v3", _with_one_more_layer),
     "GPT-2, without the prefix": ("gpt2", _without_prefix),
     "Qwen3, norms in float32": ("qwen3", _with_norms_in_float32),
-    "Llama 2, beside pickles": ("llama2", _beside_pickles),
+    "Llama 2, with rotary frequencies, beside pickles": ("llama2", _beside_pickles),
     "FP8-dynamic, with modules that are left as they are": ("qwen2", _fp8_dynamic),
     "FP8-dynamic, tied, and with its head": ("qwen3-tied", _fp8_dynamic_with_head),
 }

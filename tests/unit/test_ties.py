@@ -97,3 +97,18 @@ def test_ranks_keep_the_other_names_that_no_rank_has_a_tensor_under():
     stage = Manifest((TensorMeta("layer.weight", (2,), "float32"),))
     assert merge_manifests([TIED, stage]).tied == (("head.weight", "embed.weight"),)
     assert merge_manifests([TIED, Manifest((HEAD,))]).tied == ()
+
+
+def test_a_module_that_stands_in_two_places_ties_nothing():
+    """The layers of MLA have one. A tensor of another layer, which no parameter is for, has its name and shape."""
+    engine = Engine(False)
+    engine.inner = nn.ModuleDict({"embed": engine.embed})
+    assert shared_parameters(engine, "drafter.") == {}
+
+
+def test_a_tensor_with_the_name_of_the_one_that_fills_is_no_duplicate():
+    """A layer that predicts one token more has an embedding too, which the loader passes over."""
+    engine = Engine(True)
+    manifest = Manifest((EMBED, TensorMeta("layers.2.embed.weight", (8, 4), "float32")))
+    trace = traced(engine, Manifest((EMBED,)))
+    assert find_duplicates(trace, manifest, shared_parameters(engine, "drafter.")) == {}

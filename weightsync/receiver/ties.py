@@ -51,16 +51,16 @@ def under_first_names(trace: Trace, manifest: Manifest) -> Trace:
 
 
 def shared_parameters(model: nn.Module, without: str) -> dict[str, list[str]]:
-    """Return the other names of each parameter that several modules share, by its first name.
+    """Return the other names of each parameter that is under another name too, by its first name.
 
-    Names that begin with `without` do not count.
+    A module that stands in two places has one name here. Names that begin with `without` do not count.
     """
     first: dict[nn.Parameter, str] = {}
     others: dict[str, list[str]] = defaultdict(list)
     for name, param in model.named_parameters(remove_duplicate=False):
         if not name.startswith(without) and (known := first.setdefault(param, name)) != name:
             others[known].append(name)
-    return dict(others)
+    return {name: own for name, names in others.items() if (own := [n for n in names if _end(n) != _end(name)])}
 
 
 def fill_of_shared(trace: Trace, shared: Mapping[str, list[str]]) -> dict[str, str]:
@@ -90,7 +90,7 @@ def find_duplicates(trace: Trace, manifest: Manifest, shared: Mapping[str, list[
     }
     read = {copy.name for copy in trace.copies}.union(*trace.computed.values(), trace.refused)
     for param, name in filled.items():
-        ends = {_end(other) for other in (param, *shared[param])}
+        ends = {_end(other) for other in (param, *shared[param])} - {_end(name)}
         for meta in manifest:
             if meta.name not in read and _end(meta.name) in ends and meta.shape == manifest[name].shape:
                 found[meta.name] = name

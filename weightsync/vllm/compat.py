@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -165,11 +166,29 @@ def kernel_objects(module: nn.Module) -> list[Any]:
     return found
 
 
-def drops(model: nn.Module, name: str) -> bool:
-    """Return whether a table of names, that of a module anywhere in `model`, maps this name to nothing.
+_ROTARY = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+"""Buffers of older checkpoints. Every engine computes them."""
 
-    The table of a module inside sees the name without the beginning that led there.
+
+def is_of_a_later_layer(vllm_config: VllmConfig, name: str) -> bool:
+    """Return whether a tensor is of a layer that predicts further tokens, which checkpoints count after all others.
+
+    Without a drafter that has them, vLLM's loaders pass over these.
     """
+    config = vllm_config.model_config.hf_text_config
+    first, count = getattr(config, "num_hidden_layers", 0), getattr(config, "num_nextn_predict_layers", 0) or 0
+    found = re.search(r"\blayers\.(\d+)\.", name)
+    return found is not None and first <= int(found[1]) < first + count
+
+
+def drops(model: nn.Module, name: str) -> bool:
+    """Return whether vLLM's loaders pass over a tensor of this name.
+
+    Each module of `model` may have a table that maps names to nothing. One inside sees the name without the beginning
+    that led there.
+    """
+    if any(part in name for part in _ROTARY):
+        return True
     ends = [name, *(name[at + 1 :] for at, letter in enumerate(name) if letter == ".")]
     for module in model.modules():
         table = getattr(module, "hf_to_vllm_mapper", None)

@@ -123,7 +123,7 @@ class VllmModel:
         return loader(weights)
 
     def passes_over(self, name: str) -> bool:
-        return compat.drops(self.pristine(), name)
+        return compat.drops(self.pristine(), name) or compat.is_of_a_later_layer(self._config, name)
 
     def parts(self, module: nn.Module) -> list[Any]:
         method = compat.quant_method(module)
