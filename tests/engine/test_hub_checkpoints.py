@@ -38,8 +38,13 @@ def ask_cold(engines: Engines, checkpoint: Path) -> tuple[Answer, State]:
     return engines.ask(), state_of(engines.live_model())
 
 
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
-@pytest.mark.parametrize("form", hub_checkpoints.FORMS)
+# A start with random weights leaves more to do. The loader unties the embeddings for a stored head alone.
+STARTS = [(form, "dummy") for form in hub_checkpoints.FORMS] + [
+    (form, "auto") for form in hub_checkpoints.FORMS if "with its head" in form
+]
+
+
+@pytest.mark.parametrize(("form", "load_format"), STARTS)
 def test_pushed_equals_cold(engines: Remote, tmp_path: Path, form: str, load_format: str):
     assert engines.call(push_and_compare, form, tmp_path, load_format, timeout_s=240) == []
 

@@ -139,7 +139,7 @@ def _fp8_dynamic_with_head(model: nn.Module, folder: Path) -> Path:
 
 FORMS: dict[str, tuple[str, Callable[[nn.Module, Path], Path]]] = {
     "Qwen3-0.6B, tied, and with its head": ("qwen3-tied", _with_head),
-    "Qwen3-1.7B, the same in shards": ("qwen3-tied", _with_head_in_shards),
+    "Qwen3-1.7B, tied, and with its head, in shards": ("qwen3-tied", _with_head_in_shards),
     "Qwen2.5-0.5B, tied": ("qwen2.5", _as_saved),
     "Llama-3.2-1B, tied, beside the original": ("llama-tied", _beside_the_original),
     "Gemma-3-1B, tied": ("gemma3", _as_saved),
