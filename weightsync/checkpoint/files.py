@@ -13,13 +13,13 @@ import logging
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
+from weightsync.checkpoint.own_files import discard, open_plain
 from weightsync.checkpoint.safetensors import INDEX, Shards, runs
 from weightsync.errors import ConfigError, PlacementError
 from weightsync.planning.layout import Box, Manifest, ShardLocation, coverage, itemsize
@@ -138,8 +138,8 @@ def take(folder: Path, what: str) -> int:
 
 def lock(path: Path) -> int | None:
     """Take the lock file `path`, which is made when it is missing; None when another process has it. A process that
-    ends lets go of it. Raises `OSError`."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    ends lets go of it. Raises `OSError`, also for a link, wherever that leads."""
+    fd = open_plain(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -177,7 +177,7 @@ def prune(folder: Path, keep_last: int) -> None:
             found[number].rename(folder / f"{_REMOVED}{secrets.token_hex(4)}")
     for path in folder.glob(f"{_REMOVED}*"):
         with _logged(path):
-            shutil.rmtree(path)
+            discard(path)
 
 
 @contextmanager
@@ -208,7 +208,7 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
-    fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         yield fd
     finally:

@@ -30,6 +30,7 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from weightsync.checkpoint.files import LOCK, check_seen, create, lock, publish, take, unlock, write
+from weightsync.checkpoint.own_files import discard, is_own_folder
 from weightsync.checkpoint.safetensors import lay_out
 from weightsync.checkpoint.save import share_out
 from weightsync.checkpoint.sidecars import files_beside
@@ -401,7 +402,7 @@ class AdapterFolder:
                 self.path = where
                 held = take(where, "adapters")
             for left in (*self.path.glob(f"{_INCOMING}*"), *self.path.glob(f"{_REMOVED}*")):
-                shutil.rmtree(left)
+                discard(left)
         except OSError as error:
             if held is not None:
                 unlock(held)
@@ -425,14 +426,18 @@ class AdapterFolder:
         """Return the adapters that earlier trainers have left, the oldest first: in this folder, or in memory."""
         roots = list(self._abandoned()) if self.is_private else [self.path]
         paths = [path for root in roots for path in self._adapters(root)]
-        return sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path.name))
+        return sorted(paths, key=lambda path: (path.lstat().st_mtime_ns, path.name))
 
     def _adapters(self, root: Path) -> list[Path]:
-        return [path for path in root.iterdir() if self.version(path.name) is not None]
+        """Return the adapters in a folder: of this user, or in a folder of the user's choice of its owner."""
+        owners = () if self.is_private else (root.stat().st_uid,)
+        return [path for path in root.iterdir() if self.version(path.name) is not None and is_own_folder(path, owners)]
 
     def _abandoned(self) -> Iterator[Path]:
         for root in _MEMORY.glob(f"{_PRIVATE}*"):
-            with suppress(OSError):  # another user's, or another trainer removes it just now
+            if not is_own_folder(root):  # another user's, who may have put anything there
+                continue
+            with suppress(OSError):  # another trainer removes it just now
                 if root != self.path and (held := lock(root / LOCK)) is not None:
                     unlock(held)
                     if any(not path.name.startswith(".") for path in root.iterdir()):
@@ -445,7 +450,7 @@ class AdapterFolder:
         hidden = path.with_name(f"{_REMOVED}{secrets.token_hex(4)}")
         with suppress(FileNotFoundError):
             path.rename(hidden)
-            shutil.rmtree(hidden)
+            discard(hidden)
         with suppress(FileNotFoundError):
             if path.parent != self.path and not self._adapters(path.parent):
                 shutil.rmtree(path.parent)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -19,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from weightsync.checkpoint.files import prune, take, unlock, version_name, versions
+from weightsync.checkpoint.own_files import discard
 from weightsync.checkpoint.safetensors import MAX_SHARD_BYTES
 from weightsync.checkpoint.save import save_tensors
 from weightsync.config import check_count
@@ -181,7 +181,7 @@ class SaveAndRestart(UpdateStrategy):
             if self._lock is None:
                 self._lock = take(self._folder, "checkpoints")
             for left in self._folder.glob(".version-*.incoming-*"):  # by a trainer that was killed
-                shutil.rmtree(left)
+                discard(left)
             return max(versions(self._folder), default=0)
         except OSError as error:
             raise PlacementError(f"cannot write checkpoints to {self._folder}: {error}") from error

@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -41,6 +40,7 @@ from weightsync.checkpoint.files import (
     versions,
     write,
 )
+from weightsync.checkpoint.own_files import discard, opened_plain
 from weightsync.checkpoint.safetensors import lay_out, runs
 from weightsync.checkpoint.sidecars import files_beside, with_configs
 from weightsync.control.runtime import Deadline
@@ -158,7 +158,7 @@ class FilesTransport(Transport):
             if self._lock is None:
                 self._lock = take(self._folder, "checkpoints")
             for left in self._folder.glob(f"{_INCOMING}*"):  # by a trainer that was killed, or our last connection
-                shutil.rmtree(left)
+                discard(left)
             incoming = self._folder / f"{_INCOMING}{secrets.token_hex(4)}"
             incoming.mkdir()
             for rank in range(ranks):
@@ -311,14 +311,8 @@ def _progress(incoming: Path, rank: int) -> Path:
 @contextmanager
 def _reading(path: Path) -> Iterator[int]:
     try:
-        # Without waiting for the other end, where it is a pipe; and no link, which may lead to any file.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise PlacementError(f"{path} is no file")
+        with opened_plain(path, os.O_RDONLY) as fd:
             yield fd
-        finally:
-            os.close(fd)
     except OSError as error:
         raise PlacementError(f"cannot read {path}: {error}") from error
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,6 +21,7 @@ from typing import Any
 import msgspec
 import torch
 
+from weightsync.checkpoint.own_files import is_own_folder, open_plain
 from weightsync.control.runtime import boot_id, started_ticks
 from weightsync.errors import ConfigError, PlacementError, ProtocolError, WeightSyncError
 from weightsync.transports.base import strided
@@ -103,9 +105,13 @@ def place_to_write() -> Path:
     if in_logdir := _in_logdir():
         return in_logdir[0]
     folder = _runtime_folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise ConfigError(f"{folder} belongs to another user; set LOGDIR, or {VARIABLE} to a path")
+    with suppress(FileExistsError):  # by a link that leads nowhere, too
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_own_folder(folder):
+        raise ConfigError(
+            f"{folder} is not this user's alone: it is a link, or another user has it or may write to it. Remove it, "
+            f"or set LOGDIR, or {VARIABLE} to a path"
+        )
     return folder / FILE
 
 
@@ -145,17 +151,22 @@ def write(path: Path, model: str, url: str | None, tp_degree: int, workers: list
 def read(path: Path) -> Bridge:
     """Read a file of an engine's parameters.
 
-    Raises `PlacementError` for a file that cannot be read or is another user's, and `ProtocolError` for one of another
-    format.
+    Raises `PlacementError` for a file that cannot be read, is a link or no plain file, or is another user's or may be
+    written by one. Raises `ProtocolError` for one of another format.
     """
     try:
-        with path.open(encoding="utf-8") as file:
-            if os.fstat(file.fileno()).st_uid not in (os.getuid(), 0):
-                raise PlacementError(f"{path} belongs to another user, so what it says is not trusted")
-            content = json.load(file)
+        with os.fdopen(open_plain(path, os.O_RDONLY), encoding="utf-8") as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid not in (os.geteuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise PlacementError(
+                    f"{path} belongs to another user, or may be written by one, so what it says is not trusted"
+                )
+            text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise PlacementError(f"cannot read {path}: {error}") from error
-    except ValueError as error:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"{path} is not JSON: {error}") from error
     try:
         if content["format"] != FORMAT:
