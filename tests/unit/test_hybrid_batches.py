@@ -250,7 +250,7 @@ def test_meta_information_stays_meta(value: Any):
         with pytest.raises(ConfigError, match="a column 'told' with different values"):
             union(parts[0], cut(parts[1].select("told"), 0, 1))
     parts[1]["told"] = column([value, value])
-    with pytest.raises(ConfigError, match="with the columns"):
+    with pytest.raises(ConfigError, match="'told': a column of some batches, and meta information of others"):
         concat(parts)
 
 

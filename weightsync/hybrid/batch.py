@@ -93,6 +93,11 @@ def concat(batches: Sequence[TensorDict]) -> TensorDict:
     counts = list(map(rows, batches))
     columns = list(map(_columns, batches))
     names = [sorted(name for name, values in each.items() if not is_meta(values)) for each in columns]
+    if mixed := set().union(*names) & {name for each in columns for name in each if is_meta(each[name])}:
+        raise ConfigError(
+            f"{', '.join(map(repr, sorted(mixed)))}: a column of some batches, and meta information of others. Give "
+            "column(values) in all, or NonTensorData(value)"
+        )
     if not batches or any(other != names[0] for other in names):
         raise ConfigError(f"batches with the columns {names} cannot be put one below the other")
     every = dict.fromkeys(name for each in columns for name in each)
