@@ -52,7 +52,7 @@ class ResourcePool:
             )
         self._placement = [placement_group([bundle] * count, strategy="STRICT_PACK") for count in processes]
         try:
-            self._wait_until_reserved()
+            self.wait_until_reserved()
         except BaseException:
             self.close()
             raise
@@ -72,7 +72,7 @@ class ResourcePool:
                 f"two {kind}s claim the same places of a pool of {list(self.processes)} processes, and so one GPU: "
                 "give each a pool of its own" + (", or the first in place of the pool" if kind == WORKERS else "")
             )
-        self._wait_until_reserved()
+        self.wait_until_reserved()
         self._claimed.add(kind)
 
     def release(self, kind: str) -> None:
@@ -94,7 +94,8 @@ class ResourcePool:
         # One half for each of the two kinds of groups, so that both can have the whole GPU.
         return {"num_cpus": self.cpus / 2, "num_gpus": self.gpus / 2, "scheduling_strategy": strategy}
 
-    def _wait_until_reserved(self) -> None:
+    def wait_until_reserved(self) -> None:
+        """Wait until the cluster has given the pool its places, anew where a node has died. Raises `PlacementError`."""
         ready = [group.ready() for group in self._placement]
         _, waiting = ray.wait(ready, num_returns=len(ready), timeout=self.timeout_s)
         if waiting:

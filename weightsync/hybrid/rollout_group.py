@@ -142,8 +142,8 @@ class RolloutGroup:
 
         Once the group was pushed to, they get no prompts before a push has reached them.
 
-        Raises `PlacementError` where the transport of the group's sync does not reach them; they are ended then. Raises
-        `ConfigError` where no place is free.
+        Raises `PlacementError` where a node has died and no other has room, and where the transport of the group's sync
+        does not reach the new engines, which are ended then. Raises `ConfigError` where no place is free.
         """
         if pool is not None and pool not in self._pools:
             places_of_engines(pool.processes, self._size)
@@ -152,6 +152,7 @@ class RolloutGroup:
         started: list[GroupEngine] = []
         try:
             for one in list(self._pools) if pool is None else [pool]:
+                one.wait_until_reserved()  # where a node has died, its engines' places move
                 started += self._start(one)
             if not started:
                 raise ConfigError("no place is free for another engine: give a pool, or remove an engine first")
