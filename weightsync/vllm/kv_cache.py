@@ -17,6 +17,7 @@ from torch import nn
 from weightsync.kernels.finite import find_non_finite
 
 _LAYER = re.compile(r".*\.\d+(?=\.)")
+_AT_ONCE_BYTES = 1 << 26
 _LEAST_NON_FINITE = 0x7C
 """The smallest byte, without its sign, that may be no number in a float8: NaN or infinity of float8_e5m2."""
 
@@ -64,5 +65,6 @@ def _may_be_non_finite(tensor: torch.Tensor) -> bool:
     """Return whether some byte of a cache in 8 bits may stand for no number. Caches of other kinds may have scales."""
     if tensor.dtype.itemsize > 1 or tensor.dtype is torch.int8:
         return True
-    sizes = tensor.view(torch.uint8) & 0x7F
-    return bool((sizes >= _LEAST_NON_FINITE).any())
+    rows = max(1, _AT_ONCE_BYTES * tensor.shape[0] // tensor.numel())  # the engine has little memory left
+    parts = tensor.view(torch.uint8).split(rows)
+    return any(bool(((part & 0x7F) >= _LEAST_NON_FINITE).any()) for part in parts)
