@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 import torch
 from engine_state import State, differing, state_of
-from engines import TIMEOUT_S, Answer, Engines, Remote, assert_same
+from engines import TIMEOUT_S, Answer, Engines, Remote, Trainer, Trainers, assert_same
 from safetensors.torch import load_file
 
 from weightsync import WeightSync
@@ -140,3 +140,46 @@ def push_into_an_untied_engine(engines: Engines, folder: Path) -> bool:
 def test_an_untied_engine_takes_tied_trainers_and_others(engines: Remote, tmp_path: Path):
     if not engines.call(push_into_an_untied_engine, tmp_path, timeout_s=240):
         pytest.skip("this vLLM ties what its config says is tied, whatever the checkpoint has")
+
+
+def start_with_head(engines: Engines, folder: Path, tp: int) -> Answer:
+    """Start an engine whose checkpoint stores the head of tied embeddings. Returns what a cold one answers to "B"."""
+    write = hub_checkpoints.FORMS["Qwen3-0.6B, tied, and with its head"][1]
+    engines.start(write(tiny_models.build(TIED, "B"), folder / "B"), tensor_parallel_size=tp)
+    cold = engines.ask()
+    engines.start(write(tiny_models.build(TIED, "A"), folder / "A"), tensor_parallel_size=tp)
+    return cold
+
+
+def connect(trainer: Trainer, apart: bool) -> None:
+    """Make an FSDP2 trainer, whose head is its embedding, or equal to it and `apart`."""
+    trainer.release()
+    model = tiny_models.build(TIED, "B")
+    if apart:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # type: ignore[union-attr]
+    trainer.model = tiny_models.shard(model)
+    trainer.sync = WeightSync("fsdp", "ipc", trainer.engine, timeout_s=TIMEOUT_S)
+
+
+def push(trainer: Trainer) -> None:
+    trainer.sync.push(trainer.model)
+
+
+def change_last_row(trainer: Trainer) -> None:
+    """The last rank alone has it."""
+    local = trainer.model.lm_head.weight.to_local()
+    if trainer.rank == trainer.size - 1:
+        with torch.no_grad():
+            local[-1] += 1
+
+
+def test_ranks_and_workers_have_their_parts_of_both(engines: Remote, trainers: Trainers, tmp_path: Path):
+    cold = engines.call(start_with_head, tmp_path, 2, timeout_s=240)
+    for apart in (False, True):
+        trainers.call(connect, apart)
+        trainers.call(push)
+        assert_same(engines.call(Engines.ask), cold, f"a head apart: {apart}")
+    trainers.call(change_last_row)
+    with pytest.raises(ManifestError, match=r"lm_head\.weight: it differs from model\.embed_tokens\.weight"):
+        trainers.call(push)
+    assert_same(engines.call(Engines.ask), cold, "after the refusal")
