@@ -26,7 +26,9 @@ from weightsync import (
 )
 from weightsync.engines.lost_engines import LostEngines
 from weightsync.receiver.load_plan import LoadPlanner
+from weightsync.transports.base import Transport
 from weightsync.transports.ipc import IpcTransport
+from weightsync.transports.nccl import NcclTransport
 
 TIMEOUT_S = 20.0
 TRANSPORTS = ["ipc", "broadcast", "checkpoint"]
@@ -156,19 +158,20 @@ def test_engine_that_joined_alone_stays_connected_when_the_first_leaves(engines:
     assert second.serves(4)
 
 
+@pytest.mark.parametrize(("transport", "kind"), [("ipc", IpcTransport), ("broadcast", NcclTransport)])
 def test_engine_that_was_told_nothing_goes_on_when_the_push_into_another_fails(
-    engines: list[Named], monkeypatch: pytest.MonkeyPatch
+    engines: list[Named], transport: str, kind: type[Transport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = engines[:2]
     model = trainer_model(checkpoint(2))
-    with WeightSync("fsdp", "ipc", [first], timeout_s=TIMEOUT_S) as sync:
+    with WeightSync("fsdp", transport, [first], timeout_s=TIMEOUT_S) as sync:
         sync.push(model)
         sync.engines.add(second)
         sync.push(fill(model, 3))
         second.heard()
         fill(model, 4)
         with monkeypatch.context() as patched:
-            patched.setattr(IpcTransport, "send", lambda *_: 1 / 0)
+            patched.setattr(kind, "send", lambda *_: 1 / 0)
             with pytest.raises(WeightSyncError, match="division by zero"):
                 sync.push(model)
         assert first.version().startswith("POISONED")
