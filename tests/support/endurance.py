@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from engine_process import EngineProcess, fingerprint
+from engine_process import EngineProcess, fingerprint, trim
 from fake_engine import checkpoint, cold, trainer_model
 
 from weightsync import ModuleBucketer, WeightSync
@@ -31,7 +31,7 @@ Sample = dict[str, float]
 
 
 def look(pid: int) -> Sample:
-    """Return what a process has now. Its memory is what it shares with nobody, in KiB."""
+    """Return what a process that was trimmed has now. Its memory is what it shares with nobody, in KiB."""
     process = Path("/proc", str(pid))
     memory = next(line for line in (process / "status").read_text().splitlines() if line.startswith("RssAnon"))
     return {
@@ -60,6 +60,8 @@ def endure(transport: str, pushes: int, reconnects: int, folder: Path) -> dict[s
                 sync = connected()
             sync.push(models[number % 2])
             if number % max(1, pushes // SAMPLES) == 0:
+                trim()
+                engine.trim()
                 for side, pid in sides.items():
                     found[side].append({"push": number, **look(pid)})
         sync.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import signal
@@ -57,6 +58,10 @@ class EngineProcess:
         """Return the "version" it reports, and a fingerprint of the "weights" it answers from, or why it is "mute"."""
         return self._client.call("GET", "/answer")
 
+    def trim(self) -> None:
+        """Have the process trim its memory."""
+        self._client.call("GET", "/trim")
+
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
@@ -71,6 +76,11 @@ def fingerprint(module: nn.Module) -> str:
     for name, tensor in module.state_dict().items():
         found.update(name.encode() + tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+def trim() -> None:
+    """Give back to the system what glibc's allocator keeps for later, so that a process has what it uses."""
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 class _StandIn(FakeEngine):
@@ -141,6 +151,8 @@ class _Routes(BaseHTTPRequestHandler):
                 return {"version": "0.32.0"}
             case "/answer":
                 return engine.answer()
+            case "/trim":
+                return trim()
             case "/sleep" | "/wake_up" | "/reset_prefix_cache" | "/reset_encoder_cache" | "/health":
                 return None
         raise ValueError(f"no route {route}")
