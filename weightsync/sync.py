@@ -17,7 +17,7 @@ from weightsync import telemetry
 from weightsync.config import WeightSyncConfig, read_config
 from weightsync.control.ranks import Call, Ranks, collective
 from weightsync.control.update import Timeline, Update
-from weightsync.control.wire import POISONED
+from weightsync.control.wire import MAX_VERSION, POISONED
 from weightsync.engines import EngineList, LoraAdapter
 from weightsync.errors import ConfigError, FrozenLostError, WeightSyncError
 from weightsync.planning.bucketing import Bucketer
@@ -316,6 +316,8 @@ class WeightSync:
     def _collective(self, name: str, version: int | None = None, label: str | None = None) -> Iterator[Update]:
         if version is not None and not isinstance(version, int):
             raise ConfigError(f"version={version!r}; it must be a whole number, or None for the next")
+        if version is not None and abs(version) > MAX_VERSION:
+            raise ConfigError(f"version={version}; the largest that can be is {MAX_VERSION}")
         if not self._busy.acquire(blocking=False):
             raise ConfigError("this WeightSync is pushing already, in another thread or task: wait for that push first")
         timeline = Timeline()

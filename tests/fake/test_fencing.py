@@ -23,11 +23,13 @@ from weightsync import (
     EngineError,
     FencedError,
     PlacementError,
+    ProtocolError,
     SyncTimeoutError,
     WeightSync,
     WeightSyncError,
 )
 from weightsync.control import fleet
+from weightsync.control.handshake import Seal
 from weightsync.control.hold import Hold
 from weightsync.control.runtime import boot_id, started_ticks, this_process
 from weightsync.control.wire import POISONED
@@ -98,6 +100,29 @@ def test_trainer_that_stalls_between_pushes_is_fenced_off(
         second.close()
         first.push(trainer_model(checkpoint(4)))
         assert_serves(engine, 4, 3)
+
+
+def test_answer_that_was_changed_on_the_way_is_no_fence(
+    engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer has answered, and its connection is what has failed."""
+    monkeypatch.setattr(fleet, "_PING_LOOK_S", 0.05)
+    monkeypatch.setattr(worker, "_PONG_S", 10.0)
+    with (
+        WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as first,
+        WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as second,
+    ):
+        first.push(trainer_model(checkpoint(2)))
+        connection = first._strategy._fleet.workers[0].connection
+        connection._sent = Seal(b"of another connection")
+        second.push(trainer_model(checkpoint(3)))
+        until(lambda: not connection.is_open())
+        reported = connection.reported()
+        assert isinstance(reported, ProtocolError)
+        assert "a frame has come that this peer has not sent" in str(reported)
+        with pytest.raises(EngineBusyError):
+            first.push(trainer_model(checkpoint(2)))
+        assert_serves(engine, 3, 2)
 
 
 def run_slowly(engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

@@ -21,12 +21,13 @@ import torch
 
 from weightsync.checkpoint.own_files import discard, open_plain
 from weightsync.checkpoint.safetensors import INDEX, Shards, runs
+from weightsync.control.wire import MAX_VERSION
 from weightsync.errors import ConfigError, PlacementError
 from weightsync.planning.layout import Box, Manifest, ShardLocation, coverage, itemsize
 
 logger = logging.getLogger(__name__)
 
-_VERSION = re.compile(r"version-(\d{8,})")
+_VERSION = re.compile(r"version-(\d{8,19})", re.ASCII)
 _REMOVED = ".removed-"
 LOCK = ".lock"
 _SEE_THE_FOLDER = (
@@ -161,9 +162,14 @@ def version_name(version: int) -> str:
 
 
 def versions(folder: Path) -> dict[int, Path]:
-    """Return the versions in a folder, by number."""
-    found = {path: _VERSION.fullmatch(path.name) for path in folder.iterdir()}
-    return {int(match[1]): path for path, match in found.items() if match and path.is_dir() and not path.is_symlink()}
+    """Return the versions in a folder, by number. What no push can have named so is none of them."""
+    found: dict[int, Path] = {}
+    for path in folder.iterdir():
+        match = _VERSION.fullmatch(path.name)
+        number = int(match[1]) if match else MAX_VERSION + 1
+        if number <= MAX_VERSION and path.name == version_name(number) and path.is_dir() and not path.is_symlink():
+            found[number] = path
+    return found
 
 
 def prune(folder: Path, keep_last: int) -> None:

@@ -19,6 +19,7 @@ from weightsync.planning.layout import Box, Manifest, TensorMeta, itemsize, row_
 
 MAX_SHARD_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
+_METADATA = "__metadata__"
 _HEADER_ALIGN_BYTES = 8
 _CODES = {
     "bool": "BOOL",
@@ -59,11 +60,17 @@ class Shards:
 def lay_out(manifest: Manifest, groups: Sequence[Sequence[str]], max_shard_bytes: int) -> Shards:
     """Return the files of a checkpoint, each of at most `max_shard_bytes` of tensors, but at least one group.
 
-    `groups` have every name once, in the order of the files. Raises `ConfigError` for dtypes that safetensors has not.
+    `groups` have every name once, in the order of the files. Raises `ConfigError` for dtypes and names that safetensors
+    has not.
     """
     if unknown := {meta.name: meta.dtype for meta in manifest if meta.dtype not in _CODES}:
         name, dtype = next(iter(unknown.items()))
         raise ConfigError(f"{len(unknown)} tensors have a dtype that safetensors has not, such as {name}: {dtype}")
+    if _METADATA in manifest:
+        raise ConfigError(
+            f"a tensor is named {_METADATA}, which in a safetensors file is no tensor: leave it out by "
+            "TensorSelection(exclude=...), or name it otherwise by TensorSelection(rename=...)"
+        )
     contents: list[list[str]] = []
     sizes: list[int] = []
     for names in groups:
@@ -110,7 +117,7 @@ def runs(shape: Sequence[int], box: Box) -> tuple[int, list[int]]:
 
 
 def _header(metas: Sequence[TensorMeta]) -> bytes:
-    rows: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    rows: dict[str, object] = {_METADATA: {"format": "pt"}}
     at = 0
     for meta in metas:
         end = at + meta.nbytes

@@ -254,6 +254,11 @@ class Connection:
             (cause for cause in causes if isinstance(cause, FencedError)), causes[0] if causes else self._broken
         )
 
+    @property
+    def broken(self) -> ProtocolError | None:
+        """Return what was wrong with a frame that has come, if so. The peer did not send it."""
+        return self._broken
+
     def was_told(self) -> bool:
         """Return whether the peer has reported a failure that has already been read."""
         return any(isinstance(message, Failure) for message in tuple(self._inbox))

@@ -36,7 +36,7 @@ from typing import TypeVar
 from weightsync.control.addresses import is_loopback
 from weightsync.control.background_call import BackgroundCall, arrivals, join, repeat, wait_at_exit
 from weightsync.control.listener import Listener
-from weightsync.control.member import Member, Worker, find_lost
+from weightsync.control.member import Member, Worker, admit, find_lost
 from weightsync.control.ranks import Ranks
 from weightsync.control.runtime import Deadline, in_thread
 from weightsync.control.wire import (
@@ -171,22 +171,32 @@ class Fleet:
         self._audience = [*(self.members if members is None else members)]
         self._await_earlier()
         deadline = Deadline(self._timeout_s)
-        for one in self._audience:
-            where = one.engine.host  # which may ask the engine, and raise a `TimeoutError`
-            try:
-                info = self._listener.invitation(self._id, one.number, where, self._timeout_s)
-            except OSError as error:
-                raise EngineUnreachableError(f"there is no way to {where}: {error}", who=one.engine.name) from error
-            self._calls.append(BackgroundCall(self._listener, "init", one.engine.init, info, who=one.engine.name))
+        calls = {one: self._call_in(one) for one in self._audience}
+        early: list[Member] = []
         for one in self._audience:
             if not one.workers:
-                check = arrivals(self._calls, self._listener, self._check_everyone, deadline)
-                one.meet(self._listener.admit("worker", one.number, deadline, "init", check))
+                arrived = arrivals([calls[one]], self._listener, self._check_everyone, deadline)
+                admit(one, calls, early, self._listener, arrived, deadline)
                 self.newest_version = max(self.newest_version, one.newest_version)
                 for worker in one.workers:  # some transports lead past the network, and would not miss it
                     worker.connection.watch_host(self._timeout_s)
                     worker.connection.holds = self._ranks.hold.lasts
+        if early:
+            self._wait([calls[one] for one in early], deadline, "init")
+            calls |= {one: self._call_in(one) for one in early}
+            self._calls = [*calls.values()]
         return self.workers
+
+    def _call_in(self, one: Member) -> BackgroundCall:
+        """Begin to call the workers of an engine in."""
+        where = one.engine.host  # which may ask the engine, and raise a `TimeoutError`
+        try:
+            info = self._listener.invitation(self._id, one.number, where, self._timeout_s)
+        except OSError as error:
+            raise EngineUnreachableError(f"there is no way to {where}: {error}", who=one.engine.name) from error
+        call = BackgroundCall(self._listener, "init", one.engine.init, info, who=one.engine.name)
+        self._calls.append(call)
+        return call
 
     def plan(self, manifest: Manifest) -> list[LoadPlan]:
         """Return what each worker's model makes of these tensors."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from weightsync.control.connection import Connection, timed_out
+from weightsync.control.listener import Listener
 from weightsync.control.runtime import Deadline, outcome_in_thread
 from weightsync.control.wire import POISONED, Go, Hello, MachineInfo, Release
 from weightsync.engines import Engine
@@ -19,6 +20,8 @@ CALLER = "caller"
 """The pause of a caller that pauses and resumes engines itself."""
 _SILENT = 2
 """A busy server may not answer once."""
+_DOUBT_S = 3.0
+"""How long workers may take to come before another engine of the list may be the same one."""
 _FAREWELL_S = 3.0
 """How long the farewell to a worker may take."""
 _ANSWER_S = 2.0
@@ -236,6 +239,32 @@ class Member:
         if self.is_marked and self.version is not None:
             self.is_marked = False
             self.engine.set_version(self.version)
+
+
+def admit(
+    one: Member,
+    called: Collection[Member],
+    early: list[Member],
+    listener: Listener,
+    check: Callable[[], None],
+    deadline: Deadline,
+) -> None:
+    """Wait for the workers of an engine that was `called` with others, and take them in. Raise what `check` raises.
+
+    An engine takes one call after the other. One that is listed under two names serves its first call, and leaves the
+    second waiting. So engines whose workers are late may be others once more: those are released, and put in `early`.
+    The worker then says what is wrong.
+    """
+    doubt = Deadline(min(_DOUBT_S, deadline.timeout_s / 4))
+
+    def look() -> None:
+        check()
+        if doubt.passed() and not early:
+            early.extend(other for other in called if other.workers)
+            for worker in (worker for other in early for worker in other.workers):
+                worker.connection.send(Release(), deadline, "init")
+
+    one.meet(listener.admit("worker", one.number, deadline, "init", look))
 
 
 def find_lost(members: Sequence[Member], error: WeightSyncError) -> list[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.control.modes import PlainModes
 from weightsync.control.runtime import Deadline
+from weightsync.control.wire import MAX_VERSION
 from weightsync.errors import ConfigError, PeerError
 
 if TYPE_CHECKING:
@@ -97,13 +98,14 @@ class Update:
     def choose_version(self, newest: int) -> int:
         """Return the version that was asked for, or the one after `newest`.
 
-        Raises `ConfigError` when the one that was asked for is not newer.
+        Raises `ConfigError` when the one that was asked for is not newer, or no further one can be.
         """
-        if self.version is None:
-            return newest + 1
-        if self.version <= newest:
+        version = newest + 1 if self.version is None else self.version
+        if version > MAX_VERSION:
+            raise ConfigError(f"there has been version {newest}, after which there is none: versions have 63 bits")
+        if version <= newest:
             raise ConfigError(
-                f"version {self.version} is not newer than {newest}, which was pushed already: versions only grow. "
+                f"version {version} is not newer than {newest}, which was pushed already: versions only grow. "
                 f"Leave `version` out, or give at least {newest + 1}"
             )
-        return self.version
+        return version

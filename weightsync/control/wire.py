@@ -28,6 +28,8 @@ CLEAN, POISONED = "CLEAN", "POISONED"
 its first bucket was announced."""
 MAX_TIMEOUT_S = 86400.0
 """No trainer waits for longer than a day."""
+MAX_VERSION = 2**63 - 1
+"""No version is larger: msgpack, and what counts versions elsewhere, take 64 bits."""
 MAX_FRAME_BYTES = 1 << 28
 MEMORY_FACTOR = 16
 """How many times its bytes a message may take in memory.

@@ -12,8 +12,10 @@ import socket
 import ssl
 from contextlib import closing, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
+
+from msgspec import Struct, ValidationError, convert
 
 from weightsync.control.addresses import REACH_S
 from weightsync.control.fence import HEADER, STATUS, read_refusal
@@ -53,6 +55,9 @@ _QUESTIONS = 12
 4,095 times in 4,096, and two that take turns always."""
 _TRIES = 32
 """How often a call that undoes a push is made behind a load balancer."""
+_MOST_BYTES = 1 << 24
+"""The most that is read of an answer. The largest is that of /metrics, which has some hundred thousand bytes."""
+_MESSAGE_CHARS = 2000
 _HEALTH = "/health"
 _DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
 _KEY = "VLLM_API_KEY"
@@ -61,6 +66,35 @@ _LORA_UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 _LORA_METRIC = "vllm:lora_requests_info"
 _LORA_SAMPLE = re.compile(rf"^{_LORA_METRIC}\{{(.*)\}} (\S+)", re.MULTILINE)
 _LORA_LABEL = re.compile(r'(?:running|waiting)_lora_adapters="([^"]*)"')
+
+
+T = TypeVar("T")
+
+
+class _WeightInfo(Struct):
+    weight_version: str | int
+
+
+class _Paused(Struct):
+    is_paused: bool | None = None
+
+
+class _Model(Struct):
+    id: str
+    root: str | None = None
+
+
+class _Models(Struct):
+    data: list[_Model] = []
+
+
+class _Config(Struct, frozen=True):
+    weight_transfer_config: dict[str, Any] | None = None
+    parallel_config: dict[str, Any] | None = None
+
+
+class _ServerInfo(Struct):
+    vllm_config: _Config = _Config()
 
 
 class HttpEngine:
@@ -114,6 +148,14 @@ class HttpEngine:
             raise EngineError(f"{route}: the answer is not vLLM's: {text[:200]!r}", who=self.name)
         return answer
 
+    def _told(self, path: str, kind: type[T]) -> T:
+        """Return what the server answers to a GET, as the `kind` that vLLM answers. Raise `EngineError`s."""
+        answer = self.call("GET", path)
+        try:
+            return convert(answer, kind)
+        except ValidationError as error:
+            raise EngineError(f"{path}: the answer is not vLLM's: {error}", who=self.name) from error
+
     def _ask(self, route: str, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> str:
         """Return the text of the answer to one request.
 
@@ -133,7 +175,7 @@ class HttpEngine:
     def init(self, init_info: dict[str, Any]) -> None:
         self._session, self._meets_others = "", False
         # Known from the version, not found by trying: see `VllmEngine`. A build without tags calls itself 0.1.dev1.
-        version = re.match(r"(\d+)\.(\d+)", str(self.call("GET", "/version").get("version")))
+        version = re.match(r"(\d{1,9})\.(\d{1,9})", str(self.call("GET", "/version").get("version")))
         release = tuple(map(int, version.groups())) if version is not None else PLUG_INS_SINCE
         self._has_plug_ins = not EXTENSION_SINCE <= release < PLUG_INS_SINCE
         self._init(init_info)
@@ -178,8 +220,7 @@ class HttpEngine:
     def is_paused(self) -> bool | None:
         """Return whether generation is paused, by this trainer or another caller. None: the server does not say."""
         with suppress(UnsupportedError):
-            paused: bool | None = self.call("GET", "/is_paused").get("is_paused")
-            return paused
+            return self._told("/is_paused", _Paused).is_paused
         return None
 
     def resume(self) -> None:
@@ -204,7 +245,7 @@ class HttpEngine:
 
     def version(self) -> str | None:
         try:
-            return str(self.call("GET", "/weight_info")["weight_version"])
+            return str(self._told("/weight_info", _WeightInfo).weight_version)
         except UnsupportedError:  # before vLLM 0.27
             return None
 
@@ -242,10 +283,9 @@ class HttpEngine:
         """
         if self._has_workers:
             return
-        config = self.call("GET", "/server_info?config_format=json").get("vllm_config")
-        found = config if isinstance(config, dict) else {}
-        backend = (found.get("weight_transfer_config") or {}).get("backend")
-        if backend != BACKEND and not (found.get("parallel_config") or {}).get("worker_extension_cls"):
+        config = self._told("/server_info?config_format=json", _ServerInfo).vllm_config
+        backend = (config.weight_transfer_config or {}).get("backend")
+        if backend != BACKEND and not (config.parallel_config or {}).get("worker_extension_cls"):
             raise no_plug_in(f"its weight transfer backend is {backend!r}", self.name)
         self._has_workers = True
 
@@ -259,9 +299,9 @@ class HttpEngine:
     def has_adapter(self, adapter: LoraAdapter) -> bool:
         return adapter.name in self._adapters()
 
-    def _adapters(self) -> dict[str, str]:
+    def _adapters(self) -> dict[str, str | None]:
         """Return the paths of all adapters that the server lists, by name. The base model is listed too."""
-        return {row["id"]: row.get("root") for row in self.call("GET", "/v1/models").get("data", [])}
+        return {row.id: row.root for row in self._told("/v1/models", _Models).data}
 
     def adapters_in_use(self) -> set[str]:
         path = "/metrics"
@@ -273,7 +313,10 @@ class HttpEngine:
                 who=self.name,
             )
         # One sample for each set of adapters that there has been; its value is the time when that was seen last.
-        samples = [(float(value), labels) for labels, value in _LORA_SAMPLE.findall(text)]
+        try:
+            samples = [(float(value), labels) for labels, value in _LORA_SAMPLE.findall(text)]
+        except ValueError as error:
+            raise EngineError(f"{path}: the answer is not vLLM's: {error}", who=self.name) from error
         last = max((when for when, _ in samples), default=0.0)
         newest = [labels for when, labels in samples if when == last]
         found = {name for labels in newest for names in _LORA_LABEL.findall(labels) for name in names.split(",")}
@@ -324,7 +367,11 @@ class HttpEngine:
                 connection.request(method, self._prefix + path, content, headers)
                 connection.response_class = partial(_in_time, deadline)  # type: ignore[assignment]
                 response = connection.getresponse()
-                return response.status, response.read().decode(errors="replace")
+                content = response.read(_MOST_BYTES + 1)
+                if len(content) > _MOST_BYTES:
+                    text = f"{route}: the answer has over {_MOST_BYTES} bytes; is it a vLLM that answers there?"
+                    raise EngineError(text, who=self.name)
+                return response.status, content.decode(errors="replace")
             except TimeoutError as error:
                 raise too_late(route, timeout_s, self.name) from error
             except (OSError, http.client.HTTPException) as error:
@@ -363,9 +410,10 @@ def _in_time(deadline: Deadline, sock: socket.socket, *level: int, **options: An
 
 
 def _parsed(text: str) -> Any:
+    """Return what JSON says. None: it is none, or nested too deep to be an answer."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -376,5 +424,5 @@ def _message_of(text: str) -> str:
         error = answer.get("error", answer.get("detail", answer.get("message")))
     if isinstance(error, dict):
         error = error.get("message", error)
-    found = error if isinstance(error, str) else json.dumps(error) if error is not None else ""
-    return found or text[:2000] or "no message"
+    found = error if isinstance(error, str) else "" if error is None else json.dumps(error)
+    return (found or text)[:_MESSAGE_CHARS] or "no message"

@@ -49,6 +49,7 @@ from weightsync.control.wire import (
     typed,
 )
 from weightsync.errors import (
+    ConfigError,
     EngineAsleepError,
     EngineBusyError,
     EngineError,
@@ -93,6 +94,7 @@ class WorkerSession:
         self._name = f"worker {model.identity.name}"
         self._fence = os.environ.get(VARIABLE, "") if model.identity.rank == 0 else ""
         self._trainer = ""
+        self._number = 0
         self._mapped_by: set[str] = set()
         """The processes that may write into the parameters."""
         self.has_refused = False
@@ -114,7 +116,7 @@ class WorkerSession:
                 if self._connection is None or self._session != told.session:
                     raise several_engines()
                 return
-            self._meet(told)
+            is_met = self._meet(told)
         except Exception as error:
             problem = foreign(error, who=self._name, phase="init")
             logger.error("%s cannot meet a trainer: %s", self._name, problem)
@@ -123,12 +125,13 @@ class WorkerSession:
             if identity.rank == identity.world - 1:
                 raise problem from error
             return
-        if self._session == info["session"]:
+        if is_met:
             self._serve("init")
 
-    def _meet(self, info: InitInfo) -> None:
-        if self._connection is not None and self._session == info.session and self._connection.is_open():
-            return
+    def _meet(self, info: InitInfo) -> bool:
+        """Connect to the trainer, unless that was done. Return whether it has the engine now."""
+        if self._has_met(info.session) and self._number == info.engine:
+            return True
         identity = self._model.identity
         device, gpu_uuid = describe_device(self._model.device)
         hello = Hello(
@@ -152,9 +155,19 @@ class WorkerSession:
             problem = self._tell(connection, error, "init")
             connection.close()
             logger.warning("%s turned a trainer away: %s", self._name, problem)
+            return False
+        return True
+
+    def _has_met(self, session: str) -> bool:
+        return self._connection is not None and self._session == session and self._connection.is_open()
 
     def _take_over(self, info: InitInfo, connection: Connection) -> None:
         """Give the engine to the trainer at the other end of a connection."""
+        if self._has_met(info.session):
+            raise ConfigError(
+                f"engine {self._number} and engine {info.engine} are one engine, under two names or addresses: list "
+                "each engine once"
+            )
         if (held := self._held_by_another(info.process, self._pong_s(info.timeout_s))) is not None:
             raise held
         connection.watch_host(info.timeout_s)
@@ -162,7 +175,8 @@ class WorkerSession:
         if info.process != self._trainer:
             self._take_memory_back()
         self._connection, self._session, self._timeout_s = connection, info.session, info.timeout_s
-        self._trainer, self._name = info.process, f"engine {info.engine} worker {self._model.identity.name}"
+        self._trainer, self._number = info.process, info.engine
+        self._name = f"engine {info.engine} worker {self._model.identity.name}"
         if self._fence:
             note_session(self._fence, info.session)
 
@@ -204,7 +218,8 @@ class WorkerSession:
     def _fence_off(self) -> None:
         """Take the engine from the trainer that had it, if any."""
         if self._connection is not None:
-            self._tell(self._connection, FencedError(TAKEN_OVER), "")
+            # A trainer whose answer was changed on the way has answered.
+            self._tell(self._connection, self._connection.broken or FencedError(TAKEN_OVER), "")
         self.close()
 
     def _take_memory_back(self) -> None:

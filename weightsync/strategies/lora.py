@@ -38,6 +38,7 @@ from weightsync.config import check_count
 from weightsync.control.addresses import is_here
 from weightsync.control.runtime import outcome_in_thread
 from weightsync.control.update import Update
+from weightsync.control.wire import MAX_VERSION
 from weightsync.engines import AdapterEngine, EngineList, LoraAdapter
 from weightsync.engines.other_ranks import OtherRanks
 from weightsync.errors import (
@@ -389,7 +390,7 @@ class AdapterFolder:
     def __init__(self, transport: LoraTransport) -> None:
         self.is_private = transport.folder is None
         self._name = transport.name
-        self._pattern = re.compile(rf"{re.escape(transport.name)}-(\d+)-[0-9a-f]{{8}}")
+        self._pattern = re.compile(rf"{re.escape(transport.name)}-(\d{{1,19}})-[0-9a-f]{{8}}", re.ASCII)
         where = _MEMORY if transport.folder is None else Path(transport.folder).absolute()
         held: int | None = None
         try:
@@ -420,7 +421,7 @@ class AdapterFolder:
     def version(self, name: str) -> int | None:
         """Return the version of the adapter `name`, or None when the name is of another adapter."""
         match = self._pattern.fullmatch(name)
-        return None if match is None else int(match[1])
+        return None if match is None or int(match[1]) > MAX_VERSION else int(match[1])
 
     def earlier(self) -> list[Path]:
         """Return the adapters that earlier trainers have left, the oldest first: in this folder, or in memory."""
