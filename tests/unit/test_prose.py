@@ -15,10 +15,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "weightsync").rglob("*.py"))
 CODE = ("weightsync", "tests", "examples", "benchmarks")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DECISIONS = sorted((ROOT / "docs/decisions").glob("[0-9]*.md"))
 
 MOST_WORDS = 40
 """In one sentence of a docstring. The aim is 25."""
+DECISION_PARTS = ["Context", "Decision", "Consequences", "What would change it"]
+MOST_DECISION_LINES = 40
+MOST_DECISION_WORDS = 25
 
 # An imperative verb is none of these. A property is read like an attribute, so it may begin with a noun.
 NO_VERB = re.compile(
@@ -231,7 +235,7 @@ def members(body: list[ast.stmt]) -> dict[str, list[ast.stmt] | None]:
 def test_pages_that_code_names_exist():
     code = [ROOT / "Makefile", *(path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py")))]
     named = {
-        (path, name) for path in code for name in re.findall(r"\bdocs/[\w-]+\.md", path.read_text(encoding="utf-8"))
+        (path, name) for path in code for name in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text(encoding="utf-8"))
     }
     assert named, "no page is named anywhere: does the test look at the right folders?"
     assert not sorted(f"{name_of(path)}: {name}" for path, name in named if not (ROOT / name).exists())
@@ -245,14 +249,33 @@ def test_pages_of_frameworks_show_their_recipes():
         assert f"```python\n{recipe.read_text(encoding='utf-8')}```" in page.read_text(encoding="utf-8"), page.name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_of_a_page_lead_somewhere(page: Path):
     assert not broken_links(page)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_names_on_a_page_are_defined(page: Path):
     assert not unknown_names(page)
+
+
+def test_decisions_are_numbered_and_listed_with_their_titles():
+    assert [path.name[:5] for path in DECISIONS] == [f"{number:04}-" for number in range(1, len(DECISIONS) + 1)]
+    listed = re.findall(
+        r"^\| (\d{4}) \| \[(.+)\]\((.+)\) \|", (DECISIONS[0].parent / "README.md").read_text(), re.MULTILINE
+    )
+    titles = [path.read_text(encoding="utf-8").partition("\n")[0] for path in DECISIONS]
+    assert [(f"# {number}. {title}", name) for number, title, name in listed] == [
+        (title, path.name) for title, path in zip(titles, DECISIONS, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=name_of)
+def test_a_decision_has_four_parts_on_one_screen_of_plain_sentences(page: Path):
+    text = page.read_text(encoding="utf-8")
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == DECISION_PARTS
+    assert len(text.splitlines()) <= MOST_DECISION_LINES
+    assert [sentence for sentence in sentences(text) if count_words(sentence) > MOST_DECISION_WORDS] == []
 
 
 def test_broken_links_and_unknown_names_are_found(tmp_path: Path):
