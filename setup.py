@@ -30,7 +30,7 @@ extras = {
 
 setup(
     name="weightsync",
-    version="0.1.0",  # the same in weightsync/__init__.py; tests/unit/test_package.py compares them
+    version="0.1.0",  # the same in weightsync/__init__.py; tests/fake/test_package.py compares them
     description="Moves updated policy weights from an RL trainer into a running vLLM",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -65,10 +65,4 @@ setup(
     ],
 )
 
-# Release checklist
-# 1. `make test` passes on a machine without a GPU and on one with a GPU.
-# 2. Set the version here and in weightsync/__init__.py.
-# 3. CHANGELOG.md: rename "Unreleased" to the version and the date; bring "Wire protocol" and "Tested with" up to date.
-# 4. Commit "Release X.Y.Z" and tag it: `git tag -s vX.Y.Z -m "Release X.Y.Z"`.
-# 5. Build: `make clean && python -m build`. Install the wheel in an empty environment and run `weightsync doctor`.
-# 6. Publish the files in dist/, then set the next development version (X.Y+1.0.dev0) in both places.
+# CONTRIBUTING.md has the list of what a release takes.

@@ -20,7 +20,9 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 TOP_LEVEL = {
     ".ci",
     ".gitignore",
+    ".pre-commit-config.yaml",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "LICENSE",
     "Makefile",
     "README.md",

@@ -318,6 +318,13 @@ def test_packages_import_only_downward():
     fail_on(violations, "A module imports from its own layer and those below; the table ORDER in this test has them.")
 
 
+def test_the_picture_for_contributors_has_the_layers():
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[0].splitlines()
+    drawn = [re.split(r" {2,}", line)[0].split(", ") for line in lines]
+    assert drawn[::-1] == [[module.removeprefix("weightsync.") for module in layer] for layer in ORDER]
+
+
 def test_modules_import_each_other_in_no_circle():
     graph: dict[str, set[str]] = {module: set() for module in sources()}
     for found in ours():

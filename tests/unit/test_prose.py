@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "weightsync").rglob("*.py"))
 CODE = ("weightsync", "tests", "examples", "benchmarks")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+PAGES = [ROOT / "README.md", CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
 DECISIONS = sorted((ROOT / "docs/decisions").glob("[0-9]*.md"))
 
 MOST_WORDS = 40
@@ -257,6 +258,15 @@ def test_links_of_a_page_lead_somewhere(page: Path):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_names_on_a_page_are_defined(page: Path):
     assert not unknown_names(page)
+
+
+def test_tests_that_contributors_are_told_to_run_exist():
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", CONTRIBUTING.read_text(encoding="utf-8"), re.MULTILINE))
+    assert rows.keys() == {path.parent.name for path in (ROOT / "weightsync").glob("*/__init__.py")}
+    commands = re.findall(r"(tests/\w+/test_)(?:{([\w,]+)}|(\w+))\.py", "".join(rows.values()))
+    named = {f"{start}{name}.py" for start, names, one in commands for name in (names or one).split(",")}
+    assert named
+    assert not sorted(name for name in named if not (ROOT / name).exists())
 
 
 def test_decisions_are_numbered_and_listed_with_their_titles():
