@@ -26,7 +26,7 @@ from engines import (
 from test_lora import fill_adapters, wrapped
 from test_lora_transport import KINDS
 
-from weightsync import ConfigError, LoraTransport, UnsupportedError, WeightSync
+from weightsync import ConfigError, LoraTransport, TensorSelection, UnsupportedError, WeightSync
 
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine
@@ -193,6 +193,20 @@ def refuse_unbound(engines: Engines) -> None:
         assert raised.value.adapter_modules[0] == first
         assert "model.layers.0.self_attn.q_proj" in raised.value.engine_modules
         assert engines.llm.llm_engine.list_loras() == before
+    # Under the engine's names it acts.
+    whole = tiny_models.build("qwen3", "A")
+    answers = []
+    for inner, rename in ((whole.model, {r"^": "model."}), (whole, None)):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(inner, config)
+        with WeightSync(
+            "fsdp", "lora", engines.llm, timeout_s=TIMEOUT_S, selection=TensorSelection(rename=rename)
+        ) as sync:
+            sync.push(model)
+            answers.append(ask(engines, sync.adapter))
+        model.unload()
+    assert answers[0] != ask(engines)
+    assert_same(answers[0], answers[1], "an adapter of the backbone under the engine's names")
 
 
 def find_bound(engines: Engines, folder: Path) -> None:

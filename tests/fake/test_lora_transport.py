@@ -23,8 +23,10 @@ from weightsync import (
     EngineError,
     LoraAdapter,
     LoraTransport,
+    ManifestError,
     NonFiniteError,
     PlacementError,
+    TensorSelection,
     UnsupportedError,
     WeightSync,
 )
@@ -194,6 +196,21 @@ def test_what_an_engine_cannot_serve_is_refused_before_it_is_called(kind: str, m
         sync.push(make())
     assert engine.log == []
     assert list(memory.iterdir()) == []
+
+
+def test_an_adapter_travels_under_other_names(tmp_path: Path):
+    model, engine = wrapped("embedding"), FakeEngine()
+    selection = TensorSelection(rename={r"^model\.": "model.language_model."})
+    with WeightSync("fsdp", LoraTransport(folder=tmp_path), engine, selection=selection) as sync:
+        sync.push(model)
+        old, new = "base_model.model.model.", "base_model.model.model.language_model."
+        assert_holds(engine, sync.adapter, {name.replace(old, new): each for name, each in in_peft(model).items()})
+    same = TensorSelection(rename={r"layers\.\d+": "layers.0"})
+    with (
+        WeightSync("fsdp", LoraTransport(folder=tmp_path), engine, selection=same) as sync,
+        pytest.raises(ManifestError, match=r"another tensor the name of model\.layers\.1.*, base_model"),
+    ):
+        sync.push(model)
 
 
 def test_an_adapter_that_is_not_finite_is_refused_before_it_is_written(memory: Path):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.errors import ConfigError, ManifestError, UnsupportedError
 from weightsync.planning.layout import Manifest, TensorMeta
 from weightsync.sources.base import Model, TensorShard, one_module
 from weightsync.sources.module import Held, ModuleSource, adapters_of, refusal
@@ -43,8 +43,9 @@ def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> Lora:
     """Read the active adapter of `model` as `source` reads. Local, not collective.
 
     The views stay valid until the trainer moves its storages. Raises `ConfigError` for a model without exactly one
-    active adapter. Raises `UnsupportedError`, with all reasons, for one that is not plain LoRA or that vLLM cannot
-    serve. An engine whose base is pushed too may have one that has changed.
+    active adapter, and `ManifestError` where the selection gives two tensors one name. Raises `UnsupportedError`, with
+    all reasons, for one that is not plain LoRA or that vLLM cannot serve. An engine whose base is pushed too may have
+    one that has changed.
     """
     model = one_module(model)
     own = modules(model)
@@ -83,7 +84,13 @@ def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> Lora:
             for tail, read in source.readers(factor):
                 if is_embedding and tail != name:
                     continue
-                full = f"{_FILE_PREFIX}{prefix}{key}" if is_embedding else f"{_FILE_PREFIX}{prefix}{key}.{tail}"
+                given = f"{prefix}{key}" if is_embedding else f"{prefix}{key}.{tail}"
+                full = f"{_FILE_PREFIX}{source.selection.renamed(given)}"
+                if full in held:
+                    raise ManifestError(
+                        f"TensorSelection.rename gives another tensor the name of {given}, {full}",
+                        mismatched={full: "given to two tensors"},
+                    )
                 try:
                     held[full] = read()
                 except UnsupportedError as error:

@@ -106,7 +106,7 @@ class LoraTransport:
 
         if not isinstance(options.source, ModuleSource) or options.quantize is not None:
             raise ConfigError('adapters are those of PEFT: backend="fsdp" or "deepspeed", without quantize')
-        options.refuse_selection("this LoraTransport", "exclude", "frozen", "only_trained", "dtypes", "rename")
+        options.refuse_selection("this LoraTransport", "exclude", "frozen", "only_trained", "dtypes")
         options.refuse("this LoraTransport", *OF_COPIES, "pause", "hold_s", "non_finite")
         return LoraAdapters(options, options.source, self)
 
