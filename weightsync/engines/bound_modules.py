@@ -48,8 +48,8 @@ def _refusal(
         f"{len(names)} modules of the adapter {adapter.name} {problem}: {some(names)}. The engine binds adapters to "
         f"{some(modules) or 'nothing'}. Let PEFT wrap the model that the engine serves, such as an "
         "AutoModelForCausalLM: neither its backbone alone, nor a module that holds it. Or give the modules their names "
-        "in the engine's checkpoint, TensorSelection(rename=...). Leave modules that the engine does not have, or gives "
-        "no adapters, out of target_modules",
+        "in the engine's checkpoint, TensorSelection(rename=...). Leave modules that the engine does not have, or "
+        "gives no adapters, out of target_modules",
         who=who,
         phase="load",
         adapter_modules=names,
