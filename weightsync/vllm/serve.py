@@ -30,7 +30,7 @@ from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.transports import handle_file
 
 _HOST, _PORT = "127.0.0.1", 8000
-_FENCE = "weightsync.vllm.fence.Fence"
+_FENCE, _PAUSES = "weightsync.vllm.fence.Fence", "weightsync.vllm.pauses.Pauses"
 _LORA_UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 
@@ -71,7 +71,7 @@ def command_line(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         environment[_LORA_UPDATING] = "1"
     config = '{"backend": "weightsync"}'
     command = ["serve", model, "--host", own.host, "--port", str(own.port), "--weight-transfer-config", config]
-    command += ["--middleware", _FENCE, *others]
+    command += ["--middleware", _FENCE, "--middleware", _PAUSES, *others]
     return command, environment
 
 
