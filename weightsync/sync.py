@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,14 @@ logger = logging.getLogger(__name__)
 
 _SHARED_BY_RANKS = ("backend", "transport", "verify", "quantize", "on_engine_failure", "encoding", "non_finite")
 """The options of which every rank uses its own. Of `selection` too, and what then differs is named by tensor."""
+
+
+@dataclass
+class _Step:
+    """One call that no other may come in between. A signal may interrupt it at any moment."""
+
+    is_over: bool = False
+    next: dict[int, _Step] = field(default_factory=dict)
 
 
 class WeightSync:
@@ -163,7 +171,7 @@ class WeightSync:
         )
         self._drops = on_engine_failure == "drop"
         self._lost: list[str] = []
-        self._busy = threading.Lock()
+        self._step = _Step(is_over=True)
         options = Options(**vars(config), source=source, engines=EngineList(engine, timeout_s))
         self._strategy = open_strategy(transport, options)
         shared = {name: given[name] for name in _SHARED_BY_RANKS}
@@ -303,6 +311,8 @@ class WeightSync:
 
         Workers keep the memory that they have mapped until a trainer calls them next.
         """
+        if (unended := self._ranks.unended) is not None and self._step.is_over:
+            unended.result()
         self._strategy.close()
         self._ranks.disconnect()
 
@@ -318,23 +328,34 @@ class WeightSync:
             raise ConfigError(f"version={version!r}; it must be a whole number, or None for the next")
         if version is not None and abs(version) > MAX_VERSION:
             raise ConfigError(f"version={version}; the largest that can be is {MAX_VERSION}")
-        if not self._busy.acquire(blocking=False):
-            raise ConfigError("this WeightSync is pushing already, in another thread or task: wait for that push first")
-        timeline = Timeline()
+        step, timeline = _Step(), Timeline()
         try:
+            self._take_turn(step)
             with collective(self._ranks, Call(name, version, label), self._strategy.explain, self._reset) as update:
                 timeline = update.timeline
                 yield update
-        except WeightSyncError as error:
-            if self._ranks.rank == 0:
+            step.is_over = True
+        except BaseException as error:
+            step.is_over = True
+            if isinstance(error, WeightSyncError) and self._step is step and self._ranks.rank == 0:
                 telemetry.push_failed(timeline, error)
             raise
         finally:
-            self._busy.release()
+            step.is_over = True  # also where a signal has interrupted one of the lines that say so
         if update.report is not None:
             self.last_report = update.report
             if self._ranks.rank == 0:
                 telemetry.push_succeeded(timeline, update.report)
+
+    def _take_turn(self, step: _Step) -> None:
+        """Begin a step where the last one is over. No lock: an interrupted thread might keep it."""
+        last = self._step
+        while last.next:
+            last = last.next[0]
+        # Two threads may come here at once, and a dict lets one of them in.
+        if not last.is_over or last.next.setdefault(0, step) is not step:
+            raise ConfigError("this WeightSync is pushing already, in another thread or task: wait for that push first")
+        self._step = step
 
     def _reset(self, error: WeightSyncError) -> None:
         self._lost = getattr(error, "lost", [])

@@ -179,14 +179,12 @@ class Connection:
 
         may_ask: what the thread that converses sends behind its change is not followed by a question.
         """
-        if self._asked_at is None and self._sending.acquire(blocking=False):
-            try:
+        if self._asked_at is None and not self._sending.locked():
+            with self._sending:  # and no `acquire`: a signal might come before its `try`
                 if may_ask():
                     self._asked_at = time.monotonic()
                     with suppress(WeightSyncError):  # the thread that converses will find it out
                         self._send(Ping(), Deadline(_PONG_S), "idle")
-            finally:
-                self._sending.release()
 
     @property
     def silent_s(self) -> float:
@@ -204,12 +202,10 @@ class Connection:
 
     def _pong(self, deadline: Deadline, phase: str) -> None:
         # A thread that is in the middle of a frame answers when that is out.
-        if self._owes_pong and self._sending.acquire(blocking=False):
-            try:
+        if self._owes_pong and not self._sending.locked():
+            with self._sending:
                 self._owes_pong = False
                 self._send(Pong(self.holds()), deadline, phase)
-            finally:
-                self._sending.release()
 
     def _take(self, data: bytes) -> None:
         self._buffer += data

@@ -24,23 +24,27 @@ class PlainModes:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave the context, if it was not left."""
         self._entered.close()
 
     @contextmanager
     def left(self) -> Iterator[None]:
         """Leave the context meanwhile: the body is the caller's."""
-        self._entered.close()
+        self.leave()
         try:
             yield
         finally:
             self._enter()
 
     def _enter(self) -> None:
-        entered = ExitStack()
-        entered.enter_context(torch.inference_mode(False))
-        entered.enter_context(torch.no_grad())
-        for kind in ("cpu", "cuda"):
-            entered.enter_context(torch.autocast(kind, enabled=False))
-        if torch.empty(0).device.type != "cpu":
-            entered.enter_context(torch.device("cpu"))  # only then, since it makes each call of torch slower
-        self._entered = entered
+        with ExitStack() as entered:
+            entered.enter_context(torch.inference_mode(False))
+            entered.enter_context(torch.no_grad())
+            for kind in ("cpu", "cuda"):
+                entered.enter_context(torch.autocast(kind, enabled=False))
+            if torch.empty(0).device.type != "cpu":
+                entered.enter_context(torch.device("cpu"))  # only then, since it makes each call of torch slower
+            self._entered = entered.pop_all()

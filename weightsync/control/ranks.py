@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from weightsync.control.addresses import LOOPBACK, ends, is_loopback
 from weightsync.control.connection import Connection, dial
+from weightsync.control.ending import Ending
 from weightsync.control.hold import Hold
 from weightsync.control.listener import Listener
 from weightsync.control.meeting import ALL_PUSH, Meeting
@@ -92,6 +93,8 @@ class Ranks:
         self.hold = Hold(timeout_s, hold_s)
         self._peers: dict[int, Connection] = {}  # rank 0: to ranks 1, 2, ...; elsewhere: to rank 0
         self._address = "", 0, ""  # elsewhere than on rank 0: where it listens, and its token
+        self.unended: Ending[WeightSyncError] | None = None
+        """What must be done of a step that has begun and not ended."""
         self._calls = 0
         self._has_heard = False  # in the last call, of the failure of a call that other ranks had ended before
 
@@ -355,28 +358,45 @@ def collective(
     this rank knows. `reset` is called with the error that all ranks raise, and the ranks are disconnected. `reset` is
     called before the body, too, when ranks connect anew. Neither may raise.
     """
+    if ranks.unended is not None:  # a step that was interrupted before it could end
+        ranks.unended.result()
     update = Update(ranks, ranks.timeout_s, call.version if call is not None else None)
-    with update.modes:
+
+    def end(error: WeightSyncError) -> WeightSyncError:
         try:
-            ranks.hold.begin()
-            if ranks.begin(update.timeline.phase, call):
-                reset(PeerError("the trainer's ranks have connected anew"))
-            yield update
-        except BaseException as cause:
-            if isinstance(cause, Exception):
-                error = foreign(cause, who=f"trainer rank {ranks.rank}", phase=update.timeline.phase)
-            else:
-                error = WeightSyncError("the trainer was interrupted", phase=update.timeline.phase)
-            try:
-                error = ranks.agree_on(explain(error))
-                reset(error)
-            finally:
-                ranks.disconnect()
-            if error is cause or not isinstance(cause, Exception):
-                raise
-            raise error from cause
+            error = ranks.agree_on(explain(error))
+            reset(error)
         finally:
-            ranks.hold.end()
+            ranks.disconnect()
+        ranks.unended = None
+        return error
+
+    interrupted = WeightSyncError("the trainer was interrupted")
+    try:
+        with update.modes:
+            try:
+                ranks.unended = Ending(partial(end, interrupted))
+                ranks.hold.begin()
+                if ranks.begin(update.timeline.phase, call):
+                    reset(PeerError("the trainer's ranks have connected anew"))
+                yield update
+                ranks.unended = None
+            except BaseException as cause:
+                interrupted.phase = phase = update.timeline.phase
+                if isinstance(cause, Exception) and ranks.unended is not None:
+                    error = foreign(cause, who=f"trainer rank {ranks.rank}", phase=phase)
+                    ranks.unended = Ending(partial(end, error))
+                agreed = cause if ranks.unended is None else ranks.unended.result()
+                if agreed is cause or not isinstance(cause, Exception):
+                    raise
+                raise agreed from cause
+            finally:
+                ranks.hold.end()
+    finally:
+        # Where a signal has interrupted what is done above to end the step.
+        if ranks.unended is not None:
+            ranks.unended.result()
+        update.modes.leave()
 
 
 @contextmanager

@@ -1,0 +1,178 @@
+"""A trainer that is interrupted, as by Ctrl-C, at any line and once more while it cleans up: the next push succeeds."""
+
+from __future__ import annotations
+
+import linecache
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
+
+import weightsync
+from weightsync import WeightSync
+from weightsync.control.fleet import Fleet
+from weightsync.control.ranks import Ranks
+from weightsync.transports.ipc import IpcTransport
+
+OURS = str(Path(weightsync.__file__).parent)
+FRAME = (f"{OURS}/sync.py", f"{OURS}/control/ranks.py", f"{OURS}/control/modes.py", f"{OURS}/control/ending.py")
+"""Where every line is tried. Of all others some are."""
+EVERY = 23
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))
+    yield engine
+    engine.close()
+
+
+class Lines:
+    """The lines of weightsync that this thread runs. Before the one with number `at` it is interrupted, once."""
+
+    def __init__(self, at: int, files: tuple[str, ...]) -> None:
+        self.left, self.files = at, files
+        self.where: str | None = None
+
+    def begin(self) -> None:
+        sys.settrace(self._trace)
+        frame: Any = sys._getframe(1)
+        while frame is not None:  # those that run already, too
+            frame.f_trace = self._trace
+            frame = frame.f_back
+
+    def _trace(self, frame: Any, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(self.files):
+            return self._trace
+        if event == "line":
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+            if line.startswith(("with ", "try:")):
+                return self._trace  # Python raises nothing of a signal there, where a `with` would not exit
+            self.left -= 1
+            if self.left == 0:
+                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._trace
+
+
+def serves(engine: FakeEngine, seed: int) -> bool:
+    return all(map(torch.equal, engine.hosts[0].live.parameters(), cold(checkpoint(seed)).parameters()))
+
+
+@contextmanager
+def no_trace_left() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
+def interrupted(call: Callable[[], Any], lines: Lines, first: Callable[[], None] | None = None) -> bool:
+    """Call, and return whether a line was interrupted. Begin with the lines after `first` has been called, if given."""
+    with no_trace_left():
+        if first is None:
+            lines.begin()
+        try:
+            call()
+        except KeyboardInterrupt:
+            pass
+    return lines.where is not None
+
+
+def check(sync: WeightSync, engine: FakeEngine, model: Any, seed: int, where: str | None) -> None:
+    assert torch.is_grad_enabled(), where
+    assert not torch.is_inference_mode_enabled(), where
+    model.load_state_dict(checkpoint(seed))
+    sync.push(model)
+    assert serves(engine, seed), where
+    assert not engine.version().startswith("POISONED"), where  # type: ignore[union-attr]
+    assert engine.log[-1] == "resume", where
+
+
+@pytest.mark.parametrize(("files", "every"), [(FRAME, 1), ((OURS,), EVERY)], ids=["each of the frame", "some of all"])
+def test_a_push_that_is_interrupted_at_any_line_is_followed_by_one_that_succeeds(
+    engine: FakeEngine, files: tuple[str, ...], every: int
+) -> None:
+    model = trainer_model(checkpoint(2))
+    at = 1
+    with WeightSync("fsdp", "ipc", engine, timeout_s=20.0) as sync:
+        while True:
+            lines = Lines(at, files)
+            if not interrupted(lambda: sync.push(model), lines):
+                break
+            check(sync, engine, model, 2 + at % 5, lines.where)
+            at += every
+    assert at > 50
+
+
+@pytest.mark.parametrize("fails", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("moment", ["look", "send"])
+def test_a_second_interrupt_at_any_line_of_the_cleanup_changes_nothing(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, moment: str, fails: type[BaseException]
+) -> None:
+    model = trainer_model(checkpoint(2))
+    at = 1
+    with WeightSync("fsdp", "ipc", engine, timeout_s=20.0) as sync:
+        sync.push(model)
+        while True:
+            version = engine.version()
+            lines = Lines(at, (OURS,))
+
+            def fail(*_: Any, lines: Lines = lines) -> Any:
+                lines.begin()
+                raise fails("first")
+
+            with monkeypatch.context() as patched, no_trace_left():
+                patched.setattr(IpcTransport, moment, fail)
+                with pytest.raises((fails, weightsync.WeightSyncError, KeyboardInterrupt)):
+                    sync.push(model)
+            if lines.where is None:
+                break
+            if moment == "look":  # nothing was written
+                assert engine.version() == version, lines.where
+                assert engine.log.count("pause keep") == engine.log.count("resume"), lines.where
+            check(sync, engine, model, 2 + at % 5, lines.where)
+            at += 2
+    assert at > 10
+
+
+@pytest.mark.parametrize("where", [(Fleet, "fail"), (Ranks, "agree_on"), (Fleet, "explain"), (Ranks, "disconnect")])
+@pytest.mark.parametrize("how", ["raised", "signal"])
+def test_a_second_ctrl_c_in_the_middle_of_the_cleanup_is_raised_when_that_is_over(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str], how: str
+) -> None:
+    model = trainer_model(checkpoint(2))
+    owner, name = where
+    real, left = getattr(owner, name), 1
+
+    def again(*args: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            if how == "signal":
+                signal.raise_signal(signal.SIGINT)
+            else:
+                raise KeyboardInterrupt
+        return real(*args)
+
+    def fail(*_: Any) -> Any:
+        monkeypatch.setattr(owner, name, again)
+        raise KeyboardInterrupt
+
+    with WeightSync("fsdp", "ipc", engine, timeout_s=20.0) as sync:
+        sync.push(model)
+        with monkeypatch.context() as patched:
+            patched.setattr(IpcTransport, "look", fail)
+            with pytest.raises(KeyboardInterrupt):
+                sync.push(model)
+        assert left < 1
+        assert engine.version() == "1"
+        assert engine.log.count("pause keep") == engine.log.count("resume")
+        check(sync, engine, model, 3, name)
