@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -172,6 +173,7 @@ class WeightSync:
         self._drops = on_engine_failure == "drop"
         self._lost: list[str] = []
         self._step = _Step(is_over=True)
+        self._process: int | None = None  # whose connections these are
         options = Options(**vars(config), source=source, engines=EngineList(engine, timeout_s))
         self._strategy = open_strategy(transport, options)
         shared = {name: given[name] for name in _SHARED_BY_RANKS}
@@ -309,8 +311,10 @@ class WeightSync:
     def close(self) -> None:
         """Disconnect from the engines. Not collective. Another trainer may push afterwards.
 
-        Workers keep the memory that they have mapped until a trainer calls them next.
+        Workers keep the memory that they have mapped until a trainer calls them next. Raises `ConfigError` in a process
+        that was forked from the one that is connected.
         """
+        self._check_process()
         if (unended := self._ranks.unended) is not None and self._step.is_over:
             unended.result()
         self._strategy.close()
@@ -320,7 +324,8 @@ class WeightSync:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self._process in (None, os.getpid()):  # else a forked process leaves a block of its parent's
+            self.close()
 
     @contextmanager
     def _collective(self, name: str, version: int | None = None, label: str | None = None) -> Iterator[Update]:
@@ -328,6 +333,8 @@ class WeightSync:
             raise ConfigError(f"version={version!r}; it must be a whole number, or None for the next")
         if version is not None and abs(version) > MAX_VERSION:
             raise ConfigError(f"version={version}; the largest that can be is {MAX_VERSION}")
+        self._check_process()
+        self._process = os.getpid()
         step, timeline = _Step(), Timeline()
         try:
             self._take_turn(step)
@@ -346,6 +353,14 @@ class WeightSync:
             self.last_report = update.report
             if self._ranks.rank == 0:
                 telemetry.push_succeeded(timeline, update.report)
+
+    def _check_process(self) -> None:
+        """Raise `ConfigError` in a process that was forked from the one that is connected, and shares its sockets."""
+        if self._process not in (None, os.getpid()):
+            raise ConfigError(
+                f"this WeightSync is connected by process {self._process}, from which this process, {os.getpid()}, was "
+                "forked: use it there, or make another one here"
+            )
 
     def _take_turn(self, step: _Step) -> None:
         """Begin a step where the last one is over. No lock: an interrupted thread might keep it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 import weakref
@@ -61,6 +62,7 @@ def join(calls: Sequence[BackgroundCall], silent: Collection[str], deadline: Dea
 
 
 _owed: weakref.WeakSet[BackgroundCall] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_owed.clear)  # a child process has not the threads of these calls
 
 
 def wait_at_exit(calls: Sequence[BackgroundCall]) -> None:
