@@ -186,9 +186,15 @@ class Listener:
         readable = ready(everyone, select.POLLIN, min(deadline.left_s(), _TURN_S))
         if self._wake_out in readable:
             self._wake_out.recv(4096)
-        table = ConnectionTable()
+        table = ConnectionTable()  # all that greet in this turn share one look
         for newcomer in [newcomer for newcomer in self._newcomers if newcomer in readable]:
-            self._introduce(newcomer, table)
+            has_greeted = newcomer.connection is not None
+            self._introduce(newcomer)
+            if not self._key and not has_greeted and newcomer.connection is not None:
+                try:
+                    newcomer.refuse_other_users(table)
+                except ProtocolError as error:
+                    self._turn_away(newcomer, str(error))
         for listener in [listener for listener in self._listeners if listener in readable]:
             self._accept(listener)
         return [connection for connection in connections if connection in readable]
@@ -215,33 +221,20 @@ class Listener:
             return  # the newcomer has gone again
         self._newcomers.append(_Newcomer(sock, at(*address[:2])))
 
-    def _is_trusted(self, newcomer: _Newcomer, table: ConnectionTable) -> bool:
-        """Return whether a newcomer may be answered, which is turned away where it may not."""
-        try:
-            if not self._key:
-                refuse_other_users(newcomer.sock, newcomer.peer, table)
-        except ProtocolError as error:
-            self._turn_away(newcomer, str(error))
-            return False
-        return True
-
     def _turn_away(self, newcomer: _Newcomer, why: str) -> None:
         self.refused = f"{newcomer.peer} was turned away: {why}"
         self._newcomers.remove(newcomer)
         newcomer.close()
 
-    def _introduce(self, newcomer: _Newcomer, table: ConnectionTable) -> None:
+    def _introduce(self, newcomer: _Newcomer) -> None:
         """Read a newcomer's greeting, and answer it; or read its `Hello`.
-
-        Without a key, the user of a newcomer that has greeted is looked up in `table`, before the answer.
 
         A newcomer that cannot prove itself is turned away without a message. One that can and may not take part is told
         why, and the reason is raised.
         """
         try:
             if newcomer.connection is None:
-                if newcomer.has_greeted() and self._is_trusted(newcomer, table):
-                    newcomer.answer(self._key, self.token)
+                newcomer.answer(self._key, self.token)
                 return
             connection = newcomer.connection
             connection.read("connect")
@@ -298,31 +291,32 @@ class _Newcomer:
         sock.setblocking(False)
         self.peer, self.greeting, self.deadline = peer, b"", Deadline(_NEWCOMER_S)
         self.connection: Connection | None = None
-        self.sock = sock
+        self._sock = sock
 
     def fileno(self) -> int:
-        return self.sock.fileno()
+        return self._sock.fileno()
 
-    def has_greeted(self) -> bool:
-        """Read what has come of a greeting. Return whether it is whole.
+    def answer(self, key: bytes, token: str) -> None:
+        """Read what has come of a greeting, and answer a whole one.
 
         Raises `OSError`, `PeerError`, and `ProtocolError` for what is no greeting.
         """
-        data = self.sock.recv(GREETING_BYTES - len(self.greeting))
+        data = self._sock.recv(GREETING_BYTES - len(self.greeting))
         if not data:
             raise PeerError("it closed its connection")
         self.greeting += data
         if not self.greeting.startswith(tuple(tag[: len(self.greeting)] for tag in TAGS)):
             raise ProtocolError("it sent no greeting")
-        return len(self.greeting) == GREETING_BYTES
+        if len(self.greeting) == GREETING_BYTES:
+            mine = greeting(key)
+            proof, received, sent = agree(key, token, self.greeting, mine)
+            self._sock.sendall(mine + proof)  # which a new socket has room for
+            self.connection = Connection(self._sock, self.peer, sent, received)
+            self.connection.most_bytes = _HELLO_BYTES
 
-    def answer(self, key: bytes, token: str) -> None:
-        """Answer a whole greeting. Raises `OSError`."""
-        mine = greeting(key)
-        proof, received, sent = agree(key, token, self.greeting, mine)
-        self.sock.sendall(mine + proof)  # which a new socket has room for
-        self.connection = Connection(self.sock, self.peer, sent, received)
-        self.connection.most_bytes = _HELLO_BYTES
+    def refuse_other_users(self, table: ConnectionTable) -> None:
+        """Raise `ProtocolError` unless it is a process of this user on this host."""
+        refuse_other_users(self._sock, self.peer, table)
 
     def close(self) -> None:
-        hang_up(self.sock)
+        hang_up(self._sock)
