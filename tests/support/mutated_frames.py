@@ -28,7 +28,7 @@ from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, mod
 
 from weightsync import WeightSync
 from weightsync.control.connection import Connection
-from weightsync.control.handshake import GREETING_BYTES, ConnectionTable, Seal, agree, greet, greeting
+from weightsync.control.handshake import GREETING_BYTES, Seal, agree, greet, greeting
 from weightsync.control.listener import Listener, _Newcomer
 from weightsync.control.runtime import Deadline
 from weightsync.control.wire import (
@@ -145,21 +145,6 @@ class Told:
     def ignore(self, *args: Any) -> None: ...
 
     setblocking = setsockopt = settimeout = shutdown = close = ignore
-
-    def getpeername(self) -> tuple[str, int]:
-        return "127.0.0.1", 1
-
-    getsockname = getpeername
-
-
-class TableOfOurs(ConnectionTable):
-    """Every connection is of this user."""
-
-    def user_of(self, local: tuple[str, int], remote: tuple[str, int]) -> int:
-        return os.geteuid()
-
-
-OURS = TableOfOurs()
 
 
 def sealed(frames: list[bytes], key: bytes, draw: random.Random) -> bytes:
@@ -278,14 +263,14 @@ class Ends:
                 return "turned away"
             if newcomer.connection is not None:
                 return "answered"
-            self._listener._introduce(newcomer, OURS)
+            self._listener._introduce(newcomer)
         return "waits"
 
     def hello(self) -> str:
         mine = greeting(b"")
         newcomer = self._come(mine)
-        self._listener._introduce(newcomer, OURS)
-        told: Any = newcomer.sock
+        self._listener._introduce(newcomer)
+        told: Any = newcomer._sock
         assert newcomer.connection is not None
         seal = agree(b"", self._listener.token, mine, told.sent[:GREETING_BYTES])[1]
         told.data = sealed(self._mutate.frames(HELLO)[1], seal._key, self._draw)
@@ -295,7 +280,7 @@ class Ends:
                 return "came in"
             if newcomer not in self._listener._newcomers:
                 return "turned away"
-            self._listener._introduce(newcomer, OURS)
+            self._listener._introduce(newcomer)
         return "waits"
 
     def _come(self, data: bytes) -> _Newcomer:
