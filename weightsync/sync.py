@@ -87,7 +87,9 @@ class WeightSync:
         engine.
     verify: which bytes are compared by digests before the push commits. "full": all. "sampled", the default: all in
         the first push, then a sixteenth of what travels, in turn. Memory that workers read in place is proven in full
-        when it is mapped, and by a small sample in each push. "none": nothing.
+        when it is mapped, and by a small sample in each push. "none": nothing. Weights that another thread writes while
+        a push reads them are a mixture. "full" finds all such writes. "sampled" finds those that torch counts, and so
+        none through `.data`. Neither finds them in a stream.
     quantize: "fp8" or "int8". The weights of linear layers travel in 8 bits, with one scale for each output channel
         (`...weight_scale`). The engine must have been started from a compressed-tensors checkpoint of that kind
         (FP8-dynamic, W8A8-int8). See `TensorSelection.unquantized`. None: weights travel unquantised. An engine that

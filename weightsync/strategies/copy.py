@@ -123,6 +123,7 @@ class CopyWeights(FleetStrategy):
             with timeline.during("pause"):
                 fleet.opened()
             opened = time.perf_counter()
+        self._memory.begin(model, self._shards or ())
         for link, due, those in zip(links, dues, digests, strict=True):
             if fleet is not None:
                 with timeline.during("transfer"):
@@ -135,7 +136,7 @@ class CopyWeights(FleetStrategy):
                 link.transport.send(bar, link.sample, update)
         self._source.gather(())
         sent = time.perf_counter()
-        pushed = self._memory.note(version, label, model, self._shards or ())  # while workers load
+        pushed = self._memory.note(version, label)  # while workers load
         with timeline.during("load"), update.blaming_ranks():
             patience_s = max(link.done_s(self._options.timeout_s) for link in links)
             done = fleet.done(patience_s) if fleet is not None else []

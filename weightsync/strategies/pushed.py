@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from weightsync.errors import DigestError
 from weightsync.kernels.digest import WHOLE
 from weightsync.sources.base import Model, TensorShard, WeightSource
 from weightsync.sources.module_tree import modules
@@ -40,35 +41,66 @@ class TrainerMemory:
     def __init__(self, source: WeightSource, verify: str) -> None:
         self.catches_up = False
         self._source, self._verify = source, verify
+        self._before: tuple[list[int], list[int] | None] | None = None
         self.clear()
 
-    def note(self, version: int, label: str | None, model: Model, shards: Sequence[TensorShard]) -> Pushed:
-        """Return what was pushed. Waits for the current streams."""
+    def begin(self, model: Model, shards: Sequence[TensorShard]) -> None:
+        """Note what there is before a push reads any of it."""
+        self._find(model, shards)
+        if self._verify != "none":
+            self._before = self._writes(), self._proof.of(WHOLE) if self._verify == "full" else None
+
+    def note(self, version: int, label: str | None) -> Pushed:
+        """Return what was pushed, after a push has read it. Waits for the current streams.
+
+        Raises `DigestError` where anything was written since `begin`: the push is a mixture then.
+        """
         whole = self._verify == "full" or self.catches_up
         sample = None if self._verify == "none" else WHOLE if whole else version
-        return Pushed(version, label, sample, self._look(model, shards, sample))
+        writes, digests = self._writes(), None if sample is None else self._proof.of(sample)
+        if self._before is not None:
+            counted, before = self._before
+            changed = [name for name, a, b in zip(self._names, counted, writes, strict=True) if a != b]
+            if changed or (before is not None and before != digests):
+                raise DigestError(
+                    f"the trainer's weights were written while a push read them, such as "
+                    f"{changed[0] if changed else 'through .data'}: push when no other thread writes them",
+                )
+        return Pushed(version, label, sample, (self._settings(), writes, digests))
 
     def is_as(self, pushed: Pushed | None, model: Model, shards: Sequence[TensorShard]) -> bool:
         """Return whether a push would send the same now."""
-        return pushed is not None and pushed.had == self._look(model, shards, pushed.sample)
+        if pushed is None:
+            return False
+        self._find(model, shards)
+        digests = None if pushed.sample is None else self._proof.of(pushed.sample)
+        return bool(pushed.had == (self._settings(), self._writes(), digests))
 
     def clear(self) -> None:
         self._tensors: list[torch.Tensor] = []
         self._places: list[Any] = []
         self._proof = Proof([])
+        self._names: list[str] = []
+        self._before = None
 
-    def _look(self, model: Model, shards: Sequence[TensorShard], sample: int | None) -> Any:
-        found = [shard.tensor for shard in shards if shard.compute is None]
-        if len(found) < len(shards):  # what is computed is computed from anything that the model has
+    def _find(self, model: Model, shards: Sequence[TensorShard]) -> None:
+        named = [(shard.meta.name, shard.tensor) for shard in shards if shard.compute is None]
+        if len(named) < len(shards):  # what is computed is computed from anything that the model has
             chunks = [model] if isinstance(model, nn.Module) else model if isinstance(model, Sequence) else []
-            found += [own for chunk in chunks if isinstance(chunk, nn.Module) for own in _tensors(chunk)]
+            tensors = [own for chunk in chunks if isinstance(chunk, nn.Module) for own in _tensors(chunk)]
+            named += [(f"a tensor of shape {tuple(each.shape)}", each) for each in tensors]
+        found = [tensor for _, tensor in named]
         places = [*map(id, found), *map(torch.Tensor.data_ptr, found), *map(torch.Tensor.stride, found)]
         if places != self._places:
-            self._tensors, self._places = found, places
+            self._tensors, self._places, self._names = found, places, [name for name, _ in named]
             self._proof = Proof(_runs(found))
-        writes = [tensor._version for tensor in found if not tensor.is_inference()]
-        settings: Any = getattr(self._source, "settings", list)()
-        return settings, writes, None if sample is None else self._proof.of(sample)
+
+    def _writes(self) -> list[int]:
+        """Return how often torch has counted a write to each tensor."""
+        return [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
+
+    def _settings(self) -> Any:
+        return getattr(self._source, "settings", list)()
 
 
 def _tensors(model: nn.Module) -> list[torch.Tensor]:
