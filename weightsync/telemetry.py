@@ -27,10 +27,11 @@ _WORKER_PHASES = ("transfer", "verify", "load")
 
 def push_succeeded(step: Timeline, report: PushReport) -> None:
     """Note a push. Rank 0 calls it."""
-    if (metrics := _metrics()) is not None:
+    if (metrics := _metrics(_TrainerMetrics)) is not None:
         for phase in _PHASES:
             metrics.push_seconds.labels(phase).observe(getattr(report, f"{phase}_s"))
         metrics.push_bytes.inc(report.nbytes)
+        metrics.push_sent_bytes.inc(report.sent_bytes)
         metrics.push_version.set(report.version)
         metrics.push_left_out.set(len(report.left_out))
     _trace(step, report)
@@ -38,14 +39,14 @@ def push_succeeded(step: Timeline, report: PushReport) -> None:
 
 def push_failed(step: Timeline, error: WeightSyncError) -> None:
     """Note a push that has failed. Rank 0 calls it."""
-    if (metrics := _metrics()) is not None:
+    if (metrics := _metrics(_TrainerMetrics)) is not None:
         metrics.push_failures.labels(type(error).__name__, error.phase or "").inc()
     _trace(step, error)
 
 
 def engine_serves(worker: str, version: int, loaded: Done | None = None) -> None:
     """Note on a worker which version it serves, and what of it this push has loaded."""
-    if (metrics := _metrics()) is None:
+    if (metrics := _metrics(_EngineMetrics)) is None:
         return
     metrics.engine_version.labels(worker).set(version)
     metrics.engine_poisoned.labels(worker).set(0)
@@ -60,23 +61,23 @@ def engine_failed(worker: str, error: WeightSyncError | None, poisoned: bool) ->
 
     error: None for a push that has failed elsewhere, where it is counted.
     """
-    if (metrics := _metrics()) is not None:
+    if (metrics := _metrics(_EngineMetrics)) is not None:
         if error is not None:
             metrics.engine_failures.labels(worker, type(error).__name__).inc()
         metrics.engine_poisoned.labels(worker).set(poisoned)
 
 
-class _Metrics:
-    """All metrics of both sides. A process has those of the side that it is on."""
+class _TrainerMetrics:
+    """What rank 0 tells. An engine's process that made these would say of pushes that there were none."""
 
     def __init__(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram
 
-        of_engine = ["worker"]
         self.push_seconds = Histogram(
             "weightsync_push_seconds", "Seconds of a push by phase, as in PushReport", ["phase"], buckets=_BOUNDS_S
         )
-        self.push_bytes = Counter("weightsync_push_bytes", "Bytes of the weights that were pushed")
+        self.push_bytes = Counter("weightsync_push_bytes", "Bytes of the weights that were pushed, sent or not")
+        self.push_sent_bytes = Counter("weightsync_push_sent_bytes", "Bytes that the trainer's ranks have sent")
         self.push_failures = Counter(
             "weightsync_push_failures", "Pushes that failed, by class of the error and phase", ["error", "phase"]
         )
@@ -85,6 +86,15 @@ class _Metrics:
         self.push_left_out = Gauge(
             "weightsync_push_left_out", "Engines that do not serve the last version", multiprocess_mode=newest
         )
+
+
+class _EngineMetrics:
+    """What a worker tells."""
+
+    def __init__(self) -> None:
+        from prometheus_client import Counter, Gauge, Histogram
+
+        newest, of_engine = "mostrecent", ["worker"]
         self.engine_seconds = Histogram(
             "weightsync_engine_seconds",
             "Seconds of a push by phase, on a worker",
@@ -108,16 +118,16 @@ class _Metrics:
         )
 
 
-def _metrics() -> Any:
-    """Return the metrics of this process, or None where prometheus_client is not installed."""
+def _metrics(side: type) -> Any:
+    """Return this side's metrics of this process, or None where prometheus_client is not installed."""
     with _MAKING:  # its registry takes each name once
-        return _make_metrics()
+        return _make_metrics(side)
 
 
 @cache
-def _make_metrics() -> Any:
+def _make_metrics(side: type) -> Any:
     try:
-        return _Metrics()
+        return side()
     except ImportError:
         return None
     except Exception:  # of prometheus_client, as where its folder is gone; a push and an engine go on without it

@@ -58,6 +58,7 @@ def test_metrics_of_pushes_that_succeed(engine: FakeEngine, sample: Any) -> None
         assert sample("weightsync_push_seconds_count", phase=phase) == 2
     assert sample("weightsync_push_seconds_sum", phase="total") == pytest.approx(sum(r.total_s for r in reports))
     assert sample("weightsync_push_bytes_total") == sum(report.nbytes for report in reports)
+    assert sample("weightsync_push_sent_bytes_total") == 0  # workers read them themselves
     assert value("weightsync_push_version") == 2
     assert value("weightsync_push_left_out") == 0
     assert value("weightsync_engine_version", worker="tp=0") == 2
@@ -198,19 +199,37 @@ def test_pushes_work_without_the_packages() -> None:
     assert ran.stdout == "1\n", ran.stderr
 
 
+def test_each_side_has_its_own_metrics_alone(tmp_path: Path) -> None:
+    show = "from prometheus_client import generate_latest; print(generate_latest().decode())"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", f"{WORKER}\n{show}", "tp=0"]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert "weightsync_engine_version" in ran.stdout, ran.stderr
+    assert "weightsync_push" not in ran.stdout
+
+
+def test_bytes_that_a_delta_does_not_send_are_not_counted_as_sent(engine: FakeEngine, sample: Any) -> None:
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", "broadcast", engine, encoding="delta", timeout_s=30.0) as sync:
+        reports = [sync.push(model) for _ in range(3)]
+    assert sample("weightsync_push_sent_bytes_total") == sum(report.sent_bytes for report in reports)
+    assert reports[-1].sent_bytes < reports[0].sent_bytes
+    assert sample("weightsync_push_bytes_total") == sum(report.nbytes for report in reports)
+
+
 def test_nothing_fails_where_no_metrics_can_be_kept(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def refuse() -> None:
         raise FileNotFoundError("the folder of $PROMETHEUS_MULTIPROC_DIR is gone")
 
-    monkeypatch.setattr(telemetry, "_Metrics", refuse)
-    assert telemetry._make_metrics.__wrapped__() is None
+    assert telemetry._make_metrics.__wrapped__(refuse) is None
     assert "no metrics of pushes are kept" in caplog.text
 
 
 def names() -> set[str]:
-    telemetry._metrics()
+    for side in (telemetry._TrainerMetrics, telemetry._EngineMetrics):
+        telemetry._metrics(side)
     return {family.name for family in REGISTRY.collect() if family.name.startswith("weightsync_")}
 
 
