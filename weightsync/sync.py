@@ -102,8 +102,8 @@ class WeightSync:
         the link is so slow that this is faster. "delta" does so over any link. Both ends keep what was sent last:
         docs/deltas.md says how much memory that takes. None, the default, sends everything.
     non_finite: what becomes of tensors that hold NaN or infinity. "warn", the default, pushes them, and logs their
-        names once the engines generate again. "refuse" raises `NonFiniteError` before an engine is paused. Each reads
-        once more what travels. "ignore" does not look. Adapters of "lora" are refused in any case.
+        names once the engines generate again. On GPUs each push but the first looks at a sixteenth of the tensors, in
+        turn. "refuse" raises `NonFiniteError` before an engine is paused, and looks at all. "ignore" does not look. Adapters of "lora" are refused in any case.
     progress: a progress bar on rank 0 for long pushes. None means only on a terminal.
     megatron_bridge: for backend="megatron", the family whose checkpoint names are used ("mixtral"). None means that the
         names follow from the model, as for all known families but Mixtral. Any other family needs an object that

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from test_lora import wrapped
 
 from weightsync import CheckpointTransport, ConfigError, NonFiniteError, TensorSelection, WeightSync, WeightSyncError
 from weightsync.engines.server import VllmServer
+from weightsync.planning.layout import Box, TensorMeta
 from weightsync.sources import open_source
+from weightsync.sources.base import TensorShard
 from weightsync.sources.finite import FiniteSource
 
 TIMEOUT_S = 10.0
@@ -119,6 +122,28 @@ def test_what_is_computed_is_looked_at_as_it_is():
         shard.values()
     assert source.non_finite() == [f"{name}.weight"]
     assert source.non_finite() == []
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+
+def test_tensors_on_gpus_take_turns_after_the_first_look():
+    bad = [torch.full((2,), float("nan")).as_subclass(OnGpu) for _ in range(40)]
+    metas = [TensorMeta(f"t{number}", (2,), "float32") for number in range(40)]
+    shards = [TensorShard(meta, Box.full((2,)), each) for meta, each in zip(metas, bad, strict=True)]
+    inner = SimpleNamespace(shards=lambda model: shards, gather=lambda names: None)
+    source = FiniteSource(inner, takes_turns=True)  # type: ignore[arg-type]
+    source.shards(None)
+    assert len(source.non_finite()) == 40
+    turns = [source.non_finite() for _ in range(16)]
+    assert {len(names) for names in turns} == {2, 3}
+    assert sorted(name for names in turns for name in names) == sorted(meta.name for meta in metas)
+    always = FiniteSource(inner)  # type: ignore[arg-type]
+    always.shards(None)
+    assert [len(always.non_finite()) for _ in range(2)] == [40, 40]
 
 
 def push_from_two(rank: int, folder: Path) -> None:

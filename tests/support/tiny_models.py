@@ -93,6 +93,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "qwen3": _config("Qwen3Config", head_dim=32),
     "qwen3-tied": _config("Qwen3Config", head_dim=32, tie_word_embeddings=True),
+    # Whole blocks of 128 by 128, whichever layers are fused.
+    "qwen3-blocks": _config("Qwen3Config", head_dim=128, num_attention_heads=2, num_key_value_heads=1),
     # One KV head: with two engine workers each holds a copy of it.
     "qwen3-moe": _config(
         "Qwen3MoeConfig",

@@ -12,21 +12,28 @@ from weightsync.kernels.finite import find_non_finite, sum_of
 from weightsync.planning.layout import Manifest
 from weightsync.sources.base import Model, TensorShard, WeightSource
 
+_TURNS = 16
+"""A GPU copies as fast as it looks. In a push that looked at every tensor, looking would take as long as all else."""
+
 
 class FiniteSource:
     """The tensors of `source`, and what of them is not finite. See `WeightSource`.
 
     What lies in the trainer's memory is looked at when that is asked for. What is computed is looked at as it is.
+
+    takes_turns: of the tensors on GPUs, look at all of them the first time, and then at a sixteenth each time, in turn.
     """
 
-    def __init__(self, source: WeightSource) -> None:
+    def __init__(self, source: WeightSource, *, takes_turns: bool = False) -> None:
         self._source = source
+        self._takes_turns = takes_turns
         self._forget()
 
     def _forget(self) -> None:
         self._inner: list[TensorShard] | None = None
         self._shards: list[TensorShard] = []
         self._sums: list[tuple[str, torch.Tensor]] = []
+        self._looks = 0
 
     def manifest(self, model: Model) -> Manifest:
         return self._source.manifest(model)
@@ -38,8 +45,8 @@ class FiniteSource:
             self._shards = [
                 shard
                 if shard.compute is None
-                else replace(shard, compute=partial(self._watched, shard.meta.name, shard.compute))
-                for shard in inner
+                else replace(shard, compute=partial(self._watched, number, shard.meta.name, shard.compute))
+                for number, shard in enumerate(inner)
             ]
         return self._shards
 
@@ -59,14 +66,25 @@ class FiniteSource:
 
         Of those that are computed, what was computed since counts. The names in `left_out` do not.
         """
-        lying = [shard for shard in self._shards if shard.compute is None and shard.meta.name not in left_out]
+        lying = [
+            shard
+            for number, shard in enumerate(self._shards)
+            if shard.compute is None and shard.meta.name not in left_out and self._is_due(number, shard.tensor)
+        ]
         found = [lying[number].meta.name for number in find_non_finite([shard.tensor for shard in lying])]
         sums, self._sums = self._sums, []
         found += [sums[number][0] for number in find_non_finite([each for _, each in sums])]
+        self._looks += 1
         return list(dict.fromkeys(found))
 
-    def _watched(self, name: str, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _is_due(self, number: int, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is to be looked at this time."""
+        if not (self._takes_turns and self._looks and tensor.is_cuda):
+            return True
+        return number % _TURNS == self._looks % _TURNS
+
+    def _watched(self, number: int, name: str, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         values = compute()
-        if values.is_floating_point() and values.numel():
+        if values.is_floating_point() and values.numel() and self._is_due(number, values):
             self._sums.append((name, sum_of(values)))
         return values

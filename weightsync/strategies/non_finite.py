@@ -29,7 +29,8 @@ class FiniteCheck:
         """Return the source to push from in the place of `source`, which renames the tensors of the `given` one."""
         if self._option == "ignore":
             return source
-        self._source, self._is_stream = FiniteSource(source), isinstance(given, StreamSource)
+        self._source = FiniteSource(source, takes_turns=self._option == "warn")
+        self._is_stream = isinstance(given, StreamSource)
         return self._source
 
     def refuse(self, update: Update, model: Model) -> None:
@@ -60,7 +61,7 @@ class FiniteCheck:
             )
 
     def warn(self, update: Update, version: int, left_out: Collection[str] = ()) -> None:
-        """Warn of what engines serve that is not finite. `left_out` did not travel."""
+        """Warn of what engines serve that is not finite, as far as this push looks. `left_out` did not travel."""
         if self._source is not None and (bad := self._found(update, left_out, "commit")):
             warn_of(version, bad)
 

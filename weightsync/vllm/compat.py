@@ -170,6 +170,10 @@ _ROTARY = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "rotary_emb.cos_cac
 """Buffers of older checkpoints. Every engine computes them."""
 
 
+_POOLER = ("pooler.dense.weight", "pooler.dense.bias")
+"""BERT's pooler. An engine that embeds has none, and loaders before 0.32 keep no table that says so."""
+
+
 def is_of_a_later_layer(vllm_config: VllmConfig, name: str) -> bool:
     """Return whether a tensor is of a layer that predicts further tokens, which checkpoints count after all others.
 
@@ -187,7 +191,7 @@ def drops(model: nn.Module, name: str) -> bool:
     Each module of `model` may have a table that maps names to nothing. One inside sees the name without the beginning
     that led there.
     """
-    if any(part in name for part in _ROTARY):
+    if any(part in name for part in _ROTARY) or name.endswith(_POOLER):
         return True
     ends = [name, *(name[at + 1 :] for at, letter in enumerate(name) if letter == ".")]
     for module in model.modules():
