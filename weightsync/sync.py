@@ -103,7 +103,8 @@ class WeightSync:
         docs/deltas.md says how much memory that takes. None, the default, sends everything.
     non_finite: what becomes of tensors that hold NaN or infinity. "warn", the default, pushes them, and logs their
         names once the engines generate again. On GPUs each push but the first looks at a sixteenth of the tensors, in
-        turn. "refuse" raises `NonFiniteError` before an engine is paused, and looks at all. "ignore" does not look. Adapters of "lora" are refused in any case.
+        turn. "refuse" raises `NonFiniteError` before an engine is paused, and looks at all. "ignore" does not look.
+        Adapters of "lora" are refused in any case.
     progress: a progress bar on rank 0 for long pushes. None means only on a terminal.
     megatron_bridge: for backend="megatron", the family whose checkpoint names are used ("mixtral"). None means that the
         names follow from the model, as for all known families but Mixtral. Any other family needs an object that
