@@ -341,7 +341,8 @@ class WeightSync:
         step, timeline = _Step(), Timeline()
         try:
             self._take_turn(step)
-            with collective(self._ranks, Call(name, version, label), self._strategy.explain, self._reset) as update:
+            call, strategy = Call(name, version, label), self._strategy
+            with collective(self._ranks, call, strategy.explain, self._reset, strategy.is_untouched) as update:
                 timeline = update.timeline
                 yield update
             step.is_over = True

@@ -94,6 +94,24 @@ def test_a_push_that_is_refused_leaves_the_label(engine: RecordedEngine) -> None
         assert engine.version() == "step 7"
 
 
+def test_a_call_that_is_refused_keeps_what_was_sent(engine: RecordedEngine) -> None:
+    model = trainer_model(checkpoint(2))
+    selection = TensorSelection(frozen=("embed.*",))
+    with WeightSync("fsdp", "ipc", engine, selection=selection, timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        later = sync.push(model).nbytes
+        with pytest.raises(ConfigError, match="version 2 is not newer than 2"):
+            sync.push(model, version=2)
+        assert sync.push(model).nbytes == later
+        model.load_state_dict(checkpoint(2))
+        with pytest.raises(ConfigError, match="the model was written or moved since"):
+            sync.catch_up(model)
+        engine.calls.clear()
+        assert sync.push(model).nbytes == later
+    assert "init" not in engine.calls
+    assert serves(engine, 2)
+
+
 def test_labels_without_effect_are_refused(engine: RecordedEngine) -> None:
     with pytest.raises(ConfigError, match="must not begin with POISONED"):
         WeightSync("fsdp", "ipc", engine).push(nn.Linear(2, 2), label="POISONED")

@@ -351,18 +351,23 @@ def collective(
     call: Call | None = None,
     explain: Callable[[WeightSyncError], WeightSyncError] = lambda error: error,
     reset: Callable[[WeightSyncError], None] = lambda error: None,
+    is_untouched: Callable[[], bool] = lambda: False,
 ) -> Iterator[Update]:
     """Run the body as one step of all ranks: the first failure of any rank is raised on every rank. Collective.
 
     The body runs in `PlainModes`. Ranks compare their `call`s. After a failure `explain` returns the better cause that
     this rank knows. `reset` is called with the error that all ranks raise, and the ranks are disconnected. `reset` is
-    called before the body, too, when ranks connect anew. Neither may raise.
+    called before the body, too, when ranks connect anew. Neither may raise. A rank alone that was refused, where all
+    `is_untouched`, keeps its connections.
     """
     if ranks.unended is not None:  # a step that was interrupted before it could end
         ranks.unended.result()
     update = Update(ranks, ranks.timeout_s, call.version if call is not None else None)
 
     def end(error: WeightSyncError) -> WeightSyncError:
+        if isinstance(error, ConfigError) and ranks.size == 1 and is_untouched():
+            ranks.unended = None
+            return error
         try:
             error = ranks.agree_on(explain(error))
             reset(error)

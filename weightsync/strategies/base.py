@@ -64,6 +64,10 @@ class UpdateStrategy(ABC):
     def run(self, update: Update, model: Model) -> PushReport:
         """Make every engine serve `model` as it is now. Raises `WeightSyncError`; `reset` is called next."""
 
+    def is_untouched(self) -> bool:
+        """Return whether a call that was refused now has changed nothing, here and in the engines."""
+        return False
+
     def explain(self, error: WeightSyncError) -> WeightSyncError:
         """Return the cause of an error, as far as this rank knows. Must not raise."""
         return error

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from msgspec import Struct
 
-from weightsync.control.fleet import Fleet
+from weightsync.control.fleet import Fleet, UpdateState
 from weightsync.control.member import CALLER, Member, Worker
 from weightsync.control.update import Update
 from weightsync.control.wire import Connect, Done, Go
@@ -180,6 +180,9 @@ class CopyWeights(FleetStrategy):
             link.pushes += 1
         self._pushed = pushed
         return report
+
+    def is_untouched(self) -> bool:
+        return self._fleet is not None and self._fleet.state is UpdateState.CLOSED and not self._joining
 
     def reset(self, error: WeightSyncError) -> None:
         super().reset(error)
