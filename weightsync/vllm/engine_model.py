@@ -19,7 +19,7 @@ from weightsync.kernels.rows import AllReduceMax
 from weightsync.receiver.engine_model import DRAFTER, WorkerIdentity
 from weightsync.vllm import compat, supported_quant
 from weightsync.vllm.dummy_start import has_random_weights, lost_values
-from weightsync.vllm.kv_cache import clear_non_finite
+from weightsync.vllm.kv_cache import clear_non_finite, last_layers
 from weightsync.vllm.kv_connectors import check_resets
 from weightsync.vllm.pristine import build_on_meta, build_with_values, complete, share_alike, tie_alike
 
@@ -56,6 +56,7 @@ class VllmModel:
         self._has_random_weights = has_random_weights(vllm_config)
         self._lost: list[tuple[torch.Tensor, torch.Tensor]] = []  # live buffers that await their values
         self._lost_scales: list[nn.Module] = []
+        self._last_layers: list[str] = []
         parallel = vllm_config.parallel_config
         replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
         within = get_pp_group().rank_in_group * get_tp_group().world_size + get_tensor_model_parallel_rank()
@@ -185,7 +186,9 @@ class VllmModel:
     def clear_kv_cache(self) -> bool:
         if self.device.type == "cuda" and compat.kv_cache_asleep():
             return False  # its memory is taken away, and what was in it
-        return clear_non_finite(self._config.compilation_config.static_forward_context, self._models)
+        layers = self._config.compilation_config.static_forward_context
+        self._last_layers = self._last_layers or last_layers(layers, self._models)  # a walk over all modules
+        return clear_non_finite(layers, self._last_layers)
 
     def end_process(self, reason: str) -> None:
         is_own = self._config.parallel_config.distributed_executor_backend != "external_launcher"

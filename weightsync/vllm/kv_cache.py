@@ -22,25 +22,37 @@ _LEAST_NON_FINITE = 0x7C
 """The smallest byte, without its sign, that may be no number in a float8: NaN or infinity of float8_e5m2."""
 
 
-def clear_non_finite(layers: Mapping[str, Any], models: Sequence[nn.Module]) -> bool:
-    """Clear the cache of all layers where the last layer of a model holds what is not finite. Return whether it did.
-
-    What is not finite in a token's state stays so in every layer that follows, so the last one shows it.
+def last_layers(layers: Mapping[str, Any], models: Sequence[nn.Module]) -> list[str]:
+    """Return the names of what the last layers cache in, once the engine has a cache.
 
     layers: those that cache anything, by name, in the order of the forward: attention and recurrent ones.
     models: the one that answers, and the one that drafts.
     """
-    cached = {name: found for name, layer in layers.items() if (found := _tensors(getattr(layer, "kv_cache", None)))}
-    last = [tensor for model in models for name in _last_of(model, layers, cached) for tensor in cached[name]]
-    floats = [tensor for tensor in last if tensor.is_floating_point() and tensor.dtype.itemsize > 1]
-    others = [tensor for tensor in last if not tensor.is_floating_point() or tensor.dtype.itemsize == 1]
+    cached = _cached(layers)
+    return [name for model in models for name in _last_of(model, layers, cached)]
+
+
+def clear_non_finite(layers: Mapping[str, Any], last: Sequence[str]) -> bool:
+    """Clear the cache of all `layers` where one of the `last` holds what is not finite. Return whether it did.
+
+    What is not finite in a token's state stays so in every layer that follows, so the last one shows it.
+    """
+    looked_at = [tensor for name in last for tensor in _tensors(getattr(layers[name], "kv_cache", None))]
+    floats = [tensor for tensor in looked_at if tensor.is_floating_point() and tensor.dtype.itemsize > 1]
+    others = [tensor for tensor in looked_at if not tensor.is_floating_point() or tensor.dtype.itemsize == 1]
     if not any(map(_may_be_non_finite, others)) and not find_non_finite(floats):
         return False
+    cached = _cached(layers)
     storages = {tensor.untyped_storage().data_ptr(): tensor for tensors in cached.values() for tensor in tensors}
     for tensor in storages.values():
         # A tensor that was made in inference mode must not be written outside of it. This one is another.
         torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).zero_()
     return True
+
+
+def _cached(layers: Mapping[str, Any]) -> dict[str, list[torch.Tensor]]:
+    """Return what each layer caches in, without layers that have no cache yet."""
+    return {name: found for name, layer in layers.items() if (found := _tensors(getattr(layer, "kv_cache", None)))}
 
 
 def _last_of(model: nn.Module, layers: Mapping[str, Any], cached: Collection[str]) -> list[str]:
