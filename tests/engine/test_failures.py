@@ -152,7 +152,7 @@ def state_of(engines: Engines) -> tuple[str, str]:
 
 
 def leave_out(side: Side, name: str) -> None:
-    side.sync._strategy._source.selection = TensorSelection(exclude=(name,))
+    side.sync._strategy._options.source.selection = TensorSelection(exclude=(name,))
 
 
 def add_unknown(side: Side) -> None:

@@ -325,7 +325,7 @@ class WorkerSession:
         match message:
             case PlanRequest():
                 with self._attended():
-                    return self.receiver.make_plan(Manifest(message.tensors))
+                    return self.receiver.make_plan(Manifest(message.tensors, message.tied))
             case Connect():
                 with self._attended():
                     self.receiver.connect(message, wait, self._deadline(), tell)
