@@ -36,6 +36,7 @@ def engine() -> Iterator[FakeEngine]:
 
 def in_a_fork(work: Callable[[], str]) -> str:
     """Return what a child process says, or how it failed. It ends at once."""
+    gc.collect()  # or the child frees what earlier tests have left, whose threads it does not have
     out, into = os.pipe()
     pid = os.fork()
     if pid == 0:

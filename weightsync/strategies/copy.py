@@ -174,8 +174,8 @@ class CopyWeights(FleetStrategy):
             )
             logger.info("pushed %s", report)
         with timeline.during("commit"):
-            report = ranks.broadcast(report, "commit", PushReport)
             self._finite.warn(update, version, frozenset.intersection(*(link.left_out for link in links)))
+            report = ranks.broadcast(report, "commit", PushReport)  # the last step: a rank may go after it
         for link in links:
             link.pushes += 1
         self._pushed = pushed

@@ -153,8 +153,8 @@ class SaveAndRestart(UpdateStrategy):
                     total_s=now - started,
                 )
                 logger.info("saved and restarted %s", report)
-            pushed: PushReport = ranks.broadcast(report, "restart", PushReport, away_s)
             self._finite.warn(update, version)
+            pushed: PushReport = ranks.broadcast(report, "restart", PushReport, away_s)
         return pushed
 
     def reset(self, error: WeightSyncError) -> None:

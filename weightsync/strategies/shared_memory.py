@@ -170,9 +170,9 @@ class SharedMemory(FleetStrategy):
                     workers=workers,
                 )
                 logger.info("wrote %s", report)
-            pushed = update.report = ranks.broadcast(report, "commit", PushReport)
             self._source.shards(attached.model)
-            self._finite.warn(update, pushed.version)
+            self._finite.warn(update, 0 if report is None else report.version)
+            update.report = ranks.broadcast(report, "commit", PushReport)
 
     def close(self) -> None:
         """Disconnect from the engine. The parameters stay its memory, for as long as the model lives."""
