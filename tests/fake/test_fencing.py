@@ -60,6 +60,12 @@ def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fleet, "_PING_LOOK_S", 0.05)
 
 
+def answers_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that is asked whether it is alive answers soon, and has long to do so."""
+    monkeypatch.setattr(fleet, "_PING_LOOK_S", 0.05)
+    monkeypatch.setattr(worker, "_PONG_S", 30.0)
+
+
 def assert_serves(engine: RecordedEngine, seed: int, version: int) -> None:
     assert torch.equal(engine.hosts[0].live.embed.weight, cold(checkpoint(seed)).embed.weight)
     assert engine.version() == str(version)
@@ -67,8 +73,7 @@ def assert_serves(engine: RecordedEngine, seed: int, version: int) -> None:
 
 
 def test_trainer_that_answers_keeps_its_engine(engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "_PING_LOOK_S", 0.05)
-    monkeypatch.setattr(worker, "_PONG_S", 30.0)
+    answers_are_heard(monkeypatch)
     with (
         WeightSync("fsdp", "ipc", engine, timeout_s=60.0) as first,
         WeightSync("fsdp", "ipc", engine, timeout_s=60.0) as second,
@@ -78,6 +83,34 @@ def test_trainer_that_answers_keeps_its_engine(engine: RecordedEngine, monkeypat
             second.push(trainer_model(checkpoint(3)))
         first.push(trainer_model(checkpoint(2)))
         assert_serves(engine, 2, 2)
+
+
+class FailingInit(RecordedEngine):
+    """Its call to meet a trainer fails before its worker has met it, where `fails` is set."""
+
+    fails = False
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        if not self.fails:
+            super().init(init_info)
+            return
+        threading.Thread(target=super().init, args=(init_info,)).start()
+        raise EngineError("the call has failed")
+
+
+def test_what_a_worker_says_comes_before_what_its_failed_call_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers_are_heard(monkeypatch)
+    monkeypatch.setattr(fleet, "_NEWS_S", 30.0)
+    engine = FailingInit(ModuleHost(TinyEngineModel, checkpoint(1)))
+    with (
+        WeightSync("fsdp", "ipc", engine, timeout_s=60.0) as first,
+        WeightSync("fsdp", "ipc", engine, timeout_s=60.0) as second,
+    ):
+        first.push(trainer_model(checkpoint(2)))
+        engine.fails = True
+        with pytest.raises(EngineBusyError, match="another trainer is connected"):
+            second.push(trainer_model(checkpoint(3)))
+    engine.close()
 
 
 def test_trainer_that_stalls_between_pushes_is_fenced_off(
@@ -106,8 +139,7 @@ def test_answer_that_was_changed_on_the_way_is_no_fence(
     engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer has answered, and its connection is what has failed."""
-    monkeypatch.setattr(fleet, "_PING_LOOK_S", 0.05)
-    monkeypatch.setattr(worker, "_PONG_S", 10.0)
+    answers_are_heard(monkeypatch)
     with (
         WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as first,
         WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as second,
@@ -267,8 +299,7 @@ def test_trainer_that_answers_and_hangs_in_a_push_loses_its_engine(
 def test_trainer_keeps_its_engine_between_pushes_for_as_long_as_its_user_says(
     engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "_PING_LOOK_S", 0.05)
-    monkeypatch.setattr(worker, "_PONG_S", 30.0)
+    answers_are_heard(monkeypatch)
     with (
         WeightSync("fsdp", "ipc", engine, timeout_s=60.0, hold_s=1e-6) as first,
         WeightSync("fsdp", "ipc", engine, timeout_s=60.0, hold_s=600.0) as second,

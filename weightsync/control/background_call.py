@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import threading
 import time
@@ -34,6 +35,7 @@ class BackgroundCall:
     ) -> None:
         self.name, self.who = f"{name} of {who}" if who else name, who
         self.error: WeightSyncError | None = None
+        self._failure_seen_at = math.inf
         self._listener, self._function, self._args = listener, function, args
         self._over = threading.Event()
         in_thread(name, self._run)
@@ -43,6 +45,11 @@ class BackgroundCall:
 
     def join(self, timeout_s: float) -> None:
         self._over.wait(timeout_s)
+
+    def since_failure_s(self) -> float:
+        """Return the seconds since this was first asked after the call had failed."""
+        self._failure_seen_at = min(self._failure_seen_at, time.monotonic())
+        return time.monotonic() - self._failure_seen_at
 
     def _run(self) -> None:
         try:

@@ -85,7 +85,7 @@ _HEALTH_LOOK_S = 1.0
 _REFUSALS = FencedError, EngineAsleepError, FrozenLostError
 """What a worker says before it leaves a push, so that the others' part of it breaks."""
 _NEWS_S = 0.5
-"""How long it may take until what a worker has said is here, once its part of a transfer has broken."""
+"""How long a worker's message may take to arrive, once its part of a transfer has broken or its call has failed."""
 
 
 class UpdateState(Enum):
@@ -436,12 +436,13 @@ class Fleet:
 
     def _check_everyone(self) -> None:
         self._check_ranks()
-        self._check_calls()
+        self._check_calls(_NEWS_S)  # a worker that turns this trainer away says why, and its call may then fail
         self._check_health()
 
-    def _check_calls(self) -> None:
+    def _check_calls(self, news_s: float = 0.0) -> None:
+        """Raise the error of a call that failed, once a worker has had `news_s` to be heard with the cause."""
         for call in (*([self._opening] if self._opening else []), *self._calls):
-            if not call.is_alive() and call.error is not None:
+            if call.error is not None and call.since_failure_s() >= news_s:
                 raise call.error
 
     def _await_calls(self, deadline: Deadline, phase: str) -> None:
