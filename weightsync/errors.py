@@ -120,6 +120,10 @@ class NonFiniteError(WeightSyncError, ValueError):
     tensors: list[str]
 
 
+REFUSALS = ConfigError, ManifestError, NonFiniteError
+"""What may be raised before a call has changed anything."""
+
+
 class UnsupportedError(WeightSyncError, NotImplementedError):
     """Something that weightsync does not cover, with the reason and the way out."""
 

@@ -215,13 +215,13 @@ class WeightSync:
             try:
                 with self._collective("push", version, told) as update:
                     update.label = told
-                    report = update.report = self._strategy.run(update, model)
+                    with self._spending(model):
+                        report = update.report = self._strategy.run(update, model)
                 return report
             except FrozenLostError as error:
                 logger.warning("sending everything: %s", error)
             except WeightSyncError as error:
-                is_spent = isinstance(model, Iterator)  # a stream that cannot be read again
-                if not self._drops or not self._lost or not getattr(error, "survivors", []) or is_spent:
+                if not self._drops or not self._lost or not error.facts.get("survivors") or "spent" in error.facts:
                     raise
                 logger.warning("pushing again, without %s: %s", ", ".join(self._lost), error)
                 self.leave_out_lost()
@@ -342,7 +342,8 @@ class WeightSync:
         try:
             self._take_turn(step)
             call, strategy = Call(name, version, label), self._strategy
-            with collective(self._ranks, call, strategy.explain, self._reset, strategy.is_untouched) as update:
+            ends = strategy.explain, self._reset, strategy.is_untouched, strategy.withdraw
+            with collective(self._ranks, call, *ends) as update:
                 timeline = update.timeline
                 yield update
             step.is_over = True
@@ -357,6 +358,16 @@ class WeightSync:
             self.last_report = update.report
             if self._ranks.rank == 0:
                 telemetry.push_succeeded(timeline, update.report)
+
+    @contextmanager
+    def _spending(self, model: Model) -> Iterator[None]:
+        """Note in an error of the body that rank 0's stream cannot be read again. Every rank then raises it."""
+        try:
+            yield
+        except WeightSyncError as error:
+            if self._ranks.rank == 0 and isinstance(model, Iterator):
+                error.add_facts(spent=["the stream"])
+            raise
 
     def _check_process(self) -> None:
         """Raise `ConfigError` in a process that was forked from the one that is connected, and shares its sockets."""

@@ -82,6 +82,25 @@ def _otherwise(rank: int) -> None:
         engine.close()
 
 
+def test_all_ranks_out_of_step_are_named() -> None:
+    run_ranks(_all_otherwise, RANKS)
+
+
+def _all_otherwise(rank: int) -> None:
+    engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1))) if rank == 0 else None
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", "ipc", engine, timeout_s=LONG_S) as sync:
+        with pytest.raises(ConfigError, match="out of step") as caught:
+            sync.push(model, version=40 + rank)
+        assert sorted(caught.value.calls) == [
+            f"trainer rank {rank}: push(version={40 + rank}), call 1" for rank in range(RANKS)
+        ]
+        sync.push(model, version=50)
+    if engine is not None:
+        assert serves(engine, 2)
+        engine.close()
+
+
 def test_ranks_of_adapters_that_call_otherwise_raise_too() -> None:
     run_ranks(_adapters, 2)
 

@@ -199,6 +199,30 @@ def test_a_push_without_a_lost_engine_reads_the_stream_again_where_that_can_be(k
         engine.close()
 
 
+def test_no_rank_pushes_again_where_rank_0_cannot_read_its_stream_again() -> None:
+    run_ranks(_spent, 2)
+
+
+def _spent(rank: int) -> None:
+    engines = [RecordedEngine(ModuleHost(TinyEngineModel, checkpoint(1))) for _ in range(2)] if rank == 0 else None
+    for name, engine in zip(("first", "second"), engines or (), strict=False):
+        engine.name = name
+    options: dict[str, Any] = {"stream_tensors": TENSORS, "on_engine_failure": "drop", "timeout_s": 30.0}
+    with WeightSync("stream", "ipc", engines, **options) as sync:
+        sync.push(KINDS["iterator" if rank == 0 else "function"](checkpoint(2)))
+        if engines is not None:
+            engines[0].start_error = EngineUnreachableError("it is gone", who="first")
+            engines[0].is_alive = lambda: False  # type: ignore[method-assign]
+        started = time.monotonic()
+        with pytest.raises(EngineUnreachableError, match="it is gone"):
+            sync.push(KINDS["iterator" if rank == 0 else "function"](checkpoint(3)))
+        assert time.monotonic() - started < 20.0
+        sync.leave_out_lost()
+        assert sync.push(KINDS["function"](checkpoint(3))).left_out == ("first",)
+    for engine in engines or ():
+        engine.close()
+
+
 class Bridge:
     """What exports a Megatron model, whose state this is."""
 

@@ -7,6 +7,7 @@ at once and by name. A rank that waits keeps no device busy.
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,7 +27,7 @@ from weightsync.control.meeting import ALL_PUSH, Meeting
 from weightsync.control.runtime import Deadline
 from weightsync.control.update import Update
 from weightsync.control.wire import PROTOCOL, Failure, Hello, Value
-from weightsync.errors import ConfigError, PeerError, SyncTimeoutError, WeightSyncError, foreign
+from weightsync.errors import REFUSALS, ConfigError, PeerError, SyncTimeoutError, WeightSyncError, foreign
 from weightsync.planning.rows import Plain
 
 ALONE = "alone"
@@ -96,6 +97,8 @@ class Ranks:
         self.unended: Ending[WeightSyncError] | None = None
         """What must be done of a step that has begun and not ended."""
         self._calls = 0
+        self._kept = ""  # what rank 0 calls the state that all ranks have kept after a refusal
+        self._may_keep = False  # all ranks have been in this step with what they knew before
         self._has_heard = False  # in the last call, of the failure of a call that other ranks had ended before
 
     @property
@@ -106,10 +109,11 @@ class Ranks:
     def begin(self, phase: str, call: Call | None = None) -> bool:
         """Begin a step together, and connect the ranks that are not connected. Collective.
 
-        Returns whether some were not, on all ranks. What such a rank knew of earlier steps may be lost. Raises
-        `SyncTimeoutError` when a rank has not come within `timeout_s`, and `ConfigError` when it has other options or
-        has made another `call`.
+        Returns whether some were not, on all ranks, but for ranks that are apart since a refusal that all have `kept`.
+        What such a rank knew of earlier steps may be lost. Raises `SyncTimeoutError` when a rank has not come within
+        `timeout_s`, and `ConfigError` when it has other options or has made another `call`.
         """
+        self._may_keep = False
         self.rank, self.size = place_among(self._members)
         self._calls += 1
         call = replace(call or Call(), number=self._calls)
@@ -123,8 +127,8 @@ class Ranks:
                 self._call(lost, self.listener, call)
             begun = self.broadcast(_Begun(bool(lost), call), phase, _Begun)
         self._has_heard = not all(connection.is_open() for connection in self.connections)
-        if begun.is_new and self._options:
-            self._compare_options(phase)
+        self._may_keep = not begun.is_new or self._know_each_other(phase)
+        self._kept = ""
         if call.what() != begun.call.what():
             text = f"rank 0 calls {begun.call}, and rank {self.rank} calls {call}"
             raise ConfigError(
@@ -133,7 +137,7 @@ class Ranks:
                 calls=[f"trainer rank 0: {begun.call}", f"trainer rank {self.rank}: {call}"],
             )
         self._calls = begun.call.number
-        return begun.is_new
+        return not self._may_keep
 
     def _follow(self, call: Call, phase: str, has_heard: bool) -> _Begun:
         """Return what rank 0 has begun, on another rank.
@@ -155,12 +159,14 @@ class Ranks:
             begun: _Begun = self._peers[0].expect(Value, Deadline(self.timeout_s), phase).read(_Begun)
         return begun
 
-    def _compare_options(self, phase: str) -> None:
-        """Raise `ConfigError`, on rank 0, where another rank has other options. Collective.
+    def _know_each_other(self, phase: str) -> bool:
+        """Return whether all ranks have kept what they knew at the same refusal. Collective.
 
-        Ranks with other options do not follow one protocol, so that what would fail next would name another cause.
+        Raises `ConfigError`, on rank 0, where another rank has other options. Ranks with other options do not follow
+        one protocol, so that what would fail next would name another cause.
         """
-        for rank, theirs in enumerate(self.gather(self._options, phase, dict[str, str])):
+        everyone = self.gather((self._kept, self._options), phase, tuple[str, dict[str, str]])
+        for rank, (_, theirs) in enumerate(everyone):
             if other := [name for name, ours in self._options.items() if theirs.get(name) != ours]:
                 found, expected = (
                     ", ".join(f"{name}={of.get(name)}" for name in other) for of in (theirs, self._options)
@@ -168,6 +174,8 @@ class Ranks:
                 raise ConfigError(
                     f"trainer rank {rank} was given {found}, and rank 0 {expected}: give every rank the same options"
                 )
+        is_kept = bool(self._kept) and all(kept == self._kept for kept, _ in everyone)
+        return bool(self.broadcast(is_kept, phase, bool))
 
     def gather(self, value: Any, phase: str, kind: Any = Plain) -> list[Any]:
         """Return every rank's value, in rank order, on rank 0; an empty list elsewhere.
@@ -213,9 +221,16 @@ class Ranks:
         for connection in self.connections:
             connection.check("transfer")
 
-    def agree_on(self, error: WeightSyncError) -> WeightSyncError:
-        """Tell the others what went wrong here. Return the error that every rank raises: the first that rank 0 met."""
+    def agree_on(self, error: WeightSyncError, is_untouched: bool = False) -> WeightSyncError:
+        """Tell the others what went wrong here. Return the error that every rank raises: the first that rank 0 met.
+
+        is_untouched: on rank 0, the step was refused before it changed anything. Every rank that hears so has `kept`.
+        """
         self._name_silent(error)
+        if not self.rank and "calls" in error.facts:
+            self._name_out_of_step(error)
+        if is_untouched and self._may_keep and not self.rank:
+            error.add_facts(kept=[secrets.token_hex(8)])
         deadline = Deadline(_VERDICT_S)
         for connection in self.connections:
             with suppress(WeightSyncError):  # it is gone, and knows
@@ -223,7 +238,13 @@ class Ranks:
         agreed = self._verdict(error, deadline) if self.rank and self._peers else error
         if "calls" in agreed.facts:
             self._calls = 0  # on every rank
+        self._kept = "".join(agreed.facts.get("kept", ()))
         return agreed
+
+    @property
+    def kept(self) -> bool:
+        """Return whether what this rank knows outlives the step that was refused, and the connections to engines do."""
+        return bool(self._kept)
 
     def _name_silent(self, error: WeightSyncError) -> None:
         """Name in an error that blames rank 0, which is here and lives, the ranks that do not answer it."""
@@ -240,6 +261,19 @@ class Ranks:
             error.message += f"; {', '.join(silent)} does not answer"
             error.add_facts(waiting_for=silent)
 
+    def _name_out_of_step(self, error: WeightSyncError) -> None:
+        """Name in an error of rank 0, which has one rank's call, the other ranks that have made other calls too."""
+        calls, deadline = [*error.facts["calls"]], Deadline(_ANSWER_S)
+        for connection in self.connections:
+            # A rank that has made the same call says something as well, and goes on.
+            while connection.is_open() and not connection.has_mail() and not deadline.passed():
+                time.sleep(_LOOK_S)
+            said = connection.reported()
+            calls += [call for call in getattr(said, "calls", ()) if call not in calls]
+        if len(calls) > len(error.facts["calls"]):
+            error.message += f"; also {', '.join(calls[len(error.facts['calls']) :])}"
+            error.add_facts(calls=calls)
+
     def _verdict(self, error: WeightSyncError, deadline: Deadline) -> WeightSyncError:
         """Return what rank 0 says the first failure was; `error` when it says the same, or nothing."""
         try:
@@ -249,13 +283,21 @@ class Ranks:
             verdict = self._peers[0].reported()
         if verdict is None and self._peers[0].is_open() and "trainer rank 0" not in str(error):
             error.message += "; trainer rank 0 does not answer"
-        return error if verdict is None or verdict.to_fields() == error.to_fields() else verdict
+        if verdict is None or (type(verdict), str(verdict)) != (type(error), str(error)):
+            return verdict or error
+        error.add_facts(**verdict.facts)
+        return error
 
-    def disconnect(self) -> None:
-        """Close all connections. The next `begin` makes new ones."""
+    def part(self) -> None:
+        """Close the connections to the other ranks. The next `begin` makes new ones."""
         for connection in self.connections:
             connection.close()
         self._peers.clear()
+
+    def disconnect(self) -> None:
+        """Close all connections. The next `begin` makes new ones."""
+        self.part()
+        self._kept = ""
         if self.listener is not None:
             self.listener.close()
         self.listener = None
@@ -289,9 +331,18 @@ class Ranks:
             meeting.say("", refusal=error.message)
             raise
 
+    def listen_anew(self, phase: str) -> None:
+        """Listen at another port, since a fleet that is over has closed the last one. Collective."""
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = Listener()
+            host, port = self.listener.listen(self.host)
+            self._address = host, port, self.listener.token
+        self._address = self.broadcast(self._address, phase, tuple[str, int, str])
+
     def _join(self, call: Call, has_heard: bool) -> None:
         """Connect to rank 0, on another rank. Both raise where that fails."""
-        self.disconnect()
+        self.part()
         meeting, deadline = Meeting(self._members), Deadline(self.timeout_s)
         self.host, port, token = meeting.take(_own_address(), deadline, call.what(), not has_heard).split()
         self._address = self.host, int(port), token
@@ -352,27 +403,35 @@ def collective(
     explain: Callable[[WeightSyncError], WeightSyncError] = lambda error: error,
     reset: Callable[[WeightSyncError], None] = lambda error: None,
     is_untouched: Callable[[], bool] = lambda: False,
+    withdraw: Callable[[], bool] = lambda: True,
 ) -> Iterator[Update]:
     """Run the body as one step of all ranks: the first failure of any rank is raised on every rank. Collective.
 
     The body runs in `PlainModes`. Ranks compare their `call`s. After a failure `explain` returns the better cause that
     this rank knows. `reset` is called with the error that all ranks raise, and the ranks are disconnected. `reset` is
-    called before the body, too, when ranks connect anew. Neither may raise. A rank alone that was refused, where all
-    `is_untouched`, keeps its connections.
+    called before the body, too, when ranks connect anew. Neither may raise.
+
+    A call may be refused where rank 0 finds that all `is_untouched`. `withdraw` is called then in the place of `reset`.
+    It returns whether the engines are as they were, and stay connected. Rank 0 decides alone: no rank goes on from what
+    all ranks do alike before rank 0 does.
     """
     if ranks.unended is not None:  # a step that was interrupted before it could end
         ranks.unended.result()
     update = Update(ranks, ranks.timeout_s, call.version if call is not None else None)
 
     def end(error: WeightSyncError) -> WeightSyncError:
-        if isinstance(error, ConfigError) and ranks.size == 1 and is_untouched():
-            ranks.unended = None
-            return error
+        keeps = False
         try:
-            error = ranks.agree_on(explain(error))
-            reset(error)
+            error = explain(error)
+            error = ranks.agree_on(error, isinstance(error, REFUSALS) and is_untouched())
+            if ranks.kept:
+                ranks.part()  # whose failure would break the calls of `withdraw`
+                keeps = withdraw()
+            if not keeps:
+                reset(error)
         finally:
-            ranks.disconnect()
+            if not keeps:
+                ranks.disconnect()
         ranks.unended = None
         return error
 
@@ -384,6 +443,7 @@ def collective(
                 ranks.hold.begin()
                 if ranks.begin(update.timeline.phase, call):
                     reset(PeerError("the trainer's ranks have connected anew"))
+                    ranks.listen_anew(update.timeline.phase)
                 yield update
                 ranks.unended = None
             except BaseException as cause:

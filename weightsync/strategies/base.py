@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import nn
 
 from weightsync.config import WeightSyncConfig
-from weightsync.control.fleet import Fleet
+from weightsync.control.fleet import Fleet, UpdateState
 from weightsync.control.update import Update
 from weightsync.control.wire import LoadPlan
 from weightsync.engines import Engine, EngineList, LoraAdapter
@@ -65,8 +65,12 @@ class UpdateStrategy(ABC):
         """Make every engine serve `model` as it is now. Raises `WeightSyncError`; `reset` is called next."""
 
     def is_untouched(self) -> bool:
-        """Return whether a call that was refused now has changed nothing, here and in the engines."""
+        """Return whether a call that was refused now has changed nothing on any rank. Rank 0 is asked."""
         return False
+
+    def withdraw(self) -> bool:
+        """Let engines generate that a refused call has paused. Return whether all are as they were. Must not raise."""
+        return True
 
     def explain(self, error: WeightSyncError) -> WeightSyncError:
         """Return the cause of an error, as far as this rank knows. Must not raise."""
@@ -121,6 +125,14 @@ class FleetStrategy(UpdateStrategy):
         if self._fleet is not None:
             self._fleet.fail(error)
             self._fleet, self._failed = None, self._fleet
+
+    def withdraw(self) -> bool:
+        try:
+            if self._fleet is not None and self._fleet.state is not UpdateState.CLOSED:
+                self._fleet.cancel()
+        except WeightSyncError:
+            return False
+        return True
 
     def close(self) -> None:
         if self._fleet is not None:

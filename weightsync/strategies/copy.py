@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from msgspec import Struct
 
-from weightsync.control.fleet import Fleet, UpdateState
+from weightsync.control.fleet import Fleet
 from weightsync.control.member import CALLER, Member, Worker
 from weightsync.control.update import Update
 from weightsync.control.wire import Connect, Done, Go
 from weightsync.engines import EngineList
 from weightsync.errors import ConfigError, WeightSyncError
-from weightsync.kernels.digest import WHOLE, digest
+from weightsync.kernels.digest import WHOLE
 from weightsync.planning.bucketing import open_bucketer
-from weightsync.planning.checks import check_duplicates
 from weightsync.planning.rows import Run, Storage
 from weightsync.planning.transfer_plan import TransferPlan
 from weightsync.report import Progress, PushReport, WorkerReport
@@ -32,6 +30,7 @@ from weightsync.sources.rename import renamed
 from weightsync.sources.stream import StreamSource
 from weightsync.strategies.base import FleetStrategy, Options, locate
 from weightsync.strategies.compile import compile_plan
+from weightsync.strategies.duplicates import places_of_two, refuse_different
 from weightsync.strategies.inventory import Inventory, take_inventory
 from weightsync.strategies.largest import LargestOfRanks
 from weightsync.strategies.link import Course, Link, choose_course
@@ -90,9 +89,11 @@ class CopyWeights(FleetStrategy):
         self._pushed: Pushed | None = None
         self._memory = TrainerMemory(options.source, self._verify)
         self._update: Update | None = None
+        self._is_touched = False  # the push has changed links, or is past the last step that may refuse it
 
     def run(self, update: Update, model: Model) -> PushReport:
         report = self._push(update, model, False)
+        self._is_touched = False
         assert report is not None
         return report
 
@@ -100,7 +101,9 @@ class CopyWeights(FleetStrategy):
         if isinstance(self._options.source, StreamSource):
             raise ConfigError("whether a stream gives what was pushed cannot be known: push it, to all engines")
         self._memory.catches_up = True
-        return self._push(update, model, True)
+        report = self._push(update, model, True)
+        self._is_touched = False
+        return report
 
     def _push(self, update: Update, model: Model, late: bool) -> PushReport | None:
         """Push to all engines, or to those that are `late`, if any: they lack the version that the others have."""
@@ -113,6 +116,7 @@ class CopyWeights(FleetStrategy):
             self._others.check_unchanged(ranks.rank)
             self._finite.refuse(update, model)
             links, version, digests = self._look(update, model, late)
+        self._is_touched = True
         if not links:
             return None
         planned = opened = time.perf_counter()
@@ -182,7 +186,8 @@ class CopyWeights(FleetStrategy):
         return report
 
     def is_untouched(self) -> bool:
-        return self._fleet is not None and self._fleet.state is UpdateState.CLOSED and not self._joining
+        # Rank 0's broadcast of the course comes before each change of links, and no rank changes any without it.
+        return self._fleet is not None and not self._is_touched
 
     def reset(self, error: WeightSyncError) -> None:
         super().reset(error)
@@ -208,6 +213,7 @@ class CopyWeights(FleetStrategy):
         self._update = self._shards = None
         self._last = LastShards()
         self._source.close()
+        self._is_touched = False
 
     def _look(self, update: Update, model: Model, late: bool) -> tuple[list[Link], int, list[list[int]]]:
         """Return the links that the push goes over, the version, and the ranks' digests for each link. Collective.
@@ -232,6 +238,7 @@ class CopyWeights(FleetStrategy):
         course = self._choose(all(each for each, _ in everyone), late) if ranks.rank == 0 else None
         course = ranks.broadcast(course, "plan", Course)
         if course.changes(self._links):
+            self._is_touched = True
             if is_early and self._fleet is not None:
                 self._fleet.cancel()
             is_early = False
@@ -240,44 +247,17 @@ class CopyWeights(FleetStrategy):
         links = self._links
         if late:
             links = self._links[-1:] if course.connects else []
-        shards = self._refuse_different(update, model, shards, links)
+        if pairs := places_of_two(links):
+            # Ranks that quantise find scales together, and may end out of step.
+            self._is_touched |= self._options.quantize is not None
+            is_stream = isinstance(self._options.source, StreamSource)
+            refuse_different(update, self._source, model, shards, pairs, is_stream)
+            shards = self._last.of(self._source.shards(model)) if is_stream else shards
         version = ranks.broadcast(self._choose_version(update, links, late), "plan")
         if links and not is_early:
             self._open(update, links)
         of_link = {link: [each[at] for _, each in everyone] for at, link in enumerate(self._links)}
         return links, version, [of_link[link] if self._verify != "none" else [] for link in links]
-
-    def _refuse_different(
-        self, update: Update, model: Model, shards: list[TensorShard], links: Sequence[Link]
-    ) -> list[TensorShard]:
-        """Raise `ManifestError` where two tensors differ that an engine has one place for. Collective.
-
-        Returns the shards of a stream anew, as it was read for this.
-        """
-        dtypes: dict[str, torch.dtype] = {}
-        pairs = {pair: link.plan.manifest[pair[1]].dtype for link in links for pair in link.plan.duplicates}
-        for (other, name), dtype in pairs.items():
-            dtypes |= dict.fromkeys((other, name), getattr(torch, dtype))
-        if not pairs:
-            return shards
-        is_stream = isinstance(self._options.source, StreamSource)
-        if is_stream and isinstance(model, Iterator):
-            other, name = next(iter(pairs))
-            raise ConfigError(
-                f"the stream gives {other} and {name}, for which the engine has one place, and whether they are equal "
-                "cannot be known of an iterator in advance: push a list, or a function that returns an iterable"
-            )
-        self._source.gather([*dtypes])
-        own: dict[str, dict[str, int]] = {name: {} for name in dtypes}
-        for shard in shards:
-            if shard.meta.name in own:
-                values = shard.values().to(dtypes[shard.meta.name]).contiguous()
-                own[shard.meta.name][str(shard.box)] = digest(values.reshape(-1).view(torch.uint8))
-        everyone = update.ranks.gather(own, "plan")
-        self._source.gather(())
-        if update.ranks.rank == 0:
-            check_duplicates([*pairs], everyone)
-        return self._last.of(self._source.shards(model)) if is_stream else shards
 
     def _choose(self, holds: bool, late: bool) -> Course:
         """Return what becomes of the links, on rank 0."""

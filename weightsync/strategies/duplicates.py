@@ -1,0 +1,45 @@
+"""Tensors of the trainer for which an engine has one place, such as tied embeddings and a head of the trainer's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from weightsync.control.update import Update
+from weightsync.errors import ConfigError
+from weightsync.kernels.digest import digest
+from weightsync.planning.checks import check_duplicates
+from weightsync.sources.base import Model, TensorShard, WeightSource
+from weightsync.strategies.link import Link
+
+Pairs = dict[tuple[str, str], torch.dtype]
+"""Two names that have one place, with the dtype that travels."""
+
+
+def places_of_two(links: Sequence[Link]) -> Pairs:
+    """Return the pairs of tensors that have one place in an engine of these links."""
+    return {pair: getattr(torch, link.plan.manifest[pair[1]].dtype) for link in links for pair in link.plan.duplicates}
+
+
+def refuse_different(
+    update: Update, source: WeightSource, model: Model, shards: Sequence[TensorShard], pairs: Pairs, is_stream: bool
+) -> None:
+    """Raise `ManifestError` where the two tensors of a pair differ. Collective. A stream is read for it."""
+    if is_stream and isinstance(model, Iterator):
+        other, name = next(iter(pairs))
+        raise ConfigError(
+            f"the stream gives {other} and {name}, for which the engine has one place, and whether they are equal "
+            "cannot be known of an iterator in advance: push a list, or a function that returns an iterable"
+        )
+    dtypes = {name: dtype for pair, dtype in pairs.items() for name in pair}
+    source.gather([*dtypes])
+    own: dict[str, dict[str, int]] = {name: {} for name in dtypes}
+    for shard in shards:
+        if shard.meta.name in own:
+            values = shard.values().to(dtypes[shard.meta.name]).contiguous()
+            own[shard.meta.name][str(shard.box)] = digest(values.reshape(-1).view(torch.uint8))
+    everyone = update.ranks.gather(own, "plan")
+    source.gather(())
+    if update.ranks.rank == 0:
+        check_duplicates([*pairs], everyone)
