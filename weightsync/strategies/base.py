@@ -69,7 +69,7 @@ class UpdateStrategy(ABC):
         return False
 
     def withdraw(self) -> bool:
-        """Let engines generate that a refused call has paused. Return whether all are as they were. Must not raise."""
+        """Resume engines that a refused call has paused. Return whether all are as they were. Must not raise."""
         return True
 
     def explain(self, error: WeightSyncError) -> WeightSyncError:
