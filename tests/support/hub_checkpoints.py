@@ -147,6 +147,8 @@ FORMS: dict[str, tuple[str, Callable[[nn.Module, Path], Path]]] = {
     "Mixtral, a tensor for each expert": ("mixtral", _as_saved),
     "DeepSeek-V3, with one more layer": ("deepseek-v3", _with_one_more_layer),
     "GPT-2, without the prefix": ("gpt2", _without_prefix),
+    "dots.llm1, a buffer that modules share": ("dots1", _as_saved),
+    "HRM-Text, which is loaded in parts of one tensor": ("hrm-text", _as_saved),
     "Qwen3, norms in float32": ("qwen3", _with_norms_in_float32),
     "Llama 2, with rotary frequencies, beside pickles": ("llama2", _beside_pickles),
     "FP8-dynamic, with modules that are left as they are": ("qwen2", _fp8_dynamic),

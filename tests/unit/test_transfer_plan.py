@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from weightsync.control.wire import PREFIX_BYTES, Value, decode, encode
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, coverage, itemsize, row_major
@@ -119,6 +120,17 @@ def test_what_is_cut_fills_chunks_and_is_whole_again_within_one():
         [("t3", 32), ("t4", 32)],
         [("t4", 8), ("t5", 40)],
     ]
+
+
+def test_shards_that_follow_each_other_in_memory_stay_apart():
+    """So a loader leaves the parts of a tensor that it has split: each is packed out of a tensor of its own."""
+    manifest = manifest_of(("qkv", (24, 4)))
+    locations = [replace(shard("qkv", (8 * n, 0), (8, 4), 0), offset=32 * n) for n in (1, 2, 0)]
+    for max_bytes in (1024, 256, None):
+        pieces = [piece for chunk in chunks_of(manifest, locations, max_bytes) for piece in chunk.pieces]
+        assert all(any(own.box.intersect(piece.box) == piece.box for own in locations) for piece in pieces)
+        assert sum(piece.box.numel for piece in pieces) == 96
+    assert len(pieces) == len(locations)
 
 
 def test_small_buckets_share_a_chunk_and_order_is_kept():

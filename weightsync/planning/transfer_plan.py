@@ -182,7 +182,7 @@ def make_chunks(
         if lying:
             chunks.append(Chunk(lying, in_place=True, frozen=is_frozen))
         atoms = [atom for bucket in alike for atom in _atoms(bucket, owned, load, max_bytes, together)]
-        chunks += [Chunk(_joined(pieces), frozen=is_frozen) for pieces in _fill(atoms, load, max_bytes)]
+        chunks += [Chunk(_joined(pieces, owned), frozen=is_frozen) for pieces in _fill(atoms, load, max_bytes)]
     return tuple(chunks)
 
 
@@ -253,15 +253,19 @@ def _fill(atoms: Iterable[list[ShardLocation]], load: Load, max_bytes: int | Non
     return chunks
 
 
-def _joined(pieces: Iterable[ShardLocation]) -> tuple[ShardLocation, ...]:
-    """Join what was cut and is in one chunk all the same: rows of a shard that follow one another."""
-    found: dict[ShardLocation, ShardLocation] = {}  # by the row that would follow
+def _joined(pieces: Iterable[ShardLocation], owned: Mapping[str, Sequence[ShardLocation]]) -> tuple[ShardLocation, ...]:
+    """Join what was cut and is in one chunk all the same: rows of a shard that follow one another.
+
+    Two shards stay apart, though one may follow the other in memory: a rank packs each piece out of one shard.
+    """
+    found: dict[tuple[Box, ShardLocation], ShardLocation] = {}  # by the shard and the row that would follow
     for piece in pieces:
+        shard = next(each.box for each in owned[piece.name] if each.box.intersect(piece.box) == piece.box)
         joined, rows = piece, sum(piece.box.size[:1])
-        if rows and (before := found.pop(_row(piece, 0), None)) is not None:
+        if rows and (before := found.pop((shard, _row(piece, 0)), None)) is not None:
             rows += before.box.size[0]
             joined = replace(before, box=Box(before.box.start, (rows, *piece.box.size[1:])))
-        found[_row(joined, rows) if rows else joined] = joined
+        found[shard, _row(joined, rows) if rows else joined] = joined
     return tuple(found.values())
 
 

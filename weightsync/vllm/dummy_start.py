@@ -14,6 +14,7 @@ from torch import nn
 from vllm.config import VllmConfig
 
 from weightsync.errors import UnsupportedError, some
+from weightsync.receiver.trace import named_tensors
 from weightsync.vllm import compat
 
 
@@ -50,7 +51,9 @@ def lost_values(
     Raises:
         UnsupportedError: For a buffer that the constructor computes no value of.
     """
-    lost = {name: buffer for name, buffer in overwritten_buffers(live).items() if name not in filled}
+    tensors = named_tensors(live)  # under one name, where several modules share one
+    filled_too = {id(tensors[name]) for name in filled if name in tensors}
+    lost = {name: buffer for name, buffer in overwritten_buffers(live).items() if id(buffer) not in filled_too}
     if not lost:
         return []
     values: Mapping[str, torch.Tensor] = dict(construct().named_buffers())
