@@ -6,16 +6,19 @@ import linecache
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import test_lora_transport as lora
+import test_shared_memory as single_copy
 import torch
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
 
 import weightsync
-from weightsync import WeightSync
+import weightsync.strategies.lora
+from weightsync import CheckpointTransport, WeightSync
 from weightsync.control.fleet import Fleet
 from weightsync.control.ranks import Ranks
 from weightsync.transports.ipc import IpcTransport
@@ -176,3 +179,62 @@ def test_a_second_ctrl_c_in_the_middle_of_the_cleanup_is_raised_when_that_is_ove
         assert engine.version() == "1"
         assert engine.log.count("pause keep") == engine.log.count("resume")
         check(sync, engine, model, 3, name)
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "checkpoint"])
+def test_a_push_over_another_transport_that_is_interrupted_is_followed_by_one(
+    engine: FakeEngine, transport: str, tmp_path: Path
+) -> None:
+    model = trainer_model(checkpoint(2))
+    at = 1
+    with WeightSync(
+        "fsdp", CheckpointTransport(tmp_path) if transport == "checkpoint" else transport, engine, timeout_s=20.0
+    ) as sync:
+        while True:
+            lines = Lines(at, (OURS,))
+            if not interrupted(lambda: sync.push(model), lines):
+                break
+            check(sync, engine, model, 2 + at % 5, lines.where)
+            at += 5 * EVERY
+    assert at > 500
+
+
+def test_writing_that_is_interrupted_at_any_line_is_followed_by_one_that_succeeds() -> None:
+    at = 1
+    with closing(FakeEngine(single_copy.host(1))) as engine, WeightSync("fsdp", "single_copy", engine) as sync:
+        model = single_copy.on_meta()
+        sync.attach(model)
+
+        def write() -> None:
+            with sync.writing():
+                single_copy.write(model, 2)
+
+        while True:
+            lines = Lines(at, (f"{OURS}/strategies/", f"{OURS}/sync.py"))
+            if not interrupted(write, lines):
+                break
+            with sync.writing():
+                single_copy.write(model, 3 + at % 5)
+            single_copy.assert_serves(engine, 3 + at % 5)
+            assert engine.log[-1] == "resume", lines.where
+            at += 1
+    assert at > 50
+
+
+def test_a_push_of_an_adapter_that_is_interrupted_at_any_line_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weightsync.strategies.lora, "_MEMORY", tmp_path)
+    engine, model, at = lora.FakeEngine(), lora.wrapped("linear", torch.float32), 1
+    with WeightSync("fsdp", "lora", engine, timeout_s=20.0) as sync:
+        while True:
+            lines = Lines(at, (OURS,))
+            if not interrupted(lambda: sync.push(model), lines):
+                break
+            lora.fill_adapters(model, chr(at % 1000))
+            sync.push(model)
+            lora.assert_holds(engine, sync.adapter, lora.in_peft(model))
+            assert len(engine.adapters) <= 4, lines.where
+            at += 9 * EVERY
+    assert at > 1000
+    assert not [*tmp_path.rglob("*")]

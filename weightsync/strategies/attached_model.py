@@ -62,20 +62,19 @@ class AttachedModel:
         self.engine_instances = engine_instances
         self._slots = slots
         self._replicas = replicas
-        self._writing = False
         self._addresses = [_local(slot.tensor).data_ptr() for slot in slots]
-        self._known = self._versions()
+        # None while the body of `writing()` runs, and where a signal has interrupted its end.
+        self._known: list[tuple[int, int]] | None = self._versions()
         self._ours = {id(slot.tensor) for slot in slots}
         self._hook = register_optimizer_step_pre_hook(self._refuse_step)
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """Allow writes to the weights inside of this context."""
-        self._writing = True
+        self._known = None
         try:
             yield
         finally:
-            self._writing = False
             self._known = self._versions()
 
     def fence(self, update: Update) -> None:
@@ -95,9 +94,9 @@ class AttachedModel:
                     "it was replaced after `attach`, as `model.to(...)` does. Build the model anew on the meta device "
                     "and attach that"
                 )
-        if (now_at := self._versions()) != self._known:
-            changed = sum(a != b for a, b in zip(now_at, self._known, strict=True))
-            self._known = now_at
+        known, self._known = self._known, self._versions()
+        if known is not None and known != self._known:
+            changed = sum(a != b for a, b in zip(known, self._known, strict=True))
             raise WeightSyncError(
                 f"{changed} parameters were written outside of `with sync.writing():`, while the engine may have been "
                 "generating with them. What it generated since then belongs to no version; write inside"
@@ -117,7 +116,7 @@ class AttachedModel:
         return [(slot.tensor._version, _local(slot.tensor)._version) for slot in self._slots]
 
     def _refuse_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._writing:
+        if self._known is None:
             return
         if any(id(p) in self._ours for group in optimizer.param_groups for p in group["params"]):
             raise WeightSyncError(
