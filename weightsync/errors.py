@@ -75,7 +75,8 @@ class WeightSyncError(Exception):
 
     def to_fields(self) -> ErrorFields:
         """Return the error as it travels."""
-        return ErrorFields(type(self).__name__, self.message, self.who, self.phase, self.facts)
+        text = self.message.encode(errors="replace").decode()  # a text of another program may not be one in UTF-8
+        return ErrorFields(type(self).__name__, text, self.who, self.phase, self.facts)
 
 
 class ConfigError(WeightSyncError, ValueError):

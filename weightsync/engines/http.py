@@ -371,10 +371,13 @@ class HttpEngine:
                 if len(content) > _MOST_BYTES:
                     text = f"{route}: the answer has over {_MOST_BYTES} bytes; is it a vLLM that answers there?"
                     raise EngineError(text, who=self.name)
+                is_cut_off = not content if response.length is None and not response.chunked else response.length
+                if is_cut_off:
+                    raise http.client.IncompleteRead(content)
                 return response.status, content.decode(errors="replace")
             except TimeoutError as error:
                 raise too_late(route, timeout_s, self.name) from error
-            except (OSError, http.client.HTTPException) as error:
+            except (OSError, ValueError, http.client.HTTPException) as error:  # a ValueError for a chunk of -5 bytes
                 raise EngineUnreachableError(
                     f"the server closed the connection without an answer to {route} ({error}); whether it was carried "
                     "out is not known",
@@ -383,9 +386,13 @@ class HttpEngine:
 
 
 class _Reader(io.RawIOBase):
-    """What a server sends until a deadline: a socket's own timeout begins anew with every byte."""
+    """What a server sends until a deadline: a socket's own timeout begins anew with every byte.
+
+    Of a chunk of -1 bytes `http.client` would read all that comes, so the bytes are counted too.
+    """
 
     def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
+        self._left_bytes = 2 * _MOST_BYTES
         self._sock, self._raw, self._deadline = sock, sock.makefile("rb", buffering=0), deadline
 
     def makefile(self, mode: str) -> io.BufferedReader:
@@ -398,7 +405,11 @@ class _Reader(io.RawIOBase):
         if self._deadline.passed():
             raise TimeoutError
         self._sock.settimeout(max(self._deadline.left_s(), 0.001))
-        return self._raw.readinto(room)
+        if self._left_bytes < 0:
+            raise http.client.HTTPException(f"it has over {2 * _MOST_BYTES} bytes")
+        count = self._raw.readinto(room)
+        self._left_bytes -= count or 0
+        return count
 
     def close(self) -> None:
         self._raw.close()
