@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, trainer_model
+from test_forks import in_a_fork
 from test_lora import wrapped
 from test_lora_transport import FakeEngine as AdapterEngine
 from test_lora_transport import memory
 
-from weightsync import CheckpointTransport, ConfigError, LoraTransport, PlacementError, SingleCopyTransport, WeightSync
+import weightsync
+from weightsync import (
+    CheckpointTransport,
+    ConfigError,
+    LoraTransport,
+    PlacementError,
+    SingleCopyTransport,
+    WeightSync,
+    WeightSyncError,
+)
 from weightsync.checkpoint.files import lock, unlock
 from weightsync.transports import handle_file
 
@@ -205,3 +219,60 @@ def test_a_runtime_folder_is_the_users_own(kind: str, tmp_path: Path, monkeypatc
         handle_file.place_to_write()
     folder.rmdir() if folder.is_dir() and not folder.is_symlink() else folder.unlink()
     assert handle_file.place_to_write() == folder / handle_file.FILE
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What this user may not read
+
+
+def refused(call: Callable[[], Any]) -> str:
+    """Return the kind and the text of the error of ours that a call ends in."""
+    try:
+        return f"returned {call()}"
+    except WeightSyncError as error:
+        return f"{type(error).__name__} {error}"
+    except Exception as error:
+        return f"raw {error!r}"
+
+
+def unreadable(folder: Path) -> dict[str, str]:
+    """Return what calls of a user say that may not look into `folder`."""
+    os.environ.pop("XDG_RUNTIME_DIR", None)
+    os.environ["LOGDIR"] = str(folder / "logs")
+    said = {"find in LOGDIR": refused(handle_file.find)}
+    os.environ.pop("LOGDIR")
+    os.environ["XDG_RUNTIME_DIR"] = str(folder / "run")
+    said |= {"find": refused(handle_file.find), "place": refused(handle_file.place_to_write)}
+    said["named"] = refused(lambda: SingleCopyTransport(folder / "file").engine_url())
+    said["save"] = refused(lambda: weightsync.save(trainer_model(checkpoint(2)), folder / "saved"))
+    return said
+
+
+@as_root
+def test_a_folder_that_the_user_may_not_read_is_an_error_of_ours(tmp_path: Path) -> None:
+    folder = tmp_path / "private"
+    folder.mkdir(mode=0o700)
+    for parent in folder.parents:
+        if parent.is_relative_to(tempfile.gettempdir()) and parent != Path(tempfile.gettempdir()):
+            parent.chmod(0o755)
+    refused(lambda: weightsync.save(trainer_model(checkpoint(2)), tmp_path / "first"))  # imports what it needs
+
+    def as_other() -> str:
+        os.setuid(OTHER)
+        return json.dumps(unreadable(folder))
+
+    said = json.loads(in_a_fork(as_other))
+    kinds = {name: text.split()[0] for name, text in said.items()}
+    expected = dict.fromkeys(("find in LOGDIR", "find", "place", "named"), "ConfigError") | {"save": "PlacementError"}
+    assert kinds == expected, said
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_a_file_of_addresses_that_is_none_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "engines"
+    os.mkfifo(path) if kind == "pipe" else path.mkdir()
+    with (
+        WeightSync("fsdp", "ipc", path) as sync,
+        pytest.raises(ConfigError, match="cannot read the engines' addresses"),
+    ):
+        sync.push(trainer_model(checkpoint(2)))

@@ -96,8 +96,8 @@ def save_tensors(
     incoming = target.with_name(f".{target.name}.incoming-{secrets.token_hex(4)}")
     try:
         with update.timeline.during("plan"):
-            if ranks.rank == 0 and target.exists() and not (target.is_dir() and not any(target.iterdir())):
-                raise ConfigError(f"{target} exists and is not empty; save to a new folder")
+            if ranks.rank == 0:
+                _refuse_full(target)
             saved = _in_saved_dtypes(source.manifest(model), selection)
             manifest, mine = share_out(update, saved, source.shards(model))
             bucketer = ThresholdBucketer(min(_BUCKET_BYTES, max_shard_bytes))
@@ -160,6 +160,15 @@ def _in_saved_dtypes(manifest: Manifest, selection: TensorSelection) -> Manifest
         name, reason = next(iter(wrong.items()))
         raise ManifestError(f"{len(wrong)} tensors cannot be saved, such as {name}: {reason}", mismatched=wrong)
     return Manifest(tuple(saved))
+
+
+def _refuse_full(target: Path) -> None:
+    try:
+        is_full = target.exists() and not (target.is_dir() and not any(target.iterdir()))
+    except OSError as error:
+        raise PlacementError(f"cannot look at {target}: {error}") from error
+    if is_full:
+        raise ConfigError(f"{target} exists and is not empty; save to a new folder")
 
 
 def _make_parents(target: Path) -> None:

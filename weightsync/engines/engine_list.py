@@ -144,6 +144,8 @@ def _is_same(one: object, other: object) -> bool:
 
 def _addresses(file: Path) -> list[object]:
     try:
+        if file.exists() and not file.is_file():  # a pipe would be waited for
+            raise OSError("it is no file")
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the engines' addresses from {file}: {error}") from error

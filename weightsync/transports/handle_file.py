@@ -89,7 +89,7 @@ def find(path: str | os.PathLike[str] | None = None) -> Path:
     """
     candidates = [Path(path)] if path is not None else [*_in_logdir(), Path(FILE), _runtime_folder() / FILE]
     for candidate in candidates:
-        if candidate.exists():
+        if os.path.exists(candidate):  # `Path.exists` raises where a folder may not be read
             return candidate
     raise ConfigError(
         f"no {FILE}; looked for {', '.join(map(str, candidates))}. Start the engine with `python -m "
@@ -105,12 +105,12 @@ def place_to_write() -> Path:
     if in_logdir := _in_logdir():
         return in_logdir[0]
     folder = _runtime_folder()
-    with suppress(FileExistsError):  # by a link that leads nowhere, too
+    with suppress(OSError):  # such as a link that leads nowhere
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_own_folder(folder):
         raise ConfigError(
-            f"{folder} is not this user's alone: it is a link, or another user has it or may write to it. Remove it, "
-            f"or set LOGDIR, or {VARIABLE} to a path"
+            f"{folder} is not this user's alone: it is a link, cannot be made, or another user has it or may write to "
+            f"it. Remove it, or set LOGDIR, or {VARIABLE} to a path"
         )
     return folder / FILE
 
