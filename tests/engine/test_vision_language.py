@@ -14,8 +14,9 @@ from vision_models import KINDS
 pytestmark = pytest.mark.engine
 
 ALL = os.environ.get("WEIGHTSYNC_WRITE_DOCS") == "1"
-SERVED = ["qwen2.5-vl:tower", "llava-onevision:tower", "qwen3-vl:left-out", "gemma3:left-out"]
+SERVED = ["qwen2.5-vl:tower", "llava-onevision:tower", "qwen3-vl:left-out", "gemma3:left-out", "gemma3:adapters"]
 
 
 def test_pushed_equals_cold() -> None:
-    vision_pushes.run(*([f"{kind}:{tower}" for tower in ("tower", "left-out") for kind in KINDS] if ALL else SERVED))
+    all_cases = [*(f"{kind}:{tower}" for tower in ("tower", "left-out") for kind in KINDS), "gemma3:adapters"]
+    vision_pushes.run(*(all_cases if ALL else SERVED))

@@ -1,4 +1,4 @@
-"""Prove that vision-language models can be pushed: `python vision_pushes.py KIND:tower|left-out...`.
+"""Prove that vision-language models can be pushed: `python vision_pushes.py KIND:tower|left-out|adapters...`.
 
 The engines are asked in words and about pictures. Each answer to pushed weights has to be that of an engine which was
 started cold from them, to the bit.
@@ -31,7 +31,8 @@ TORCHVISION = Path(sys.prefix, "torchvision")
 
 
 def run(*cases: str) -> None:
-    """Prove it in a process of its own, whose memory is free afterwards. A case is "KIND:tower" or "KIND:left-out"."""
+    """Prove it in a process of its own, whose memory is free afterwards. A case is "KIND:tower", "KIND:left-out" or
+    "KIND:adapters"."""
     path = [HERE, HERE.parents[1]]
     if not find_spec("torchvision"):
         if not TORCHVISION.exists():
@@ -107,6 +108,36 @@ def prove(kind: str, has_tower: bool, folder: Path) -> None:
     end(llm)
 
 
+def prove_adapters(kind: str, folder: Path) -> None:
+    """An adapter acts under the names of the whole model, and one of a text model is refused: vLLM would bind none."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    from weightsync import UnsupportedError, WeightSync
+
+    model = make_vision_model(kind, folder, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    text = AutoModelForCausalLM.from_config(model.config.text_config, dtype=torch.bfloat16).to(model.device)
+    config = peft.LoraConfig(r=8, target_modules=r"model\.(language_model\.)?layers\..*\.(q|down)_proj")
+    whole, alone = (peft.get_peft_model(one, config) for one in (model, text))
+    for name, param in (*whole.named_parameters(), *alone.named_parameters()):
+        if "lora_B" in name:
+            nn.init.normal_(param, std=0.1)
+    whole.save_pretrained(folder / "adapter", save_embedding_layers=False)
+    llm = start(kind, False, folder, enable_lora=True, max_loras=1, max_lora_rank=8)
+    base = ask(llm, kind, False)
+    cold = ask(llm, kind, False, ("saved", 7, str(folder / "adapter")))
+    assert cold != base
+    with WeightSync("fsdp", "lora", llm) as sync:
+        with pytest.raises(UnsupportedError, match=r"4 modules .* would have no effect") as raised:
+            sync.push(alone)
+        assert raised.value.adapter_modules[0] == "model.layers.0.mlp.down_proj"
+        assert "language_model.model.layers.0.mlp.down_proj" in raised.value.engine_modules
+        assert ask(llm, kind, False) == base
+        sync.push(whole)
+        assert ask(llm, kind, False, sync.adapter) == cold
+    end(llm)
+
+
 def store_head(file: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -173,16 +204,18 @@ def end(llm: Any) -> None:
     gc.collect()
 
 
-def ask(llm: Any, kind: str, has_tower: bool) -> tuple[Answers, Answers]:
+def ask(llm: Any, kind: str, has_tower: bool, adapter: Any = None) -> tuple[Answers, Answers]:
     """Return what the engine answers in words, and about pictures, one request after the other."""
     import numpy as np
     from PIL import Image
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
+    request = None if adapter is None else LoRARequest(*adapter)
     sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=1, detokenize=False)
 
     def answer(prompt: dict[str, Any]) -> list[tuple[int, float]]:
-        output = llm.generate([prompt], sampling, use_tqdm=False)[0].outputs[0]
+        output = llm.generate([prompt], sampling, use_tqdm=False, lora_request=request)[0].outputs[0]
         return [(t, entry[t].logprob) for t, entry in zip(output.token_ids, output.logprobs, strict=True)]
 
     words = [answer({"prompt_token_ids": prompt}) for prompt in WORDS]
@@ -199,5 +232,8 @@ if __name__ == "__main__":
     for case in sys.argv[1:]:
         kind, tower = case.split(":")
         with tempfile.TemporaryDirectory() as root:
-            prove(kind, tower == "tower", Path(root, kind))
+            if tower == "adapters":
+                prove_adapters(kind, Path(root, kind))
+            else:
+                prove(kind, tower == "tower", Path(root, kind))
         print("equal", case, flush=True)
