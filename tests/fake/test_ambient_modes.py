@@ -14,7 +14,9 @@ from adapted_trainer import LinearTrainer, with_adapter
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold
 from safetensors.torch import load_file
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from weightsync import CheckpointTransport, TensorSelection, WeightSync, save
 from weightsync.sources import open_source
@@ -69,6 +71,8 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "device": lambda: torch.device("meta"),
     "deterministic": deterministic,
     "a mode of functions": Watching,
+    "a mode of operators": lambda: FlopCounterMode(display=False),
+    "fake tensors": FakeTensorMode,
 }
 TRANSPORTS = ["ipc", "broadcast", "checkpoint"]
 

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 class PlainModes:
     """A context in which torch computes as in a new thread, whatever the caller has entered.
 
     Autocast would merge adapters in another dtype. Tensors that are made in inference mode cannot be written outside of
-    it, so that the next push would fail. A default device would take the memory that is meant for a CPU. What holds for
-    the whole process, such as the default dtype, stays: other threads compute meanwhile.
+    it, so that the next push would fail. A default device would take the memory that is meant for a CPU. A mode of
+    operators, such as `FakeTensorMode`, would see the push's own. What holds for the whole process, such as the default
+    dtype, stays: other threads compute meanwhile.
     """
 
     def __init__(self) -> None:
@@ -41,6 +43,7 @@ class PlainModes:
 
     def _enter(self) -> None:
         with ExitStack() as entered:
+            entered.enter_context(_disable_current_modes())
             entered.enter_context(torch.inference_mode(False))
             entered.enter_context(torch.no_grad())
             for kind in ("cpu", "cuda"):
