@@ -206,14 +206,15 @@ class WeightSync:
         Returns the same report on every rank. Raises the same `WeightSyncError` on every rank; docs/failures.md says
         what each leaves behind.
         """
+        refused = ""
         if label is not None and (str(label).startswith(POISONED) or not self._strategy.takes_labels):
-            raise ConfigError(
+            refused = (
                 f"label={label!r}; it must not begin with {POISONED}, and has no effect with adapters and restarts"
             )
         told = None if label is None else str(label)
         while True:
             try:
-                with self._collective("push", version, told) as update:
+                with self._collective("push", version, told, refused) as update:
                     update.label = told
                     with self._spending(model):
                         report = update.report = self._strategy.run(update, model)
@@ -331,17 +332,19 @@ class WeightSync:
             self.close()
 
     @contextmanager
-    def _collective(self, name: str, version: int | None = None, label: str | None = None) -> Iterator[Update]:
+    def _collective(
+        self, name: str, version: int | None = None, label: str | None = None, refused: str = ""
+    ) -> Iterator[Update]:
         if version is not None and not isinstance(version, int):
-            raise ConfigError(f"version={version!r}; it must be a whole number, or None for the next")
-        if version is not None and abs(version) > MAX_VERSION:
-            raise ConfigError(f"version={version}; the largest that can be is {MAX_VERSION}")
+            refused, version = f"version={version!r}; it must be a whole number, or None for the next", None
+        elif version is not None and abs(version) > MAX_VERSION:
+            refused, version = f"version={version}; the largest that can be is {MAX_VERSION}", None
         self._check_process()
         self._process = os.getpid()
         step, timeline = _Step(), Timeline()
         try:
             self._take_turn(step)
-            call, strategy = Call(name, version, label), self._strategy
+            call, strategy = Call(name, version, label, refused=refused), self._strategy
             ends = strategy.explain, self._reset, strategy.is_untouched, strategy.withdraw
             with collective(self._ranks, call, *ends) as update:
                 timeline = update.timeline

@@ -29,6 +29,16 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
         lambda sync, model: sync.push(model, label="step 5"),
         r"label='step 4'\), call \d, and rank 2 calls push\(version=None, label='step 5'\)",
     ),
+    "a version that is none": (
+        lambda sync, model: sync.push(model, version=40),
+        lambda sync, model: sync.push(model, version="41"),
+        "version='41'; it must be a whole number",
+    ),
+    "a label that is refused": (
+        lambda sync, model: sync.push(model),
+        lambda sync, model: sync.push(model, label="POISONED"),
+        "it must not begin with POISONED",
+    ),
     "catch_up": (
         lambda sync, model: sync.catch_up(model),
         lambda sync, model: sync.push(model),

@@ -45,12 +45,14 @@ class Call(Struct, frozen=True, forbid_unknown_fields=True):
     """What a rank has called, which must be the same on every rank.
 
     number: how many calls the rank has made since all ranks were in step. A version that the user gives says more.
+    refused: why the call cannot be, which all ranks raise. Otherwise the others would wait for this rank.
     """
 
     name: str = ""
     version: int | None = None
     label: str | None = None
     number: int = 0
+    refused: str = ""
 
     def __str__(self) -> str:
         label = "" if self.label is None else f", label={self.label!r}"
@@ -129,6 +131,8 @@ class Ranks:
         self._has_heard = not all(connection.is_open() for connection in self.connections)
         self._may_keep = not begun.is_new or self._know_each_other(phase)
         self._kept = ""
+        if call.refused:
+            raise ConfigError(call.refused)
         if call.what() != begun.call.what():
             text = f"rank 0 calls {begun.call}, and rank {self.rank} calls {call}"
             raise ConfigError(
