@@ -112,3 +112,20 @@ def test_a_tensor_with_the_name_of_the_one_that_fills_is_no_duplicate():
     manifest = Manifest((EMBED, TensorMeta("layers.2.embed.weight", (8, 4), "float32")))
     trace = traced(engine, Manifest((EMBED,)))
     assert find_duplicates(trace, manifest, shared_parameters(engine, "drafter.")) == {}
+
+
+def test_padding_is_no_row_that_the_engine_has():
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(256, 4, device="meta")
+            self.embed.org_vocab_size = 251
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for _, loaded in weights:
+                if loaded.shape[0] != self.embed.org_vocab_size:
+                    raise AssertionError  # without a word, as vLLM's does
+
+    model = Padded()
+    trace = trace_loader(model, model.load_weights, Manifest((TensorMeta("embed.weight", (256, 4), "float32"),)))
+    assert trace.refused == {"embed.weight": "shape (256, 4): the engine has (251, 4) there"}

@@ -134,7 +134,11 @@ def _untraceable(model: nn.Module, meta: TensorMeta | None, error: Exception) ->
 def _refusal(model: nn.Module, name: str) -> str:
     """Return the reason for a loader that gives none, such as one that asserts."""
     held = named_tensors(model).get(name)
-    return "the engine's loader refuses it" if held is None else f"the engine has {tuple(held.shape)} there"
+    if held is None:
+        return "the engine's loader refuses it"
+    # An embedding has rows of padding beside those that the loader takes.
+    rows = getattr(model.get_submodule(name.rpartition(".")[0]), "org_vocab_size", None)
+    return f"the engine has {tuple(held.shape) if rows is None else (rows, *held.shape[1:])} there"
 
 
 def uncovered(model: nn.Module, trace: Trace) -> tuple[dict[str, list[Box]], dict[str, list[Box]]]:
