@@ -279,7 +279,10 @@ ROWS = {
     '`quantization="fp8_per_channel"`': ("Fp8PtpcOnlineLinearMethod", "Fp8PtpcOnlineMoEMethod"),
     '`quantization="fp8"`, `"fp8_per_tensor"`': ("Fp8PerTensorOnlineLinearMethod", "Fp8PerTensorOnlineMoEMethod"),
     '`quantization="fp8_per_block"`': ("Fp8PerBlockOnlineLinearMethod(block)", "Fp8PerBlockOnlineMoEMethod(block)"),
-    "a checkpoint with fp8 blocks of 128 by 128 (`weight_scale_inv`)": ("Fp8LinearMethod(block)", ""),
+    "a checkpoint with fp8 blocks of 128 by 128 (`weight_scale_inv`)": (
+        "Fp8LinearMethod(block)",
+        "Fp8MoEMethod(block)",
+    ),
     "a compressed-tensors checkpoint FP8-dynamic, scales per channel": (
         "CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8(channel)",
         "",

@@ -315,3 +315,42 @@ def test_experts_that_are_no_whole_blocks_are_refused():
     made = ModuleHost(Experts, in_4_bits(experts(0)))
     made.dtype = torch.bfloat16
     assert "mlp.experts.gate_up_proj" in plan_of(made, experts(1, inputs=48)).refused
+
+
+class ExpertsInBlocks(nn.Module):
+    """What vLLM has of experts in fp8: of each the gate over the up projection, 128 rows each, and the down projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for key, rows in (("w13", 256), ("w2", 128)):
+            for suffix, shape, dtype in (
+                ("", (3, rows, 128), FP8),
+                ("_scale_inv", (3, rows // 128, 1), torch.float32),
+            ):
+                data = torch.zeros(shape, dtype=dtype)
+                self.register_parameter(f"{key}_weight{suffix}", nn.Parameter(data, requires_grad=False))
+        self.quant_method = SimpleNamespace(weight_block_size=[128, 128])
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        params = dict(self.named_parameters())
+        for name, tensor in weights:
+            _, number, projection, own = name.split(".")
+            target = params[("w2_" if projection == "down_proj" else "w13_") + own].data[int(number)]
+            if projection != "down_proj":
+                target = target.chunk(2)[projection == "up_proj"]
+            target.copy_(tensor)
+
+
+def test_experts_are_quantised_in_blocks_one_after_the_other():
+    def drawn(seed: int) -> dict[str, torch.Tensor]:
+        draw = torch.Generator().manual_seed(seed)
+        names = [f"experts.{n}.{part}_proj.weight" for n in range(3) for part in ("gate", "up", "down")]
+        return {name: torch.randn(128, 128, generator=draw).bfloat16() for name in names}
+
+    made, new = ModuleHost(ExpertsInBlocks, in_8_bits(drawn(0), "_scale_inv", fp8_per_block)), drawn(1)
+    made.dtype = torch.bfloat16
+    MemoryTrainer(made, tensors=new).push()
+    expected = ExpertsInBlocks()
+    expected.load_weights(in_8_bits(new, "_scale_inv", fp8_per_block).items())
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(raw(made.live.state_dict()[name]), raw(tensor)), name

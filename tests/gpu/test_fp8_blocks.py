@@ -32,8 +32,9 @@ def serve_and_push(engines: Engines, model: str, pushes: str) -> tuple[dict[str,
     return cold, found
 
 
-def test_pushed_equals_cold(engines: Remote) -> None:
-    cold, found = engines.call(serve_and_push, "qwen3-blocks", "BAAB", timeout_s=300)
+@pytest.mark.parametrize("model", ["qwen3-blocks", "qwen3-moe-blocks", "deepseek-v3-blocks"])
+def test_pushed_equals_cold(engines: Remote, model: str) -> None:
+    cold, found = engines.call(serve_and_push, model, "BAAB", timeout_s=300)
     assert cold["A"] != cold["B"]
     for weights, pushed in zip("BAAB", found, strict=True):
         assert_same(pushed, cold[weights], weights)

@@ -4,7 +4,7 @@ too."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,12 @@ def save(
         if isinstance(module, nn.Linear) and name not in ignored:
             weight = f"{name}.weight"
             tensors[weight], tensors[weight + ("_scale_inv" if in_blocks else "_scale")] = quantise(tensors[weight])
+    if in_blocks:
+        # vLLM quantises a router too, unless the checkpoint says that it is left out, as those of the hub do.
+        ignored = [*ignored, *(name.removesuffix(".weight") for name in tensors if name.endswith("mlp.gate.weight"))]
+        for name in [name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+            for expert, weight in _experts_of(name, tensors.pop(name)):
+                tensors[expert], tensors[f"{expert}_scale_inv"] = quantise(weight)
     bits = {"num_bits": 8, "type": kind, "symmetric": True}
     if cache_scale is not None:
         for layer in range(model.config.num_hidden_layers):  # type: ignore[union-attr, arg-type]
@@ -65,6 +71,17 @@ def save(
         scales = {"weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
         config["quantization_config"] = {"quant_method": "fp8", "ignored_layers": [*ignored], **scales}
     return _write(model, tensors, config, folder)
+
+
+def _experts_of(name: str, fused: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return a weight for each expert and projection, as the hub has them. fused: of all experts, (E, out, in)."""
+    folder, _, projection = name.rpartition(".")
+    for number, expert in enumerate(fused):
+        if projection == "down_proj":
+            yield f"{folder}.{number}.down_proj.weight", expert.contiguous()
+        else:
+            for each, weight in zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True):
+                yield f"{folder}.{number}.{each}.weight", weight.contiguous()
 
 
 def save_mxfp4(model: nn.Module, folder: Path) -> Path:

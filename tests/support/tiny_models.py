@@ -95,6 +95,22 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3-tied": _config("Qwen3Config", head_dim=32, tie_word_embeddings=True),
     # Whole blocks of 128 by 128, whichever layers are fused.
     "qwen3-blocks": _config("Qwen3Config", head_dim=128, num_attention_heads=2, num_key_value_heads=1),
+    "qwen3-moe-blocks": _config(
+        "Qwen3MoeConfig",
+        head_dim=128,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        decoder_sparse_step=1,
+    ),
+    "deepseek-v3-blocks": _config(
+        "DeepseekV3Config",
+        **_DEEPSEEK | {"q_lora_rank": 128, "qk_nope_head_dim": 128, "v_head_dim": 128, "moe_intermediate_size": 128},
+        n_group=2,
+        topk_method="noaux_tc",
+    ),
     # One KV head: with two engine workers each holds a copy of it.
     "qwen3-moe": _config(
         "Qwen3MoeConfig",

@@ -30,6 +30,8 @@ _PER_CHANNEL: dict[torch.dtype, Quantise] = {torch.float8_e4m3fn: fp8_per_channe
 _WIDE = ("bfloat16", "float16", "float32", "float64")
 _PER_WORD = 4
 """8-bit values in an int32."""
+_OF_EXPERTS = ("w13_weight", "w2_weight")
+"""Parameters that hold all experts of a layer, (experts, rows, columns), and are loaded one expert after the other."""
 _IN_4_BITS = (".experts.gate_up_proj", ".experts.down_proj")
 """Experts that GPT-OSS's checkpoints have in MXFP4, by how their names in transformers end."""
 
@@ -239,6 +241,12 @@ def _is_mxfp4(params: Mapping[str, torch.Tensor | None]) -> bool:
     )
 
 
+def _block_size(module: nn.Module) -> list[int]:
+    """Return the rows and columns that share a scale, or [] where no block does."""
+    holders = (module, getattr(module, "quant_method", None))
+    return next(([*found] for each in holders if (found := getattr(each, "weight_block_size", None))), [])
+
+
 def _pair(model: nn.Module, manifest: Manifest, name: str, param: str) -> Pair | str:
     """Return the pair that a tensor must become, or why it cannot."""
     path, _, own = param.rpartition(".")
@@ -252,7 +260,8 @@ def _pair(model: nn.Module, manifest: Manifest, name: str, param: str) -> Pair |
     meta, weight, scale = manifest[name], beside[own], beside[own + suffix]
     if name + suffix in manifest:
         return f"{name + suffix} comes with it: send both in 8 bits, or the weight alone in bfloat16"
-    if weight.dim() != 2 or len(meta.shape) != 2:
+    blocks = _block_size(module)
+    if len(meta.shape) != 2 or weight.dim() != (3 if own in _OF_EXPERTS and blocks else 2):
         return "only two-dimensional weights are made into 8 bits"
     rows, columns = meta.shape
     kept = str(scale.dtype).removeprefix("torch.")
@@ -271,11 +280,7 @@ def _pair(model: nn.Module, manifest: Manifest, name: str, param: str) -> Pair |
         return Pair(made, partial(int8_packed, group=group))
     if tuple(scale.shape) == (weight.shape[0], 1) and weight.dtype in _PER_CHANNEL:
         shape, quantise = (rows, 1), _PER_CHANNEL[weight.dtype]
-    elif (
-        weight.dtype == torch.float8_e4m3fn
-        and scale.dtype == torch.float32
-        and list(getattr(module, "weight_block_size", None) or ()) == [BLOCK, BLOCK]
-    ):
+    elif weight.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and blocks == [BLOCK, BLOCK]:
         shape, quantise = (-(-rows // BLOCK), -(-columns // BLOCK)), fp8_per_block
     else:
         return f"its scales of shape {tuple(scale.shape)} belong to a scheme that this version does not know"

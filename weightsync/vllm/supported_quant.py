@@ -28,6 +28,7 @@ PROVEN: dict[str, tuple[str, ...]] = {
     "Fp8PerBlockOnlineMoEMethod(block)": ("cuda",),
     # checkpoints with `weight_scale_inv`, DeepSeek's layout
     "Fp8LinearMethod(block)": ("cuda",),
+    "Fp8MoEMethod(block)": ("cuda",),
     # checkpoints that llm-compressor calls FP8-dynamic and W8A8-int8
     "CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8(channel)": ("cpu", "cuda"),
     "CompressedTensorsLinearMethod/CompressedTensorsW8A8Int8(channel)": ("cpu", "cuda"),
