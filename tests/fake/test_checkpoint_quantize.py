@@ -318,7 +318,7 @@ def test_experts_that_are_no_whole_blocks_are_refused():
 
 
 class ExpertsInBlocks(nn.Module):
-    """What vLLM has of experts in fp8: of each the gate over the up projection, 128 rows each, and the down projection."""
+    """VLLM's parameters for experts in fp8: of each, gate over up projection in 128 rows each, and down projection."""
 
     def __init__(self) -> None:
         super().__init__()
