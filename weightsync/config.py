@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from weightsync.control.wire import MAX_TIMEOUT_S
 from weightsync.errors import ConfigError
+from weightsync.net.wire import MAX_TIMEOUT_S
 from weightsync.selection import TensorSelection
 
 _CHOICES = {

@@ -16,11 +16,12 @@ from torch.distributed import ProcessGroup
 
 from weightsync import telemetry
 from weightsync.config import WeightSyncConfig, read_config
-from weightsync.control.ranks import Call, Ranks, collective
-from weightsync.control.update import Timeline, Update
-from weightsync.control.wire import MAX_VERSION, POISONED
-from weightsync.engines import EngineList, LoraAdapter
+from weightsync.engines import LoraAdapter
 from weightsync.errors import ConfigError, FrozenLostError, WeightSyncError
+from weightsync.fleet import EngineList
+from weightsync.net.ranks import Call, Ranks, collective
+from weightsync.net.update import Timeline, Update
+from weightsync.net.wire import MAX_VERSION, POISONED
 from weightsync.planning.bucketing import Bucketer
 from weightsync.report import PushReport
 from weightsync.selection import TensorSelection

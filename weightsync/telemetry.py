@@ -12,9 +12,9 @@ import threading
 from functools import cache
 from typing import Any
 
-from weightsync.control.update import Timeline
-from weightsync.control.wire import Done
 from weightsync.errors import WeightSyncError
+from weightsync.net.update import Timeline
+from weightsync.net.wire import Done
 from weightsync.report import PushReport
 
 logger = logging.getLogger(__name__)

@@ -23,10 +23,11 @@ from engines import IN_CORE
 from test_engines import http_engine, loop_in_a_thread, push_once
 
 from weightsync import WeightSync
-from weightsync.engines import HttpEngine, LoraAdapter, connect, http
+from weightsync.engines import HttpEngine, LoraAdapter, http
 from weightsync.engines.async_llm import AsyncEngine
 from weightsync.engines.llm import LlmEngine
 from weightsync.errors import EngineError, EngineUnreachableError, ManifestError
+from weightsync.fleet import connect
 
 pytestmark = pytest.mark.engine
 

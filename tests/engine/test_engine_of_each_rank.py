@@ -13,7 +13,7 @@ from engines import TIMEOUT_S, Answer, Engines, Remote, assert_same
 from ranks import run_ranks
 
 from weightsync import WeightSync
-from weightsync.engines.child import free_port
+from weightsync.net.child import free_port
 
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine

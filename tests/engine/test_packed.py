@@ -19,11 +19,11 @@ from torch import nn
 
 from weightsync import WeightSync
 from weightsync.planning.layout import Box, Manifest
-from weightsync.receiver.checkpoint_quantize import expand, find_pairs, int8_packed, unpacked
-from weightsync.receiver.trace import trace_loader, uncovered
 from weightsync.selection import TensorSelection
 from weightsync.sources.fsdp import FsdpSource
 from weightsync.vllm import supported_quant
+from weightsync.worker.checkpoint_quantize import expand, find_pairs, int8_packed, unpacked
+from weightsync.worker.trace import trace_loader, uncovered
 
 pytest_plugins = ["engine_fixtures"]
 

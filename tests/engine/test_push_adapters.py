@@ -213,7 +213,7 @@ def find_bound(engines: Engines, folder: Path) -> None:
     """What a worker says of adapters, of what it has loaded, and under rules that leave modules out."""
     from vllm.model_executor.models.utils import WeightsMapper
 
-    from weightsync.control.wire import NEWEST, NOT_LOADED
+    from weightsync.net.wire import NEWEST, NOT_LOADED
     from weightsync.vllm.adapters import adapter_modules
 
     path = str(folder / "linear-A")

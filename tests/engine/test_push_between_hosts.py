@@ -21,9 +21,9 @@ from hosts import Host, Hosts
 from safetensors.torch import load_file
 
 from weightsync import WeightSync, WeightSyncError
-from weightsync.control.addresses import PORTS
-from weightsync.control.handshake import KEY
-from weightsync.engines import connect
+from weightsync.fleet import connect
+from weightsync.net.addresses import PORTS
+from weightsync.net.authentication import KEY
 from weightsync.tools.processes import Answer, difference, engine_environment, generate
 
 pytestmark = [

@@ -25,8 +25,8 @@ from engines import (
 )
 
 from weightsync import PushReport, WeightSync
-from weightsync.engines import connect
 from weightsync.errors import ManifestError
+from weightsync.fleet import connect
 from weightsync.tools.testing import check_engine
 
 pytest_plugins = ["engine_fixtures"]

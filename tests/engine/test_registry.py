@@ -151,7 +151,7 @@ class Planner:
 
 
 def misfit(manifest: Manifest, workers: list[WorkerPlan]) -> Outcome | None:
-    """What a push would refuse of these plans, as `weightsync.planning.checks` would."""
+    """What a push would refuse of these plans, as `weightsync.strategies.plan_checks` would."""
     unknown, missing, doubled = (
         dict.fromkeys(name for worker in workers for name in names(worker))
         for names in (lambda w: w.trace.unknown, lambda w: w.missing, lambda w: w.doubled)

@@ -14,10 +14,10 @@ import torch
 from engines import IN_CORE, Engines, Remote
 
 from weightsync import CheckpointTransport, PlacementError, WeightSync
-from weightsync.control.runtime import started_ticks
-from weightsync.engines import connect
 from weightsync.engines.server import VllmServer
 from weightsync.errors import EngineError, WeightSyncError
+from weightsync.fleet import connect
+from weightsync.net.runtime import started_ticks
 from weightsync.transports import handle_file
 
 pytest_plugins = ["engine_fixtures"]

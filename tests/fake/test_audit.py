@@ -12,12 +12,12 @@ from fake_engine import ModuleHost
 from memory_trainer import MemoryTrainer
 from torch import nn
 
-from weightsync.control.wire import POISONED
 from weightsync.errors import UnsupportedError
-from weightsync.receiver import reload
-from weightsync.receiver.audit import Counterparts, addresses, counterparts
-from weightsync.receiver.experiment import choose_load_paths
-from weightsync.receiver.module_groups import find_groups
+from weightsync.net.wire import POISONED
+from weightsync.worker import reload
+from weightsync.worker.module_groups import find_groups
+from weightsync.worker.probe_load_paths import choose_load_paths
+from weightsync.worker.reachable import Counterparts, addresses, counterparts
 
 ROWS, COLUMNS = 6, 4
 

@@ -24,11 +24,11 @@ from weightsync import (
     WeightSync,
     WeightSyncError,
 )
-from weightsync.engines.lost_engines import LostEngines
-from weightsync.receiver.load_plan import LoadPlanner
+from weightsync.fleet.lost_engines import LostEngines
 from weightsync.transports.base import Transport
 from weightsync.transports.ipc import IpcTransport
 from weightsync.transports.nccl import NcclTransport
+from weightsync.worker.load_plan import LoadPlanner
 
 TIMEOUT_S = 20.0
 TRANSPORTS = ["ipc", "broadcast", "checkpoint"]

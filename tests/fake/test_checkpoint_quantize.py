@@ -13,11 +13,11 @@ from fake_engine import ModuleHost
 from memory_trainer import MemoryTrainer, manifest_of
 from torch import nn
 
-from weightsync.control.wire import LoadPlan
 from weightsync.kernels.quantize import fp8_per_block, fp8_per_channel, int8_per_channel
-from weightsync.receiver.checkpoint_quantize import int8_packed, mxfp4_experts
-from weightsync.receiver.load_plan import IN_PLACE, NATIVE_LOADER
-from weightsync.receiver.receiver import Receiver
+from weightsync.net.wire import LoadPlan
+from weightsync.worker.checkpoint_quantize import int8_packed, mxfp4_experts
+from weightsync.worker.load_plan import IN_PLACE, NATIVE_LOADER
+from weightsync.worker.loader import Receiver
 
 FP8 = torch.float8_e4m3fn
 ROWS, COLUMNS = 256, 128

@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from weightsync.engines.child import Child, free_port
+from weightsync.net.child import Child, free_port
 from weightsync.tools import cli, doctor
 from weightsync.tools.bench import run as bench
 from weightsync.tools.bench.cases import expand
@@ -305,7 +305,7 @@ time.sleep(1)
 def test_a_child_ends_when_the_process_that_has_started_it_is_killed(tmp_path):
     theirs = """
 import os, time
-from weightsync.engines.child import end_with_parent
+from weightsync.net.child import end_with_parent
 end_with_parent()
 print(os.getpid(), flush=True)
 time.sleep(100)
@@ -314,7 +314,7 @@ time.sleep(100)
     code = f"""
 import sys, time
 from pathlib import Path
-from weightsync.engines.child import Child
+from weightsync.net.child import Child
 Child("the child", [sys.executable, "-c", {theirs!r}], {{}}, Path({str(log)!r}))
 time.sleep(100)
 """

@@ -14,8 +14,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from weightsync.control.runtime import Deadline
 from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
+from weightsync.net.runtime import Deadline
 from weightsync.transports import communicator as communicators
 from weightsync.transports.communicator import _ARRIVED, Communicator, Rendezvous
 from weightsync.transports.gloo_port import GlooPort

@@ -22,10 +22,10 @@ from tcp_transport import TcpReceiver, TcpTransport
 from torch import nn
 
 from weightsync import TensorSelection
-from weightsync.control.wire import MachineInfo
-from weightsync.engines import connect
+from weightsync.fleet import connect
 from weightsync.kernels.copies import BatchedCopy
 from weightsync.kernels.digest import WHOLE
+from weightsync.net.wire import MachineInfo
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.planning.transfer_plan import Chain
 from weightsync.sources.base import TensorShard

@@ -17,8 +17,8 @@ from hosts import Host, Hosts
 from torch import nn
 
 from weightsync import WeightSync
-from weightsync.control.handshake import KEY
 from weightsync.kernels.digest import digest
+from weightsync.net.authentication import KEY
 from weightsync.tools.simulate import Topology, predict
 
 all_hosts = pytest.mark.skipif("TEST_HOSTS" not in os.environ, reason="`make test-hosts` runs it")

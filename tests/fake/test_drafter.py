@@ -13,7 +13,7 @@ from torch import nn
 
 from weightsync import WeightSync
 from weightsync.errors import ManifestError
-from weightsync.receiver.engine_model import DRAFTER
+from weightsync.worker.engine_model import DRAFTER
 
 TIMEOUT_S = 20.0
 MODELS_OWN = ("embed.weight", "layer.weight")

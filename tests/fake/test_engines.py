@@ -18,14 +18,10 @@ from typing import Any
 
 import pytest
 
-from weightsync.control.runtime import Deadline
-from weightsync.control.wire import POISONED
-from weightsync.engines import AdapterEngine, HttpEngine, LoraAdapter, connect
+from weightsync.engines import AdapterEngine, HttpEngine, LoraAdapter
 from weightsync.engines.async_llm import AsyncEngine
 from weightsync.engines.bound_modules import ask_worker
-from weightsync.engines.engine_list import EngineList
 from weightsync.engines.llm import LlmEngine
-from weightsync.engines.parts import join
 from weightsync.engines.ray_actor import RayEngine
 from weightsync.errors import (
     ConfigError,
@@ -36,6 +32,11 @@ from weightsync.errors import (
     SyncTimeoutError,
     UnsupportedError,
 )
+from weightsync.fleet import connect
+from weightsync.fleet.roster import EngineList
+from weightsync.fleet.spmd_engine import join
+from weightsync.net.runtime import Deadline
+from weightsync.net.wire import POISONED
 
 # ---------------------------------------------------------------------------------------------------------------
 # What connect accepts

@@ -16,9 +16,9 @@ from fake_server import Balancer, FakeServer
 from recorders import RecordedEngine
 
 from weightsync import EngineError, FencedError, WeightSync
-from weightsync.control import fence
-from weightsync.control.runtime import in_thread
-from weightsync.engines import connect
+from weightsync.fleet import connect
+from weightsync.net import fence
+from weightsync.net.runtime import in_thread
 from weightsync.vllm.fence import Fence
 
 TIMEOUT_S = 20.0

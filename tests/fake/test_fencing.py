@@ -28,13 +28,13 @@ from weightsync import (
     WeightSync,
     WeightSyncError,
 )
-from weightsync.control import fleet
-from weightsync.control.handshake import Seal
-from weightsync.control.hold import Hold
-from weightsync.control.runtime import boot_id, started_ticks, this_process
-from weightsync.control.wire import POISONED
-from weightsync.receiver import worker
-from weightsync.receiver.worker import WorkerSession
+from weightsync.fleet import fleet
+from weightsync.net.authentication import Seal
+from weightsync.net.hold import Hold
+from weightsync.net.runtime import boot_id, started_ticks, this_process
+from weightsync.net.wire import POISONED
+from weightsync.worker import session as worker_session
+from weightsync.worker.session import WorkerSession
 
 TIMEOUT_S = 20.0
 
@@ -48,8 +48,8 @@ def engine() -> Iterator[RecordedEngine]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_PONG_S", 0.3)
-    monkeypatch.setattr(worker, "_GRACE_S", 0.0)
+    monkeypatch.setattr(worker_session, "_PONG_S", 0.3)
+    monkeypatch.setattr(worker_session, "_GRACE_S", 0.0)
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def answers_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer that is asked whether it is alive answers soon, and has long to do so."""
     monkeypatch.setattr(fleet, "_PING_LOOK_S", 0.05)
-    monkeypatch.setattr(worker, "_PONG_S", 30.0)
+    monkeypatch.setattr(worker_session, "_PONG_S", 30.0)
 
 
 def assert_serves(engine: RecordedEngine, seed: int, version: int) -> None:
@@ -174,7 +174,7 @@ def test_worker_that_loads_for_longer_than_a_wait_is_waited_for(
     engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet, "_PING_LOOK_S", 0.05)
-    monkeypatch.setattr(worker, "_PING_LOOK_S", 0.05)
+    monkeypatch.setattr(worker_session, "_PING_LOOK_S", 0.05)
     run_slowly(engine, monkeypatch, 2.2)
     with WeightSync("fsdp", "ipc", engine, max_bytes=64, timeout_s=1.5) as sync:
         sync.push(trainer_model(checkpoint(2)))
@@ -185,7 +185,7 @@ def test_worker_that_has_stopped_is_lost_though_its_engine_says_that_it_lives(
     engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet, "_PING_LOOK_S", 0.05)
-    monkeypatch.setattr(worker, "_PING_LOOK_S", 3600.0)
+    monkeypatch.setattr(worker_session, "_PING_LOOK_S", 3600.0)
     run_slowly(engine, monkeypatch, 8.0)
     with WeightSync("fsdp", "ipc", engine, max_bytes=64, timeout_s=2.5) as sync:
         with pytest.raises(SyncTimeoutError, match=r"no answer from engine 0 worker tp=0 .*within 2\.5 s") as raised:
@@ -360,7 +360,7 @@ def test_trainer_that_stalls_before_the_commit_holds_the_engine_no_longer_than_a
         stalling = threading.Thread(target=push_first)
         stalling.start()
         until(lambda: session.receiver.state == POISONED)
-        until(lambda: not session._serving, timeout_s=2.0 * worker._PATIENCE - 4.0)
+        until(lambda: not session._serving, timeout_s=2.0 * worker_session._PATIENCE - 4.0)
         monkeypatch.setattr(fleet.Fleet, "commit", commit)
     with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as second:
         second.push(trainer_model(checkpoint(3)))

@@ -22,7 +22,7 @@ from engine_process import EngineProcess, fingerprint
 from fake_engine import checkpoint, cold, trainer_model
 
 from weightsync import ModuleBucketer, PushReport, WeightSync, WeightSyncError
-from weightsync.control.wire import POISONED
+from weightsync.net.wire import POISONED
 
 PUSHES = int(os.environ.get("FLEET_PUSHES", "20"))
 SEED = int(os.environ.get("FLEET_SEED", "1"))

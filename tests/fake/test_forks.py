@@ -14,9 +14,9 @@ import torch
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
 
 from weightsync import ConfigError, WeightSync
-from weightsync.control import background_call
-from weightsync.control.background_call import BackgroundCall, wait_at_exit
-from weightsync.control.listener import Listener
+from weightsync.fleet import engine_call
+from weightsync.fleet.engine_call import BackgroundCall, wait_at_exit
+from weightsync.net.listener import Listener
 
 CALLS: dict[str, Callable[[WeightSync, Any], Any]] = {
     "push": lambda sync, model: sync.push(model),
@@ -106,10 +106,10 @@ def test_a_forked_process_waits_for_none_of_its_parents_calls() -> None:
 
     def end() -> str:
         started = time.monotonic()
-        background_call._wait_for_owed()
+        engine_call._wait_for_owed()
         return "soon" if time.monotonic() - started < 0.5 else "late"
 
     assert in_a_fork(end) == "soon"
     call.join(10.0)
-    atexit.unregister(background_call._wait_for_owed)
+    atexit.unregister(engine_call._wait_for_owed)
     listener.close()

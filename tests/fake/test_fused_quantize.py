@@ -13,13 +13,13 @@ from fake_engine import Attention, ModuleHost, TinyEngineModel, checkpoint
 from memory_trainer import MemoryTrainer
 from torch import nn
 
-from weightsync.control.wire import POISONED
 from weightsync.errors import UnsupportedError
 from weightsync.kernels.quantize import Form, fp8_per_channel, fp8_per_tensor, int8_per_channel
-from weightsync.receiver.fused_quantize import find_recipe
-from weightsync.receiver.load_paths import FusedQuantize
-from weightsync.receiver.load_plan import FUSED_QUANTIZE, NATIVE_LOADER, RELOAD
-from weightsync.receiver.module_groups import ModuleGroup
+from weightsync.net.wire import POISONED
+from weightsync.worker.fused_quantize import find_recipe
+from weightsync.worker.load_paths import FusedQuantize
+from weightsync.worker.load_plan import FUSED_QUANTIZE, NATIVE_LOADER, RELOAD
+from weightsync.worker.module_groups import ModuleGroup
 
 TIMEOUT_S = 10.0
 """Of a worker that waits for the other."""

@@ -26,8 +26,8 @@ from weightsync import (
     UnsupportedError,
     WeightSync,
 )
-from weightsync.control.runtime import started_ticks
 from weightsync.engines.server import VllmServer
+from weightsync.net.runtime import started_ticks
 from weightsync.strategies.restart import check_stores
 from weightsync.strategies.shared_memory import SingleCopyTransport
 from weightsync.tools import handles

@@ -18,11 +18,11 @@ from fake_server import FakeServer
 from hosts import Host, Hosts
 
 from weightsync import WeightSync, WeightSyncError
-from weightsync.control.addresses import HOST, PORTS
-from weightsync.control.connection import Connection
-from weightsync.control.handshake import KEY, Seal
-from weightsync.control.runtime import Deadline, boot_id
-from weightsync.control.wire import PROTOCOL, Release
+from weightsync.net.addresses import HOST, PORTS
+from weightsync.net.authentication import KEY, Seal
+from weightsync.net.connection import Connection
+from weightsync.net.runtime import Deadline, boot_id
+from weightsync.net.wire import PROTOCOL, Release
 from weightsync.tools.connections import connections
 
 all_hosts = pytest.mark.skipif("TEST_HOSTS" not in os.environ, reason="`make test-hosts` runs it")

@@ -18,9 +18,9 @@ from hosts import Host, Hosts
 from hybrid_workers import Learner, StandIn, prompts_of
 
 from weightsync import WeightSyncError
-from weightsync.control.handshake import KEY
 from weightsync.errors import PeerError, PlacementError
 from weightsync.hybrid import ResourcePool, RolloutGroup, WorkerGroup
+from weightsync.net.authentication import KEY
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),

@@ -19,12 +19,12 @@ from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, col
 import weightsync
 import weightsync.strategies.lora
 from weightsync import CheckpointTransport, WeightSync
-from weightsync.control.fleet import Fleet
-from weightsync.control.ranks import Ranks
+from weightsync.fleet.fleet import Fleet
+from weightsync.net.ranks import Ranks
 from weightsync.transports.ipc import IpcTransport
 
 OURS = str(Path(weightsync.__file__).parent)
-FRAME = (f"{OURS}/sync.py", f"{OURS}/control/ranks.py", f"{OURS}/control/modes.py", f"{OURS}/control/ending.py")
+FRAME = (f"{OURS}/sync.py", f"{OURS}/net/ranks.py", f"{OURS}/net/modes.py", f"{OURS}/net/ending.py")
 """Where every line is tried. Of all others some are."""
 EVERY = 23
 

@@ -14,10 +14,10 @@ from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, mod
 from ranks import run_ranks
 
 from weightsync import ProtocolError, WeightSync, WeightSyncError
-from weightsync.control.handshake import GREETING_BYTES, KEY, KEY_FILE
-from weightsync.control.runtime import this_process
-from weightsync.control.wire import CLEAN
-from weightsync.receiver.worker import WorkerSession
+from weightsync.net.authentication import GREETING_BYTES, KEY, KEY_FILE
+from weightsync.net.runtime import this_process
+from weightsync.net.wire import CLEAN
+from weightsync.worker.session import WorkerSession
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def test_a_false_init_holds_an_engine_for_seconds_and_leads_nowhere(monkeypatch:
     """The caller gives an address of his own, where somebody listens who reads everything and answers at random."""
     if key:
         monkeypatch.setenv(KEY, key)
-    monkeypatch.setattr("weightsync.control.connection._GREETING_S", 1.0)
+    monkeypatch.setattr("weightsync.net.connection._GREETING_S", 1.0)
     session, received = WorkerSession(ModuleHost(TinyEngineModel, checkpoint(1))), b""
     with socket.create_server(("127.0.0.1", 0)) as server:
 

@@ -15,11 +15,10 @@ from ranks import run_ranks
 from recorders import RecordedEngine
 
 from weightsync import ConfigError, EngineUnreachableError, SyncTimeoutError, WeightSync
-from weightsync.control import fleet, member
-from weightsync.control.background_call import BackgroundCall
-from weightsync.control.listener import Listener
-from weightsync.control.wire import POISONED
-from weightsync.engines import lost_engines
+from weightsync.fleet import engine_handle, fleet, lost_engines
+from weightsync.fleet.engine_call import BackgroundCall
+from weightsync.net.listener import Listener
+from weightsync.net.wire import POISONED
 
 TIMEOUT_S = 20.0
 CALLS = ("init", "start", "update", "finish", "pause", "resume", "set_version", "reset_caches", "version")
@@ -171,17 +170,17 @@ def test_engine_that_a_rank_has_waited_for_is_named_where_it_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ranks know workers by their numbers alone."""
-    monkeypatch.setattr(member, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(engine_handle, "_ANSWER_S", 0.2)
     monkeypatch.setattr(engines[0], "is_alive", answers)
     error = SyncTimeoutError(f"{waiting_for[0]} did not take a chunk", who="trainer rank 1", waiting_for=waiting_for)
-    assert member.find_lost([member.Member(engines[0])], error) == lost
+    assert engine_handle.find_lost([engine_handle.Member(engines[0])], error) == lost
     assert ("engine 0 does not answer" in str(error)) is bool(lost)
 
 
 def test_answer_to_an_earlier_question_does_not_count(
     engines: list[MortalEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(engine_handle, "_ANSWER_S", 0.5)
     begun, asked_again, over = threading.Event(), threading.Event(), threading.Event()
 
     def is_alive() -> bool:
@@ -192,11 +191,11 @@ def test_answer_to_an_earlier_question_does_not_count(
         return over.wait(TIMEOUT_S)
 
     monkeypatch.setattr(engines[0], "is_alive", is_alive)
-    one, listener = member.Member(engines[0]), Listener()
+    one, listener = engine_handle.Member(engines[0]), Listener()
     BackgroundCall(listener, "health", one.ask_whether_alive)
     assert begun.wait(TIMEOUT_S)
     error = SyncTimeoutError("no answer", who="engine 0", waiting_for=["engine 0"])
-    assert member.find_lost([one], error) == ["engine 0"]
+    assert engine_handle.find_lost([one], error) == ["engine 0"]
     over.set()
     listener.close()
 
@@ -217,7 +216,7 @@ def test_lost_engine_that_may_be_busy_stays_left_out_until_it_answers(
 
 def test_busy_engine_has_not_died(engines: list[MortalEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines[0], "is_alive", lambda: None)
-    one = member.Member(engines[0])
+    one = engine_handle.Member(engines[0])
     for _ in range(3):
         one.ask_whether_alive()
     one.check_health(TIMEOUT_S)

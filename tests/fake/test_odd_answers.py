@@ -21,10 +21,11 @@ from recorders import RecordedEngine
 import weightsync
 from weightsync import CheckpointTransport, ConfigError, EngineError, LoraTransport, WeightSync
 from weightsync.checkpoint.files import versions
-from weightsync.control.runtime import in_thread
-from weightsync.control.wire import MAX_VERSION, Failure, encode
-from weightsync.engines import LoraAdapter, connect, http
+from weightsync.engines import LoraAdapter, http
 from weightsync.errors import EngineUnreachableError
+from weightsync.fleet import connect
+from weightsync.net.runtime import in_thread
+from weightsync.net.wire import MAX_VERSION, Failure, encode
 from weightsync.strategies.lora import AdapterFolder
 
 TIMEOUT_S = 20.0
@@ -209,7 +210,7 @@ class OneAtATime(RecordedEngine):
 
 @pytest.mark.parametrize("kind", [OneAtATime, RecordedEngine])
 def test_one_server_under_two_names_is_found_out(kind: type[RecordedEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.control.member._DOUBT_S", 0.5)
+    monkeypatch.setattr("weightsync.fleet.engine_handle._DOUBT_S", 0.5)
     with ExitStack() as stack:
         servers = [FakeServer(kind(ModuleHost(TinyEngineModel, checkpoint(1))), 0) for _ in range(2)]
         for server in servers:
@@ -230,7 +231,7 @@ def test_one_server_under_two_names_is_found_out(kind: type[RecordedEngine], mon
 
 
 def test_an_engine_whose_workers_come_late_is_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.control.member._DOUBT_S", 0.1)
+    monkeypatch.setattr("weightsync.fleet.engine_handle._DOUBT_S", 0.1)
     engines = [OneAtATime(ModuleHost(TinyEngineModel, checkpoint(1))) for _ in range(3)]
     init = engines[1].init
 

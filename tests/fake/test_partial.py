@@ -23,7 +23,7 @@ from fake_engine import (
 from torch import nn
 
 from weightsync import ConfigError, PushReport, TensorSelection, WeightSync, WeightSyncError
-from weightsync.control.wire import MachineInfo
+from weightsync.net.wire import MachineInfo
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta
 from weightsync.strategies.inventory import Inventory, frozen_everywhere
 

@@ -12,8 +12,8 @@ from recorders import RecordedEngine
 from torch import nn
 
 from weightsync import WeightSync
-from weightsync.control.wire import CLEAN
 from weightsync.errors import EngineAsleepError
+from weightsync.net.wire import CLEAN
 
 TIMEOUT_S = 20.0
 

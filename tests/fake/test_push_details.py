@@ -46,10 +46,9 @@ from weightsync import (
     WeightSync,
     WeightSyncError,
 )
-from weightsync.control.fleet import Fleet
-from weightsync.control.runtime import in_thread
+from weightsync.fleet.fleet import Fleet
+from weightsync.net.runtime import in_thread
 from weightsync.planning.layout import Manifest, TensorMeta
-from weightsync.receiver.receiver import Receiver
 from weightsync.transports import ipc, nccl
 from weightsync.transports.base import Transport
 from weightsync.transports.files import FilesTransport
@@ -57,6 +56,7 @@ from weightsync.transports.ipc import IpcTransport
 from weightsync.transports.nccl import NcclTransport
 from weightsync.transports.shared_handles import export, open_exported
 from weightsync.transports.staging import Packer
+from weightsync.worker.loader import Receiver
 
 TIMEOUT_S = 10.0
 
@@ -266,7 +266,7 @@ def test_an_engine_that_pauses_late_goes_on_when_the_push_has_failed_meanwhile(
         assert started.wait(TIMEOUT_S)
         raise MemoryError("no room for this chunk")
 
-    monkeypatch.setattr("weightsync.control.fleet._FAREWELL_S", 1.0)
+    monkeypatch.setattr("weightsync.fleet.fleet._FAREWELL_S", 1.0)
     model, host = trainer_model(checkpoint(2)), ModuleHost(TinyEngineModel, checkpoint(1))
     with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
         sync.push(model)

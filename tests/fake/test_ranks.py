@@ -14,7 +14,6 @@ import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
-from weightsync.control.ranks import Ranks, uses_nccl
 from weightsync.errors import (
     ConfigError,
     DigestError,
@@ -23,6 +22,7 @@ from weightsync.errors import (
     SyncTimeoutError,
     WeightSyncError,
 )
+from weightsync.net.ranks import Ranks, uses_nccl
 
 RANKS = 3
 

@@ -12,7 +12,7 @@ from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, col
 from ranks import run_ranks
 
 from weightsync import ConfigError, LoraTransport, SyncTimeoutError, WeightSync, WeightSyncError
-from weightsync.control.ranks import Call, Ranks
+from weightsync.net.ranks import Call, Ranks
 
 RANKS = 3
 LONG_S = 60.0

@@ -19,7 +19,7 @@ from hosts import Host, Hosts
 from torch import nn
 
 from weightsync import WeightSync, WeightSyncError
-from weightsync.control.handshake import KEY
+from weightsync.net.authentication import KEY
 from weightsync.tools.simulate import Topology, predict
 
 all_hosts = pytest.mark.skipif("TEST_HOSTS" not in os.environ, reason="`make test-hosts` runs it")

@@ -24,11 +24,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard
 
 from weightsync import ConfigError, ManifestError, TensorSelection, UnsupportedError, WeightSync, WeightSyncError
-from weightsync.control.update import Update
+from weightsync.net.update import Update
 from weightsync.sources import open_source
 from weightsync.sources.base import WeightSource
 from weightsync.sources.quantize import FORMS, QuantizingSource
-from weightsync.strategies import largest
+from weightsync.strategies import rank_max
 from weightsync.tools.testing import check_source
 from weightsync.tools.testing.assertions import region, same_bytes
 
@@ -312,8 +312,8 @@ def test_a_rank_is_waited_for_as_long_as_it_may_wait_for_a_worker() -> None:
     """Else the others would name the rank, and not the worker that holds it up."""
     place = ["127.0.0.1", 1, "cpu"]
     update = Update(mock.Mock(size=2, rank=1, broadcast=lambda *_: place), 4.0)
-    search = largest.LargestOfRanks(None, time.sleep)
-    with mock.patch.object(largest, "Communicator") as made:
+    search = rank_max.LargestOfRanks(None, time.sleep)
+    with mock.patch.object(rank_max, "Communicator") as made:
         communicator = made.return_value
         communicator.device = torch.device("cpu")
         search.connect(update, on_gpu=False)

@@ -21,10 +21,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightsync import ConfigError, ManifestError, TensorSelection, UnsupportedError, WeightSync, WeightSyncError, save
-from weightsync.control.ranks import Ranks
-from weightsync.control.wire import MachineInfo
 from weightsync.errors import EngineUnreachableError
 from weightsync.kernels.quantize import int8_per_channel, row_maxima
+from weightsync.net.ranks import Ranks
+from weightsync.net.wire import MachineInfo
 from weightsync.planning.layout import Box, Manifest, ShardLocation
 from weightsync.sources import open_source
 from weightsync.sources.quantize import QuantizingSource

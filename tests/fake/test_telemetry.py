@@ -99,7 +99,7 @@ def test_a_worker_does_not_count_what_another_one_ran_into(sample: Any) -> None:
 WORKER = """
 import sys
 from weightsync import telemetry
-from weightsync.control.wire import Done
+from weightsync.net.wire import Done
 from weightsync.errors import DigestError
 name = sys.argv[1]
 telemetry.engine_serves(name, 0)

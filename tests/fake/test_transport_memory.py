@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from weightsync.control.runtime import Deadline
-from weightsync.control.update import Update
-from weightsync.control.wire import MachineInfo
+from weightsync.net.runtime import Deadline
+from weightsync.net.update import Update
+from weightsync.net.wire import MachineInfo
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.planning.transfer_plan import Chunk, TransferPlan, make_chunks
 from weightsync.sources.base import TensorShard

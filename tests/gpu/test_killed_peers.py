@@ -16,8 +16,8 @@ import torch
 from engines import Remote
 
 from weightsync import EngineError, WeightSync, WeightSyncError
-from weightsync.control.wire import POISONED
 from weightsync.engines import HttpEngine
+from weightsync.net.wire import POISONED
 from weightsync.report import Progress
 from weightsync.tools.bench.shapes import write_config
 from weightsync.tools.processes import Server, generate, visible_gpus

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from weightsync import WeightSync, WeightSyncError
-from weightsync.engines.child import free_port
+from weightsync.net.child import free_port
 from weightsync.tools.processes import Server, generate, visible_gpus
 
 

@@ -27,10 +27,10 @@ from engines import Answer, note, noted
 from ranks import FORKSERVER, run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightsync.engines.child import Child, free_port
 from weightsync.engines.http import HttpEngine
 from weightsync.engines.server import VllmServer
 from weightsync.integrations.trl import attach
+from weightsync.net.child import Child, free_port
 from weightsync.tools.processes import visible_gpus
 
 trl_ranks.preload()

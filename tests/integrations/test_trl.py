@@ -12,8 +12,8 @@ from engines import ANSWER_TOKENS, NOT_COMPILED, PROMPTS, Answer, Engines, Remot
 from ranks import run_ranks
 
 from weightsync import CheckpointTransport, ConfigError, LoraTransport, SingleCopyTransport, UnsupportedError
-from weightsync.engines.child import free_port
 from weightsync.engines.server import VllmServer
+from weightsync.net.child import free_port
 
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine

@@ -12,8 +12,8 @@ from engines import Answer, Engines, Remote, assert_same, noted
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-from weightsync.engines.child import free_port
 from weightsync.engines.server import VllmServer
+from weightsync.net.child import free_port
 from weightsync.tools.processes import visible_gpus
 
 pytest_plugins = ["engine_fixtures"]

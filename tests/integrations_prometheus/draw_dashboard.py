@@ -21,8 +21,8 @@ from prometheus_client import start_http_server
 from test_dashboard import DASHBOARD, WINDOW, prometheus
 
 from weightsync import WeightSync, WeightSyncError
-from weightsync.engines.child import free_port
 from weightsync.engines.server import VllmServer
+from weightsync.net.child import free_port
 
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_key_value_heads": 4}
 

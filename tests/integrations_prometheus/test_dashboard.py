@@ -22,8 +22,8 @@ from faults import FaultyTransport
 from prometheus_client import start_http_server
 
 from weightsync import DigestError, WeightSync
-from weightsync.engines.child import free_port
 from weightsync.engines.server import VllmServer
+from weightsync.net.child import free_port
 
 pytestmark = pytest.mark.engine
 

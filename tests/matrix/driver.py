@@ -23,7 +23,7 @@ from servers import AdapterServer, ServerSide
 from stand_in import TP, StandInWorker
 from trainer import RAY, Outcome, Rank, memory_of
 
-from weightsync.control.wire import POISONED
+from weightsync.net.wire import POISONED
 
 GRACE_S = 5.0
 """How much later than `timeout_s` an error may come."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from cells import DEAD, MUTE, NEW, PAUSED, UNTOUCHED
 
-from weightsync.control.wire import POISONED
 from weightsync.engines import Engine
 from weightsync.errors import WeightSyncError
+from weightsync.net.wire import POISONED
 
 KNOWN = "ABC"
 """The weights that are pushed, each by a letter."""

@@ -19,9 +19,9 @@ from looks import Look, look_at
 from servers import Cold, below
 from trainer import RAY, RAY_ACTOR, RAY_NAMESPACE, Rank
 
-from weightsync.engines import connect
-from weightsync.engines.vllm_engine import vllm_class
 from weightsync.errors import WeightSyncError
+from weightsync.fleet import connect
+from weightsync.vllm.llm_object import vllm_class
 
 _START_S = 240.0
 _ASK_S = 30.0

@@ -21,10 +21,10 @@ from recorders import RecordedEngine
 from safetensors.torch import load_file
 from torch import nn
 
-from weightsync.control.wire import CLEAN, POISONED
 from weightsync.engines import LoraAdapter
 from weightsync.engines.calls import HEALTH_TIMEOUT_S, limit_s, too_late
 from weightsync.errors import EngineUnreachableError, WeightSyncError
+from weightsync.net.wire import CLEAN, POISONED
 
 HEADS, WIDTH, LAYERS, TP = 4, 6, 3, 2
 NAME = "engine 0 (stand-in)"

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from weightsync import CheckpointTransport, ModuleBucketer, WeightSync, WeightSyncError, strategies
-from weightsync.control.fleet import Fleet
+from weightsync.fleet.fleet import Fleet
 from weightsync.report import Progress
 from weightsync.strategies.lora import LoraAdapters
 

@@ -22,9 +22,9 @@ from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint
 from torch import nn
 
 from weightsync.engines import HttpEngine
-from weightsync.engines.child import free_port
 from weightsync.errors import EngineError
-from weightsync.receiver.worker import WorkerSession
+from weightsync.net.child import free_port
+from weightsync.worker.session import WorkerSession
 
 START_S = 60.0
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightsync.receiver.engine_model import WorkerIdentity
-from weightsync.receiver.worker import WorkerSession
+from weightsync.worker.engine_model import WorkerIdentity
+from weightsync.worker.session import WorkerSession
 
 
 class ModuleHost:

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from fake_engine import FakeEngine
 
-from weightsync.control.fence import HEADER, STATUS, refusal, write_refusal
+from weightsync.net.fence import HEADER, STATUS, refusal, write_refusal
 
 
 class FakeServer(http.server.ThreadingHTTPServer):

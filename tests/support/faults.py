@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from weightsync.control.runtime import Deadline
-from weightsync.control.update import Update
-from weightsync.control.wire import MachineInfo
+from weightsync.net.runtime import Deadline
+from weightsync.net.update import Update
+from weightsync.net.wire import MachineInfo
 from weightsync.planning.layout import Manifest, ShardLocation
-from weightsync.planning.rows import Reads
 from weightsync.planning.transfer_plan import Chain, TransferPlan
+from weightsync.planning.wire_types import Reads
 from weightsync.transports import open_transport
 from weightsync.transports.base import Endpoint, LocalTensor, LocalTensors, Run, Transport
 

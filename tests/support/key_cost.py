@@ -17,7 +17,7 @@ from fake_engine import FakeEngine, ModuleHost, trainer_model
 from torch import nn
 
 from weightsync import WeightSync
-from weightsync.control.handshake import Seal
+from weightsync.net.authentication import Seal
 
 TURNS = 10
 LAYERS, ROWS, WIDTH = 64, 2048, 2048

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from weightsync.control.runtime import Deadline
-from weightsync.control.wire import Connect, Done, Go, LoadPlan
 from weightsync.kernels.digest import WHOLE, digest, signed
+from weightsync.net.runtime import Deadline
+from weightsync.net.wire import Connect, Done, Go, LoadPlan
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, row_major
-from weightsync.planning.rows import Arrival, Run, Storage
 from weightsync.planning.transfer_plan import Chunk, make_chunks
-from weightsync.receiver import receiver as receiver_module
-from weightsync.receiver.engine_model import EngineModel
-from weightsync.receiver.receiver import Receiver
+from weightsync.planning.wire_types import Arrival, Run, Storage
 from weightsync.transports.base import DIGEST_BYTES, SLOTS, TransportReceiver, Wait, align, strided
 from weightsync.transports.proof import Proof
+from weightsync.worker import loader as receiver_module
+from weightsync.worker.engine_model import EngineModel
+from weightsync.worker.loader import Receiver
 
 TIMEOUT_S = 10.0
 

@@ -27,11 +27,12 @@ import msgspec
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, module_of
 
 from weightsync import WeightSync
-from weightsync.control.connection import Connection
-from weightsync.control.handshake import GREETING_BYTES, Seal, agree, greet, greeting
-from weightsync.control.listener import Listener, _Newcomer
-from weightsync.control.runtime import Deadline
-from weightsync.control.wire import (
+from weightsync.errors import ErrorFields, ProtocolError, WeightSyncError
+from weightsync.net.authentication import GREETING_BYTES, Seal, agree, greet, greeting
+from weightsync.net.connection import Connection
+from weightsync.net.listener import Listener, _Newcomer
+from weightsync.net.runtime import Deadline
+from weightsync.net.wire import (
     CLEAN,
     FREE_BYTES,
     MEMORY_FACTOR,
@@ -58,10 +59,9 @@ from weightsync.control.wire import (
     decode,
     encode,
 )
-from weightsync.errors import ErrorFields, ProtocolError, WeightSyncError
 from weightsync.planning.layout import Box, ShardLocation
-from weightsync.receiver.worker import WorkerSession
 from weightsync.transports.shared_handles import SharedFile
+from weightsync.worker.session import WorkerSession
 
 _LOOK_EVERY = 1 << 16
 _TRACE_EVERY = 1 << 12

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from weightsync.kernels.quantize import BLOCK, fp8_per_block, fp8_per_channel, int8_per_channel
-from weightsync.receiver.checkpoint_quantize import mxfp4_experts
+from weightsync.worker.checkpoint_quantize import mxfp4_experts
 
 SCHEMES: dict[str, tuple[str, str, Any]] = {
     "FP8-dynamic": ("float-quantized", "float", fp8_per_channel),

@@ -9,8 +9,8 @@ from typing import Any
 
 from fake_engine import FakeEngine, ModuleHost
 
-from weightsync.control.connection import Connection
 from weightsync.engines import LoraAdapter
+from weightsync.net.connection import Connection
 
 AT_ONCE = (("pause", "start"), ("finish", "reset"))
 """Calls that a fleet may make in either order, or at the same time."""

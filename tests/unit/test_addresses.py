@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from weightsync.control.addresses import HOST, PORTS, address_facing, at, is_here, listen, reach
-from weightsync.control.runtime import Deadline
-from weightsync.engines.child import free_port
 from weightsync.errors import ConfigError, PeerError
+from weightsync.net.addresses import HOST, PORTS, address_facing, at, is_here, listen, reach
+from weightsync.net.child import free_port
+from weightsync.net.runtime import Deadline
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def test_who_cannot_be_reached_is_named_with_both_ends() -> None:
 
 
 def test_who_does_not_answer_is_given_up_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.control.addresses.REACH_S", 0.2)
+    monkeypatch.setattr("weightsync.net.addresses.REACH_S", 0.2)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         place = full.getsockname()
         waiting = [socket.socket() for _ in range(4)]  # more than the kernel keeps for those that do not accept

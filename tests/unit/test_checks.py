@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from weightsync import ConfigError, ManifestError, ModuleBucketer, ParameterBucketer
-from weightsync.control.wire import LoadPlan
-from weightsync.planning.checks import check_duplicates, check_plans, cut, duplicates
+from weightsync.net.wire import LoadPlan
 from weightsync.planning.layout import Manifest, TensorMeta
+from weightsync.strategies.plan_checks import check_duplicates, check_plans, cut, duplicates
 
 ENGINE = {"model.embed.weight", "model.layers.0.a", "model.layers.0.b", "model.layers.1.a", "lm_head.weight"}
 

@@ -19,17 +19,6 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from weightsync.control import fleet as fleet_module
-from weightsync.control import listener as listener_module
-from weightsync.control.background_call import BackgroundCall
-from weightsync.control.connection import Connection, dial
-from weightsync.control.fleet import Fleet
-from weightsync.control.handshake import Seal, greeting
-from weightsync.control.listener import Listener
-from weightsync.control.member import Member, Worker
-from weightsync.control.ranks import ALONE, Ranks
-from weightsync.control.runtime import Deadline
-from weightsync.control.wire import PROTOCOL, Commit, Failure, Hello, Message, Release, Value, encode
 from weightsync.errors import (
     DigestError,
     ErrorFields,
@@ -40,6 +29,17 @@ from weightsync.errors import (
     SyncTimeoutError,
     WeightSyncError,
 )
+from weightsync.fleet import fleet as fleet_module
+from weightsync.fleet.engine_call import BackgroundCall
+from weightsync.fleet.engine_handle import Member, Worker
+from weightsync.fleet.fleet import Fleet
+from weightsync.net import listener as listener_module
+from weightsync.net.authentication import Seal, greeting
+from weightsync.net.connection import Connection, dial
+from weightsync.net.listener import Listener
+from weightsync.net.ranks import ALONE, Ranks
+from weightsync.net.runtime import Deadline
+from weightsync.net.wire import PROTOCOL, Commit, Failure, Hello, Message, Release, Value, encode
 
 LOCAL = "127.0.0.1"
 HELLO = Hello(

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 import weightsync.errors as errors
-from weightsync.control.wire import Failure, decode, encode
 from weightsync.errors import ErrorFields, WeightSyncError, foreign, from_fields
+from weightsync.net.wire import Failure, decode, encode
 
 
 def subclasses(cls: type[WeightSyncError]) -> list[type[WeightSyncError]]:

@@ -8,7 +8,7 @@ import threading
 
 import msgspec
 
-from weightsync.control.wire import typed
+from weightsync.net.wire import typed
 
 THREADS, KINDS = 4, 100
 

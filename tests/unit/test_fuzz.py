@@ -16,11 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutated_frames import host, recorded_push, run
 
-from weightsync.control.connection import Connection
-from weightsync.control.handshake import ANSWER_BYTES, GREETING_BYTES, Seal, agree, greet, greeting
-from weightsync.control.listener import Listener
-from weightsync.control.runtime import Deadline
-from weightsync.control.wire import (
+from weightsync.errors import ErrorFields, ProtocolError, WeightSyncError
+from weightsync.net.authentication import ANSWER_BYTES, GREETING_BYTES, Seal, agree, greet, greeting
+from weightsync.net.connection import Connection
+from weightsync.net.listener import Listener
+from weightsync.net.runtime import Deadline
+from weightsync.net.wire import (
     CLEAN,
     PREFIX_BYTES,
     PROTOCOL,
@@ -38,9 +39,8 @@ from weightsync.control.wire import (
     decode,
     encode,
 )
-from weightsync.errors import ErrorFields, ProtocolError, WeightSyncError
 from weightsync.planning.layout import Box
-from weightsync.receiver.worker import WorkerSession
+from weightsync.worker.session import WorkerSession
 
 LOCAL, TOKEN = "127.0.0.1", "token"
 HELLO = Hello(PROTOCOL, "worker", 0, 0, 1, "boot", "cpu", "", "tp=0", 0, CLEAN, False)

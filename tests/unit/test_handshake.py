@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from weightsync.control import connection, handshake
-from weightsync.control.connection import Connection, dial
-from weightsync.control.handshake import ANSWER_BYTES, SEAL_BYTES, agree, greeting, read_key, refuse_other_users
-from weightsync.control.listener import Listener
-from weightsync.control.runtime import Deadline
-from weightsync.control.wire import PROTOCOL, Commit, Hello, Value, encode
 from weightsync.errors import ConfigError, PeerError, ProtocolError, SyncTimeoutError, WeightSyncError
+from weightsync.net import authentication, connection
+from weightsync.net.authentication import ANSWER_BYTES, SEAL_BYTES, agree, greeting, read_key, refuse_other_users
+from weightsync.net.connection import Connection, dial
+from weightsync.net.listener import Listener
+from weightsync.net.runtime import Deadline
+from weightsync.net.wire import PROTOCOL, Commit, Hello, Value, encode
 
 LOCAL = "127.0.0.1"
 KEY, OTHER_KEY = "k" * 32, "o" * 32
@@ -43,8 +43,8 @@ HELLO = Hello(
 
 @pytest.fixture(autouse=True)
 def without_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(handshake.KEY, raising=False)
-    monkeypatch.delenv(handshake.KEY_FILE, raising=False)
+    monkeypatch.delenv(authentication.KEY, raising=False)
+    monkeypatch.delenv(authentication.KEY_FILE, raising=False)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def keep() -> Iterator[contextlib.ExitStack]:
 @pytest.fixture(params=["", KEY], ids=["without a key", "with a key"])
 def listener(request: Any, keep: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch) -> Listener:
     if request.param:
-        monkeypatch.setenv(handshake.KEY, request.param)
+        monkeypatch.setenv(authentication.KEY, request.param)
     return opened(keep)
 
 
@@ -151,10 +151,10 @@ def test_both_ends_talk_after_the_handshake(listener, keep):
     ],
 )
 def test_who_has_another_key_or_none_is_told_so_and_sends_nothing(keep, monkeypatch, ours, theirs, words):
-    monkeypatch.setenv(handshake.KEY, ours)
+    monkeypatch.setenv(authentication.KEY, ours)
     listener = opened(keep)
     admission = Admission(listener, 1.0)
-    monkeypatch.setenv(handshake.KEY, theirs)
+    monkeypatch.setenv(authentication.KEY, theirs)
     with pytest.raises(ProtocolError, match=f"trainer rank 0 at 127.*cannot prove itself: {words}"):
         arrive(listener, keep)
     with pytest.raises(SyncTimeoutError, match="was turned away: it has"):
@@ -163,7 +163,7 @@ def test_who_has_another_key_or_none_is_told_so_and_sends_nothing(keep, monkeypa
 
 def test_a_worker_tells_nothing_to_a_listener_without_the_key(keep, monkeypatch):
     """Whoever reaches an engine's routes gives an address and a token of his own."""
-    monkeypatch.setenv(handshake.KEY, KEY)
+    monkeypatch.setenv(authentication.KEY, KEY)
     received: list[bytes] = []
 
     def impostor(server: socket.socket) -> None:
@@ -181,7 +181,7 @@ def test_a_worker_tells_nothing_to_a_listener_without_the_key(keep, monkeypatch)
         with pytest.raises(ProtocolError, match="cannot prove itself"):
             dial(*server.getsockname(), "token", HELLO, "trainer rank 0", Deadline(20))
         thread.join(20)
-    assert len(received[0]) == handshake.GREETING_BYTES
+    assert len(received[0]) == authentication.GREETING_BYTES
     assert received[1] == b""
 
 
@@ -197,7 +197,7 @@ def test_a_listener_that_says_nothing_holds_a_worker_for_seconds_at_most(keep, m
 def test_a_key_file_is_its_owners_alone(tmp_path: Path, monkeypatch):
     path = tmp_path / "key"
     path.write_text(KEY + "\n")
-    monkeypatch.setenv(handshake.KEY_FILE, str(path))
+    monkeypatch.setenv(authentication.KEY_FILE, str(path))
     for mode in (0o640, 0o604, 0o620):
         path.chmod(mode)
         with pytest.raises(ConfigError, match="no other may read"):
@@ -215,10 +215,10 @@ def test_a_key_that_is_no_secret_is_refused(tmp_path: Path, monkeypatch, content
     path = tmp_path / "key"
     path.write_text(content)
     path.chmod(0o600)
-    monkeypatch.setenv(handshake.KEY_FILE, str(path))
+    monkeypatch.setenv(authentication.KEY_FILE, str(path))
     with pytest.raises(ConfigError, match=r"is empty|too short"):
         Listener()
-    monkeypatch.setenv(handshake.KEY_FILE, str(tmp_path))
+    monkeypatch.setenv(authentication.KEY_FILE, str(tmp_path))
     with pytest.raises(ConfigError, match=r"cannot read|no other may read"):
         Listener()
 
@@ -294,7 +294,7 @@ def test_an_end_that_is_not_listed_here_is_of_another_host():
 
 def test_without_a_key_an_engine_on_another_host_is_refused_before_anything_listens(keep, monkeypatch):
     listener = opened(keep)
-    monkeypatch.setattr("weightsync.control.addresses.ends", lambda host: ("192.0.2.2", host))
+    monkeypatch.setattr("weightsync.net.addresses.ends", lambda host: ("192.0.2.2", host))
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1 is another host.*Set WEIGHTSYNC_KEY"):
         listener.listen("192.0.2.1")
 
@@ -396,7 +396,7 @@ def test_a_recorded_handshake_is_of_no_use(listener, keep):
     first = knock(listener, keep)
     first.sendall(mine)
     answer = first.recv(ANSWER_BYTES, socket.MSG_WAITALL)
-    seal = agree(listener._key, listener.token, mine, answer[: handshake.GREETING_BYTES])[1]
+    seal = agree(listener._key, listener.token, mine, answer[: authentication.GREETING_BYTES])[1]
     hello = encode(HELLO)
     recorded = hello + seal.of(hello)
     second = knock(listener, keep)
@@ -413,7 +413,7 @@ def test_an_answer_cannot_be_reflected(listener, keep):
     admission = Admission(listener, 1.0)
     sock = knock(listener, keep)
     sock.sendall(greeting(listener._key))
-    proof = sock.recv(ANSWER_BYTES, socket.MSG_WAITALL)[handshake.GREETING_BYTES :]
+    proof = sock.recv(ANSWER_BYTES, socket.MSG_WAITALL)[authentication.GREETING_BYTES :]
     hello = encode(HELLO)
     sock.sendall(hello + proof[:SEAL_BYTES])
     assert read_all(sock) == b""
@@ -478,7 +478,7 @@ def test_a_process_without_descriptors_goes_on(listener, keep):
 
 
 def test_who_is_slow_to_introduce_itself_is_turned_away(listener, keep, monkeypatch):
-    monkeypatch.setattr("weightsync.control.listener._NEWCOMER_S", 0.2)
+    monkeypatch.setattr("weightsync.net.listener._NEWCOMER_S", 0.2)
     admission = Admission(listener, 1.5)
     strangers = [knock(listener, keep) for _ in range(3)]
     strangers[1].sendall(greeting(listener._key))

@@ -35,7 +35,7 @@ from weightsync.planning.layout import (
     row_major,
     strided_boxes,
 )
-from weightsync.planning.one_view import one_view
+from weightsync.planning.single_view import one_view
 
 quick = settings(max_examples=100, deadline=None)
 shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)

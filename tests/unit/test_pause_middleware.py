@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from weightsync.control.fence import HEADER
-from weightsync.control.runtime import in_thread
+from weightsync.net.fence import HEADER
+from weightsync.net.runtime import in_thread
 from weightsync.vllm.pauses import Pauses
 
 PAUSE, RESUME = "/sleep?level=0&mode=keep", "/wake_up?tags=scheduling"

@@ -14,16 +14,16 @@ from memory_trainer import MemoryTrainer, manifest_of
 from msgspec.structs import replace
 from torch import nn
 
-from weightsync.control.runtime import Deadline
-from weightsync.control.wire import CLEAN, POISONED, Go
 from weightsync.errors import DigestError, PeerError, PlacementError, ProtocolError, SyncTimeoutError, UnsupportedError
+from weightsync.net.runtime import Deadline
+from weightsync.net.wire import CLEAN, POISONED, Go
 from weightsync.planning.layout import Box
-from weightsync.planning.rows import Arrival
-from weightsync.receiver.experiment import choose_load_paths
-from weightsync.receiver.load_plan import IN_PLACE, NATIVE_LOADER, RELOAD
-from weightsync.receiver.module_groups import find_groups
-from weightsync.receiver.receiver import Receiver, await_stream
-from weightsync.receiver.trace import Trace, trace_loader, uncovered
+from weightsync.planning.wire_types import Arrival
+from weightsync.worker.load_plan import IN_PLACE, NATIVE_LOADER, RELOAD
+from weightsync.worker.loader import Receiver, await_stream
+from weightsync.worker.module_groups import find_groups
+from weightsync.worker.probe_load_paths import choose_load_paths
+from weightsync.worker.trace import Trace, trace_loader, uncovered
 
 ONE_ROW = WIDTH * 4
 """Bytes: with chunks of this size, every matrix is cut into its rows."""

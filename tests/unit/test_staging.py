@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from weightsync.control.runtime import Deadline
 from weightsync.errors import PlacementError, SyncTimeoutError
 from weightsync.kernels.digest import WHOLE, digest, signed
+from weightsync.net.runtime import Deadline
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, coverage, itemsize, row_major
-from weightsync.planning.rows import Reads
 from weightsync.planning.transfer_plan import Chain, TransferPlan, make_chunks
+from weightsync.planning.wire_types import Reads
 from weightsync.transports.base import ALIGN_BYTES, DIGEST_BYTES, LocalTensor, LocalTensors, strided
 from weightsync.transports.staging import Packer, arrival, arriving, leaving, slot_bytes, wait_until
 

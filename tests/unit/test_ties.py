@@ -9,14 +9,8 @@ import torch
 from torch import nn
 
 from weightsync.planning.layout import Manifest, TensorMeta, merge_manifests
-from weightsync.receiver.ties import (
-    find_duplicates,
-    shared_parameters,
-    under_first_names,
-    with_other_names,
-    without,
-)
-from weightsync.receiver.trace import Trace, trace_loader, uncovered
+from weightsync.worker.ties import find_duplicates, shared_parameters, under_first_names, with_other_names, without
+from weightsync.worker.trace import Trace, trace_loader, uncovered
 
 EMBED, HEAD = TensorMeta("embed.weight", (8, 4), "float32"), TensorMeta("head.weight", (8, 4), "float32")
 TIED = Manifest((EMBED,), (("head.weight", "embed.weight"),))

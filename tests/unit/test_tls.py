@@ -14,11 +14,11 @@ from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, mod
 from ranks import run_ranks
 
 from weightsync import ConfigError, PeerError, WeightSync
-from weightsync.control import tls
-from weightsync.control.connection import Connection, dial
-from weightsync.control.listener import Listener
-from weightsync.control.runtime import Deadline
-from weightsync.control.wire import PROTOCOL, Hello, Value
+from weightsync.net import tls
+from weightsync.net.connection import Connection, dial
+from weightsync.net.listener import Listener
+from weightsync.net.runtime import Deadline
+from weightsync.net.wire import PROTOCOL, Hello, Value
 
 HELLO = Hello(PROTOCOL, "worker", 0, 0, 1, "boot", "cpu", "", "the name of a worker", 0, "CLEAN", False)
 LARGE = "the name of a tensor" * 200_000
@@ -177,7 +177,7 @@ def test_a_worker_tells_nothing_to_a_listener_without_a_certificate(
     use(others, monkeypatch)
     context = tls.read_certificates(is_listener=True)
     use(ours, monkeypatch)
-    monkeypatch.setattr("weightsync.control.connection._TRIES", 1)
+    monkeypatch.setattr("weightsync.net.connection._TRIES", 1)
     received: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 

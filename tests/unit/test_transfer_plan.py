@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from weightsync.control.wire import PREFIX_BYTES, Value, decode, encode
+from weightsync.net.wire import PREFIX_BYTES, Value, decode, encode
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, coverage, itemsize, row_major
-from weightsync.planning.rows import Reads
 from weightsync.planning.transfer_plan import (
     Chain,
     Chunk,
@@ -24,6 +23,7 @@ from weightsync.planning.transfer_plan import (
     make_chunks,
     slices,
 )
+from weightsync.planning.wire_types import Reads
 
 FLOAT = "float32"
 

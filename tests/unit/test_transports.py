@@ -19,8 +19,8 @@ import torch
 from tcp_transport import TcpReceiver, TcpTransport
 
 from weightsync import transports
-from weightsync.control.runtime import Deadline
 from weightsync.errors import ConfigError, PlacementError, ProtocolError
+from weightsync.net.runtime import Deadline
 from weightsync.transports import GROUP, nccl, open_receiver, open_transport
 from weightsync.transports.base import LocalTensors
 from weightsync.transports.files import FilesReceiver

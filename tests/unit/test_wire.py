@@ -18,8 +18,9 @@ from msgspec import msgpack
 from msgspec.msgpack import Ext
 from msgspec.structs import fields
 
-from weightsync.control import wire
-from weightsync.control.wire import (
+from weightsync.errors import ErrorFields, ManifestError, ProtocolError
+from weightsync.net import wire
+from weightsync.net.wire import (
     FREE_BYTES,
     MAX_FRAME_BYTES,
     MEMORY_FACTOR,
@@ -48,10 +49,9 @@ from weightsync.control.wire import (
     frame_length,
     typed,
 )
-from weightsync.control.wire_memory import memory_bytes
-from weightsync.errors import ErrorFields, ManifestError, ProtocolError
+from weightsync.net.wire_memory import memory_bytes
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta
-from weightsync.planning.rows import Arrival, Run
+from weightsync.planning.wire_types import Arrival, Run
 
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
 LOCATION = ShardLocation("w", Box((0, 0), (2, 3)), 0, 0, 0, (3, 1), "bfloat16")

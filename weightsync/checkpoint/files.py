@@ -21,8 +21,8 @@ import torch
 
 from weightsync.checkpoint.own_files import discard, open_plain
 from weightsync.checkpoint.safetensors import INDEX, Shards, runs
-from weightsync.control.wire import MAX_VERSION
 from weightsync.errors import ConfigError, PlacementError
+from weightsync.net.wire import MAX_VERSION
 from weightsync.planning.layout import Box, Manifest, ShardLocation, coverage, itemsize
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from msgspec.structs import replace
 from weightsync.checkpoint.files import check_seen, check_whole, create, publish, write
 from weightsync.checkpoint.safetensors import MAX_SHARD_BYTES, lay_out
 from weightsync.checkpoint.sidecars import files_beside, with_configs
-from weightsync.control.ranks import Ranks, collective
-from weightsync.control.update import Update
 from weightsync.errors import ConfigError, ManifestError, PlacementError
+from weightsync.net.ranks import Ranks, collective
+from weightsync.net.update import Update
 from weightsync.planning.bucketing import ThresholdBucketer
 from weightsync.planning.layout import Manifest, ShardLocation, choose_owners, merge_manifests, row_major
 from weightsync.selection import TensorSelection

@@ -1,6 +1,6 @@
 """The trainer's way to call a running vLLM: one `Engine` for an `LLM`, an `AsyncLLM`, a Ray actor or a server.
 
-`connect` turns what the user gave into engines. For every method of an engine:
+For every method of an engine:
 
 - It blocks until vLLM has answered, for at most `timeout_s`, or longer as `calls.limit_s` says.
 - It raises only `weightsync.errors`.
@@ -15,16 +15,11 @@ actor. This package knows nothing about weights or transports.
 from __future__ import annotations
 
 from weightsync.engines.base import AdapterEngine, Engine, LoraAdapter
-from weightsync.engines.engine_list import ENGINE_VARIABLE, EngineList, connect, public_name
 from weightsync.engines.http import HttpEngine
 
 __all__ = [
-    "ENGINE_VARIABLE",
     "AdapterEngine",
     "Engine",
-    "EngineList",
     "HttpEngine",
     "LoraAdapter",
-    "connect",
-    "public_name",
 ]

@@ -6,8 +6,9 @@ import asyncio
 from typing import Any
 
 from weightsync.engines.calls import wait
-from weightsync.engines.vllm_engine import VllmEngine, as_request, died
+from weightsync.engines.vllm_engine import VllmEngine, as_request
 from weightsync.errors import ConfigError, EngineUnreachableError
+from weightsync.vllm.llm_object import died
 
 
 class AsyncEngine(VllmEngine):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from weightsync.planning.layout import Count
+
 
 @runtime_checkable
 class Engine(Protocol):
@@ -90,6 +92,13 @@ class CalledEngine(ABC):
     @abstractmethod
     def _call(self, method: str, *args: Any) -> Any:
         """Call the method there. Return its answer, or raise its error."""
+
+
+class Part(NamedTuple):
+    """Which part of which engine an `LLM` is."""
+
+    engine: Count
+    parts: Count
 
 
 class LoraAdapter(NamedTuple):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from weightsync.control.wire import BoundModules, typed
 from weightsync.engines.base import LoraAdapter
 from weightsync.errors import EngineError, UnsupportedError, some
+from weightsync.net.wire import BoundModules, typed
 
 
 def ask_worker(worker: Any, path: str, number: int) -> dict[str, Any]:

@@ -8,11 +8,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from weightsync.control.runtime import Deadline
 from weightsync.errors import EngineError, EngineUnreachableError, SyncTimeoutError, WeightSyncError
+from weightsync.net.runtime import Deadline
 
-BACKEND = "weightsync"
-"""What users write in `weight_transfer_config={"backend": "weightsync"}`."""
 EXTENSION_SINCE, PLUG_INS_SINCE = (0, 20), (0, 25)
 """The first releases of vLLM that the worker extension and the plug-in work in."""
 LOCAL = "127.0.0.1"

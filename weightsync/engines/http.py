@@ -17,14 +17,9 @@ from urllib.parse import quote, urlsplit
 
 from msgspec import Struct, ValidationError, convert
 
-from weightsync.control.addresses import REACH_S
-from weightsync.control.fence import HEADER, STATUS, read_refusal
-from weightsync.control.runtime import Deadline
-from weightsync.control.wire import ADAPTER_MODULES, NEWEST, NOT_LOADED
 from weightsync.engines.base import LoraAdapter
 from weightsync.engines.bound_modules import check_bound
 from weightsync.engines.calls import (
-    BACKEND,
     EXTENSION_METHODS,
     EXTENSION_SINCE,
     HEALTH_TIMEOUT_S,
@@ -45,6 +40,10 @@ from weightsync.errors import (
     UnsupportedError,
     WeightSyncError,
 )
+from weightsync.net.addresses import REACH_S
+from weightsync.net.fence import HEADER, STATUS, read_refusal
+from weightsync.net.runtime import Deadline
+from weightsync.net.wire import ADAPTER_MODULES, BACKEND, NEWEST, NOT_LOADED
 
 DEFAULT_URL = "http://localhost:8000"
 

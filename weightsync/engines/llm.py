@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from weightsync.control.runtime import outcome_in_thread
+from weightsync.engines.base import Part
 from weightsync.engines.calls import RESET, Turns, wait
-from weightsync.engines.parts import Part
-from weightsync.engines.vllm_engine import VllmEngine, as_request, core_process, died, front_of
+from weightsync.engines.vllm_engine import VllmEngine, as_request
+from weightsync.net.runtime import outcome_in_thread
+from weightsync.vllm.llm_object import core_process, died, front_of
 
 
 class LlmEngine(VllmEngine):

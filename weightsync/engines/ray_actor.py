@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
-from weightsync.control.runtime import Deadline
 from weightsync.engines.async_llm import AsyncEngine
 from weightsync.engines.calls import HEALTH_TIMEOUT_S, LOCAL, Turns, as_ours, limit_s, too_late
-from weightsync.engines.vllm_engine import Answer, VllmEngine, as_request, died, front_of, setup_of, vllm_class
+from weightsync.engines.vllm_engine import Answer, VllmEngine, as_request, setup_of
 from weightsync.errors import ConfigError, EngineUnreachableError, SyncTimeoutError, WeightSyncError
+from weightsync.net.runtime import Deadline
+from weightsync.vllm.llm_object import died, front_of, vllm_class
 
 _SHORTEST_S, _LONGEST_S = 0.0005, 0.02
 """Between two looks at what a call into an `AsyncLLM` has come to."""

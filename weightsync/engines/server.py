@@ -10,10 +10,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from weightsync.control.runtime import Deadline
 from weightsync.engines import HttpEngine
-from weightsync.engines.child import Child, free_port
 from weightsync.errors import EngineError, SyncTimeoutError
+from weightsync.net.child import Child, free_port
+from weightsync.net.runtime import Deadline
 
 _POLL_S = 0.2
 _PORT_TIMEOUT_S = 20.0

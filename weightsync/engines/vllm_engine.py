@@ -8,11 +8,9 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, TypeVar
 
-from weightsync.control.wire import ADAPTER_MODULES, NOT_LOADED
 from weightsync.engines.base import LoraAdapter
 from weightsync.engines.bound_modules import ask_worker, check_bound
 from weightsync.engines.calls import (
-    BACKEND,
     EXTENSION_METHODS,
     LOCAL,
     PLUG_IN_METHODS,
@@ -22,6 +20,8 @@ from weightsync.engines.calls import (
     no_plug_in,
 )
 from weightsync.errors import EngineError
+from weightsync.net.wire import ADAPTER_MODULES, BACKEND, NOT_LOADED
+from weightsync.vllm.llm_object import core_process, died, front_of, vllm_class
 
 logger = logging.getLogger(__name__)
 
@@ -151,20 +151,7 @@ class VllmEngine(ABC):
         return self._ask(lora_names_in_use)
 
 
-def vllm_class(engine: object) -> str | None:
-    """Return which of vLLM's classes `engine` is of, or derives from: "LLM", "AsyncLLM" or None."""
-    for cls in type(engine).__mro__:
-        if cls.__name__ in ("LLM", "AsyncLLM") and cls.__module__.partition(".")[0] == "vllm":
-            return cls.__name__
-    return None
-
-
 # These run where the engine lives, which may be another process.
-
-
-def front_of(engine: Any) -> Any:
-    """Return the object whose methods an `AsyncLLM` has itself: the engine inside an `LLM`, or the `AsyncLLM`."""
-    return engine.llm_engine if vllm_class(engine) == "LLM" else engine
 
 
 def as_request(argument: Any) -> Any:
@@ -200,15 +187,3 @@ def lora_names_in_use(engine: Any) -> set[str]:
     # In one step, since an event loop in another thread may change it.
     requests = list(front_of(engine).output_processor.request_states.values())
     return {request.lora_name for request in requests if request.lora_name is not None}
-
-
-def died(engine: Any) -> bool:
-    """Return whether the process that runs the model is gone."""
-    if vllm_class(engine) == "AsyncLLM":
-        return bool(engine.errored)
-    return bool(getattr(core_process(engine), "engine_dead", False))
-
-
-def core_process(llm: Any) -> Any:
-    """Return what an `LLM` has of its engine core's process, or None for a core in this process."""
-    return getattr(getattr(getattr(llm, "llm_engine", None), "engine_core", None), "resources", None)

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import ray
 
-from weightsync.control.runtime import Deadline
 from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
+from weightsync.net.runtime import Deadline
 
 _DEATHS = ray.exceptions.RayActorError, ray.exceptions.ObjectLostError
 """The second is of an actor that had answered, and whose node died before the answer was fetched."""

@@ -14,7 +14,7 @@ from threading import Semaphore
 
 import torch
 
-from weightsync.control.runtime import in_thread
+from weightsync.net.runtime import in_thread
 
 _TILE_BYTES = 2**22
 

@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from weightsync.planning.layout import Box, Manifest, ShardLocation, choose_owners, itemsize, part_of
-from weightsync.planning.rows import Reads
+from weightsync.planning.wire_types import Reads
 
 _ABOUT = 1.25
 """How much more than the model a participant may hold before all workers become one chain. Workers that read different

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import Box, Manifest, TensorMeta, row_major
-from weightsync.planning.one_view import index_of
+from weightsync.planning.single_view import index_of
 from weightsync.selection import TensorSelection
 from weightsync.sources.module_tree import as_built, unwrapped
 

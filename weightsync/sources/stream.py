@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightsync.control.ranks import place_among
 from weightsync.errors import ConfigError, ManifestError, UnsupportedError
+from weightsync.net.ranks import place_among
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.report import format_bytes
 from weightsync.selection import TensorSelection

@@ -27,12 +27,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from weightsync.control.runtime import describe_device
-from weightsync.control.update import Update
-from weightsync.control.wire import MachineInfo, ParametersExported
 from weightsync.errors import ConfigError, PlacementError, UnsupportedError, WeightSyncError
+from weightsync.net.runtime import describe_device
+from weightsync.net.update import Update
+from weightsync.net.wire import MachineInfo, ParametersExported
 from weightsync.planning.layout import CopyOp, LoadCopy, ShardLocation, View, copy_ops, part_of
-from weightsync.planning.one_view import one_view
+from weightsync.planning.single_view import one_view
 from weightsync.sources.base import TensorShard
 from weightsync.sources.module_tree import modules, unwrapped
 from weightsync.transports.base import strided

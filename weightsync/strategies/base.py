@@ -12,14 +12,15 @@ from typing import Protocol
 from torch import nn
 
 from weightsync.config import WeightSyncConfig
-from weightsync.control.fleet import Fleet, UpdateState
-from weightsync.control.update import Update
-from weightsync.control.wire import LoadPlan
-from weightsync.engines import Engine, EngineList, LoraAdapter
-from weightsync.engines.lost_engines import LostEngines
-from weightsync.engines.other_ranks import OtherRanks
-from weightsync.engines.parts import join
+from weightsync.engines import Engine, LoraAdapter
 from weightsync.errors import ConfigError, EngineUnreachableError, WeightSyncError
+from weightsync.fleet import EngineList
+from weightsync.fleet.engines_of_ranks import OtherRanks
+from weightsync.fleet.fleet import Fleet, UpdateState
+from weightsync.fleet.lost_engines import LostEngines
+from weightsync.fleet.spmd_engine import join
+from weightsync.net.update import Update
+from weightsync.net.wire import LoadPlan
 from weightsync.planning.layout import ShardLocation
 from weightsync.report import PushReport
 from weightsync.selection import TensorSelection

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from weightsync.control.fleet import Fleet
 from weightsync.errors import ConfigError
+from weightsync.fleet.fleet import Fleet
 from weightsync.planning.bucketing import Bucketer
-from weightsync.planning.checks import check_plans, check_quantized, cut, duplicates, reads_of, wire_manifest
 from weightsync.planning.layout import merge_manifests
 from weightsync.planning.transfer_plan import TransferPlan, make_chunks
 from weightsync.sources.quantize import pairs
 from weightsync.strategies.base import Options, warn_of_kept
 from weightsync.strategies.inventory import Inventory, frozen_everywhere, machines
+from weightsync.strategies.plan_checks import check_plans, check_quantized, cut, duplicates, reads_of, wire_manifest
 from weightsync.transports.base import Transport
 
 logger = logging.getLogger(__name__)

@@ -13,16 +13,16 @@ from typing import Any
 
 from msgspec import Struct
 
-from weightsync.control.fleet import Fleet
-from weightsync.control.member import CALLER, Member, Worker
-from weightsync.control.update import Update
-from weightsync.control.wire import Connect, Done, Go
-from weightsync.engines import EngineList
 from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.fleet import EngineList
+from weightsync.fleet.engine_handle import CALLER, Member, Worker
+from weightsync.fleet.fleet import Fleet
 from weightsync.kernels.digest import WHOLE
+from weightsync.net.update import Update
+from weightsync.net.wire import Connect, Done, Go
 from weightsync.planning.bucketing import open_bucketer
-from weightsync.planning.rows import Run, Storage
 from weightsync.planning.transfer_plan import TransferPlan
+from weightsync.planning.wire_types import Run, Storage
 from weightsync.report import Progress, PushReport, WorkerReport
 from weightsync.sources.base import LastShards, Model, TensorShard
 from weightsync.sources.quantize import QuantizingSource
@@ -32,10 +32,10 @@ from weightsync.strategies.base import FleetStrategy, Options, locate
 from weightsync.strategies.compile import compile_plan
 from weightsync.strategies.duplicates import places_of_two, refuse_different
 from weightsync.strategies.inventory import Inventory, take_inventory
-from weightsync.strategies.largest import LargestOfRanks
-from weightsync.strategies.link import Course, Link, choose_course
 from weightsync.strategies.non_finite import FiniteCheck
 from weightsync.strategies.pushed import Pushed, TrainerMemory
+from weightsync.strategies.rank_max import LargestOfRanks
+from weightsync.strategies.transfer_session import Course, Link, choose_course
 from weightsync.transports.base import LocalTensors, Transport
 
 logger = logging.getLogger(__name__)

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from weightsync.control.update import Update
 from weightsync.errors import ConfigError
 from weightsync.kernels.digest import digest
-from weightsync.planning.checks import check_duplicates
+from weightsync.net.update import Update
 from weightsync.sources.base import Model, TensorShard, WeightSource
-from weightsync.strategies.link import Link
+from weightsync.strategies.plan_checks import check_duplicates
+from weightsync.strategies.transfer_session import Link
 
 Pairs = dict[tuple[str, str], torch.dtype]
 """Two names that have one place, with the dtype that travels."""

@@ -9,9 +9,9 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from weightsync.control.ranks import uses_nccl
-from weightsync.control.runtime import boot_id, describe_device
-from weightsync.control.wire import MachineInfo
+from weightsync.net.ranks import uses_nccl
+from weightsync.net.runtime import boot_id, describe_device
+from weightsync.net.wire import MachineInfo
 from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.sources.base import TensorShard
 from weightsync.strategies.base import Options

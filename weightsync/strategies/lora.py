@@ -35,12 +35,7 @@ from weightsync.checkpoint.safetensors import lay_out
 from weightsync.checkpoint.save import share_out
 from weightsync.checkpoint.sidecars import files_beside
 from weightsync.config import check_count
-from weightsync.control.addresses import is_here
-from weightsync.control.runtime import outcome_in_thread
-from weightsync.control.update import Update
-from weightsync.control.wire import MAX_VERSION
-from weightsync.engines import AdapterEngine, EngineList, LoraAdapter
-from weightsync.engines.other_ranks import OtherRanks
+from weightsync.engines import AdapterEngine, LoraAdapter
 from weightsync.errors import (
     ConfigError,
     EngineError,
@@ -51,7 +46,13 @@ from weightsync.errors import (
     foreign,
     some,
 )
+from weightsync.fleet import EngineList
+from weightsync.fleet.engines_of_ranks import OtherRanks
 from weightsync.kernels.finite import find_non_finite
+from weightsync.net.addresses import is_here
+from weightsync.net.runtime import outcome_in_thread
+from weightsync.net.update import Update
+from weightsync.net.wire import MAX_VERSION
 from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.report import PushReport, WorkerReport
 from weightsync.sources.base import Model, TensorShard

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Sequence
 
-from weightsync.control.update import Update
 from weightsync.errors import ConfigError, NonFiniteError, some
+from weightsync.net.update import Update
 from weightsync.sources.base import Model, WeightSource
 from weightsync.sources.finite import FiniteSource
 from weightsync.sources.stream import StreamSource

@@ -22,11 +22,11 @@ from weightsync.checkpoint.own_files import discard
 from weightsync.checkpoint.safetensors import MAX_SHARD_BYTES
 from weightsync.checkpoint.save import save_tensors
 from weightsync.config import check_count
-from weightsync.control.update import Update
-from weightsync.engines import connect
-from weightsync.engines.other_ranks import OtherRanks
 from weightsync.engines.server import VllmServer
 from weightsync.errors import ConfigError, PlacementError, UnsupportedError, WeightSyncError
+from weightsync.fleet import connect
+from weightsync.fleet.engines_of_ranks import OtherRanks
+from weightsync.net.update import Update
 from weightsync.report import PushReport
 from weightsync.sources.base import Model
 from weightsync.strategies.base import OF_COPIES, Options, UpdateStrategy

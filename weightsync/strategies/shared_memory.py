@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
-from weightsync.control.member import Worker
-from weightsync.control.runtime import boot_id, this_process
-from weightsync.control.update import Update
-from weightsync.control.wire import Go, MachineInfo, ParametersExported
-from weightsync.engines import ENGINE_VARIABLE, Engine, connect
+from weightsync.engines import Engine
 from weightsync.errors import ConfigError, EngineError, PlacementError
-from weightsync.planning.checks import check_plans
+from weightsync.fleet import ENGINE_VARIABLE, connect
+from weightsync.fleet.engine_handle import Worker
+from weightsync.net.runtime import boot_id, this_process
+from weightsync.net.update import Update
+from weightsync.net.wire import Go, MachineInfo, ParametersExported
 from weightsync.planning.layout import Manifest, merge_manifests
 from weightsync.report import PushReport, WorkerReport
 from weightsync.sources.base import Model
 from weightsync.strategies.base import OF_COPIES, FleetStrategy, Options, warn_of_kept
 from weightsync.strategies.non_finite import FiniteCheck
+from weightsync.strategies.plan_checks import check_plans
 from weightsync.transports import handle_file
 
 if TYPE_CHECKING:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import socket
 
-from weightsync.control.addresses import at, is_here
-from weightsync.control.fleet import Fleet
-from weightsync.control.handshake import SET_A_KEY, read_key
-from weightsync.control.ranks import Ranks
-from weightsync.control.runtime import boot_id
-from weightsync.control.wire import PROTOCOL
-from weightsync.engines import connect
 from weightsync.errors import WeightSyncError
+from weightsync.fleet import connect
+from weightsync.fleet.fleet import Fleet
+from weightsync.net.addresses import at, is_here
+from weightsync.net.authentication import SET_A_KEY, read_key
+from weightsync.net.ranks import Ranks
+from weightsync.net.runtime import boot_id
+from weightsync.net.wire import PROTOCOL
 from weightsync.tools.findings import Finding, Findings, found
 
 _TIMEOUT_S = 60.0

@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from weightsync.engines.child import end_with_parent
+from weightsync.net.child import end_with_parent
 from weightsync.report import PushReport, format_bytes, format_seconds
 from weightsync.sync import WeightSync
 from weightsync.tools.bench.models import fill, join, make_trainer

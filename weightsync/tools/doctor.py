@@ -30,13 +30,13 @@ from rich.markup import escape
 from torch import nn
 
 from weightsync import __version__
-from weightsync.control.listener import Listener
-from weightsync.control.wire import POISONED, PROTOCOL
-from weightsync.engines import connect
 from weightsync.engines.calls import EXTENSION_SINCE, PLUG_INS_SINCE
 from weightsync.errors import ConfigError, EngineUnreachableError, WeightSyncError
+from weightsync.fleet import connect
 from weightsync.kernels.copies import BatchedCopy
 from weightsync.kernels.digest import digest
+from weightsync.net.listener import Listener
+from weightsync.net.wire import POISONED, PROTOCOL
 from weightsync.planning.bucketing import DEFAULT_MAX_BYTES
 from weightsync.report import format_bytes
 from weightsync.sync import WeightSync

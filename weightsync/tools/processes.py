@@ -18,11 +18,11 @@ from threading import Event
 from types import MappingProxyType
 from typing import Any
 
-from weightsync.control.runtime import Deadline
 from weightsync.engines import HttpEngine
-from weightsync.engines.child import Child, free_port
 from weightsync.engines.server import VllmServer
 from weightsync.errors import EngineError, WeightSyncError
+from weightsync.net.child import Child, free_port
+from weightsync.net.runtime import Deadline
 from weightsync.tools.bench.shapes import SHAPES
 
 VOCABULARY = 128

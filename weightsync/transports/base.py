@@ -26,13 +26,13 @@ from typing import Any
 
 import torch
 
-from weightsync.control.runtime import Deadline
-from weightsync.control.update import Update
-from weightsync.control.wire import MachineInfo
 from weightsync.errors import ProtocolError
+from weightsync.net.runtime import Deadline
+from weightsync.net.update import Update
+from weightsync.net.wire import MachineInfo
 from weightsync.planning.layout import Manifest, ShardLocation
-from weightsync.planning.rows import Arrival, Reads, Run, Storage
 from weightsync.planning.transfer_plan import Chain, TransferPlan
+from weightsync.planning.wire_types import Arrival, Reads, Run, Storage
 
 ALIGN_BYTES = 256
 """Where tensors start in a slot; covers every dtype and the widest vector load."""

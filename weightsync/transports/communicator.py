@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightsync.control.addresses import ends, listen, reach
-from weightsync.control.runtime import Deadline, in_thread
 from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
+from weightsync.net.addresses import ends, listen, reach
+from weightsync.net.runtime import Deadline, in_thread
 from weightsync.transports.base import Wait
 from weightsync.transports.gloo_port import GlooPort, meet_addresses
 

@@ -43,13 +43,13 @@ from weightsync.checkpoint.files import (
 from weightsync.checkpoint.own_files import discard, opened_plain
 from weightsync.checkpoint.safetensors import lay_out, runs
 from weightsync.checkpoint.sidecars import files_beside, with_configs
-from weightsync.control.runtime import Deadline
-from weightsync.control.update import Update
-from weightsync.control.wire import MachineInfo, typed
 from weightsync.errors import ConfigError, PlacementError, SyncTimeoutError, WeightSyncError
+from weightsync.net.runtime import Deadline
+from weightsync.net.update import Update
+from weightsync.net.wire import MachineInfo, typed
 from weightsync.planning.layout import Box, Count, Manifest, ShardLocation, itemsize
-from weightsync.planning.rows import Reads, Storage
 from weightsync.planning.transfer_plan import Chain, TransferPlan, chain_of
+from weightsync.planning.wire_types import Reads, Storage
 from weightsync.transports import staging
 from weightsync.transports.base import (
     DIGEST_BYTES,

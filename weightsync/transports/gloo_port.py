@@ -19,9 +19,9 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from weightsync.control.addresses import ends
-from weightsync.control.handshake import read_key, refuse_other_users
 from weightsync.errors import ProtocolError
+from weightsync.net.addresses import ends
+from weightsync.net.authentication import read_key, refuse_other_users
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ import msgspec
 import torch
 
 from weightsync.checkpoint.own_files import is_own_folder, open_plain
-from weightsync.control.runtime import boot_id, started_ticks
 from weightsync.errors import ConfigError, PlacementError, ProtocolError, WeightSyncError
+from weightsync.net.runtime import boot_id, started_ticks
 from weightsync.transports.base import strided
 from weightsync.transports.shared_handles import export, open_exported
 

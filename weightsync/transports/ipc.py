@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from msgspec import Struct
 
-from weightsync.control.runtime import Deadline
-from weightsync.control.update import Update
-from weightsync.control.wire import MachineInfo, typed
 from weightsync.errors import PlacementError, ProtocolError, WeightSyncError
+from weightsync.net.runtime import Deadline
+from weightsync.net.update import Update
+from weightsync.net.wire import MachineInfo, typed
 from weightsync.planning.layout import Count, Manifest, ShardLocation, itemsize
-from weightsync.planning.rows import Arrival, Reads, Run, Storage
 from weightsync.planning.transfer_plan import Chain, TransferPlan
+from weightsync.planning.wire_types import Arrival, Reads, Run, Storage
 from weightsync.transports.base import (
     SLOTS,
     Endpoint,

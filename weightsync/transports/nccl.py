@@ -27,15 +27,15 @@ from typing import Annotated, Any
 import torch
 from msgspec import Meta, Struct
 
-from weightsync.control.addresses import is_loopback
-from weightsync.control.ranks import Ranks
-from weightsync.control.runtime import Deadline
-from weightsync.control.update import Update
-from weightsync.control.wire import MachineInfo, typed
 from weightsync.errors import ConfigError, PlacementError, ProtocolError, WeightSyncError
+from weightsync.net.addresses import is_loopback
+from weightsync.net.ranks import Ranks
+from weightsync.net.runtime import Deadline
+from weightsync.net.update import Update
+from weightsync.net.wire import MachineInfo, typed
 from weightsync.planning.layout import Count, Manifest, ShardLocation
-from weightsync.planning.rows import Reads, Storage
 from weightsync.planning.transfer_plan import Chain, TransferPlan, choose_chains
+from weightsync.planning.wire_types import Reads, Storage
 from weightsync.transports.base import SLOTS, Endpoint, LocalTensors, Transport, TransportReceiver, Wait
 from weightsync.transports.communicator import Communicator, Pending, Rendezvous, UnderWay
 from weightsync.transports.encoding import Encoder, Mailbox, length, read

@@ -17,9 +17,9 @@ from msgspec import Meta, Struct
 from msgspec.structs import asdict
 from torch.multiprocessing.reductions import StorageWeakRef, shared_cache, storage_from_cache
 
-from weightsync.control.runtime import describe_device
-from weightsync.control.wire import typed
 from weightsync.errors import PlacementError, ProtocolError
+from weightsync.net.runtime import describe_device
+from weightsync.net.wire import typed
 from weightsync.planning.layout import Count
 
 SHARED_MEMORY = "/dev/shm"

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from weightsync.control.runtime import Deadline
 from weightsync.errors import PlacementError, SyncTimeoutError
 from weightsync.kernels.copies import BatchedCopy
 from weightsync.kernels.digest import Digests, warm_up
+from weightsync.net.runtime import Deadline
 from weightsync.planning.layout import Box, Manifest, ShardLocation, coverage, itemsize, part_of, row_major
-from weightsync.planning.rows import Arrival, Reads, Run, Storage
 from weightsync.planning.transfer_plan import TransferPlan
+from weightsync.planning.wire_types import Arrival, Reads, Run, Storage
 from weightsync.transports.base import (
     DIGEST_BYTES,
     Endpoint,

@@ -16,8 +16,8 @@ from msgspec.structs import asdict
 from safetensors import safe_open
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
-from weightsync.control.wire import ADAPTER_MODULES, NEWEST, NOT_LOADED, BoundModules
 from weightsync.errors import UnsupportedError
+from weightsync.net.wire import ADAPTER_MODULES, NEWEST, NOT_LOADED, BoundModules
 from weightsync.vllm import compat
 from weightsync.vllm.kv_connectors import check_adapters
 

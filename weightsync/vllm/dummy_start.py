@@ -14,8 +14,8 @@ from torch import nn
 from vllm.config import VllmConfig
 
 from weightsync.errors import UnsupportedError, some
-from weightsync.receiver.trace import named_tensors
 from weightsync.vllm import compat
+from weightsync.worker.trace import named_tensors
 
 
 def has_random_weights(vllm_config: VllmConfig) -> bool:

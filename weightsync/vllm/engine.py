@@ -9,14 +9,14 @@ from typing import Any
 from msgspec.structs import asdict
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from weightsync.control.wire import InitInfo
 from weightsync.errors import UnsupportedError
-from weightsync.receiver.worker import WorkerSession
+from weightsync.net.wire import InitInfo
 from weightsync.transports import handle_file
 from weightsync.vllm import compat
 from weightsync.vllm.adapters import offer
 from weightsync.vllm.engine_model import VllmModel
 from weightsync.vllm.handle_export import export_bridge
+from weightsync.worker.session import WorkerSession
 
 
 @dataclass

@@ -16,18 +16,18 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 
 from weightsync.errors import UnsupportedError
 from weightsync.kernels.rows import AllReduceMax
-from weightsync.receiver.engine_model import DRAFTER, WorkerIdentity
 from weightsync.vllm import compat, supported_quant
 from weightsync.vllm.dummy_start import has_random_weights, lost_values
 from weightsync.vllm.kv_cache import clear_non_finite, last_layers
 from weightsync.vllm.kv_connectors import check_resets
 from weightsync.vllm.pristine import build_on_meta, build_with_values, complete, share_alike, tie_alike
+from weightsync.worker.engine_model import DRAFTER, WorkerIdentity
 
 logger = logging.getLogger(__name__)
 
 
 class VllmModel:
-    """The `weightsync.receiver.engine_model.EngineModel` of a vLLM worker.
+    """The `weightsync.worker.engine_model.EngineModel` of a vLLM worker.
 
     `pristine` raises `UnsupportedError` for engines that a push cannot keep right. Such are adapters on experts, CPU
     offload, expert load balancing, sinks of no known parameter, a KV connector that cannot be reset, and quantisations

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsync.receiver.worker import WorkerSession
 from weightsync.vllm import compat
 from weightsync.vllm.adapters import adapter_modules
 from weightsync.vllm.engine_model import VllmModel
+from weightsync.worker.session import WorkerSession
 
 
 class WeightSyncWorkerExtension:

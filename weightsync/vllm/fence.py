@@ -11,7 +11,7 @@ import json
 import os
 from typing import Any
 
-from weightsync.control.fence import HEADER, STATUS, VARIABLE, refusal, write_refusal
+from weightsync.net.fence import HEADER, STATUS, VARIABLE, refusal, write_refusal
 
 _HEADER = HEADER.lower().encode()
 

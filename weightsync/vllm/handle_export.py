@@ -13,7 +13,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_world_group
 
-from weightsync.control.runtime import describe_device, started_ticks
+from weightsync.net.runtime import describe_device, started_ticks
 from weightsync.transports import handle_file
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qs
 
-from weightsync.control.fence import HEADER
+from weightsync.net.fence import HEADER
 
 _HEADER = HEADER.lower().encode()
 _PAUSE, _RESUME, _SCHEDULING = "/sleep", "/wake_up", b"tags=scheduling"

@@ -24,9 +24,9 @@ from vllm.engine.arg_utils import EngineArgs
 
 from weightsync.errors import ConfigError
 from weightsync.planning.layout import Box, Manifest
-from weightsync.receiver.trace import Trace, named_tensors, trace_loader, uncovered
 from weightsync.vllm import compat
 from weightsync.vllm.pristine import build_on_meta
+from weightsync.worker.trace import Trace, named_tensors, trace_loader, uncovered
 
 _LONGEST_REASON = 300
 """Characters of what vLLM says against a config.json; some of it lists every model that there is."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from weightsync.engines.calls import BACKEND
-from weightsync.engines.vllm_engine import core_process
 from weightsync.errors import ConfigError
+from weightsync.net.wire import BACKEND
+from weightsync.vllm.llm_object import core_process
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader.utils import initialize_model
 
-from weightsync.receiver.engine_model import DRAFTER
-from weightsync.receiver.reload import materialise
 from weightsync.vllm.compat import quant_method
+from weightsync.worker.engine_model import DRAFTER
+from weightsync.worker.reload import materialise
 
 
 def fresh_config(vllm_config: VllmConfig) -> VllmConfig:

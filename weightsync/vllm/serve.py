@@ -23,10 +23,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from weightsync.control import fence
-from weightsync.control.addresses import at
-from weightsync.engines.child import end_with_parent
 from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.net import fence
+from weightsync.net.addresses import at
+from weightsync.net.child import end_with_parent
 from weightsync.transports import handle_file
 
 _HOST, _PORT = "127.0.0.1", 8000

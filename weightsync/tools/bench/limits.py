@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from weightsync.checkpoint.files import memory_of
-from weightsync.engines.child import free_port
+from weightsync.net.child import free_port
 from weightsync.tools.bench.cases import BROADCAST, DEVICE_COPY, FILE_WRITE, MEMCPY, PEER_COPY
 
 _BYTES = {"cpu": 128 << 20, "cuda": 4 << 30}

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weightsync.engines.child import free_port
 from weightsync.errors import UnsupportedError
+from weightsync.net.child import free_port
 from weightsync.tools.bench.cases import FILES, NATIVE, Case
 from weightsync.tools.bench.engines import Engines
 

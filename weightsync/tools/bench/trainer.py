@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from weightsync.engines.child import end_with_parent
+from weightsync.net.child import end_with_parent
 from weightsync.strategies.restart import CheckpointTransport
 from weightsync.sync import WeightSync
 from weightsync.tools.bench.cases import PEERS, Case, lay_out

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from weightsync.control.background_call import BackgroundCall
-from weightsync.control.connection import Connection
-from weightsync.control.listener import Listener
-from weightsync.control.runtime import Deadline
-from weightsync.control.wire import Committed, Release
 from weightsync.engines import Engine
 from weightsync.errors import EngineUnreachableError, WeightSyncError
+from weightsync.fleet.engine_call import BackgroundCall
+from weightsync.net.connection import Connection
+from weightsync.net.listener import Listener
+from weightsync.net.runtime import Deadline
+from weightsync.net.wire import Committed, Release
 from weightsync.tools.testing.assertions import PROMPT_S, require
 
 

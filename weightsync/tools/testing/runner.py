@@ -11,10 +11,10 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from weightsync.control.runtime import Deadline
-from weightsync.control.wire import PREFIX_BYTES, Failure, Value, decode, encode
 from weightsync.errors import ErrorFields
-from weightsync.planning.rows import Plain
+from weightsync.net.runtime import Deadline
+from weightsync.net.wire import PREFIX_BYTES, Failure, Value, decode, encode
+from weightsync.planning.wire_types import Plain
 from weightsync.tools.testing.assertions import require
 
 _FAILED = Failure(ErrorFields("WeightSyncError", "this end has failed", None, None, {}))

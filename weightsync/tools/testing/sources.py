@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from weightsync.control.ranks import Ranks, collective
-from weightsync.control.wire import typed
+from weightsync.net.ranks import Ranks, collective
+from weightsync.net.wire import typed
 from weightsync.planning.layout import Box, Manifest, TensorMeta, coverage, merge_manifests
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import Model, WeightSource

@@ -11,15 +11,15 @@ from typing import Any, cast
 
 import torch
 
-from weightsync.control.ranks import Ranks
-from weightsync.control.runtime import Deadline, boot_id, describe_device
-from weightsync.control.update import Update
-from weightsync.control.wire import MachineInfo, typed
 from weightsync.errors import PlacementError
 from weightsync.kernels.digest import MASK, WHOLE, digest
+from weightsync.net.ranks import Ranks
+from weightsync.net.runtime import Deadline, boot_id, describe_device
+from weightsync.net.update import Update
+from weightsync.net.wire import MachineInfo, typed
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, coverage, itemsize
-from weightsync.planning.rows import Arrival, Reads, Run, Storage
 from weightsync.planning.transfer_plan import TransferPlan, make_chunks
+from weightsync.planning.wire_types import Arrival, Reads, Run, Storage
 from weightsync.sources.base import TensorShard
 from weightsync.strategies.base import locate
 from weightsync.tools.testing.assertions import PROMPT_S, must_end, region, require, same_bytes

@@ -1,0 +1,286 @@
+"""One engine of a fleet, as rank 0 has it: its workers, and what a push has done to it and not yet taken back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from weightsync.engines import Engine
+from weightsync.errors import EngineError, EngineUnreachableError, FencedError, WeightSyncError
+from weightsync.net.connection import Connection, timed_out
+from weightsync.net.listener import Listener
+from weightsync.net.runtime import Deadline, outcome_in_thread
+from weightsync.net.wire import POISONED, Go, Hello, MachineInfo, Release
+
+CALLER = "caller"
+"""The pause of a caller that pauses and resumes engines itself."""
+_SILENT = 2
+"""A busy server may not answer once."""
+_DOUBT_S = 3.0
+"""How long workers may take to come before another engine of the list may be the same one."""
+_FAREWELL_S = 3.0
+"""How long the farewell to a worker may take."""
+_ANSWER_S = 2.0
+"""How long an engine may take to show that it is alive, after an error that it may have caused."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One connected engine worker."""
+
+    hello: Hello
+    connection: Connection
+
+    @property
+    def machine(self) -> MachineInfo:
+        return MachineInfo(self.connection.peer, self.hello.device, self.hello.gpu_uuid, self.hello.boot_id)
+
+
+@dataclass(eq=False)
+class Member:
+    """One engine. The calls that change it, each of which raises `WeightSyncError`s.
+
+    number: the engine's, which no other of the fleet has had.
+    served: the version that this trainer has pushed into it, or None.
+    is_left_open: another trainer has started an update and not finished it.
+    is_poisoned: the weights are a mixture.
+    version: what it reports while no push is under way, once it `was_asked`. None: vLLM before 0.27 reports none.
+    is_dirty: its workers may have had `Go`, and the push has not been completed.
+    is_over: the push has failed; a call that ends late takes back what it has done.
+    is_whole: the weights are those of one version where the push has failed.
+    runs: its workers run the plan, or wait to commit.
+    """
+
+    engine: Engine
+    number: int = 0
+    workers: list[Worker] = field(default_factory=list)
+    served: int | None = None
+    is_left_open: bool = False
+    is_poisoned: bool = False
+    version: str | None = None
+    was_asked: bool = False
+    is_started: bool = False
+    is_paused: bool = False
+    paused_at: float = 0.0
+    """When the engine said that it is paused: before that it may have been busy, and have generated on."""
+    is_marked: bool = False
+    is_dirty: bool = False
+    is_over: bool = False
+    is_whole: bool = True
+    runs: bool = False
+    silent: int = 0
+    """How often in a row the engine has not answered that it is alive."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def meet(self, admitted: Sequence[tuple[Hello, Connection]]) -> None:
+        """Take the workers that have come, and what they say of the trainer before."""
+        self.workers = [Worker(hello, connection) for hello, connection in admitted]
+        # It may have died between start and finish, or with the weights half loaded.
+        self.is_left_open = any(hello.update_open for hello, _ in admitted)
+        self.is_poisoned = any(hello.state == POISONED for hello, _ in admitted)
+
+    def hang_up(self) -> None:
+        """Release the workers. Never raises."""
+        for worker in self.workers:
+            with suppress(WeightSyncError):  # it is gone
+                worker.connection.send(Release(), Deadline(_FAREWELL_S), "close")
+            worker.connection.close()
+
+    def is_held(self) -> bool:
+        """Return whether this trainer still has the engine: no worker has hung up."""
+        return all(worker.connection.is_open() for worker in self.workers)
+
+    @property
+    def newest_version(self) -> int:
+        """Return the newest version that it has had."""
+        return max(self.served or 0, *(worker.hello.version for worker in self.workers))
+
+    @property
+    def names(self) -> set[str]:
+        """Return what errors call it: by its name, or a worker's."""
+        return {self.engine.name, *(worker.connection.peer for worker in self.workers)}
+
+    def ask_whether_alive(self) -> None:
+        self.silent = self.silent + 1 if self.engine.is_alive() is False else 0
+
+    def ask_workers(self) -> None:
+        """Ask workers in a push whether they are alive: vLLM's core answers for one that has stopped."""
+        for worker in self.workers:
+            worker.connection.ask(lambda: self.runs)
+
+    def is_stuck(self) -> bool:
+        """Return whether a worker does not answer, though its engine may."""
+        return self.runs and any(worker.connection.silent_s > _ANSWER_S for worker in self.workers)
+
+    def check_health(self, timeout_s: float) -> None:
+        """Raise when the engine has died though its workers may answer, or a worker does not for so long."""
+        silent = [worker.connection.peer for worker in self.workers if worker.connection.silent_s > timeout_s]
+        if silent and self.runs:
+            raise timed_out(silent, "load", Deadline(timeout_s))
+        if self.silent >= _SILENT:
+            raise EngineUnreachableError("the engine has died in a push; its log says why", who=self.engine.name)
+
+    def call(self, method: Callable[[Member], None]) -> None:
+        """Call a method, unless another trainer has taken the engine over. Raise `FencedError` then."""
+        self.check_fence()
+        method(self)
+
+    def check_fence(self) -> None:
+        """Raise `FencedError` where another trainer has taken the engine over."""
+        for worker in self.workers:
+            fenced = None if worker.connection.is_open() else worker.connection.reported()
+            if isinstance(fenced, FencedError):
+                raise fenced
+
+    def finish_left_open(self) -> None:
+        """Finish the update that another trainer has left open."""
+        self.engine.finish(None)
+        self.is_left_open = False
+
+    def ask(self) -> None:
+        """Ask for the version, before the first push changes what it is."""
+        self.version, self.was_asked = self.engine.version(), True
+
+    def pause(self, mode: str) -> None:
+        if self.is_over:
+            return
+        if mode == CALLER:
+            self._check_paused()
+            return
+        self.is_paused = True
+        try:
+            self.engine.pause(mode)
+            self.paused_at = time.perf_counter()
+        finally:
+            if self.is_over:  # the fleet did not wait for this call; what it resumed was not paused yet
+                self.is_paused = True
+                self.call(Member.take_back)
+
+    def _check_paused(self) -> None:
+        """Raise where the engine says that it generates. Not every engine can say so."""
+        is_paused = getattr(self.engine, "is_paused", lambda: None)()
+        if is_paused is False:
+            raise EngineError(
+                f'pause="{CALLER}", but the engine generates: pause it before each push, and resume it afterwards',
+                who=self.engine.name,
+            )
+        self.paused_at = time.perf_counter()
+
+    def start(self) -> None:
+        if self.is_over:
+            return
+        self.engine.start()
+        self.is_started = True
+        if self.is_over:
+            self.call(Member.take_back)
+
+    def mark(self) -> None:
+        """Mark the engine before anything is written, since the trainer may die before it can."""
+        if self.version is None or self.is_over:
+            return
+        self.is_marked = True
+        self.engine.set_version(f"{POISONED}: a push is under way, or its trainer has died")
+        if self.is_over:
+            self.is_marked = True
+            self.call(Member.take_back)
+
+    def go(self, message: Go, deadline: Deadline) -> None:
+        """Tell the workers to run their part of the plan."""
+        self.is_dirty = True  # before they are told, since some may be told and others not
+        for worker in self.workers:
+            worker.connection.send(message, deadline, "transfer")
+        self.runs = True
+
+    def finish(self, version: int, label: str) -> None:
+        """Finish the update. The engine serves `version`, and reports `label`."""
+        self._finish(label)
+        self.version, self.is_marked = label if self.version is not None else None, False
+        self.is_poisoned, self.served = False, version
+
+    def withdraw(self) -> None:
+        """Finish the update, in which nothing was written. The engine then reports its version as before."""
+        self._finish(None)
+        self._unmark()
+
+    def resume(self) -> None:
+        self.is_dirty = False
+        if self.is_paused:
+            self.is_paused = False
+            self.engine.resume()
+
+    def give_up(self) -> None:
+        """Note that the push has failed."""
+        # What the engine remembers may be of other weights, though: the mark of an earlier push says so.
+        marked = (self.version or "").startswith(POISONED)
+        self.is_whole = not (self.is_dirty or self.is_poisoned or marked)
+        self.is_over, self.runs = True, False
+
+    def take_back(self) -> None:
+        """Finish the update after a failure. Where the weights are whole, let the engine generate as before."""
+        with self.lock:
+            try:
+                if self.is_started:  # vLLM takes no other way out of an update
+                    self._finish(None)
+                if self.is_whole:
+                    self._unmark()
+            finally:
+                if self.is_paused and self.is_whole:
+                    self.resume()
+
+    def _finish(self, version: str | None) -> None:
+        self.is_started = False  # before the call: vLLM must not be asked twice, whatever comes of it
+        self.engine.finish(version)
+
+    def _unmark(self) -> None:
+        if self.is_marked and self.version is not None:
+            self.is_marked = False
+            self.engine.set_version(self.version)
+
+
+def admit(
+    one: Member,
+    called: Collection[Member],
+    early: list[Member],
+    listener: Listener,
+    check: Callable[[], None],
+    deadline: Deadline,
+) -> None:
+    """Wait for the workers of an engine that was `called` with others, and take them in. Raise what `check` raises.
+
+    An engine takes one call after the other. One that is listed under two names serves its first call, and leaves the
+    second waiting. So engines whose workers are late may be others once more: those are released, and put in `early`.
+    The worker then says what is wrong.
+    """
+    doubt = Deadline(min(_DOUBT_S, deadline.timeout_s / 4))
+
+    def look() -> None:
+        check()
+        if doubt.passed() and not early:
+            early.extend(other for other in called if other.workers)
+            for worker in (worker for other in early for worker in other.workers):
+                worker.connection.send(Release(), deadline, "init")
+
+    one.meet(listener.admit("worker", one.number, deadline, "init", look))
+
+
+def find_lost(members: Sequence[Member], error: WeightSyncError) -> list[str]:
+    """Return the names of the engines that have died, or do not answer, of those that `error` may be about.
+
+    The error's text then names them.
+    """
+    waiting_for = getattr(error, "waiting_for", [])
+    named = {error.who, *waiting_for}
+    suspects = [one for one in members if not one.is_held() or not named.isdisjoint(one.names)]
+    if not suspects and waiting_for and not any(name.startswith("trainer rank") for name in waiting_for):
+        suspects = list(members)  # ranks know workers by their numbers alone
+    asked = {one: outcome_in_thread("health", one.engine.is_alive) for one in suspects if one.silent < _SILENT}
+    answered, _ = wait(asked.values(), _ANSWER_S)
+    alive = {one for one, answer in asked.items() if answer in answered and not answer.exception() and answer.result()}
+    lost = [one.engine.name for one in suspects if one not in alive or one.is_stuck()]
+    if lost and not any(name in str(error) for name in lost):
+        error.message += f"; {', '.join(lost)} does not answer"
+    return lost

@@ -1,0 +1,483 @@
+"""Trainer rank 0 and the engines: what is asked of them in a push, and what is done when a push ends early.
+
+    add, dismiss        engines come and go
+    connect             once for an engine: its `init` brings its workers, who answer PlanRequest and Connect
+    open, opened        finish what another trainer left open, pause, start; then the update call, in which workers wait
+    go, done            workers run the plan
+    commit              workers commit; caches are reset, the update is finished under its version, generation resumes
+
+    the push ends in    calls                                              an engine afterwards
+    CLOSED              none                                               as it was
+    OPEN                finish, resume (unless it was POISONED before)     as it was, generating
+    DIRTY               finish, mark (as OPEN where it had no Go)          paused and POISONED
+    COMMITTED           none                                               serves the new version
+
+An engine is marked POISONED before anything is written, so that it says so also where the trainer dies. The open
+connection to its workers is a trainer's hold on it. Where they have closed it, the engine has died or another trainer
+has taken it over: this one touches it no more.
+
+Engine calls run in threads, since each returns only when its workers are released. This module knows nothing about
+models, plans or how bytes travel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from enum import Enum, auto
+from functools import partial
+from typing import TypeVar
+
+from weightsync.engines import Engine
+from weightsync.errors import (
+    EngineAsleepError,
+    EngineError,
+    EngineUnreachableError,
+    FencedError,
+    FrozenLostError,
+    PeerError,
+    SyncTimeoutError,
+    WeightSyncError,
+)
+from weightsync.fleet.engine_call import BackgroundCall, arrivals, join, repeat, wait_at_exit
+from weightsync.fleet.engine_handle import Member, Worker, admit, find_lost
+from weightsync.net.addresses import is_loopback
+from weightsync.net.listener import Listener
+from weightsync.net.ranks import Ranks
+from weightsync.net.runtime import Deadline, in_thread
+from weightsync.net.wire import (
+    POISONED,
+    Commit,
+    Committed,
+    Connect,
+    Connected,
+    Done,
+    ExportParameters,
+    Failure,
+    Go,
+    LoadPlan,
+    Message,
+    ParametersExported,
+    PlanRequest,
+    Ready,
+    Release,
+)
+from weightsync.planning.layout import Manifest
+
+M = TypeVar("M", bound=Message)
+_Method = Callable[[Member], None]
+
+_FAREWELL_S = 3.0
+"""How long an engine may take to end its calls after a failure."""
+_LEAST_S = 1.0
+"""How long all engines' next call may take at least, when those that were under way have taken all of that time."""
+_LOOK_S = 0.1
+"""How often a wait for an engine looks at the trainer's other ranks."""
+_PING_LOOK_S = 0.5
+"""How often a trainer that does something else looks whether a worker asks if it is alive."""
+_HEALTH_LOOK_S = 1.0
+"""How often an engine is asked during a push whether it is alive. vLLM leaves the calls of a dead one unanswered."""
+_REFUSALS = FencedError, EngineAsleepError, FrozenLostError
+"""What a worker says before it leaves a push, so that the others' part of it breaks."""
+_NEWS_S = 0.5
+"""How long a worker's message may take to arrive, once its part of a transfer has broken or its call has failed."""
+
+
+class UpdateState(Enum):
+    """How far a push has come. The table at the top says what is done when it ends there."""
+
+    CLOSED = auto()
+    OPEN = auto()
+    DIRTY = auto()
+    COMMITTED = auto()
+
+
+class Fleet:
+    """The engines of one `WeightSync`, on rank 0. Every method but `fail` raises `WeightSyncError`s.
+
+    A conversation is with all members, or with those that `connect` or `open` was given. The others generate on.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        ranks: Ranks,
+        pause: str,
+        timeout_s: float,
+        after: Fleet | None = None,
+    ) -> None:
+        """Take these engines. `after` is the fleet that failed before. Its last calls to an engine are waited for."""
+        assert ranks.listener is not None, "a fleet is rank 0's"
+        self.members: list[Member] = []
+        self.newest_version = 0
+        self._earlier: list[BackgroundCall] = []
+        if after is not None:
+            self.newest_version, self._earlier = after.newest_version, after._under_way()
+        self.state = UpdateState.CLOSED
+        self._audience: list[Member] = []
+        self._numbers = itertools.count()
+        self._ranks = ranks
+        self._listener: Listener = ranks.listener
+        self._listener.expect("worker")
+        self._pause = pause
+        self._timeout_s = timeout_s
+        self._id = secrets.token_hex(8)
+        self._version = 0
+        self._calls: list[BackgroundCall] = []  # init and update, which return when the workers are released
+        self._changing: list[BackgroundCall] = []  # this push's calls that change what an engine does
+        self._opening: BackgroundCall | None = None
+        self._over = False
+        self._ended = threading.Event()
+        self.add(engines)
+        for name, method, every_s in (
+            ("lease", self._answer_pings, _PING_LOOK_S),
+            ("health", self._ask_whether_alive, _HEALTH_LOOK_S),
+        ):
+            in_thread(name, partial(repeat, weakref.WeakMethod(method), every_s, self._ended))
+
+    @property
+    def paused_at(self) -> float:
+        """When generation was paused for this push, on the first of the engines."""
+        return min(one.paused_at for one in self._audience)
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The workers that the conversation is with."""
+        return [worker for one in self._audience for worker in one.workers]
+
+    @property
+    def host(self) -> str:
+        """This process's address that every engine of the conversation reaches."""
+        addresses = [self._listener.listen(one.engine.host)[0] for one in self._audience]
+        return next((address for address in addresses if not is_loopback(address)), addresses[0])
+
+    def add(self, engines: Sequence[Engine]) -> None:
+        """Take more engines, which are not called yet."""
+        self.members = self._audience = [*self.members, *(Member(one, next(self._numbers)) for one in engines)]
+
+    def dismiss(self, members: Sequence[Member]) -> None:
+        """Release these engines, as they are. Another trainer may push to them."""
+        self.members = self._audience = [one for one in self.members if one not in members]
+        for one in members:
+            one.hang_up()
+
+    def connect(self, members: Sequence[Member] | None = None) -> list[Worker]:
+        """Call the workers of every engine in, or of these members. They wait for messages until `release`."""
+        self._audience = [*(self.members if members is None else members)]
+        self._await_earlier()
+        deadline = Deadline(self._timeout_s)
+        calls = {one: self._call_in(one) for one in self._audience}
+        early: list[Member] = []
+        for one in self._audience:
+            if not one.workers:
+                arrived = arrivals([calls[one]], self._listener, self._check_everyone, deadline)
+                admit(one, calls, early, self._listener, arrived, deadline)
+                self.newest_version = max(self.newest_version, one.newest_version)
+                for worker in one.workers:  # some transports lead past the network, and would not miss it
+                    worker.connection.watch_host(self._timeout_s)
+                    worker.connection.holds = self._ranks.hold.lasts
+        if early:
+            self._wait([calls[one] for one in early], deadline, "init")
+            calls |= {one: self._call_in(one) for one in early}
+            self._calls = [*calls.values()]
+        return self.workers
+
+    def _call_in(self, one: Member) -> BackgroundCall:
+        """Begin to call the workers of an engine in."""
+        where = one.engine.host  # which may ask the engine, and raise a `TimeoutError`
+        try:
+            info = self._listener.invitation(self._id, one.number, where, self._timeout_s)
+        except OSError as error:
+            raise EngineUnreachableError(f"there is no way to {where}: {error}", who=one.engine.name) from error
+        call = BackgroundCall(self._listener, "init", one.engine.init, info, who=one.engine.name)
+        self._calls.append(call)
+        return call
+
+    def plan(self, manifest: Manifest) -> list[LoadPlan]:
+        """Return what each worker's model makes of these tensors."""
+        deadline = Deadline(self._timeout_s)
+        self._send(PlanRequest(manifest.tensors, manifest.tied), deadline, "plan")
+        return self._collect(LoadPlan, deadline, "plan")
+
+    def export(self, processes: Sequence[str]) -> list[ParametersExported]:
+        """Return where each worker's parameters lie. `processes` are those that will write there."""
+        deadline = Deadline(self._timeout_s)
+        self._send(ExportParameters(list(processes)), deadline, "connect")
+        return self._collect(ParametersExported, deadline, "connect")
+
+    def attach(self, messages: Sequence[Connect], meet: Callable[[Deadline], None]) -> None:
+        """Send every worker its `Connect`, and wait until it has mapped or joined what that names.
+
+        `meet` runs in a thread meanwhile.
+        """
+        deadline = Deadline(self._timeout_s)
+        for worker, message in zip(self.workers, messages, strict=True):
+            worker.connection.send(message, deadline, "connect")
+        meeting = BackgroundCall(self._listener, "connect", meet, deadline)
+        self._calls.append(meeting)
+        self._collect(Connected, deadline, "connect")
+        self._wait([meeting], deadline, "connect")
+        self._calls.remove(meeting)
+
+    def release(self, phase: str) -> None:
+        """Release the workers from their engine calls, and wait until these have returned."""
+        deadline = Deadline(self._timeout_s)
+        self._send(Release(), deadline, phase)
+        self._await_calls(deadline, phase)
+
+    def open(self, members: Sequence[Member] | None = None) -> None:
+        """Begin to pause generation and to open the update, everywhere or for these members.
+
+        Returns at once; `opened` waits.
+        """
+        self._audience = [*(self.members if members is None else members)]
+        for worker in self.workers:  # an engine that was started anew at the same address is left alone
+            worker.connection.check("pause")
+        self._changing = []
+        self.state = UpdateState.OPEN
+        self._opening = BackgroundCall(self._listener, "open", self._open)
+
+    def opened(self) -> None:
+        """Wait until generation is paused everywhere and every worker serves the update, or has refused it."""
+        opening = self._opening
+        if opening is None:
+            return
+        while opening.is_alive():  # each of its calls has a deadline of its own
+            opening.join(_LOOK_S)
+            self._check_ranks()
+        self._opening = None
+        if opening.error is not None:
+            raise opening.error
+        # A worker that cannot take part, or does not answer, is found while nothing has been written anywhere.
+        deadline = Deadline(self._timeout_s)
+        self._send(Ready(), deadline, "pause")
+        self._collect(Ready, deadline, "pause")
+
+    def cancel(self) -> None:
+        """Close the update that was opened, before `go`: the engines generate as before."""
+        self.opened()
+        self.check()
+        self.release("pause")
+        self._all("pause", self._audience, Member.withdraw)
+        self._all("pause", self._audience, Member.resume)
+        self.state = UpdateState.CLOSED
+
+    def go(self, message: Go, members: Sequence[Member] | None = None) -> None:
+        """Tell every worker, or those of these members, to run its part of the plan.
+
+        From here on the engines' weights are a mixture. A rank or a worker that is known to have gone is raised before.
+        """
+        self._check_ranks()
+        self.check()
+        self._version, self.state = message.version, UpdateState.DIRTY
+        deadline = Deadline(self._timeout_s)
+        for one in self._audience if members is None else members:
+            one.go(message, deadline)
+
+    def done(self, timeout_s: float | None = None) -> list[Done]:
+        """Wait until every worker has verified and loaded everything; at most `timeout_s`, or one wait's time."""
+        return self._collect(Done, Deadline(timeout_s or self._timeout_s), "load")
+
+    def commit(self, label: str | None = None) -> list[Committed]:
+        """Declare the version complete: reset caches, stamp the version or its `label`, resume generation."""
+        deadline = Deadline(self._timeout_s)
+        # From here on some worker may have it, and no other weights may get the number, whatever happens now.
+        self.newest_version = max(self.newest_version, self._version)
+        self._send(Commit(self._version), deadline, "commit")
+        # An engine does one thing after the other: this one waits behind the update, and saves a round trip.
+        resets = [self._call("commit", one, lambda each: each.engine.reset_caches()) for one in self._audience]
+        answers = self._collect(Committed, deadline, "commit")
+        for one in self._audience:
+            one.runs = False
+        self._await_calls(deadline, "commit")
+        version, text = self._version, str(self._version) if label is None else label
+        self._all("commit", self._audience, lambda one: one.finish(version, text))
+        self._wait(resets, Deadline(self._timeout_s), "commit")
+        # Only now: an engine that remembers what old weights computed must not resume.
+        self.state = UpdateState.COMMITTED
+        self._all("resume", self._audience, Member.resume)
+        self.state = UpdateState.CLOSED
+        return answers
+
+    def check(self) -> None:
+        """Raise when a worker or an engine call has failed, or does not answer."""
+        for worker in self.workers:
+            worker.connection.check("transfer")
+        self._check_calls()
+        self._check_health()
+
+    def explain(self, error: WeightSyncError) -> WeightSyncError:
+        """Return the cause of `error`: why a worker has refused or failed, or `error` with the engines that are lost.
+
+        They are its `lost`, by name, and the others are its `survivors`.
+        """
+        if isinstance(error, PeerError) and self.state is UpdateState.DIRTY:
+            time.sleep(_NEWS_S)
+        for worker in self.workers:
+            worker.connection.is_open()  # takes in what it has said
+        said = [worker.connection.reported() for worker in self.workers]
+        for kind in _REFUSALS:
+            if (refusal := next((each for each in said if isinstance(each, kind)), None)) is not None:
+                return refusal
+        may_be_engines = isinstance(error, (PeerError, EngineError, SyncTimeoutError))
+        if may_be_engines and (lost := find_lost(self.members, error)):
+            error.add_facts(lost=lost, survivors=[o.engine.name for o in self.members if o.engine.name not in lost])
+        elif isinstance(error, PeerError):
+            # A worker that fails says why and leaves the transfer, which may be seen to break before its words come.
+            return next((e for e in said if e is not None and not isinstance(e, (PeerError, SyncTimeoutError))), error)
+        return error
+
+    def fail(self, error: WeightSyncError) -> None:
+        """End the push as the table says, after any failure. Never raises, takes seconds; the fleet is over.
+
+        Engines that do not answer are not waited for, but at this process's exit. They do what is asked of them when
+        they go on. An engine that has left a call unanswered to its deadline is one: all further calls wait behind it.
+        """
+        state, self._over = self.state, True
+        silent = {*getattr(error, "lost", []), *getattr(error, "waiting_for", [])}
+        deadline = Deadline(0.0 if silent.issuperset(one.engine.name for one in self.members) else _FAREWELL_S)
+        held = [one for one in self._audience if one.is_held()]
+        for one in self._audience:
+            one.give_up()
+        everyone = [worker for one in self.members for worker in one.workers]
+        for worker in everyone:
+            with suppress(WeightSyncError):  # it is gone
+                worker.connection.send(Failure(error.to_fields()), deadline, "fail")
+        # A worker that is only just connecting would wait to be admitted, and its engine with it.
+        self._listener.close()
+        join([*([self._opening] if self._opening else []), *self._calls, *self._changing], silent, deadline)
+        if state in (UpdateState.OPEN, UpdateState.DIRTY):
+            silent |= self._try_all("give up", held, Member.take_back, silent, deadline)
+        if state is UpdateState.DIRTY:
+            # The version that vLLM reports with every answer is where people look. Generation stays paused.
+            mark = f"{POISONED}: the push of version {self._version} failed"
+            mixed = [one for one in held if not one.is_whole]
+            self._try_all("mark", mixed, lambda one: one.engine.set_version(mark), silent, deadline)
+        wait_at_exit(self._under_way())
+        self._ended.set()
+        for worker in everyone:
+            worker.connection.close()
+
+    def close(self) -> None:
+        """Disconnect from the workers. Another trainer may push afterwards."""
+        self._ended.set()
+        self.dismiss(self.members)
+
+    def _answer_pings(self) -> None:
+        """Show workers that ask that this process is alive, whatever its other threads do, and ask them the same."""
+        for one in self.members:
+            for worker in one.workers:
+                if worker.connection.answer_pings():
+                    self._listener.wake()  # else a wait for what was taken in would last a turn
+            one.ask_workers()
+
+    def _ask_whether_alive(self) -> None:
+        """Ask engines whether they are alive, while a push or a call is under way."""
+        for one in self._audience if self._calls or self.state is not UpdateState.CLOSED else ():
+            one.ask_whether_alive()
+
+    def _open(self) -> None:
+        try:
+            left_open = [one for one in self._audience if one.is_left_open]
+            self._all("pause", left_open, Member.finish_left_open, in_opening=True)
+            self._all("pause", [one for one in self._audience if not one.was_asked], Member.ask, in_opening=True)
+            # Both at once: requests that are running have to end a step first, or all of their tokens.
+            pause = partial(Member.pause, mode=self._pause)
+            self._all("pause", self._audience, pause, Member.start, in_opening=True)
+            self._all("pause", self._audience, Member.mark, in_opening=True)
+        except WeightSyncError as error:
+            error.phase = error.phase or "pause"
+            raise
+        if not self._over:
+            for one in self._audience:
+                info, who = {"session": self._id}, one.engine.name
+                self._calls.append(BackgroundCall(self._listener, "update", one.engine.update, info, who=who))
+
+    def _under_way(self) -> list[BackgroundCall]:
+        """Return the calls that `fail` did not wait for, here and before. Each may pause or resume an engine."""
+        calls = [*self._earlier, *self._changing, *([self._opening] if self._opening else [])]
+        return [call for call in calls if call.is_alive()]
+
+    def _await_earlier(self) -> None:
+        """Wait for the calls of pushes that failed, to the engines that the conversation is with."""
+        names, deadline = {"", *(one.engine.name for one in self._audience)}, Deadline(self._timeout_s)
+        while late := [call for call in self._earlier if call.who in names and call.is_alive()]:
+            if deadline.passed():
+                raise SyncTimeoutError(
+                    f"{late[0].name}, of the push that failed, did not return within {self._timeout_s:g} s",
+                    phase="init",
+                    waiting_for=[call.who or call.name for call in late],
+                )
+            late[0].join(min(_LOOK_S, deadline.left_s()))
+
+    def _send(self, message: Message, deadline: Deadline, phase: str) -> None:
+        for worker in self.workers:
+            worker.connection.send(message, deadline, phase)
+
+    def _collect(self, kind: type[M], deadline: Deadline, phase: str) -> list[M]:
+        connections = [worker.connection for worker in self.workers]
+        try:
+            return self._listener.collect(connections, kind, deadline, phase, self._check_everyone)
+        except PeerError:
+            self._check_ranks()  # what a rank has done to a worker is the better cause
+            raise
+
+    def _check_ranks(self) -> None:
+        self._ranks.wait(0.0)
+
+    def _check_health(self) -> None:
+        for one in self._audience:
+            one.check_health(self._timeout_s)
+
+    def _check_everyone(self) -> None:
+        self._check_ranks()
+        self._check_calls(_NEWS_S)  # a worker that turns this trainer away says why, and its call may then fail
+        self._check_health()
+
+    def _check_calls(self, news_s: float = 0.0) -> None:
+        """Raise the error of a call that failed, once a worker has had `news_s` to be heard with the cause."""
+        for call in (*([self._opening] if self._opening else []), *self._calls):
+            if call.error is not None and call.since_failure_s() >= news_s:
+                raise call.error
+
+    def _await_calls(self, deadline: Deadline, phase: str) -> None:
+        try:
+            self._wait(self._calls, deadline, phase)
+        finally:
+            self._calls = []
+
+    def _all(self, phase: str, members: Sequence[Member], *methods: _Method, in_opening: bool = False) -> None:
+        """Call these methods with each of these engines, all at once, and wait."""
+        calls = [self._call(phase, one, method) for method in methods for one in members]
+        self._wait(calls, Deadline(self._timeout_s), phase, in_opening)
+
+    def _try_all(
+        self, phase: str, members: Sequence[Member], method: _Method, silent: Collection[str], deadline: Deadline
+    ) -> set[str]:
+        """Call this method with each of these engines. See `join` for the rest."""
+        calls = [self._call(phase, one, method) for one in members]
+        return join(calls, silent, Deadline(max(deadline.left_s(), _LEAST_S)))
+
+    def _call(self, phase: str, one: Member, method: _Method) -> BackgroundCall:
+        call = BackgroundCall(self._listener, phase, one.call, method, who=one.engine.name)
+        self._changing.append(call)
+        return call
+
+    def _wait(self, calls: Sequence[BackgroundCall], deadline: Deadline, phase: str, in_opening: bool = False) -> None:
+        for call in calls:
+            while call.is_alive() and not deadline.passed():
+                call.join(min(_LOOK_S, deadline.left_s()))
+                self._check_health()
+                if not in_opening:  # whose thread must not read the ranks' connections
+                    self._check_ranks()
+            if call.is_alive():
+                text = f"{call.name} did not return within {deadline.timeout_s:g} s"
+                raise SyncTimeoutError(text, phase=phase, waiting_for=[call.who or call.name])
+            if call.error is not None:
+                call.error.phase = call.error.phase or phase
+                raise call.error

@@ -1,0 +1,175 @@
+"""Which engines there are: what the user named, what was added and removed since, and how each is called."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from weightsync.engines.async_llm import AsyncEngine
+from weightsync.engines.base import Engine
+from weightsync.engines.http import DEFAULT_URL, HttpEngine
+from weightsync.engines.llm import LlmEngine
+from weightsync.engines.ray_actor import RayEngine
+from weightsync.errors import ConfigError
+from weightsync.vllm.llm_object import vllm_class
+
+ENGINE_VARIABLE = "WEIGHTSYNC_ENGINE"
+_COMMENT = "#"
+
+
+class EngineList:
+    """The engines of one `WeightSync`, which is its `engines`.
+
+        sync.engines.add("http://10.0.0.7:8000")
+        sync.engines.remove("http://10.0.0.3:8000")
+
+    The next push reaches what the list of rank 0 has then. Where other ranks were given the same list, change it on
+    each of them; where they were given None, on rank 0. Neither is collective.
+
+    The engines are those that `connect` takes. A callable is asked for them before each push, and the `Path` of a file
+    is read: an address a line, and what follows a # is left out. Only rank 0 asks and reads.
+    """
+
+    def __init__(self, given: object, timeout_s: float, of: str = "") -> None:
+        """Take what the user gave. The engines' names say whose they are, `of`."""
+        self.given = given
+        self._read: Callable[[], object] | None = None
+        if isinstance(given, os.PathLike):
+            self._read = lambda: _addresses(Path(given))
+        elif callable(given) and not _is_engine(given):
+            self._read = given
+        self._listed: list[object] | None = None if given is None or self._read is not None else listed(given)
+        self._added: list[object] = []
+        self._timeout_s, self._of = timeout_s, of
+        self._known: list[tuple[object, Engine]] = []
+        self._count = 0
+
+    def add(self, engine: object) -> None:
+        """Add an engine, which the next push reaches. Raises `ConfigError` for one that they reach already."""
+        if any(_is_same(engine, one) for one in self._changeable()):
+            raise ConfigError(f"{engine!r} is among the engines already")
+        self._added.append(engine)
+
+    def remove(self, engine: object) -> None:
+        """Take an engine off the list. It goes on with the weights that it has.
+
+        Raises `ConfigError` for one that they do not reach.
+        """
+        before = self._changeable()
+        if not any(_is_same(engine, one) for one in before):
+            raise ConfigError(f"{engine!r} is not among the engines; these are {before}")
+        self._listed, self._added = [one for one in before if not _is_same(engine, one)], []
+
+    def named(self) -> list[object]:
+        """Return what this process itself was given: nothing where that was None, or is found out by rank 0."""
+        return [*(self._listed or ()), *self._added]
+
+    def all(self) -> list[object]:
+        """Return what pushes reach now, as the user named it."""
+        if self._read is not None:
+            return listed(self._read())
+        return [*(listed(None) if self._listed is None else self._listed), *self._added]
+
+    def engines(self) -> list[Engine]:
+        """Return what pushes reach now, as engines, in order. One that stays is the same object as before.
+
+        Contacts none of them. Raises `ConfigError` when there is none, when one is there twice, and for what is no
+        engine.
+        """
+        given = self.all()
+        if not given:
+            raise ConfigError(f"no engine: the list of engines (or ${ENGINE_VARIABLE}) is empty")
+        for i, one in enumerate(given):
+            for j, other in enumerate(given[:i]):
+                if _is_same(one, other):
+                    raise ConfigError(f"engine {i} is engine {j} once more; list each engine once")
+        found: list[tuple[object, Engine]] = []
+        for one in given:
+            engine = next((engine for other, engine in self._known if _is_same(one, other)), None)
+            if engine is None:
+                engine = _connect_one(one, f"engine {self._count}{self._of}", self._timeout_s)
+                self._count += 1
+            found.append((one, engine))
+        self._known = found
+        return [engine for _, engine in found]
+
+    def _changeable(self) -> list[object]:
+        if self._read is not None:
+            raise ConfigError(f"the engines are those that {self.given!r} names before each push; change what it names")
+        return self.all()
+
+
+def connect(engines: object, timeout_s: float, of: str = "") -> list[Engine]:
+    """Return the engines that `engines` names, in order. Contacts none of them. Their names say whose they are, `of`.
+
+    Accepts an `LLM`, an `AsyncLLM`, a Ray actor handle of either, a server's URL, a `VllmServer` or another object with
+    a `url`, an `Engine`, or a list or tuple of these. None stands for the comma-separated URLs in $WEIGHTSYNC_ENGINE,
+    or else http://localhost:8000. Raises `ConfigError` for anything else.
+    """
+    return EngineList(engines, timeout_s, of).engines()
+
+
+def listed(engines: object) -> list[object]:
+    """Return the engines that the user gave, one by one, and those that None stands for."""
+    if engines is None:
+        return [url.strip() for url in os.environ.get(ENGINE_VARIABLE, DEFAULT_URL).split(",") if url.strip()]
+    # A configuration's list may be of a class of its own, such as OmegaConf's.
+    return list(engines) if isinstance(engines, Sequence) and not isinstance(engines, str) else [engines]
+
+
+def public_name(engine: Any) -> str | None:
+    """Return the URL or the Ray actor's id by which every process reaches an engine. None: it lives in this process."""
+    if isinstance(engine, Engine):
+        return None
+    if (url := _url(engine)) is not None:
+        return url.rstrip("/")
+    return f"Ray actor {engine._actor_id.hex()}" if _is_ray_actor(engine) else None
+
+
+def _url(engine: Any) -> str | None:
+    """Return the URL that an engine is, or has, as a `VllmServer` does."""
+    url = engine if isinstance(engine, str) else getattr(engine, "url", None)
+    return url if isinstance(url, str) else None
+
+
+def _is_engine(given: object) -> bool:
+    return isinstance(given, Engine) or vllm_class(given) is not None or public_name(given) is not None
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one is other or (public_name(one) is not None and public_name(one) == public_name(other))
+
+
+def _addresses(file: Path) -> list[object]:
+    try:
+        if file.exists() and not file.is_file():  # a pipe would be waited for
+            raise OSError("it is no file")
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the engines' addresses from {file}: {error}") from error
+    return [address for line in lines if (address := line.partition(_COMMENT)[0].strip())]
+
+
+def _is_ray_actor(engine: Any) -> bool:
+    return type(engine).__module__.startswith("ray.") and type(engine).__name__ == "ActorHandle"
+
+
+def _connect_one(engine: object, label: str, timeout_s: float) -> Engine:
+    if isinstance(engine, Engine):
+        return engine
+    if (url := _url(engine)) is not None:
+        return HttpEngine(url, name=f"{label} ({url})", timeout_s=timeout_s)
+    kind = vllm_class(engine)
+    if kind == "AsyncLLM":
+        return AsyncEngine(engine, name=f"{label} (AsyncLLM in this process)", timeout_s=timeout_s)
+    if kind == "LLM":
+        return LlmEngine(engine, name=f"{label} (LLM in this process)", timeout_s=timeout_s)
+    if _is_ray_actor(engine):
+        return RayEngine(engine, name=f"{label} ({engine!r})", timeout_s=timeout_s)
+    raise ConfigError(
+        f"{label} is a {type(engine).__module__}.{type(engine).__qualname__}; expected a vLLM LLM or AsyncLLM, a Ray "
+        f"actor handle of one, a URL such as {DEFAULT_URL!r}, an object with the methods of weightsync.engines.Engine, "
+        "or a list of these"
+    )

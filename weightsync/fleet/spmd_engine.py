@@ -1,0 +1,77 @@
+"""An engine whose workers are in the processes of several ranks, as under vLLM's external_launcher.
+
+Each rank's `LLM` is a part of it: one worker, and a scheduler that decides as those of the other parts do.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from weightsync.engines.base import CalledEngine, Engine, Part
+from weightsync.errors import ConfigError
+from weightsync.net.addresses import is_loopback
+from weightsync.net.runtime import outcome_in_thread
+from weightsync.net.wire import POISONED
+
+
+def join(engines: Sequence[Engine]) -> list[Engine]:
+    """Return these engines, and one in place of all parts of the same.
+
+    Raises `ConfigError` where some parts of an engine are missing.
+    """
+    whole: list[Engine] = []
+    parts: dict[Part, list[Engine]] = {}
+    for engine in engines:
+        if (part := getattr(engine, "part", None)) is None:
+            whole.append(engine)
+        else:
+            parts.setdefault(part, []).append(engine)
+    for (_, count), those in parts.items():
+        if len(those) != count:
+            raise ConfigError(
+                f"the workers of one engine are in {count} ranks (external_launcher), and {len(those)} of these gave "
+                "their LLM: give that of each rank to its own WeightSync",
+                who=those[0].name,
+            )
+    return [*whole, *map(EngineParts, parts.values())]
+
+
+class EngineParts(CalledEngine):
+    """The parts of one engine. Each call is one of all parts at once. Equal where the parts are the same."""
+
+    def __init__(self, parts: Sequence[Engine]) -> None:
+        self.name = f"{parts[0].name} and its parts in {len(parts) - 1} other ranks"
+        self._parts = tuple(parts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EngineParts) and self._parts == other._parts
+
+    def __hash__(self) -> int:
+        return hash(self._parts)
+
+    @property
+    def host(self) -> str:
+        hosts = [part.host for part in self._parts]
+        return next((host for host in hosts if not is_loopback(host)), hosts[0])
+
+    def version(self) -> str | None:
+        versions: list[str | None] = self._call_all("version")
+        return next((one for one in versions if one is not None and one.startswith(POISONED)), versions[0])
+
+    def is_alive(self) -> bool:
+        return all(self._call_all("is_alive"))
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return self._call_all(method, *args)[0]
+
+    def _call_all(self, method: str, *args: Any) -> list[Any]:
+        """Return every part's answer. Raise what the first part raises, though others may not have answered."""
+        calls = ((part.name, partial(getattr(part, method), *args)) for part in self._parts)
+        answers = [outcome_in_thread(f"{method} of {name}", call) for name, call in calls]
+        done, _ = concurrent.futures.wait(answers, return_when=concurrent.futures.FIRST_EXCEPTION)
+        for answer in done:
+            answer.result()
+        return [answer.result() for answer in answers]

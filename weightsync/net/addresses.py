@@ -1,0 +1,134 @@
+"""The addresses and ports at which processes of other hosts reach this one, and how this one reaches theirs.
+
+The routing table says which of this host's addresses another one is answered from. $WEIGHTSYNC_HOST says it where the
+table is wrong, and $WEIGHTSYNC_PORTS which ports a firewall lets through.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+
+from weightsync.errors import ConfigError, PeerError
+from weightsync.net.runtime import Deadline
+
+HOST, PORTS = "WEIGHTSYNC_HOST", "WEIGHTSYNC_PORTS"
+LOOPBACK = "127.0.0.1"
+REACH_S = 5.0
+"""How long a host that is there may take to take a connection. Its kernel does that, however busy its processes are."""
+_BACKLOG = 1024
+_GET_ADDRESS = 0x8915
+"""The kernel's SIOCGIFADDR."""
+
+
+def address_facing(host: str) -> str:
+    """Return the address of this host to offer to `host`: $WEIGHTSYNC_HOST, or that of the interface on the way there.
+
+    Raises `OSError` when no route exists, `ConfigError` where the variable names nothing of this host's.
+    """
+    return _said() or ends(host)[0]
+
+
+def ends(host: str) -> tuple[str, str]:
+    """Return this host's and the other's address on the way to `host`. Raises `OSError` where there is no way."""
+    problem = OSError(f"{host} has no address")
+    for family, kind, protocol, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.connect(place)  # sends nothing: it only asks the routing table
+            except OSError as error:
+                problem = error
+                continue
+            return str(probe.getsockname()[0]), str(probe.getpeername()[0])
+    raise problem
+
+
+def is_here(host: str) -> bool:
+    """Return whether `host` names this host. Raises `OSError` for an unknown name."""
+    this, other = ends(host)
+    return this == other or is_loopback(this)
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def at(address: str, port: int) -> str:
+    """Return an address with a port as people write it."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def listen(address: str) -> socket.socket:
+    """Listen at an address of this host: at the first free port of $WEIGHTSYNC_PORTS, or at any.
+
+    Raises `ConfigError` where no such port is free, or the address is not this host's.
+    """
+    family, problem = socket.AF_INET6 if ":" in address else socket.AF_INET, None
+    for port in _ports(os.environ[PORTS]) if os.environ.get(PORTS) else (0,):
+        try:
+            return socket.create_server((address, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            problem = error
+    said = "".join(f", {name}={os.environ[name]}" for name in (HOST, PORTS) if os.environ.get(name))
+    raise ConfigError(f"cannot listen at {address}{said}: {problem}") from problem
+
+
+def reach(address: str, port: int, me: str, peer: str, deadline: Deadline) -> socket.socket:
+    """Connect to where `peer` listens. Raises a `PeerError` within seconds that names both ends."""
+    limit_s = min(deadline.left_s(), REACH_S)
+    try:
+        return socket.create_connection((address, port), timeout=max(limit_s, 0.001))
+    except OSError as error:
+        why = f"no answer within {limit_s:.2g} s" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        raise PeerError(
+            f"{me} on {socket.gethostname()} could not reach {peer} at {at(address, port)}: {why}. On "
+            f"{peer}, set {HOST} to an address or interface of its host that can be reached from there, and {PORTS} to "
+            "ports that no firewall closes",
+            phase="connect",
+        ) from error
+
+
+def _said() -> str | None:
+    """Return the address that $WEIGHTSYNC_HOST says, if any."""
+    said = os.environ.get(HOST, "").strip()
+    if not said:
+        return None
+    try:
+        if said in (name for _, name in socket.if_nameindex()):
+            return _address_of(said)
+        return str(socket.getaddrinfo(said, None)[0][4][0])
+    except OSError as error:
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        raise ConfigError(
+            f"{HOST}={said}: {error}; expected an address of this host, or one of its interfaces ({names})"
+        ) from error
+
+
+def _address_of(interface: str) -> str:
+    """Return the IPv4 address of an interface, or its first IPv6 address that other hosts can reach."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            found = fcntl.ioctl(any_socket, _GET_ADDRESS, struct.pack("256s", interface.encode()))
+            return socket.inet_ntoa(found[20:24])
+        except OSError:
+            with open("/proc/net/if_inet6") as file:
+                rows = [line.split() for line in file]
+            for digits, *_, name in rows:
+                address = ipaddress.IPv6Address(bytes.fromhex(digits))
+                if name == interface and not address.is_link_local:
+                    return str(address)
+            raise
+
+
+def _ports(said: str) -> range:
+    first, _, last = said.partition("-")
+    try:
+        found = range(int(first), int(last or first) + 1)
+    except ValueError:
+        found = range(0)
+    if not found or found[0] < 1 or found[-1] > 65535:
+        raise ConfigError(f"{PORTS}={said}: expected ports such as 29600-29650")
+    return found

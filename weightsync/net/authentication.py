@@ -1,0 +1,168 @@
+"""Who may talk: how two ends of a connection prove to each other that they belong together.
+
+    dialer      greeting: a tag, and a nonce
+    listener    greeting, and its proof
+    dialer      Hello, and from here on both send frames with a seal each
+
+Proof and seals need the session's token and, where one is set, the key that trainer and engines share. Without a key
+both ends must be processes of one user on one host. Until a peer has proven itself, no more is read of it than this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+import stat
+import sys
+from pathlib import Path
+
+from weightsync.errors import ConfigError, PeerError, ProtocolError
+from weightsync.net.runtime import Deadline
+from weightsync.net.tls import SET_THEM, TlsSocket
+
+KEY, KEY_FILE = "WEIGHTSYNC_KEY", "WEIGHTSYNC_KEY_FILE"
+SET_A_KEY = (
+    f"Set {KEY} to one secret on the trainer and on the engine, such as `openssl rand -hex 32` gives, or {KEY_FILE} to "
+    "a file that has it"
+)
+GREETING_BYTES = 48
+ANSWER_BYTES = GREETING_BYTES + 32
+SEAL_BYTES = 16
+TAGS = _WITH_KEY, _WITHOUT_KEY = b"weightsync:key\0\0", b"weightsync:user\0"
+_LEAST_KEY_BYTES = 32
+
+
+def read_key() -> bytes:
+    """Return the key that trainer and engines share, empty where none is set.
+
+    Raises `ConfigError` for a key that is too short, or a file that others may read.
+    """
+    key = os.environ.get(KEY, "").strip().encode()
+    if not key and (path := os.environ.get(KEY_FILE)):
+        try:
+            with Path(path).open("rb") as file:
+                found = os.fstat(file.fileno())
+                if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+                    raise ConfigError(
+                        f"{KEY_FILE}={path} must be a file of this user's that no other may read: chmod 600"
+                    )
+                key = file.read(1 << 16).strip()
+        except OSError as error:
+            raise ConfigError(f"cannot read {KEY_FILE}={path}: {error}") from error
+        if not key:
+            raise ConfigError(f"{KEY_FILE}={path} is empty. {SET_A_KEY}")
+    if key and len(key) < _LEAST_KEY_BYTES:
+        raise ConfigError(f"a key of {len(key)} bytes is too short, {_LEAST_KEY_BYTES} are the least. {SET_A_KEY}")
+    return key
+
+
+class Seal:
+    """The seals of one direction of a connection. Each is of one frame and its place in the order of frames."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._count = key, 0
+
+    def of(self, *frame: bytes) -> bytes:
+        """Return the seal of the next frame, which may come in parts."""
+        seal = hashlib.blake2b(self._count.to_bytes(8, "little"), digest_size=SEAL_BYTES, key=self._key)
+        for part in frame:
+            seal.update(part)
+        self._count += 1
+        return seal.digest()
+
+
+def greeting(key: bytes) -> bytes:
+    """Return a greeting, another one each time."""
+    return (_WITH_KEY if key else _WITHOUT_KEY) + secrets.token_bytes(32)
+
+
+def agree(key: bytes, token: str, dialer: bytes, listener: bytes) -> tuple[bytes, Seal, Seal]:
+    """Return the listener's proof, and the seals of the dialer's and of the listener's frames, after two greetings."""
+    secret = hmac.digest(key, token.encode(), "sha256")
+    labels = b"listener's proof", b"dialer's frames", b"listener's frames"
+    proof, sent, received = (hmac.digest(secret, label + dialer + listener, "sha256") for label in labels)
+    return proof, Seal(sent), Seal(received)
+
+
+def why_other(greeting: bytes, key: bytes) -> str:
+    """Return why a peer with this greeting cannot prove itself, as far as the greeting tells."""
+    if greeting[:16] not in TAGS:
+        return "it is no weightsync"
+    if greeting[:16] == (_WITH_KEY if key else _WITHOUT_KEY):
+        return f"it has another key, or another session's token. {SET_A_KEY}"
+    return f"it has {'no key' if key else 'a key'}, and this process has {'one' if key else 'none'}. {SET_A_KEY}"
+
+
+def greet(sock: socket.socket, token: str, peer: str, deadline: Deadline) -> tuple[Seal, Seal]:
+    """Greet the listener at the other end of a new socket. Return the seals of what is sent, and of what comes.
+
+    Raises `ProtocolError` unless the listener proves itself, `PeerError` when it goes away or says nothing.
+    """
+    key = read_key()
+    mine, answer = greeting(key), b""
+    try:
+        sock.settimeout(deadline.left_s() or 0.001)
+        sock.sendall(mine)
+        while len(answer) < ANSWER_BYTES and (data := sock.recv(ANSWER_BYTES - len(answer))):
+            answer += data
+            sock.settimeout(deadline.left_s() or 0.001)
+    except OSError as error:
+        certificates = f". {SET_THEM}" if isinstance(sock, TlsSocket) else ""
+        raise PeerError(f"{peer} did not answer a greeting: {error}{certificates}", who=peer) from error
+    if len(answer) < ANSWER_BYTES:
+        raise PeerError(f"{peer} turned this process away as a stranger. {SET_A_KEY}. {SET_THEM}", who=peer)
+    theirs = answer[:GREETING_BYTES]
+    proof, sent, received = agree(key, token, mine, theirs)
+    if not hmac.compare_digest(proof, answer[GREETING_BYTES:]):
+        raise ProtocolError(f"{peer} cannot prove itself: {why_other(theirs, key)}", who=peer)
+    if not key:
+        refuse_other_users(sock, peer)
+    return sent, received
+
+
+class ConnectionTable:
+    """The kernel's tables of this host's TCP connections, each read once, when it is first asked.
+
+    A table of ten thousand connections takes the kernel many milliseconds. Peers that are looked up at once share one.
+    """
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+
+    def user_of(self, local: tuple[str, int], remote: tuple[str, int]) -> int | None:
+        """Return the user of the end of a connection that is `local` to it. None: the connection is not listed.
+
+        Raises `OSError`.
+        """
+        path = "/proc/net/tcp6" if ":" in local[0] else "/proc/net/tcp"
+        if path not in self._texts:
+            self._texts[path] = Path(path).read_text()
+        text = self._texts[path]
+        at = text.find(f": {_as_listed(*local)} {_as_listed(*remote)} ")
+        return None if at < 0 else int(text[at : text.find("\n", at)].split()[7])
+
+
+def refuse_other_users(sock: socket.socket, peer: str, table: ConnectionTable | None = None) -> None:
+    """Raise `ProtocolError` unless the other end of a connected socket is a process of this user on this host."""
+    try:
+        user = (table or ConnectionTable()).user_of(sock.getpeername()[:2], sock.getsockname()[:2])
+    except OSError as error:
+        raise ProtocolError(f"it cannot be known whose process {peer} is: {error}. {SET_A_KEY}", who=peer) from error
+    if user != os.geteuid():
+        whose = "of another host or container" if user is None else f"of user {user}"
+        raise ProtocolError(
+            f"{peer} is {whose}, and without a key only processes of user {os.geteuid()} on this host are trusted. "
+            f"{SET_A_KEY}",
+            who=peer,
+        )
+
+
+def _as_listed(host: str, port: int) -> str:
+    """Return an address as /proc/net/tcp or tcp6 has it: in words of the machine's byte order."""
+    data = ipaddress.ip_address(host).packed
+    words = [data[start : start + 4] for start in range(0, len(data), 4)]
+    return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words) + f":{port:04X}"

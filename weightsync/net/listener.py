@@ -1,0 +1,322 @@
+"""Where the trainer's rank 0 listens: who comes in, who is turned away, and the answers of those who are in.
+
+A peer that connects is a stranger until it has proven itself. It gets little memory, little time and no message.
+"""
+
+from __future__ import annotations
+
+import secrets
+import select
+import socket
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from msgspec import to_builtins
+
+from weightsync.errors import ConfigError, PeerError, ProtocolError, WeightSyncError
+from weightsync.net.addresses import address_facing, at, is_here, listen
+from weightsync.net.authentication import (
+    GREETING_BYTES,
+    SET_A_KEY,
+    TAGS,
+    ConnectionTable,
+    agree,
+    greeting,
+    read_key,
+    refuse_other_users,
+    why_other,
+)
+from weightsync.net.connection import Connection, Source, hang_up, name_of, ready, timed_out
+from weightsync.net.runtime import Deadline, this_process
+from weightsync.net.tls import read_certificates, wrap
+from weightsync.net.wire import MAX_FRAME_BYTES, PROTOCOL, Failure, Hello, InitInfo, Message
+
+M = TypeVar("M", bound=Message)
+
+_REPLICAS = (
+    "The replicas of a dense model under data parallelism do not know of each other: give each one's own address as an "
+    "engine of its own"
+)
+_TURN_S = 0.5
+"""How long the hub sleeps at most before it looks again at what no socket tells it."""
+_HELLO_BYTES = 1 << 16
+"""The largest frame of a newcomer before its `Hello` has come: strangers fill no memory."""
+_NEWCOMERS = 128
+"""Who has not come in yet, at most. The oldest goes for the next one, and so strangers do not keep a worker out."""
+_NEWCOMER_S = 5.0
+"""How long a newcomer may take until its `Hello` has come."""
+_LEAST_S = 0.5
+"""How long a newcomer has at least. A worker on a busy machine must not lose its place to a flood of strangers."""
+_NO_ROOM_S = 0.05
+
+
+class Listener:
+    """Where trainer rank 0 listens. Peers prove that they know this hub's token, and the key where one is set.
+
+    refused: why the last newcomer was turned away, for people. A stranger may have caused it.
+    """
+
+    def __init__(self) -> None:
+        self.token = secrets.token_hex(32)
+        self.refused = ""
+        self._key, self._certificates = read_key(), read_certificates(is_listener=True)
+        self.listening: dict[str, tuple[str, int]] = {}
+        self._listeners: list[socket.socket] = []
+        self._admitted: set[tuple[str, int]] = set()
+        self._arrived: dict[tuple[str, int, int], tuple[Hello, Connection]] = {}
+        self._newcomers: list[_Newcomer] = []
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+
+    def listen(self, host: str) -> tuple[str, int]:
+        """Listen at the address that `host` can reach, once per address; gives (address, port).
+
+        Raises `ConfigError` for another host when there is no key, and as `addresses.listen` does; `OSError` when there
+        is no way to `host`.
+        """
+        address = address_facing(host)
+        if not self._key and not is_here(host):
+            raise ConfigError(f"{host} is another host, and without a key only this one is trusted. {SET_A_KEY}")
+        if address not in self.listening:
+            listener = listen(address)
+            listener.setblocking(False)
+            self._listeners.append(listener)
+            self.listening[address] = (address, listener.getsockname()[1])
+        return self.listening[address]
+
+    def invitation(self, session: str, engine: int, host: str, timeout_s: float) -> dict[str, Any]:
+        """Return the `InitInfo` of an engine on `host`, as plain values. Raises as `listen` does."""
+        address, port = self.listen(host)
+        info: dict[str, Any] = to_builtins(
+            InitInfo(session, engine, address, port, self.token, timeout_s, this_process())
+        )
+        return info
+
+    def expect(self, role: str) -> None:
+        """Admit peers of this role anew, though others of the same numbers have come before."""
+        self._admitted = {key for key in self._admitted if key[0] != role}
+
+    def wake(self) -> None:
+        """Make a running `admit` or `collect` look again at what other threads may change. From any thread; returns at
+        once, and never raises."""
+        with suppress(OSError):  # there is no room for more, or the hub has been closed
+            self._wake_in.send(b"x")
+
+    def admit(
+        self, role: str, group: int, deadline: Deadline, phase: str, check: Callable[[], None]
+    ) -> list[tuple[Hello, Connection]]:
+        """Wait for every peer of a group, in rank order; they say themselves how many they are. `check` is called at
+        every turn and may raise. Whatever is raised here is told to those who have come."""
+        try:
+            return self._admit(role, group, deadline, phase, check)
+        except WeightSyncError as error:
+            for _, connection in self._arrived.values():
+                with suppress(WeightSyncError):
+                    connection.send(Failure(error.to_fields()), Deadline(1.0), phase)
+                connection.close()
+            self._arrived.clear()
+            raise
+
+    def _admit(
+        self, role: str, group: int, deadline: Deadline, phase: str, check: Callable[[], None]
+    ) -> list[tuple[Hello, Connection]]:
+        kind = f"workers of engine {group}" if role == "worker" else f"trainer rank {group}"
+        while True:
+            present = sorted(key for key in self._arrived if key[:2] == (role, group))
+            worlds = {self._arrived[key][0].world for key in present}
+            if len(worlds) > 1:
+                said = ", ".join(f"number {key[2]} of {self._arrived[key][0].world}" for key in present)
+                raise ProtocolError(f"the {kind} do not agree on how many they are: they say {said}", phase=phase)
+            if role == "worker" and present and max(key[2] for key in present) >= max(worlds):
+                raise ProtocolError(f"{kind}: number {present[-1][2]} of {max(worlds)} came. {_REPLICAS}", phase=phase)
+            if present and {len(present)} == worlds:
+                self._admitted.add((role, group))
+                return [self._arrived.pop(key) for key in present]
+            check()
+            self._turn([], deadline)
+            if deadline.passed():
+                none = "none has" if role == "worker" else "it has not"
+                known = f"{len(present)} of {worlds.pop()} have" if worlds else none
+                where = ", ".join(at(*place) for place in self.listening.values())
+                refused = f"; {self.refused}" if self.refused else ""
+                raise timed_out([f"{kind} ({known} connected to {where}{refused})"], phase, deadline)
+
+    def collect(
+        self,
+        peers: Collection[Connection],
+        kind: type[M],
+        deadline: Deadline,
+        phase: str,
+        check: Callable[[], None] | None = None,
+    ) -> list[M]:
+        """One message of `kind` from each of `peers`, in their order. The first `Failure`, or the first peer that
+        goes away, is raised at once; so is what `check`, called at every turn, raises."""
+        answers: dict[Connection, M] = {}
+        watched = list(peers)
+        while True:
+            for connection in peers:
+                if (error := connection.reported()) is not None:
+                    raise error
+                if connection not in answers and connection.has_mail():
+                    answers[connection] = connection.expect(kind, deadline, phase)
+            owing = [connection for connection in peers if connection not in answers]
+            if not owing:
+                return [answers[connection] for connection in peers]
+            if deadline.passed():
+                raise timed_out([connection.peer for connection in owing], phase, deadline)
+            if check is not None:
+                check()
+            for connection in self._turn(watched, deadline):
+                try:
+                    connection.read(phase)
+                except PeerError:
+                    if connection not in owing or not connection.has_mail():
+                        raise
+                    watched.remove(connection)  # what it said before it went may be all that is owed
+
+    def _turn(self, connections: list[Connection], deadline: Deadline) -> list[Connection]:
+        """Wait until something can be read or `wake` is called; introduce newcomers; give the readable channels."""
+        for newcomer in [newcomer for newcomer in self._newcomers if newcomer.deadline.passed()]:
+            self._turn_away(newcomer, "it did not introduce itself")
+        listeners = self._listeners if self._has_room() else []
+        everyone: list[Source] = [*connections, *listeners, *self._newcomers, self._wake_out]
+        readable = ready(everyone, select.POLLIN, min(deadline.left_s(), _TURN_S))
+        if self._wake_out in readable:
+            self._wake_out.recv(4096)
+        table = ConnectionTable()  # all that greet in this turn share one look
+        for newcomer in [newcomer for newcomer in self._newcomers if newcomer in readable]:
+            has_greeted = newcomer.connection is not None
+            self._introduce(newcomer)
+            if not self._key and not has_greeted and newcomer.connection is not None:
+                try:
+                    newcomer.refuse_other_users(table)
+                except ProtocolError as error:
+                    self._turn_away(newcomer, str(error))
+        for listener in [listener for listener in self._listeners if listener in readable]:
+            self._accept(listener)
+        return [connection for connection in connections if connection in readable]
+
+    def _has_room(self) -> bool:
+        """Return whether another newcomer may come, for which the oldest may have to go."""
+        return len(self._newcomers) < _NEWCOMERS or self._newcomers[0].deadline.left_s() < _NEWCOMER_S - _LEAST_S
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, address = listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return  # the newcomer has gone again
+        except OSError as error:  # this process has no descriptor left, which strangers can bring about
+            for newcomer in [*self._newcomers]:
+                self._turn_away(newcomer, str(error))
+            time.sleep(_NO_ROOM_S)
+            return
+        if len(self._newcomers) == _NEWCOMERS:
+            self._turn_away(self._newcomers[0], f"{_NEWCOMERS} others came after it")
+        try:
+            sock = wrap(sock, self._certificates, is_listener=True)
+        except OSError:
+            return  # the newcomer has gone again
+        self._newcomers.append(_Newcomer(sock, at(*address[:2])))
+
+    def _turn_away(self, newcomer: _Newcomer, why: str) -> None:
+        self.refused = f"{newcomer.peer} was turned away: {why}"
+        self._newcomers.remove(newcomer)
+        newcomer.close()
+
+    def _introduce(self, newcomer: _Newcomer) -> None:
+        """Read a newcomer's greeting, and answer it; or read its `Hello`.
+
+        A newcomer that cannot prove itself is turned away without a message. One that can and may not take part is told
+        why, and the reason is raised.
+        """
+        try:
+            if newcomer.connection is None:
+                newcomer.answer(self._key, self.token)
+                return
+            connection = newcomer.connection
+            connection.read("connect")
+            hello = connection.pop()
+        except BlockingIOError:
+            return  # what has come was of TLS itself
+        except (WeightSyncError, OSError) as error:
+            self._turn_away(newcomer, f"{why_other(newcomer.greeting, self._key)} ({error})")
+            return
+        if hello is None:
+            return
+        if not isinstance(hello, Hello):
+            self._turn_away(newcomer, f"it began with {type(hello).__name__}")
+            return
+        self._newcomers.remove(newcomer)
+        connection.most_bytes = MAX_FRAME_BYTES
+        refusal = None
+        if hello.protocol != PROTOCOL:
+            refusal = (
+                f"the trainer speaks wire protocol {PROTOCOL} and {hello.name} speaks {hello.protocol}: install the "
+                "same weightsync on both sides"
+            )
+        elif (hello.role, hello.group) in self._admitted:
+            refusal = f"{hello.role} {hello.name} of group {hello.group} came after all had come. {_REPLICAS}"
+        elif (hello.role, hello.group, hello.rank) in self._arrived:
+            refusal = f"a second {hello.role} says that it is number {hello.rank} of group {hello.group}: {hello.name}"
+        if refusal is not None:
+            problem = ProtocolError(refusal, phase="connect")
+            with suppress(WeightSyncError):
+                connection.send(Failure(problem.to_fields()), Deadline(1.0), "connect")
+            connection.close()
+            raise problem
+        connection.peer = name_of(hello)
+        self._arrived[hello.role, hello.group, hello.rank] = (hello, connection)
+
+    def close(self) -> None:
+        for listener in self._listeners:
+            hang_up(listener)
+        for newcomer in self._newcomers:
+            newcomer.close()
+        for _, connection in self._arrived.values():
+            connection.close()
+        self._listeners.clear()
+        self._newcomers.clear()
+        self._arrived.clear()
+        self._wake_in.close()
+        self._wake_out.close()
+
+
+class _Newcomer:
+    """Who has connected and has not come in. `connection` is there once its greeting was answered."""
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        sock.setblocking(False)
+        self.peer, self.greeting, self.deadline = peer, b"", Deadline(_NEWCOMER_S)
+        self.connection: Connection | None = None
+        self._sock = sock
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def answer(self, key: bytes, token: str) -> None:
+        """Read what has come of a greeting, and answer a whole one.
+
+        Raises `OSError`, `PeerError`, and `ProtocolError` for what is no greeting.
+        """
+        data = self._sock.recv(GREETING_BYTES - len(self.greeting))
+        if not data:
+            raise PeerError("it closed its connection")
+        self.greeting += data
+        if not self.greeting.startswith(tuple(tag[: len(self.greeting)] for tag in TAGS)):
+            raise ProtocolError("it sent no greeting")
+        if len(self.greeting) == GREETING_BYTES:
+            mine = greeting(key)
+            proof, received, sent = agree(key, token, self.greeting, mine)
+            self._sock.sendall(mine + proof)  # which a new socket has room for
+            self.connection = Connection(self._sock, self.peer, sent, received)
+            self.connection.most_bytes = _HELLO_BYTES
+
+    def refuse_other_users(self, table: ConnectionTable) -> None:
+        """Raise `ProtocolError` unless it is a process of this user on this host."""
+        refuse_other_users(self._sock, self.peer, table)
+
+    def close(self) -> None:
+        hang_up(self._sock)

@@ -1,0 +1,232 @@
+"""Whether what a trainer has fits what the engines take, and how it is cut. Pure functions of manifests and of the
+workers' plans."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence, Set
+
+from weightsync.errors import ConfigError, ManifestError, some
+from weightsync.net.wire import LoadPlan
+from weightsync.planning.bucketing import Bucket, Bucketer, lasting, split
+from weightsync.planning.layout import Box, Manifest, TensorMeta, connected, coverage, itemsize
+from weightsync.planning.wire_types import Reads
+from weightsync.selection import TensorSelection
+
+
+def check_quantized(manifest: Manifest, together: Sequence[tuple[str, str]], plans: Sequence[LoadPlan]) -> None:
+    """Raise one `ManifestError` for all weights, each with the name of its scales, that come quantised to an engine
+    which has no place for them so."""
+    used = {name for plan in plans for name in plan.used}
+    wrong = {}
+    for weight, scale in together:
+        kinds = {plan.used[weight] for plan in plans if weight in plan.used}
+        if weight in used and (scale not in used or kinds != {manifest[weight].dtype}):
+            wrong[weight] = f"quantised to {manifest[weight].dtype}, the engine loads {' or '.join(sorted(kinds))}"
+    if wrong:
+        raise ManifestError(
+            f"{len(wrong)} weights come quantised, and the engine does not load them so: {_first(wrong)}. Start the "
+            "engine from a compressed-tensors checkpoint that has a scale for each output channel, name in "
+            "TensorSelection.unquantized what that leaves as it is, or push without `quantize`. Nothing was written",
+            mismatched=wrong,
+        )
+
+
+def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> list[str]:
+    """Return the tensors that do not travel, as no engine runs the part of the model that they are of.
+
+    padded: the vocabulary comes with whatever padding the trainer has. Raises one `ManifestError` for all that is
+    missing, misshapen, or without a place on any engine worker.
+    """
+    mismatched = {name: reason for plan in plans for name, reason in plan.refused.items()}
+    used = set().union(*(plan.used for plan in plans))
+    mismatched |= _unread(manifest, plans)
+    placed = used.union(mismatched, *(plan.left_out for plan in plans), *(plan.duplicates for plan in plans))
+    unexpected = [name for name in manifest.names if name not in placed]
+    missing = list(dict.fromkeys(name for plan in plans for name in (plan.hints or plan.missing)))
+    if set(mismatched) & set(missing):  # what a refused tensor would have filled is no second fault
+        missing = [name for name in missing if name not in mismatched]
+    elif mismatched and not any(plan.hints for plan in plans):
+        missing = []
+    if not (missing or unexpected or mismatched):
+        return [name for name in manifest.names if name not in used]
+    parts = []
+    if missing:
+        parts.append(f"missing {len(missing)}: {some(missing)}")
+        if absent := _absent_layers(missing, manifest):
+            parts.append(
+                f"nothing came of {some(absent)}: the trainer has fewer layers, or a pipeline stage did not push all "
+                "of its chunks"
+            )
+        if missing == ["lm_head.weight"]:
+            parts.append(
+                "the engine has an output layer of its own; the trainer neither has one nor ties it to its embedding"
+            )
+    if mismatched:
+        parts.append(f"not fitting {len(mismatched)}: {some([f'{n} ({r})' for n, r in mismatched.items()])}")
+        if not padded:
+            parts.append("trainer and engine must have the same config.json")
+        elif any(name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in mismatched):
+            parts.append(
+                "Megatron pads the vocabulary: say how many rows the checkpoint has, WeightSync(vocab_size=...)"
+            )
+    if unexpected:
+        parts.append(f"unexpected {len(unexpected)}: {some(unexpected)}")
+        if (prefix := _lacking(unexpected, missing)) is not None:
+            parts.append(f'all names lack "{prefix}": push the whole model, not a part of it')
+        elif heads := _of_tied_shape(unexpected, manifest, plans):
+            parts.append(
+                f"the engine ties its output layer to its embedding, and {heads[0]} may be an output layer of the "
+                "trainer's own: start the engine with tie_word_embeddings=false in config.json, or with "
+                'hf_overrides={"tie_word_embeddings": False}'
+            )
+        elif not missing:
+            parts.append("leave them out with TensorSelection(exclude=...), or give the engine the trainer's model")
+    raise ManifestError(
+        f"the trainer's tensors do not fit the engine's model; {'; '.join(parts)}. Nothing was written",
+        missing=missing,
+        unexpected=unexpected,
+        mismatched=mismatched,
+    )
+
+
+def cut(
+    bucketer: Bucketer,
+    manifest: Manifest,
+    plans: Sequence[LoadPlan],
+    together: Sequence[tuple[str, str]],
+    frozen: set[str],
+) -> tuple[list[Bucket], frozenset[str]]:
+    """Return the buckets of what travels, and the names that have the last buckets to themselves.
+
+    Those names are `frozen`, with all that they are loaded with. `together` are quantised weights with the names of
+    their scales. Raises `ConfigError` where everything is frozen, or a weight would come without its scales.
+    """
+    groups = connected(
+        (name, (n, g)) for n, plan in enumerate(plans) for g, names in enumerate(plan.groups) for name in names
+    )
+    groups += together
+    last = lasting(manifest, frozen, [*groups, *(names for plan in plans for names in plan.reloads)])
+    if last and not any(meta.nbytes for meta in manifest if meta.name not in last):
+        raise ConfigError("all tensors with elements are frozen: there is nothing for a second push to change")
+    buckets = split(bucketer, manifest, groups, last)
+    if apart := [w for w, scale in together if not any({w, scale} <= {*b.names} for b in buckets)]:
+        raise ConfigError(
+            f"the bucketer tears {len(apart)} quantised weights from their scales, such as {apart[0]}; use "
+            'bucketer="module" or "threshold"'
+        )
+    return buckets, last
+
+
+def reads_of(manifest: Manifest, plan: LoadPlan) -> Reads:
+    """Return which regions a worker reads, by name of the tensor."""
+    whole = {name: (Box.full(manifest[name].shape),) for name in plan.used}
+    return whole | plan.partial
+
+
+def duplicates(plans: Sequence[LoadPlan]) -> tuple[tuple[str, str], ...]:
+    """Return the pairs of tensors that share a place in some engine's memory, so that they must be equal."""
+    return tuple(dict.fromkeys(pair for plan in plans for pair in plan.duplicates.items()))
+
+
+def check_duplicates(pairs: Sequence[tuple[str, str]], held: Sequence[Mapping[str, Mapping[str, int]]]) -> None:
+    """Raise one `ManifestError` for the pairs that are not equal.
+
+    `held` has for each rank the digest of each region that it holds, by name of the tensor and name of the region.
+    """
+    wrong = {}
+    for other, name in pairs:
+        mine, theirs = (
+            {box: digest for own in held for box, digest in own.get(one, {}).items()} for one in (other, name)
+        )
+        if mine.keys() != theirs.keys():
+            wrong[other] = f"its shards are not those of {name}, so that the two cannot be compared"
+        elif mine != theirs:
+            wrong[other] = f"it differs from {name}"
+    if wrong:
+        raise ManifestError(
+            f"the engine ties what the trainer has apart, and can serve equal tensors alone: {_first(wrong)}. Start "
+            "the engine from a checkpoint of this trainer, with tie_word_embeddings=false in config.json, or tie the "
+            "trainer's. Nothing was written",
+            mismatched=wrong,
+        )
+
+
+def _of_tied_shape(unexpected: Sequence[str], manifest: Manifest, plans: Sequence[LoadPlan]) -> list[str]:
+    """Return the tensors of the shape of one that fills a parameter which several modules of an engine share."""
+    shapes = {manifest[name].shape for plan in plans for name in plan.tied if name in manifest}
+    return [name for name in unexpected if manifest[name].shape in shapes]
+
+
+def _lacking(unexpected: Sequence[str], missing: Sequence[str]) -> str | None:
+    """Return the prefix that all unexpected names lack to be missing ones."""
+    first, wanted = unexpected[0], {*missing}
+    prefixes = [name.removesuffix(first) for name in missing if name.endswith(f".{first}")]
+    return next((prefix for prefix in prefixes if all(prefix + name in wanted for name in unexpected)), None)
+
+
+def _absent_layers(missing: Sequence[str], manifest: Manifest) -> list[str]:
+    """Return the numbered modules ("model.layers.3") of which the trainer has no tensor, and tensors are missing."""
+    came = {_layer(name) for name in manifest.names}
+    return list(dict.fromkeys(layer for name in missing if (layer := _layer(name)) and layer not in came))
+
+
+def _layer(name: str) -> str | None:
+    found = re.match(r"\D+\.\d+(?=\.)", name)
+    return found[0] if found else None
+
+
+def _unread(manifest: Manifest, plans: Sequence[LoadPlan]) -> dict[str, str]:
+    """Return the tensors of which no worker reads some region.
+
+    A loader that takes its slice of a tensor which is too large does not complain.
+    """
+    found = {}
+    for name in set().union(*(plan.partial for plan in plans)):
+        readers = [plan for plan in plans if name in plan.used]
+        if all(name in plan.partial for plan in readers):
+            boxes = [box for plan in readers for box in plan.partial[name]]
+            if holes := coverage(manifest[name].shape, boxes)[0]:
+                found[name] = (
+                    f"shape {manifest[name].shape}: the engine has no place for {some([str(h) for h in holes])}"
+                )
+    return found
+
+
+def wire_manifest(
+    manifest: Manifest, plans: Sequence[LoadPlan], selection: TensorSelection, as_it_is: Set[str]
+) -> Manifest:
+    """Return the manifest with the dtypes that travel.
+
+    The dtype is what the selection declares, else what the trainer has, or what all engines hold where that is
+    narrower. A cast to a wider dtype is exact, and cheaper on the engine's side. The names in `as_it_is` keep the
+    manifest's dtype. What no engine takes does not travel.
+    """
+    held: dict[str, str] = {}  # the widest, so that no engine gets less than it holds
+    for plan in plans:
+        for name, kind in plan.used.items():
+            held[name] = max(held.get(name, kind), kind, key=itemsize)
+    tensors, wrong = [], {}
+    for meta in (meta for meta in manifest if meta.name in held):
+        dtype = meta.dtype if meta.name in as_it_is else selection.wire_dtype(meta.name)
+        if dtype is None:
+            alike = all(plan.used.get(meta.name, held[meta.name]) == held[meta.name] for plan in plans)
+            dtype = held[meta.name] if alike and itemsize(held[meta.name]) < itemsize(meta.dtype) else meta.dtype
+        if _is_float(dtype) != _is_float(meta.dtype) or _is_float(dtype) != _is_float(held[meta.name]):
+            wrong[meta.name] = f"the trainer has {meta.dtype}, the engine holds {held[meta.name]}"
+        tensors.append(TensorMeta(meta.name, meta.shape, dtype))
+    if wrong:
+        raise ManifestError(
+            f"{len(wrong)} tensors have a dtype that the engine cannot take, such as {_first(wrong)}",
+            mismatched=wrong,
+        )
+    return Manifest(tuple(tensors))
+
+
+def _is_float(dtype: str) -> bool:
+    return "float" in dtype
+
+
+def _first(items: dict[str, str]) -> str:
+    name = next(iter(items))
+    return f"{name}: {items[name]}"

@@ -1,0 +1,63 @@
+"""What trainer ranks find together for `quantize=`: the largest that any of them has of each number.
+
+They exchange over a communicator of their own. A push that fails while some rank waits in it leaves the training job's
+groups in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weightsync.errors import WeightSyncError
+from weightsync.net.ranks import uses_nccl
+from weightsync.net.runtime import Deadline
+from weightsync.net.update import Update
+from weightsync.transports.communicator import Communicator, Rendezvous
+
+
+class LargestOfRanks:
+    """Called as `largest(values)`, it replaces each of `values` by the largest that any rank gives. Collective.
+
+    members: as of `Ranks`. wait: called as `wait(seconds)` while this rank waits for the others. It sleeps, and may
+    raise.
+    """
+
+    def __init__(self, members: Any, wait: Callable[[float], None]) -> None:
+        self._members, self._wait = members, wait
+        self._size, self._timeout_s = 0, 0.0
+        self._names: list[str] = []
+        self._communicator: Communicator | None = None
+
+    def connect(self, update: Update, on_gpu: bool) -> None:
+        """Meet the other ranks, once. Collective. `on_gpu`: this rank holds tensors on a GPU; rank 0's counts."""
+        ranks = update.ranks
+        self._size, self._timeout_s = ranks.size, update.deadline_after_workers().timeout_s
+        if ranks.size == 1 or self._communicator is not None:
+            return
+        self._names = [f"trainer rank {rank}" for rank in range(ranks.size) if rank != ranks.rank]
+        rendezvous = Rendezvous(ranks.host) if ranks.rank == 0 else None
+        # gloo takes them all. NCCL refuses ranks that share a GPU, which those of a job on NCCL do not.
+        kind = "cuda" if on_gpu and uses_nccl(self._members) else "cpu"
+        place = rendezvous and [rendezvous.host, rendezvous.port, kind]
+        host, port, kind = ranks.broadcast(place, "connect", tuple[str, int, str])
+        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        self._communicator = Communicator([host, port, kind], rendezvous, ranks.rank, ranks.size, device, [], [])
+        self._communicator.meet(update.wait, update.deadline())
+
+    def __call__(self, values: torch.Tensor) -> None:
+        if self._size == 1:
+            return
+        if (communicator := self._communicator) is None:
+            raise WeightSyncError("the communicator of the trainer's ranks was closed")
+        there = values.to(communicator.device)
+        communicator.largest(there, self._names).wait(self._wait, Deadline(self._timeout_s), "transfer")
+        values.copy_(there)
+
+    def abort(self) -> None:
+        """Leave the others, and break what they wait for. The next `connect` lets the ranks meet anew."""
+        if self._communicator is not None:
+            self._communicator.abort()
+        self._communicator = None

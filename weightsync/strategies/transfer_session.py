@@ -1,0 +1,131 @@
+"""What was negotiated with engines that joined a `WeightSync` together, and what becomes of it when engines change.
+
+The engines of the first push have one link. Engines that join later get one of their own, with a transport of their
+own, so that those that stay are asked nothing. A push goes over all links, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from msgspec import Struct
+
+from weightsync.fleet.engine_handle import Member, Worker
+from weightsync.kernels.digest import SAMPLES, WHOLE
+from weightsync.planning.transfer_plan import TransferPlan
+from weightsync.transports.base import Transport
+
+_MOST = 4
+"""Links at most: each may send the same bytes once more, and has two chunks of memory. More become one."""
+_PATIENCE = 7
+"""Rank 0 waits at most this many times as long as for anything else until every worker is done with its chunks."""
+
+
+@dataclass(eq=False)
+class Link:
+    """What holds while this rank's shards lie where they lay.
+
+    verify: the option of `WeightSync`.
+    workers, members: those that were negotiated with, and the engines that are left of them, on rank 0.
+    pushes: how many every engine has committed.
+    """
+
+    transport: Transport
+    plan: TransferPlan
+    verify: str
+    workers: list[Worker]
+    members: list[Member]
+    pushes: int = 0
+
+    @property
+    def due(self) -> Sequence[int]:
+        """Return the chunks of the next push."""
+        return self.plan.due(self.pushes == 0)
+
+    def done_s(self, timeout_s: float) -> float:
+        """Return how long workers may take for these once rank 0 has sent its own part."""
+        staged = sum(not self.plan.chunks[number].in_place for number in self.due)
+        return min(1 + staged, _PATIENCE) * timeout_s
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the tensors that travel in the next push, each counted once."""
+        return self._nbytes[self.pushes == 0]
+
+    @cached_property
+    def _nbytes(self) -> tuple[int, int]:
+        # There are tens of thousands of tensors in a mixture of experts, and engines are paused meanwhile.
+        return self.plan.nbytes(first=False), self.plan.nbytes(first=True)
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Return the tensors that travel in the first push alone, where that is over."""
+        return self._frozen if self.pushes else frozenset()
+
+    @cached_property
+    def _frozen(self) -> frozenset[str]:
+        return frozenset(name for chunk in self.plan.chunks if chunk.frozen for name in chunk.names)
+
+    @property
+    def sample(self) -> int | None:
+        """Return which sample of what travels gets digests in the next push."""
+        if self.verify == "none":
+            return None
+        return WHOLE if self.verify == "full" or self.pushes == 0 else self.pushes % SAMPLES
+
+    @property
+    def place_sample(self) -> int | None:
+        """Return which sample is compared of what is read in place, and was proven in full when it was mapped."""
+        if self.verify == "none":
+            return None
+        return WHOLE if self.verify == "full" else self.pushes
+
+    def look(self) -> int:
+        """Return the digest of this rank's sample of what is read in place."""
+        return self.transport.look(self.place_sample)
+
+
+class Course(Struct):
+    """What becomes of the links in a push, as rank 0 tells all ranks.
+
+    kept: the links that stay, each with the workers that it no longer sends to.
+    again: the link whose transport connects to the same engines once more. None: another transport does.
+    connects: engines get a link, the last one.
+    """
+
+    kept: list[tuple[int, list[int]]]
+    again: int | None
+    connects: bool
+
+    def changes(self, links: Sequence[Link]) -> bool:
+        """Return whether anything becomes of them."""
+        return self.connects or len(self.kept) < len(links) or any(left for _, left in self.kept)
+
+
+def choose_course(
+    links: Sequence[Link], holds: bool, members: Sequence[Member], joining: Sequence[Member] | None, is_only: bool
+) -> Course:
+    """Return what becomes of the links, where these members are there.
+
+    holds: the model lies where it lay. joining: who gets a link, or None for everyone without one. is_only: there is
+    one transport, which serves all of them or none.
+    """
+    kept = []
+    linked: list[Member] = []
+    for number, link in enumerate(links) if holds else ():
+        staying = [one for one in link.members if one in members]
+        left: list[int] = []
+        if len(staying) < len(link.members):
+            left = [at for at, worker in enumerate(link.workers) if all(worker not in one.workers for one in staying)]
+        if staying and (not left or link.transport.leave_out(left)):
+            kept.append((number, left))
+            linked += staying
+    wanted = [one for one in members if one not in linked] if joining is None else [*joining]
+    if wanted and (is_only or len(kept) >= _MOST):
+        kept = []
+        wanted = [*members] if joining is None else wanted
+    dropped = [number for number in range(len(links)) if number not in dict(kept)]
+    again = next((number for number in dropped if set(links[number].members) == set(wanted)), None)
+    return Course(kept, again, bool(wanted))

@@ -1,0 +1,288 @@
+"""For engines that were started from an 8-bit checkpoint: which of the trainer's tensors must become several.
+
+The engine's loader wants `q_proj.weight` in float8 or int8, and `q_proj.weight_scale` beside it. The trainer has
+`q_proj.weight` in bfloat16. The never loaded model tells the scheme, by the dtype of the parameter that the tensor
+lands in and by the shape of the scales beside it. Where int8 is packed into words, the loader wants
+`q_proj.weight_packed`, `q_proj.weight_scale` and `q_proj.weight_shape`, and the layer's `scheme` says how. GPT-OSS's
+experts in MXFP4 have names of their own, `experts.gate_up_proj_blocks` and `_scales`. Nothing here applies to a trainer
+that sends quantised tensors and their scales itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync.kernels.quantize import BLOCK, MX_BLOCK, fp8_per_block, fp8_per_channel, int8_per_channel, mxfp4
+from weightsync.planning.layout import Manifest, TensorMeta
+from weightsync.worker.trace import Fill, Trace, uncovered
+
+Quantise = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+"""Makes of a whole weight its quantised values, its scales, and what else the loader wants."""
+
+_PER_CHANNEL: dict[torch.dtype, Quantise] = {torch.float8_e4m3fn: fp8_per_channel, torch.int8: int8_per_channel}
+_WIDE = ("bfloat16", "float16", "float32", "float64")
+_PER_WORD = 4
+"""8-bit values in an int32."""
+_OF_EXPERTS = ("w13_weight", "w2_weight")
+"""Parameters that hold all experts of a layer, (experts, rows, columns), and are loaded one expert after the other."""
+_IN_4_BITS = (".experts.gate_up_proj", ".experts.down_proj")
+"""Experts that GPT-OSS's checkpoints have in MXFP4, by how their names in transformers end."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The tensors that the loader is given in place of one: 8-bit values, their scales, perhaps more.
+
+    `quantise` makes those that `made` describes.
+    """
+
+    made: tuple[TensorMeta, ...]
+    quantise: Quantise
+
+
+@contextmanager
+def unpacked(model: nn.Module) -> Iterator[bool]:
+    """Give each module of `model` that packs its weight into words a `weight` in int8 as well, meanwhile.
+
+    The model is on `meta`. The new weight is loaded as the packed one is, and so shows which of a trainer's tensors
+    belong there. Yields whether there are any such modules.
+    """
+    packing = [
+        (module, packed)
+        for module in model.modules()
+        if (packed := module._parameters.get("weight_packed")) is not None and not hasattr(module, "weight")
+    ]
+    for module, packed in packing:
+        weight = torch.empty(*packed.shape[:-1], packed.shape[-1] * _PER_WORD, dtype=torch.int8, device="meta")
+        weight.__class__ = packed.__class__
+        weight.__dict__ = dict(packed.__dict__)
+        module.register_parameter("weight", weight)  # type: ignore[arg-type]
+    try:
+        yield bool(packing)
+    finally:
+        for module, _ in packing:
+            del module._parameters["weight"]
+
+
+def find_pairs(model: nn.Module, manifest: Manifest, trace: Trace) -> tuple[dict[str, Pair], dict[str, str]]:
+    """Return the tensors that must become pairs, and those that no scheme here covers, with what is wrong, by name.
+
+    `model` was never loaded, and `trace` is what its loader does with `manifest` while the model is `unpacked`.
+    """
+    params = dict(model.named_parameters())
+    pairs: dict[str, Pair] = {}
+    refused: dict[str, str] = {}
+    for name, param in {(copy.name, copy.param) for copy in trace.copies if copy.param in params}:
+        comes, kept = manifest[name].dtype, str(params[param].dtype).removeprefix("torch.")
+        if f"{param}_packed" in params:
+            kept += " packed into words"
+        if comes in _WIDE and _in_8_bits(kept):
+            found = _pair(model, manifest, name, param)
+            if isinstance(found, Pair):
+                pairs[name] = found
+            else:
+                refused[name] = f"the engine holds it in {kept}, and {found}"
+        elif comes != kept and (_in_8_bits(comes) or _in_8_bits(kept)):
+            refused[name] = f"it comes in {comes}, and the engine holds it in {kept}; send it in {kept}, or in bfloat16"
+    return pairs, refused
+
+
+def find_experts(model: nn.Module, manifest: Manifest) -> tuple[dict[str, Pair], dict[str, str]]:
+    """Return the experts that must become MXFP4, and those that cannot, with what is wrong, by name.
+
+    What they become has names that the loader of `model` knows. `model` was never loaded.
+    """
+    pairs: dict[str, Pair] = {}
+    refused: dict[str, str] = {}
+    if not any(_is_mxfp4(module._parameters) for module in model.modules()):
+        return pairs, refused
+    for meta in manifest:
+        if not meta.name.endswith(_IN_4_BITS) or meta.dtype not in _WIDE or len(meta.shape) != 3:
+            continue
+        experts, inputs, outputs = meta.shape
+        if inputs % MX_BLOCK:
+            refused[meta.name] = f"the engine holds it in MXFP4, and {inputs} inputs are no whole blocks of {MX_BLOCK}"
+            continue
+        scales = (experts, outputs, inputs // MX_BLOCK)
+        made = (
+            TensorMeta(f"{meta.name}_blocks", (*scales, MX_BLOCK // 2), "uint8"),
+            TensorMeta(f"{meta.name}_scales", scales, "uint8"),
+        )
+        pairs[meta.name] = Pair(made, mxfp4_experts)
+    return pairs, refused
+
+
+def expert_padding(model: nn.Module, trace: Trace) -> list[Fill]:
+    """Return the zeros around experts in MXFP4 that vLLM makes larger than the model's, for its kernels.
+
+    One tensor fills each of their parameters, so what a tensor leaves of one is padding. `trace` is that of their
+    quantised tensors. vLLM makes the parameters of zeros, which no loader writes.
+    """
+    experts = {
+        f"{path}.{key}".removeprefix("."): param
+        for path, module in model.named_modules()
+        if _is_mxfp4(module._parameters)
+        for key, param in module.named_parameters(recurse=False)
+    }
+    if not experts:  # most models have none, and looking for holes goes over all copies
+        return []
+    holes, _ = uncovered(model, trace)
+    padded = {copy.param for copy in trace.copies if copy.param in holes} | trace.computed.keys()
+    return [Fill(name, 0, tuple(param.shape), param.stride(), 0.0) for name, param in experts.items() if name in padded]
+
+
+def mxfp4_experts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the (`_blocks`, `_scales`) of experts, (experts, inputs, outputs) as transformers has them, one by one."""
+    experts, inputs, outputs = weight.shape
+    blocks = weight.new_empty((experts, outputs, inputs // MX_BLOCK, MX_BLOCK // 2), dtype=torch.uint8)
+    scales = weight.new_empty((experts, outputs, inputs // MX_BLOCK), dtype=torch.uint8)
+    for expert in range(experts):
+        blocks[expert], scales[expert] = mxfp4(weight[expert].t())
+    return blocks, scales
+
+
+def expand(manifest: Manifest, pairs: dict[str, Pair]) -> Manifest:
+    """Return the manifest as the loader gets to see it."""
+    tensors: list[TensorMeta] = []
+    for meta in manifest:
+        pair = pairs.get(meta.name)
+        tensors += [meta] if pair is None else pair.made
+    return Manifest(tuple(tensors), manifest.tied)
+
+
+def quantised(
+    weights: Iterable[tuple[str, torch.Tensor]], pairs: Mapping[str, Pair], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield `weights` as the loader wants them.
+
+    A tensor that must become a pair is rounded to `dtype`, which a checkpoint would have it in, and quantised.
+    """
+    for name, tensor in weights:
+        if (pair := pairs.get(name)) is None:
+            yield name, tensor
+        else:
+            yield from zip((meta.name for meta in pair.made), pair.quantise(tensor.to(dtype)), strict=True)
+
+
+def collapse(trace: Trace, pairs: dict[str, Pair]) -> Trace:
+    """Return a trace of the expanded manifest in terms of the trainer's tensors.
+
+    What lands in a parameter as values or as scales is computed from the tensor that becomes both.
+    """
+    source = _sources(pairs)
+    computed = {param: _rename(names, source) for param, names in trace.computed.items()}
+    for copy in trace.copies:
+        if copy.name in source:
+            names = computed.setdefault(copy.param, [])
+            if source[copy.name] not in names:
+                names.append(source[copy.name])
+    return Trace(
+        copies=[copy for copy in trace.copies if copy.name not in source],
+        fills=trace.fills,
+        computed=computed,
+        refused={source.get(name, name): text for name, text in trace.refused.items()},
+        unknown=_rename(trace.unknown, source),
+    )
+
+
+def renamed(trace: Trace, pairs: dict[str, Pair]) -> Trace:
+    """Return a trace of the expanded manifest whose copies have the trainer's names."""
+    source = _sources(pairs)
+    return replace(trace, copies=[replace(copy, name=source.get(copy.name, copy.name)) for copy in trace.copies])
+
+
+def int8_packed(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (`weight_packed`, `weight_scale`, `weight_shape`) of a 2-D weight, as compressed-tensors packs int8.
+
+    It is symmetric, with a scale for each `group` of a row's columns. `group` divides the columns, and so does 4. The
+    bits are those of its "memoryless_minmax" observer and its compressor: all arithmetic rounds to the weight's own
+    dtype. CPUs and GPUs agree, as 127.5 and its reciprocal give the same scales for each bfloat16 and each float16.
+    """
+    groups = weight.reshape(len(weight), -1, group)
+    low, high = groups.aminmax(dim=2, keepdim=True)
+    scale = torch.maximum(low.abs(), high.abs()) / 127.5
+    scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
+    values = (groups / scale).clamp_(-128, 127).round_().to(torch.int8).view(weight.shape)
+    # Unsigned, 128 stands for zero, and the first of four is in the lowest byte, as a little-endian machine has a word.
+    words = values.view(torch.uint8).bitwise_xor_(0x80).view(torch.int32)
+    return words, scale.squeeze(2), torch.tensor(weight.shape)
+
+
+def _sources(pairs: dict[str, Pair]) -> dict[str, str]:
+    """Return the trainer's tensor that each tensor is made of, by name of what is made."""
+    return {meta.name: name for name, pair in pairs.items() for meta in pair.made}
+
+
+def _rename(names: Iterable[str], source: dict[str, str]) -> list[str]:
+    """Return names of the expanded manifest as the trainer has them, each once."""
+    return list(dict.fromkeys(source.get(name, name) for name in names))
+
+
+def _in_8_bits(kept: str) -> bool:
+    """Return whether numbers that are kept so mean nothing without a scale."""
+    return kept.partition(" ")[0] == "int8" or kept.startswith("float8")
+
+
+def _is_mxfp4(params: Mapping[str, torch.Tensor | None]) -> bool:
+    """Return whether a module's weights are pairs of 4-bit values, with a scale for each 32."""
+    weight, scale = params.get("w13_weight"), params.get("w13_weight_scale")
+    return (
+        weight is not None
+        and scale is not None
+        and weight.dtype == scale.dtype == torch.uint8
+        and weight.shape[-1] == scale.shape[-1] * MX_BLOCK // 2
+    )
+
+
+def _block_size(module: nn.Module) -> list[int]:
+    """Return the rows and columns that share a scale, or [] where no block does."""
+    holders = (module, getattr(module, "quant_method", None))
+    return next(([*found] for each in holders if (found := getattr(each, "weight_block_size", None))), [])
+
+
+def _pair(model: nn.Module, manifest: Manifest, name: str, param: str) -> Pair | str:
+    """Return the pair that a tensor must become, or why it cannot."""
+    path, _, own = param.rpartition(".")
+    module = model.get_submodule(path)
+    beside = {key: tensor for key, tensor in module._parameters.items() if tensor is not None}
+    suffix = next((key for key in ("_scale", "_scale_inv") if own + key in beside), None)
+    if suffix is None or not name.endswith("weight"):
+        return "has no scales beside it that this version knows how to make"
+    if any("input" in key and "scale" in key for key in beside):
+        return "wants scales for activations, which weights do not tell: use a checkpoint with dynamic ones"
+    meta, weight, scale = manifest[name], beside[own], beside[own + suffix]
+    if name + suffix in manifest:
+        return f"{name + suffix} comes with it: send both in 8 bits, or the weight alone in bfloat16"
+    blocks = _block_size(module)
+    if len(meta.shape) != 2 or weight.dim() != (3 if own in _OF_EXPERTS and blocks else 2):
+        return "only two-dimensional weights are made into 8 bits"
+    rows, columns = meta.shape
+    kept = str(scale.dtype).removeprefix("torch.")
+    if own + "_packed" in beside:
+        scheme: Any = getattr(module, "scheme", None)
+        if getattr(scheme, "num_bits", None) != 8 or not scheme.symmetric or own + "_g_idx" in beside:
+            return "this version packs symmetric int8 with columns in their order alone"
+        group = columns if scheme.group_size == -1 else scheme.group_size
+        if columns % group or columns % _PER_WORD:
+            return f"its {columns} columns are no whole groups of {group}, or no whole words"
+        made = (
+            TensorMeta(name + "_packed", (rows, columns // _PER_WORD), "int32"),
+            TensorMeta(name + suffix, (rows, columns // group), kept),
+            TensorMeta(name + "_shape", (2,), "int64"),
+        )
+        return Pair(made, partial(int8_packed, group=group))
+    if tuple(scale.shape) == (weight.shape[0], 1) and weight.dtype in _PER_CHANNEL:
+        shape, quantise = (rows, 1), _PER_CHANNEL[weight.dtype]
+    elif weight.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and blocks == [BLOCK, BLOCK]:
+        shape, quantise = (-(-rows // BLOCK), -(-columns // BLOCK)), fp8_per_block
+    else:
+        return f"its scales of shape {tuple(scale.shape)} belong to a scheme that this version does not know"
+    values = TensorMeta(name, meta.shape, str(weight.dtype).removeprefix("torch."))
+    return Pair((values, TensorMeta(name + suffix, shape, kept)), quantise)

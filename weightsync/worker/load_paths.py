@@ -1,0 +1,441 @@
+"""The four ways in which modules take new weights, each for one connection to a trainer.
+
+in place          bytes go straight into live parameters, which have the layout that the loader writes
+fused quantise    a weight is quantised into the tensors that its kernel works with
+reload            a module is loaded afresh, post-processed, and the outcome copied into its live tensors
+native loader     the same, but the engine's own loader loads it, as it computes what it loads
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from weightsync.errors import ProtocolError
+from weightsync.kernels.copies import BatchedCopy, Copy
+from weightsync.kernels.quantize import Form
+from weightsync.kernels.rows import Job, RowQuantiser
+from weightsync.planning.layout import Box, CopyOp, LoadCopy, ShardLocation, copy_ops, row_major
+from weightsync.transports.base import TransportReceiver, strided
+from weightsync.worker.checkpoint_quantize import quantised
+from weightsync.worker.engine_model import DRAFTER, EngineModel
+from weightsync.worker.fused_quantize import Recipe, Rows, rows_of
+from weightsync.worker.load_plan import FUSED_QUANTIZE, IN_PLACE, NATIVE_LOADER, RELOAD, TracedLoad
+from weightsync.worker.module_groups import ModuleGroup, Place, parameters_of, tensor_place
+from weightsync.worker.reload import Reload
+from weightsync.worker.trace import named_tensors, paddings
+
+NO_CHUNK = -1
+"""The last chunk of a group that the loader makes of no tensor, or of tensors without elements, which never travel."""
+
+
+class Arrivals:
+    """What the chunks of one connection bring, met with the load plan.
+
+    ops: the copies into each parameter that the engine's loader does not load itself.
+    whole_ops: the copies that put each tensor together that the engine's loader does load.
+    copy_programs: how many programs of a GPU copy out of them at most.
+    last_chunk: the chunk after which each group has all it needs, `NO_CHUNK` for a group that needs nothing.
+        `agree_on_last_chunks` sets it.
+    """
+
+    def __init__(
+        self,
+        model: EngineModel,
+        traced: TracedLoad,
+        source: TransportReceiver,
+        locations: Sequence[Sequence[ShardLocation]],
+        frozen: int,
+        nearest: int | None,
+    ) -> None:
+        """Meet the load plan with the locations that each chunk brings. The last `frozen` come in the first push alone.
+
+        What several ranks hold is read from rank `nearest`. Raises `PlacementError` unless every load copy is covered
+        exactly once, and `ProtocolError` when frozen chunks have only a part of what a module is loaded from.
+        """
+        self.model, self.traced, self._source = model, traced, source
+        self.copy_programs = source.copy_programs
+        self.ops = _by_param(copy_ops(self._direct_copies(), locations, nearest))
+        self.whole_ops = _by_param(copy_ops(self._whole_copies(), locations, nearest))
+        self._needed = {group: self._needs(group, path) for group, path in traced.load_path.items()}
+        _refuse_torn(self._needed, len(locations) - frozen)
+
+    def _direct_copies(self) -> list[LoadCopy]:
+        of, paths = self.traced.group_of, self.traced.load_path
+        return [c for c in self.traced.trace.copies if c.param not in of or paths[of[c.param]] != NATIVE_LOADER]
+
+    def _whole_copies(self) -> list[LoadCopy]:
+        """Return copies into full tensors. Of one that the loader only copies, this worker may read some regions."""
+        trace, manifest = self.traced.trace, self.traced.manifest
+        computed = {name for names in trace.computed.values() for name in names}
+        boxes = {name: {Box.full(manifest[name].shape): None} for name in computed}
+        copied = {name for group in self.groups(NATIVE_LOADER) for name in self.traced.sources[group]} - computed
+        for copy in trace.copies:
+            if copy.name in copied:
+                boxes.setdefault(copy.name, {})[copy.box] = None
+        copies = []
+        for name, regions in boxes.items():
+            steps = row_major(manifest[name].shape)
+            firsts = [sum(at * step for at, step in zip(box.start, steps, strict=True)) for box in regions]
+            copies += [LoadCopy(name, box, name, first, steps) for box, first in zip(regions, firsts, strict=True)]
+        return copies
+
+    def _needs(self, group: ModuleGroup, path: str) -> list[CopyOp]:
+        """Return the copies that a group waits for before it can be loaded."""
+        if path == NATIVE_LOADER:
+            return [op for name in self.traced.sources[group] for op in self.whole_ops.get(name, ())]
+        waiting = [param for param in group.params if not group.takes_in_place(param)]
+        return [op for param in waiting for op in self.ops.get(param, ())]
+
+    def agree_on_last_chunks(self) -> None:
+        """Set `last_chunk`, the same on all workers. Collective among workers that have parts of the same modules.
+
+        Post-processing and shared scales are collective, and each worker reads another part of what the chunks bring.
+        """
+        last = [max((op.chunk for op in ops), default=NO_CHUNK) for ops in self._needed.values()]
+        if self.model.all_reduce_max is not None and last:
+            agreed = torch.tensor(last, dtype=torch.float32, device=self.model.device)
+            self.model.all_reduce_max(agreed)
+            last = [int(chunk) for chunk in agreed.tolist()]
+        self.last_chunk = dict(zip(self._needed, last, strict=True))
+
+    def collective_chunks(self) -> set[int]:
+        """Return the chunks in whose loading workers may wait for each other, the same on all workers."""
+        if self.model.all_reduce_max is None:
+            return set()
+        shared = {chunk for group, chunk in self.last_chunk.items() if group.recipe and group.recipe.shared}
+        return shared | {self.last_chunk[group] for path in (RELOAD, NATIVE_LOADER) for group in self.groups(path)}
+
+    def groups(self, path: str) -> list[ModuleGroup]:
+        """Return the groups that take a load path, in the model's order."""
+        return [group for group, own in self.traced.load_path.items() if own == path]
+
+    def due(self, groups: Iterable[ModuleGroup]) -> dict[int, list[ModuleGroup]]:
+        """Return the groups by the chunk after which they have all they need."""
+        found: dict[int, list[ModuleGroup]] = defaultdict(list)
+        for group in groups:
+            found[self.last_chunk[group]].append(group)
+        return found
+
+    def view(self, op: CopyOp) -> torch.Tensor:
+        """Return what `op` reads, in the memory where it arrives."""
+        return strided(self._source.storage(op.rank, op.storage), op.src_dtype, op.src_offset, op.size, op.src_stride)
+
+
+def _by_param(ops: Iterable[CopyOp]) -> dict[str, list[CopyOp]]:
+    found: dict[str, list[CopyOp]] = defaultdict(list)
+    for op in ops:
+        found[op.param].append(op)
+    return dict(found)
+
+
+def _refuse_torn(needs: Mapping[ModuleGroup, Sequence[CopyOp]], first_frozen: int) -> None:
+    for group, ops in needs.items():
+        late = {op.name for op in ops if op.chunk >= first_frozen}
+        if late and any(op.chunk < first_frozen for op in ops):
+            raise ProtocolError(
+                f"{', '.join(sorted(late)[:3])} come only in the first push, but {group.names[0]} loads them together "
+                "with tensors of every push; freeze all that this module is loaded from, or none"
+            )
+
+
+_Piece = tuple[ModuleGroup, CopyOp, torch.Tensor]
+"""What a copy for a group reads."""
+
+
+class LoadPath(ABC):
+    """One way of loading, bound to what arrives over one connection.
+
+    All that may fail on one worker alone is done before `bind`, in which workers wait for each other.
+    """
+
+    name: str
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self._arrivals = arrivals
+        self._model = arrivals.model
+        self._groups = arrivals.groups(self.name)
+
+    def bind(self) -> None:
+        """Work out what follows from the chunks of all workers. Collective among workers that share scales."""
+        return
+
+    def begin(self, first: bool) -> None:
+        """Begin a push, `first` over this connection. The model counts as a mixture from here on."""
+        return
+
+    def blocking(self) -> Iterable[int]:
+        """Return the chunks in whose loading the host may wait for the GPU, once this is bound."""
+        return ()
+
+    @abstractmethod
+    def load(self, chunk: int) -> int:
+        """Load what this chunk brings, and close groups that now have all they need. Return the bytes that were read.
+
+        On a GPU it is ordered on the current stream.
+        """
+
+    def unfinished(self) -> list[str]:
+        """Return the modules that still wait for something."""
+        return []
+
+
+class InPlace(LoadPath):
+    """Copies into live parameters and buffers as they are."""
+
+    name = IN_PLACE
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        super().__init__(arrivals)
+        traced, live = self._arrivals.traced, named_tensors(self._model.live)
+        copies: dict[int, list[Copy]] = defaultdict(list)
+        self._nbytes: Counter[int] = Counter()
+        for param, ops in self._arrivals.ops.items():
+            if self._takes(param):
+                for op in ops:
+                    seen = self._arrivals.view(op)
+                    target = torch.as_strided(live[param].data, op.size, op.dst_stride, op.dst_offset)
+                    copies[op.chunk].append((target, seen, op.rank))
+                    self._nbytes[op.chunk] += seen.numel() * seen.element_size()
+        programs = self._arrivals.copy_programs
+        self._copies = {chunk: BatchedCopy(those, programs) for chunk, those in copies.items()}
+        constants = paddings(self._model.pristine(), traced.trace)
+        self._constants = [(fill, live[fill.param].data) for fill in constants if self._takes(fill.param)]
+        buffers = [param for param in self._arrivals.ops if param not in traced.group_of]
+        self.buffers: list[Place] = [tensor_place(self._model.live, param) for param in buffers]
+
+    def begin(self, first: bool) -> None:
+        # Parameters of an engine that started with dummy weights were never loaded. Nothing else writes here.
+        for fill, target in self._constants if first else ():
+            fill.apply(target)
+
+    def load(self, chunk: int) -> int:
+        if chunk in self._copies:
+            self._copies[chunk].run()
+        return self._nbytes[chunk]
+
+    def _takes(self, param: str) -> bool:
+        group = self._arrivals.traced.group_of.get(param)
+        if group is None:
+            return True
+        return self._arrivals.traced.load_path[group] != NATIVE_LOADER and group.takes_in_place(param)
+
+
+class FusedQuantize(LoadPath):
+    """Quantises weights out of the memory where they arrive.
+
+    A weight is put together first when its rows do not come whole, or when rows that share a scale come in several
+    chunks.
+    """
+
+    name = FUSED_QUANTIZE
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        super().__init__(arrivals)
+        self._loaded = named_tensors(self._model.pristine())
+        ops = {group: self._arrivals.ops.get(group.weight, ()) for group in self._groups}
+        self._views = {group: [(op, self._arrivals.view(op)) for op in own] for group, own in ops.items()}
+        self._rows = {
+            group: [rows_of(op, seen, self._loaded[group.weight], self._model.device) for op, seen in those]
+            for group, those in self._views.items()
+        }
+
+    def bind(self) -> None:
+        views, rows = self._views, self._rows
+        direct = self._agree({group for group in self._groups if self._is_direct(group, views[group], rows[group])})
+        jobs: dict[int, dict[tuple[Form, bool], list[Job]]] = defaultdict(lambda: defaultdict(list))
+        self._nbytes: Counter[int] = Counter()
+        self._pieces: dict[int, list[_Piece]] = defaultdict(list)
+        for group, those in views.items():
+            shards: dict[int, list[Rows]] = defaultdict(list)
+            for (op, seen), own in zip(those, rows[group], strict=True):
+                self._nbytes[op.chunk] += seen.numel() * seen.element_size()
+                if group not in direct:
+                    self._pieces[op.chunk].append((group, op, seen))
+                elif own is not None:
+                    shards[op.chunk].append(own)
+            for chunk, found in shards.items():
+                recipe, own_jobs = self._jobs(group, found)
+                jobs[chunk][recipe.form, recipe.shared] += own_jobs
+        self._due = self._arrivals.due(group for group in views if group not in direct)
+        self._quantisers = {
+            chunk: [self._quantiser(form, shared, those) for (form, shared), those in of_chunk.items()]
+            for chunk, of_chunk in jobs.items()
+        }
+        self._fresh: dict[ModuleGroup, torch.Tensor] = {}
+
+    def blocking(self) -> Iterable[int]:
+        return {*self._pieces, *self._due}  # pieces take new memory, for which the driver may wait for all of the GPU
+
+    def begin(self, first: bool) -> None:
+        self._fresh.clear()
+
+    def load(self, chunk: int) -> int:
+        for quantiser in self._quantisers.get(chunk, ()):
+            quantiser.run()
+        for group, op, seen in self._pieces.get(chunk, ()):
+            torch.as_strided(self._weight(group), op.size, op.dst_stride, op.dst_offset).copy_(seen)
+        for group in self._due.get(chunk, ()):
+            recipe, jobs = self._jobs(group, [(0, self._weight(group))])
+            self._quantiser(recipe.form, recipe.shared, jobs).run()
+            del self._fresh[group]
+        return self._nbytes[chunk]
+
+    def unfinished(self) -> list[str]:
+        return [group.names[0] for group in self._fresh]
+
+    def _weight(self, group: ModuleGroup) -> torch.Tensor:
+        """Return the weight that is put together for this group."""
+        if group not in self._fresh:
+            weight = self._loaded[group.weight]
+            self._fresh[group] = torch.empty_strided(
+                weight.shape, weight.stride(), dtype=weight.dtype, device=self._model.device
+            )
+            for fill in self._arrivals.traced.fills.get(group.weight, ()):
+                fill.apply(self._fresh[group])
+        return self._fresh[group]
+
+    def _jobs(self, group: ModuleGroup, rows: Sequence[Rows]) -> tuple[Recipe, list[Job]]:
+        assert group.recipe is not None
+        return group.recipe, group.recipe.jobs(dict(parameters_of(group.live[0])), rows)
+
+    def _quantiser(self, form: Form, shared: bool, jobs: Sequence[Job]) -> RowQuantiser:
+        return RowQuantiser(form, jobs, self._model.all_reduce_max if shared else None)
+
+    def _is_direct(
+        self, group: ModuleGroup, views: Sequence[tuple[CopyOp, torch.Tensor]], rows: Sequence[Rows | None]
+    ) -> bool:
+        assert group.recipe is not None
+        count = sum(len(own[1]) for own in rows if own is not None)
+        is_whole = None not in rows and count == len(self._loaded[group.weight])
+        last = self._arrivals.last_chunk[group]
+        return is_whole and (group.recipe.row_by_row or all(op.chunk == last for op, _ in views))
+
+    def _agree(self, direct: set[ModuleGroup]) -> set[ModuleGroup]:
+        """Leave out what another worker has to put together first: exchanges of shared scales must be the same."""
+        shared = [group for group in self._groups if group.recipe is not None and group.recipe.shared]
+        if not shared or self._model.all_reduce_max is None:
+            return direct
+        doubts = torch.tensor([float(group not in direct) for group in shared], device=self._model.device)
+        self._model.all_reduce_max(doubts)
+        return direct - {group for group, doubt in zip(shared, doubts.tolist(), strict=True) if doubt}
+
+
+class _Reloading(LoadPath):
+    """What the two load paths that post-process modules have in common."""
+
+    _pieces: Mapping[int, object]  # what each chunk brings of them
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        super().__init__(arrivals)
+        self._open: dict[ModuleGroup, Reload] = {}
+
+    def bind(self) -> None:
+        self._due = self._arrivals.due(self._groups)
+
+    def blocking(self) -> Iterable[int]:
+        return {*self._pieces, *self._due}
+
+    def begin(self, first: bool) -> None:
+        self._open.clear()
+
+    def unfinished(self) -> list[str]:
+        return [group.names[0] for group in self._open]
+
+    def _reload(self, group: ModuleGroup) -> Reload:
+        if group not in self._open:
+            fills = self._arrivals.traced.fills
+            own = [fill for param in group.params for fill in fills.get(param, ())]
+            self._open[group] = Reload(group, own, self._model)
+        return self._open[group]
+
+    def _close(self, group: ModuleGroup) -> None:
+        self._open[group].close()
+        del self._open[group]
+
+
+class ReloadPath(_Reloading):
+    """Loads modules afresh, each when its last chunk has come."""
+
+    name = RELOAD
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        super().__init__(arrivals)
+        self._pieces: dict[int, list[_Piece]] = defaultdict(list)
+        for group in self._groups:
+            for op in (op for param in group.params for op in self._arrivals.ops.get(param, ())):
+                self._pieces[op.chunk].append((group, op, self._arrivals.view(op)))
+
+    def load(self, chunk: int) -> int:
+        nbytes = 0
+        for group, op, seen in self._pieces.get(chunk, ()):
+            fresh = self._reload(group).fresh[op.param].data
+            torch.as_strided(fresh, op.size, op.dst_stride, op.dst_offset).copy_(seen)
+            nbytes += seen.numel() * seen.element_size()
+        for group in self._due.get(chunk, ()):
+            if group in self._open:
+                self._close(group)
+        return nbytes
+
+
+class NativeLoader(_Reloading):
+    """Puts whole tensors together and hands them to the engine's own loader."""
+
+    name = NATIVE_LOADER
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        super().__init__(arrivals)
+        self._pieces: dict[int, list[tuple[CopyOp, torch.Tensor]]] = defaultdict(list)
+        self._dtypes = {name: ops[0].src_dtype for name, ops in self._arrivals.whole_ops.items()}
+        for op in (op for ops in self._arrivals.whole_ops.values() for op in ops):
+            self._pieces[op.chunk].append((op, self._arrivals.view(op)))
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._wanted: Counter[str] = Counter()
+
+    def begin(self, first: bool) -> None:
+        super().begin(first)
+        self._tensors.clear()
+        self._wanted = Counter(name for group in self._groups for name in self._arrivals.traced.sources[group])
+        self._load_due(NO_CHUNK)
+
+    def load(self, chunk: int) -> int:
+        nbytes = 0
+        for op, seen in self._pieces.get(chunk, ()):
+            torch.as_strided(self._tensor(op.name), op.size, op.dst_stride, op.dst_offset).copy_(seen)
+            nbytes += seen.numel() * seen.element_size()
+        self._load_due(chunk)
+        return nbytes
+
+    def unfinished(self) -> list[str]:
+        return [*super().unfinished(), *self._tensors]
+
+    def _load_due(self, chunk: int) -> None:
+        for group in self._due.get(chunk, ()):
+            names = sorted(self._arrivals.traced.sources[group])
+            self._wanted.subtract(names)
+            weights = ((name, self._take(name)) for name in names)
+            with self._reload(group).installed():
+                pairs, dtype = self._arrivals.traced.pairs, self._model.dtype
+                self._model.load_weights(self._loaded_by(group), quantised(weights, pairs, dtype))
+            self._close(group)
+
+    def _loaded_by(self, group: ModuleGroup) -> nn.Module:
+        """Return the never loaded model whose loader loads this group."""
+        pristine = self._model.pristine()
+        return pristine.get_submodule(DRAFTER) if group.names[0].startswith(f"{DRAFTER}.") else pristine
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        if name not in self._tensors:
+            meta = self._arrivals.traced.manifest[name]
+            dtype = getattr(torch, self._dtypes.get(name, meta.dtype))
+            self._tensors[name] = torch.empty(meta.shape, dtype=dtype, device=self._model.device)
+        return self._tensors[name]
+
+    def _take(self, name: str) -> torch.Tensor:
+        """Return a tensor for the loader, which may change what it is given. The next group wants what was sent."""
+        tensor = self._tensor(name)
+        return tensor.clone() if self._wanted[name] else self._tensors.pop(name)

@@ -1,0 +1,348 @@
+"""Make one worker's load plan: which tensors its model takes, where they land, and what does not fit."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from posixpath import commonpath
+
+import torch
+from torch import nn
+
+from weightsync.errors import UnsupportedError
+from weightsync.net.wire import LoadPlan
+from weightsync.planning.layout import Box, Manifest, coverage, fuse_groups, itemsize
+from weightsync.worker.checkpoint_quantize import (
+    Pair,
+    collapse,
+    expand,
+    expert_padding,
+    find_experts,
+    find_pairs,
+    renamed,
+    unpacked,
+)
+from weightsync.worker.engine_model import DRAFTER, EngineModel
+from weightsync.worker.module_groups import Addresses, ModuleGroup, find_groups, moved_views
+from weightsync.worker.probe_load_paths import choose_load_paths
+from weightsync.worker.ties import (
+    fill_of_shared,
+    find_duplicates,
+    shared_parameters,
+    under_first_names,
+    with_other_names,
+    without,
+)
+from weightsync.worker.trace import Fill, Trace, named_tensors, trace_loader, uncovered, writers
+
+IN_PLACE, FUSED_QUANTIZE, RELOAD, NATIVE_LOADER = LOAD_PATHS = ("in_place", "fused_quantize", "reload", "native_loader")
+
+
+@dataclass(frozen=True)
+class TracedLoad:
+    """What a worker knows of its load plan.
+
+    answer: the plan as the trainer is told.
+    trace: what the loader does, in terms of the trainer's tensors.
+    pairs: the tensors that are quantised for the loader.
+    load_path: the load path of each group of modules, in the model's order.
+    group_of: the group of each parameter.
+    sources: the names of the tensors that each group is loaded from.
+    """
+
+    manifest: Manifest
+    answer: LoadPlan
+    trace: Trace
+    pairs: Mapping[str, Pair]
+    load_path: Mapping[ModuleGroup, str]
+    group_of: Mapping[str, ModuleGroup]
+    sources: Mapping[ModuleGroup, Sequence[str]]
+
+    @cached_property
+    def fills(self) -> Mapping[str, Sequence[Fill]]:
+        """The constants that the loader sets, by parameter."""
+        found: dict[str, list[Fill]] = defaultdict(list)
+        for fill in self.trace.fills:
+            found[fill.param].append(fill)
+        return found
+
+
+class LoadPlanner:
+    """Makes load plans for one model. It lives as long as the engine, since groups and addresses are found once."""
+
+    def __init__(self, model: EngineModel) -> None:
+        self.addresses = Addresses(model, [])
+        self.outlived: list[object] = []
+        """What groups before these kept alive. Kernels may use it until all is loaded anew."""
+        self._model = model
+        self._constructed = dict(model.pristine().named_parameters()).keys()
+        self._groups: list[ModuleGroup] = []
+
+    def make(self, manifest: Manifest) -> TracedLoad:
+        """Trace the model's loader for these tensors. Writes nothing into the running model.
+
+        Raises `UnsupportedError` for a model with modules that cannot be reloaded.
+        """
+        pristine = self._model.pristine()
+        experts, unfit = find_experts(pristine, manifest)
+        asked = expand(manifest, experts)
+        with unpacked(pristine) as packs:
+            seen = self._trace(asked)
+            pairs, more_unfit = find_pairs(pristine, asked, seen)
+        if pairs or packs:
+            seen = self._trace(expand(asked, pairs))
+        pairs, unfit = pairs | experts, unfit | more_unfit
+        # Its own copies of modules that it shares with the model are left out: a cold start reads the model's.
+        shared = shared_parameters(pristine, without=f"{DRAFTER}.")
+        duplicates = find_duplicates(seen, manifest, shared)
+        seen = without(seen, duplicates)
+        seen.fills += expert_padding(pristine, seen)
+        for view, param in moved_views(self._model.live, pristine).items():
+            seen.copies += [replace(copy, param=view) for copy in seen.copies if copy.param == param]
+            if param in seen.computed:
+                seen.computed[view] = seen.computed[param]
+        landed, trace = renamed(seen, pairs), collapse(seen, pairs)
+        self._refuse_made(trace)
+        self._find_groups()
+        group_of = {name: group for group in self._groups for name in group.params}
+        if buffers := [name for name in trace.computed if name not in group_of]:
+            raise UnsupportedError(
+                f"the engine's loader computes {len(buffers)} buffers, which this version can only copy into: "
+                f"{', '.join(buffers[:5])}"
+            )
+        load_path = _load_paths(self._groups, {group_of[param] for param in trace.computed})
+        sources = _sources(trace, group_of)
+        self._model.find_lost({*(copy.param for copy in trace.copies), *trace.computed})
+        missing, doubled = uncovered(pristine, seen)
+        kept = [] if self._fills_drafter(trace) else [param for param in missing if _is_drafters(param)]
+        missing = {param: boxes for param, boxes in missing.items() if param not in kept}
+        held = named_tensors(pristine)
+        counts = Counter(load_path.values())
+        answer = LoadPlan(
+            used=_used(manifest, trace, pairs, held, self._model.dtype),
+            partial=_partial(manifest, trace),
+            refused=trace.refused | unfit | _doubled(pristine, landed, doubled, held),
+            groups=[list(names) for names in fuse_groups(landed.copies)],
+            reloads=[names for group, names in sources.items() if load_path[group] != IN_PLACE],
+            missing=[_region(param, boxes, held) for param, boxes in missing.items()],
+            hints=_hints(landed, missing),
+            load_paths={name: counts[name] for name in LOAD_PATHS},
+            left_out=self._left_out(manifest, trace),
+            kept=[*kept, *self._model.kept],
+            tied=sorted({*fill_of_shared(landed, shared).values()}),
+            duplicates=duplicates,
+        )
+        return TracedLoad(manifest, answer, trace, pairs, load_path, group_of, sources)
+
+    def _trace(self, manifest: Manifest) -> Trace:
+        """Trace the loaders. What the trainer has tied and the engine has not is loaded from the one tensor."""
+        trace = self._trace_models(manifest)
+        if manifest.tied and uncovered(self._model.pristine(), trace)[0]:
+            trace = under_first_names(self._trace_models(with_other_names(manifest)), manifest)
+        return trace
+
+    def _trace_models(self, manifest: Manifest) -> Trace:
+        """Trace the loader of the model, and that of its drafter for the parameters that the drafter has to itself."""
+        trace, drafted = self._trace_model(manifest), self._trace_drafter(manifest)
+        own = {param: names for param, names in drafted.computed.items() if _is_drafters(param)}
+        return Trace(
+            copies=trace.copies + [copy for copy in drafted.copies if _is_drafters(copy.param)],
+            fills=trace.fills + [fill for fill in drafted.fills if _is_drafters(fill.param)],
+            computed=trace.computed | own,
+            refused=trace.refused | drafted.refused,
+            unknown=[name for name in trace.unknown if name not in _read(drafted)],
+        )
+
+    def _trace_model(self, manifest: Manifest) -> Trace:
+        pristine = self._model.pristine()
+        return trace_loader(pristine, partial(self._model.load_weights, pristine), manifest)
+
+    def _trace_drafter(self, manifest: Manifest) -> Trace:
+        pristine = self._model.pristine()
+        drafter = pristine._modules.get(DRAFTER)
+        if drafter is None:
+            return Trace()
+        return trace_loader(pristine, partial(self._model.load_weights, drafter), manifest, may_lack=True)
+
+    def _fills_drafter(self, trace: Trace) -> bool:
+        """Return whether the trainer has any tensor that is the drafter's alone.
+
+        An embedding that another pipeline stage has for the model is none. This worker's model has a gap there.
+        """
+        written = {*(copy.param for copy in trace.copies), *trace.computed}
+        modules = {param.removeprefix(f"{DRAFTER}.").rpartition(".")[0] for param in written if _is_drafters(param)}
+        named = self._model.pristine().named_modules()
+        return not modules <= {name for name, module in named if not module._parameters}
+
+    def _left_out(self, manifest: Manifest, trace: Trace) -> list[str]:
+        """Return the tensors that a cold start passes over.
+
+        They are of towers that the engine was started without, of layers that it does not run, or a drafter's own
+        copies of modules that vLLM has it share with the model. Or the loader's own table leaves them out.
+        """
+        known = _seen(trace)
+        if known.issuperset(manifest.names):
+            return []
+        passed = _read(self._trace_drafter(manifest))
+        with self._model.complete(self._model.pristine()) as towers:
+            more = self._trace_model(manifest) if towers else trace
+        passed |= _seen(more)
+        beginnings = _beginnings(more, towers)
+        return [
+            name
+            for name in manifest.names
+            if name not in known and (name in passed or name.startswith(beginnings) or self._model.passes_over(name))
+        ]
+
+    def locate(self) -> None:
+        """Note where the live tensors lie now."""
+        self.addresses = Addresses(self._model, self._groups)
+
+    def _refuse_made(self, trace: Trace) -> None:
+        """Raise `UnsupportedError` when the loader has made a parameter that the running model does not have."""
+        pristine = self._model.pristine()
+        made = {*(copy.param for copy in trace.copies), *trace.computed} - self._constructed
+        absent = sorted(made - named_tensors(self._model.live).keys())
+        for name in absent:  # or the next plan would find nothing that fills them
+            path, _, key = name.rpartition(".")
+            if key in pristine.get_submodule(path)._parameters:
+                pristine.get_submodule(path)._parameters[key] = None
+        if absent:
+            raise UnsupportedError(
+                f"the running model has no {absent[0]}, which the engine's loader makes when it loads one; start "
+                "the engine from a checkpoint that has it"
+            )
+
+    def _find_groups(self) -> None:
+        """Group the modules, again when a trace has made parameters that were not there before."""
+        pristine = self._model.pristine()
+        grouped = {name for group in self._groups for name in group.params}
+        if grouped == dict(pristine.named_parameters()).keys():
+            return
+        found = find_groups(self._model.live, pristine)
+        self.outlived += [group.keep_alive for group in self._groups]
+        choose_load_paths(found, self._model)
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()  # the scratch copies are as large as the largest parameters
+        self._groups = found
+        self.locate()
+
+
+def _load_paths(groups: Sequence[ModuleGroup], computed: set[ModuleGroup]) -> dict[ModuleGroup, str]:
+    def path(group: ModuleGroup) -> str:
+        if group in computed:
+            return NATIVE_LOADER
+        if group.in_place:
+            return IN_PLACE
+        return RELOAD if group.recipe is None else FUSED_QUANTIZE
+
+    return {group: path(group) for group in groups}
+
+
+def _sources(trace: Trace, group_of: Mapping[str, ModuleGroup]) -> dict[ModuleGroup, list[str]]:
+    names: dict[ModuleGroup, dict[str, None]] = {group_of[param]: {} for param in trace.computed}
+    for copy in trace.copies:
+        if (group := group_of.get(copy.param)) is not None:
+            names.setdefault(group, {})[copy.name] = None
+    for param, computed_from in trace.computed.items():
+        names[group_of[param]].update(dict.fromkeys(computed_from))
+    return {group: list(those) for group, those in names.items()}
+
+
+def _seen(trace: Trace) -> set[str]:
+    """Return the tensors that the loader has read or refused."""
+    return _read(trace).union(trace.refused, trace.unknown)
+
+
+def _read(trace: Trace) -> set[str]:
+    return {copy.name for copy in trace.copies}.union(*trace.computed.values())
+
+
+def _is_drafters(param: str) -> bool:
+    return param.startswith(f"{DRAFTER}.")
+
+
+def _beginnings(trace: Trace, modules: Sequence[str]) -> tuple[str, ...]:
+    """Return what the names of all tensors begin with that land in a module, and no other's, for each of `modules`."""
+    landed = [(copy.param, copy.name) for copy in trace.copies]
+    landed += [(param, name) for param, names in trace.computed.items() for name in names]
+    elsewhere = [name for param, name in landed if not param.startswith(tuple(f"{module}." for module in modules))]
+    shared = []
+    for module in modules:
+        paths = [name.split(".")[:-1] for param, name in landed if param.startswith(f"{module}.")]
+        if paths and (path := commonpath("/".join(path) for path in paths)):
+            shared.append(path.replace("/", ".") + ".")
+    return tuple(path for path in shared if not any(name.startswith(path) for name in elsewhere))
+
+
+def _used(
+    manifest: Manifest,
+    trace: Trace,
+    pairs: Mapping[str, Pair],
+    held: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+) -> dict[str, str]:
+    """Return the dtype that each tensor is wanted in."""
+    used: dict[str, str] = {}
+    for copy in trace.copies:
+        kept = str(held[copy.param].dtype).removeprefix("torch.")
+        used[copy.name] = max(used.get(copy.name, kept), kept, key=itemsize)
+    for names in trace.computed.values():
+        used.update({name: manifest[name].dtype for name in names})  # arithmetic wants all that the trainer has
+    used.update(dict.fromkeys(pairs.keys() & used.keys(), str(dtype).removeprefix("torch.")))
+    return used
+
+
+def _doubled(
+    pristine: nn.Module, landed: Trace, doubled: Mapping[str, list[Box]], held: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
+    """Return what is wrong with each tensor that lands where another one does."""
+    refused: dict[str, str] = {}
+    for param, boxes in doubled.items():
+        names = writers(pristine, landed, param, boxes)
+        refused |= dict.fromkeys(names, f"{_region(param, boxes, held)} is written twice, by {', '.join(names)}")
+    return refused
+
+
+def _partial(manifest: Manifest, trace: Trace) -> dict[str, tuple[Box, ...]]:
+    """Return the regions that are read of each tensor that is not read whole, as tensor parallelism does."""
+    whole = set().union(*trace.computed.values())
+    regions: dict[str, list[Box]] = defaultdict(list)
+    for copy in trace.copies:
+        regions[copy.name].append(copy.box)
+    return {
+        name: tuple(boxes)
+        for name, boxes in regions.items()
+        if name not in whole and coverage(manifest[name].shape, boxes)[0]
+    }
+
+
+def _region(param: str, boxes: Sequence[Box], held: Mapping[str, torch.Tensor]) -> str:
+    """Return a readable name for part of a parameter: "model.layers.0.self_attn.qkv_proj.weight rows 64..96 of 128"."""
+    shape = held[param].shape
+    if any(box.size == tuple(shape) for box in boxes) or not shape:
+        return param
+    rows = ", ".join(f"{box.start[0]}..{box.start[0] + box.size[0]}" for box in boxes[:3])
+    return f"{param} rows {rows} of {shape[0]}"
+
+
+def _hints(trace: Trace, missing: Mapping[str, list[Box]]) -> list[str]:
+    """Return the names of tensors that would fill what is missing, read off another layer that has its own."""
+    patterns: dict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
+    for copy in trace.copies:
+        patterns[_without_numbers(copy.param)].append((copy.param, copy.name))
+    hints: dict[str, None] = {}
+    for param in missing:
+        for other, name in patterns[_without_numbers(param)]:
+            for theirs, ours in zip(other.split("."), param.split("."), strict=True):
+                if theirs != ours:
+                    name = name.replace(f".{theirs}.", f".{ours}.", 1)
+            hints[name] = None
+    offered = {copy.name for copy in trace.copies}
+    return [name for name in hints if name not in offered]
+
+
+def _without_numbers(name: str) -> tuple[str, ...]:
+    return tuple("#" if part.isdigit() else part for part in name.split("."))

@@ -1,0 +1,393 @@
+"""Loads what a transport delivers into one engine worker's model.
+
+    make_plan -> connect -> run -> commit -> run -> commit ...
+              -> export  -> run -> commit -> run -> commit ...      where the trainer writes into the parameters itself
+
+Nothing writes before `run`. From there on the model is a mixture, and `POISONED` until `commit`. A push that ends in
+any other way leaves it so, and only a whole push heals it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+
+from weightsync.errors import FrozenLostError, PeerError, ProtocolError, SyncTimeoutError, UnsupportedError
+from weightsync.kernels.digest import Digests, warm_up
+from weightsync.net.runtime import Deadline, describe_device
+from weightsync.net.wire import CLEAN, POISONED, Connect, Done, Go, LoadPlan
+from weightsync.planning.layout import Manifest, ShardLocation
+from weightsync.transports import open_receiver
+from weightsync.transports.base import TransportReceiver, Wait
+from weightsync.transports.shared_handles import export, take_back
+from weightsync.worker.engine_model import EngineModel
+from weightsync.worker.load_paths import NO_CHUNK, Arrivals, FusedQuantize, InPlace, LoadPath, NativeLoader, ReloadPath
+from weightsync.worker.load_plan import IN_PLACE, NATIVE_LOADER, RELOAD, LoadPlanner, TracedLoad
+from weightsync.worker.trace import named_tensors
+from weightsync.worker.verify import Verifier
+
+logger = logging.getLogger(__name__)
+
+_NOTED_SAMPLE = 0
+"""Which sample of the frozen parameters is compared. Sleep takes all of their memory, and any sample shows it."""
+Tell = Callable[[Exception], object]
+"""Tells the trainer of an error before it is raised."""
+
+_STREAM_LOOK_S = 0.00005
+_LOOK_S = 0.05
+"""How often a worker looks whether the trainer has said what failed on another worker."""
+
+
+class Receiver:
+    """One worker's. It lives as long as the engine, and two threads must not use it at once.
+
+    version: the last version that was committed, 0 before the first.
+    state: CLEAN or POISONED.
+    """
+
+    def __init__(self, model: EngineModel) -> None:
+        self.version = 0
+        self.state = CLEAN
+        self._model = model
+        self._planner: LoadPlanner | None = None
+        self._traced: TracedLoad | None = None
+        self._source: TransportReceiver | None = None
+        self._source_name = ""
+        self._connection: _Connection | None = None
+        self._is_exported = False
+        self._exported: dict[int, torch.UntypedStorage] = {}  # by identity
+        self._done: int | None = None
+        """The version that was loaded and awaits its commit."""
+
+    def make_plan(self, manifest: Manifest) -> LoadPlan:
+        """Trace the model's loader for these tensors. Writes nothing, and remembers the last answer.
+
+        Raises `UnsupportedError` for a model with modules that cannot be reloaded.
+        """
+        if self._traced is None or self._traced.manifest != manifest:
+            self._connection, self._is_exported, self._traced = None, False, None
+            with self._model.scope():
+                self._planner = self._planner or LoadPlanner(self._model)
+                self._traced = self._planner.make(manifest)
+        return self._traced.answer
+
+    def connect(self, message: Connect, wait: Wait, deadline: Deadline, tell: Tell = lambda error: None) -> None:
+        """Map or join what the transport needs, and work out every copy. Writes nothing into the model.
+
+        Gives back what was connected before. Raises `PlacementError` or `ProtocolError` when the chunks do not fit the
+        load plan, and `DigestError` when another memory was mapped than the trainer's.
+        """
+        if self._traced is None:
+            raise ProtocolError("Connect came before PlanRequest")
+        if not 0 <= message.frozen < max(len(message.chunks), 1):
+            raise ProtocolError(
+                f"{message.frozen} of {len(message.chunks)} chunks travel only in the first push; one must be in every "
+                "push"
+            )
+        if self._source is None or self._source_name != message.transport:
+            self.disconnect()
+            self._source, self._source_name = open_receiver(message.transport, self._model.device), message.transport
+        self._connection, self._is_exported, self._done = None, False, None
+        warm_up(self._model.device)
+        with self._model.scope():
+            with _together(self._model, wait, deadline, tell):
+                self._source.connect(message.storages, message.fields, wait, deadline)
+                connection = _Connection(self._model, self._traced, self._source, message)
+            connection.bind()
+        self._connection = connection
+
+    def export(self) -> tuple[list[tuple[int, str, dict[str, Any]]], list[ShardLocation]]:
+        """Give a trainer access to the live parameters, which it writes itself, in place of `connect`.
+
+        Returns [storage, kind, fields] of each storage, and where each tensor of the manifest lies in them. Parameters
+        on a CPU move to shared memory. Raises `UnsupportedError` for a model with modules whose parameters are not what
+        the loader writes, and `PlacementError` for memory that cannot be shared.
+        """
+        if self._traced is None or self._planner is None:
+            raise ProtocolError("ExportParameters came before PlanRequest")
+        if others := [group.names[0] for group, path in self._traced.load_path.items() if path != IN_PLACE]:
+            raise UnsupportedError(
+                f"{len(others)} modules keep their weights in a format of their kernel, such as {others[0]}: a trainer "
+                'cannot work on these. Use transport="ipc"; or, where it is an unquantised engine on a CPU, start it '
+                'with quantization="weightsync_plain", which keeps what is no expert as it is'
+            )
+        self.disconnect()
+        with self._model.scope():
+            live = named_tensors(self._model.live)
+            numbers: dict[int, int] = {}  # by identity of a storage
+            storages: list[tuple[int, str, dict[str, Any]]] = []
+            locations: list[ShardLocation] = []
+            rank = self._model.identity.rank
+            for copy in self._traced.trace.copies:
+                storage = live[copy.param].untyped_storage()
+                if storage._cdata not in numbers:
+                    numbers[storage._cdata] = len(storages)
+                    storages.append((len(storages), *export(storage)))
+                    self._exported[storage._cdata] = storage
+                number, dtype = numbers[storage._cdata], str(live[copy.param].dtype).removeprefix("torch.")
+                locations.append(ShardLocation(copy.name, copy.box, rank, number, copy.offset, copy.stride, dtype))
+            self._planner.locate()  # memory that is shared for the first time has moved; no graph has captured a CPU's
+        self._is_exported = True
+        return storages, locations
+
+    def take_back(self) -> None:
+        """Part the parameters, which are on a CPU, from the memory that was exported. Their addresses stay.
+
+        Raises `PlacementError`.
+        """
+        for number, storage in [*self._exported.items()]:
+            take_back(storage)
+            del self._exported[number]
+
+    def run(self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline], tell: Tell = lambda error: None) -> Done:
+        """Run one whole push, or let the trainer write it where parameters were exported.
+
+        Blocks until everything is verified and loaded. Marks the model `POISONED` before the first byte is written, and
+        it stays so when this raises.
+        """
+        if self._planner is None or (self._connection is None and not self._is_exported):
+            raise ProtocolError("Go came before Connect")
+        if go.version <= self.version:
+            raise ProtocolError(
+                f"version {go.version} is not newer than {self.version}, which this engine serves: versions only grow"
+            )
+        self.state, self._done = POISONED, None
+        done = Done(go.version, 0, 0.0, 0.0, 0.0)
+        with self._model.scope():
+            self._model.restore_lost()
+            if self._connection is not None:
+                if self._connection.reloads:
+                    self._planner.addresses.note()
+                done = self._connection.run(go, wait, new_deadline, tell)
+            started = time.perf_counter()
+            self._check_addresses()
+            _synchronise(self._model.device)
+        self._done = go.version
+        return replace(done, load_s=done.load_s + time.perf_counter() - started)
+
+    def commit(self, version: int) -> float:
+        """Declare the model complete at `version`. Return the seconds that derived state took.
+
+        Raises, leaving the model `POISONED`: `ProtocolError` when this version was not loaded, `UnsupportedError` when
+        a tensor that the engine works with is no longer where it was.
+        """
+        if self._done != version or self._planner is None:
+            raise ProtocolError(f"Commit of version {version} before all of its chunks were loaded")
+        started = time.perf_counter()
+        with self._model.scope():
+            if self._model.clear_kv_cache():
+                logger.warning("cleared the KV cache, in which weights before version %d have left NaN", version)
+            is_refreshed = self._model.refresh()
+            _synchronise(self._model.device)
+            if is_refreshed:
+                self._check_addresses()
+        if self._connection is None or self._connection.is_whole_push:
+            self._planner.outlived.clear()
+        if self._connection is not None:
+            self._connection.note_frozen()
+            self._connection.is_committed = True
+        self.version, self.state, self._done = version, CLEAN, None
+        return time.perf_counter() - started
+
+    def disconnect(self) -> None:
+        """Give back what was mapped or joined, and forget a push under way. The state stays what it is."""
+        self._connection, self._is_exported, self._done = None, False, None
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+
+    def _check_addresses(self) -> None:
+        assert self._planner is not None
+        if self._connection is None:
+            self._planner.addresses.check((), everything=False)
+        else:
+            self._planner.addresses.check(self._connection.buffers, everything=self._connection.reloads)
+
+
+class _Connection:
+    """What is worked out once, when a trainer connects, and used in every push.
+
+    is_committed: a push over this connection was committed, and none has begun since.
+    is_whole_push: the last push had all chunks.
+    reloads: a push post-processes modules, which may move more than parameters.
+    """
+
+    def __init__(self, model: EngineModel, traced: TracedLoad, source: TransportReceiver, message: Connect) -> None:
+        self.is_committed = False
+        self.is_whole_push = False
+        self.reloads = not {RELOAD, NATIVE_LOADER}.isdisjoint(traced.load_path.values())
+        self._source, self._frozen = source, message.frozen
+        self._verifier = Verifier(source, [arrival.runs for arrival in message.chunks], message.in_place)
+        self._verifier.prove(message.proof)
+        own = describe_device(model.device)[1]
+        nearest = next((rank for rank, _, _, row in message.storages if own and row.get("gpu_uuid") == own), None)
+        locations = [arrival.locations for arrival in message.chunks]
+        self._count = len(locations)
+        self._live_frozen = Digests(frozen_tensors(model, traced, message) if message.frozen else [])
+        self._noted: list[int] | None = None
+        self._model = model
+        self._arrivals = Arrivals(model, traced, source, locations, message.frozen, nearest)
+        in_place = InPlace(self._arrivals)
+        self.buffers = in_place.buffers
+        kinds = FusedQuantize, ReloadPath, NativeLoader
+        self._paths: list[LoadPath] = [in_place, *(kind(self._arrivals) for kind in kinds)]
+
+    def bind(self) -> None:
+        """Work out every copy. Collective among workers that have parts of the same modules."""
+        self._arrivals.agree_on_last_chunks()
+        for path in self._paths:
+            path.bind()
+        self._collective = self._arrivals.collective_chunks()
+        self._blocking = self._collective.union(*(path.blocking() for path in self._paths))
+
+    def note_frozen(self) -> None:
+        """Note what the parameters hold that later pushes do not fill."""
+        if self.is_whole_push:
+            self._noted = self._live_frozen.of(_NOTED_SAMPLE)
+
+    def check_frozen(self) -> None:
+        """Raise `FrozenLostError` where they hold something else, though a push relies on them.
+
+        VLLM's sleep at level 2 gives their memory back and fills nothing in.
+        """
+        if self.is_committed and self._noted is not None and self._live_frozen.of(_NOTED_SAMPLE) != self._noted:
+            raise FrozenLostError(
+                "the engine has lost weights that only the first push sends, as by sleep(level=2): push again, and "
+                "everything is sent"
+            )
+
+    def run(self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline], tell: Tell) -> Done:
+        """Verify and load every chunk of a push, as each arrives.
+
+        Before the loading of a chunk in which workers wait for each other, they agree that none of them has failed.
+        """
+        is_first = not self.is_committed
+        due = range(self._count if is_first else self._count - self._frozen)
+        self._meetings = sum(number in self._collective for number in (NO_CHUNK, *due))  # that are ahead
+        try:
+            if go.sample is not None:
+                self.check_frozen()
+            self.is_committed, self.is_whole_push = False, len(due) == self._count
+            return self._run(go, wait, new_deadline, due, is_first)
+        except Exception as error:
+            if self._meetings > 0:  # in which the others wait for this worker
+                tell(error)
+                if self._model.device.type == "cuda":
+                    self._source.close()  # the stream may wait for what never comes, and the others with it
+                _has_any_failed(self._model, True)
+            raise
+
+    @contextmanager
+    def _meeting(self, wait: Wait, deadline: Deadline) -> Iterator[None]:
+        """Enter a body in which workers wait for each other. Raise where one has failed."""
+        left, self._meetings = self._meetings - 1, 0  # a worker that fails in a meeting must not begin another one
+        if _has_any_failed(self._model, False):
+            _await_cause(wait, deadline)
+        yield
+        self._meetings = left
+
+    def _run(
+        self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline], due: Sequence[int], is_first: bool
+    ) -> Done:
+        transfer_s = verify_s = load_s = 0.0
+        nbytes, loaded = 0, []
+        self._verifier.begin()
+        with self._meeting(wait, new_deadline()) if NO_CHUNK in self._collective else nullcontext():
+            for path in self._paths:
+                path.begin(is_first)
+        since = time.perf_counter()
+        for number in self._source.chunks(due, wait, new_deadline):
+            if is_first or number in self._blocking:  # a process loads each kernel when it first launches it
+                await_stream(self._model.device, number, self._source.waiting_for, wait, new_deadline())
+            arrived = time.perf_counter()
+            self._verifier.check_chunk(number, go.sample)
+            verified = time.perf_counter()
+            with self._meeting(wait, new_deadline()) if number in self._collective else nullcontext():
+                nbytes += sum(path.load(number) for path in self._paths)
+            loaded.append(number)
+            transfer_s, verify_s = transfer_s + arrived - since, verify_s + verified - arrived
+            since = time.perf_counter()
+            load_s += since - verified
+        self._verifier.finish(go)
+        verify_s += time.perf_counter() - since
+        if loaded != list(due):
+            raise ProtocolError(f"{len(loaded)} of {len(due)} chunks of version {go.version} came, or in another order")
+        if unfinished := [name for path in self._paths for name in path.unfinished()]:
+            raise ProtocolError(f"version {go.version} came, but these are incomplete: {', '.join(unfinished[:5])}")
+        return Done(go.version, nbytes, transfer_s, verify_s, load_s)
+
+
+def frozen_tensors(model: EngineModel, traced: TracedLoad, message: Connect) -> list[torch.Tensor]:
+    """Return the bytes of the live parameters that only the frozen chunks fill, which are the last ones."""
+    frozen = {location.name for arrival in message.chunks[-message.frozen :] for location in arrival.locations}
+    filled = {copy.param for copy in traced.trace.copies if copy.name in frozen}
+    filled |= {param for param, names in traced.trace.computed.items() if names and frozen.issuperset(names)}
+    live = named_tensors(model.live)
+    # Where post-processing has put other tensors in a parameter's place, these have gone to sleep with it.
+    lying = [live[name].data for name in sorted(filled) if name in live and live[name].is_contiguous()]
+    return [each.reshape(-1).view(torch.uint8) for each in lying]
+
+
+@contextmanager
+def _together(model: EngineModel, wait: Wait, deadline: Deadline, tell: Tell) -> Iterator[None]:
+    """Make the body fail on all workers or on none, because what follows is collective among them.
+
+    A worker that fails tells the trainer at once. The others may wait for it in the body, and end when the trainer has
+    told them, or after the body.
+    """
+    cause: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        cause = error
+        if model.all_reduce_max is not None:
+            tell(error)
+    if model.all_reduce_max is not None and _has_any_failed(model, cause is not None) and cause is None:
+        _await_cause(wait, deadline)
+    if cause is not None:
+        raise cause
+
+
+def _has_any_failed(model: EngineModel, failed: bool) -> bool:
+    """Return whether any worker has `failed`. Collective among workers that have parts of the same modules."""
+    assert model.all_reduce_max is not None
+    flag = torch.tensor([float(failed)], device=model.device)
+    model.all_reduce_max(flag)
+    return bool(flag.item())
+
+
+def await_stream(device: torch.device, number: int, waiting_for: Sequence[str], wait: Wait, deadline: Deadline) -> None:
+    """Wait until a GPU has done all that it was given, the transfer of a chunk too.
+
+    What the engine does next may wait for the GPU, and has no deadline. Raises `SyncTimeoutError` that names those in
+    `waiting_for`, and as `wait` does.
+    """
+    if device.type != "cuda":
+        return
+    done = torch.cuda.current_stream(device).record_event()
+    while not done.query():
+        if deadline.passed():
+            raise SyncTimeoutError(
+                f"chunk {number} did not arrive on {device} within {deadline.timeout_s:g} s",
+                phase="transfer",
+                waiting_for=[*waiting_for],
+            )
+        wait(_STREAM_LOOK_S)
+
+
+def _await_cause(wait: Wait, deadline: Deadline) -> None:
+    """Raise what the trainer says, which another worker has told what failed there."""
+    while not deadline.passed():
+        wait(_LOOK_S)
+    raise PeerError("another worker of this engine failed, and the trainer did not say why")
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

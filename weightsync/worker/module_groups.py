@@ -1,0 +1,171 @@
+"""The modules of the engine's model, in groups that must be loaded together, and where their live tensors lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from weightsync.errors import UnsupportedError
+from weightsync.planning.layout import connected
+from weightsync.worker.engine_model import EngineModel
+from weightsync.worker.fused_quantize import Recipe
+from weightsync.worker.reachable import addresses, same_layout
+
+
+@dataclass(eq=False)
+class ModuleGroup:
+    """Modules that must be loaded together because they share parameters. Most groups have one module.
+
+    live, pristine: the same modules of the engine's model and of its never loaded copy on `meta`.
+    params: the names of their parameters, each once.
+    in_place: post-processing leaves what is loaded as it is.
+    recipe: post-processing does nothing but quantise one weight, in this way.
+    changed: the attributes that post-processing sets, for each part of each module.
+    opaque: one of these attributes holds something made from the weights that no copy can fill again.
+    keep_alive: what an opaque group's kernels may point to.
+    """
+
+    names: list[str]
+    live: list[nn.Module]
+    pristine: list[nn.Module]
+    params: list[str]
+    in_place: bool = False
+    recipe: Recipe | None = None
+    changed: list[list[str]] = field(default_factory=list)
+    opaque: bool = False
+    keep_alive: Any = None
+
+    @property
+    def weight(self) -> str:
+        """The name of the parameter that `recipe` quantises, "" without a recipe."""
+        if self.recipe is None:
+            return ""
+        return f"{self.names[0]}.{self.recipe.weight}" if self.names[0] else self.recipe.weight
+
+    def takes_in_place(self, param: str) -> bool:
+        """Return whether what arrives for `param`, one of `params`, is copied into the live parameter as it is."""
+        return self.in_place or (self.recipe is not None and param != self.weight)
+
+    def pristine_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of the never loaded modules, each once, in the order of `params`."""
+        return list({id(param): param for module in self.pristine for _, param in parameters_of(module)}.values())
+
+
+def parameters_of(part: Any) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that stand in a module itself, by key. Any other object has none."""
+    return [(key, param) for key, param in part.__dict__.get("_parameters", {}).items() if param is not None]
+
+
+def find_groups(live: nn.Module, pristine: nn.Module) -> list[ModuleGroup]:
+    """Partition the modules that own parameters into groups, in the model's order."""
+    live_modules = dict(live.named_modules())
+    owners = {name: module for name, module in pristine.named_modules() if parameters_of(module)}
+    if absent := [name for name in owners if name not in live_modules]:
+        raise UnsupportedError(f"the running model has no module {absent[0]!r}, but a fresh copy of it does")
+    param_names = {id(param): name for name, param in pristine.named_parameters()}
+    owned = ((name, id(param)) for name, module in owners.items() for _, param in parameters_of(module))
+    groups = []
+    for names in connected(owned):
+        group = ModuleGroup(list(names), [live_modules[name] for name in names], [owners[name] for name in names], [])
+        group.params += [param_names[id(param)] for param in group.pristine_parameters()]
+        groups.append(group)
+    return groups
+
+
+def moved_views(live: nn.Module, pristine: nn.Module) -> dict[str, str]:
+    """Return the buffers that were made as views of a parameter and, in `live`, have another memory than that has now.
+
+    Each is returned with the name of its parameter, which a kernel may have packed. The model may work with both.
+    Raises `UnsupportedError` for one that has another layout than it was made with.
+    """
+    params = {param.untyped_storage()._cdata: name for name, param in pristine.named_parameters()}
+    here = dict(live.named_parameters()) | dict(live.named_buffers())
+    found: dict[str, str] = {}
+    for name, buffer in pristine.named_buffers():
+        param = params.get(buffer.untyped_storage()._cdata)
+        if param not in here or name not in here:
+            continue
+        if here[name].untyped_storage().data_ptr() != here[param].untyped_storage().data_ptr():
+            if not same_layout(here[name], buffer):
+                raise UnsupportedError(f"{name} was made as a view of {param}, and the engine has laid it out anew")
+            found[name] = param
+    return found
+
+
+class Place(NamedTuple):
+    """A live parameter or buffer, under `key` in `module`, and its address."""
+
+    path: str
+    module: nn.Module
+    key: str
+    address: int
+
+    def is_kept(self) -> bool:
+        """Return whether the tensor still lies at its address."""
+        slots: dict[str, torch.Tensor | None] = {**self.module._parameters, **self.module._buffers}
+        tensor = slots.get(self.key)
+        return tensor is not None and tensor.data_ptr() == self.address
+
+
+class Addresses:
+    """The addresses that CUDA graphs may have captured: all that a push must leave where it is.
+
+    Opaque groups are left out, as each reload makes their kernels' objects anew. Those exist on CPUs alone, which have
+    no graphs.
+    """
+
+    def __init__(self, model: EngineModel, groups: Iterable[ModuleGroup]) -> None:
+        self._model = model
+        self._groups = [group for group in groups if not group.opaque]
+        self._before: dict[str, int] = {}
+        self._parameters = [
+            Place(f"{name}.{key}", module, key, param.data_ptr())
+            for group in self._groups
+            for name, module in zip(group.names, group.live, strict=True)
+            for key, param in parameters_of(module)
+        ]
+
+    def note(self) -> None:
+        """Note where every tensor lies that a module can reach, before a push that reloads modules.
+
+        Between pushes the engine replaces some itself, such as what a router has chosen last.
+        """
+        self._before = self._walk()
+
+    def check(self, buffers: Iterable[Place], everything: bool) -> None:
+        """Raise `UnsupportedError` when a parameter, or one of `buffers`, lies elsewhere than when it was found.
+
+        With `everything`, which takes longer, look at all that was noted. Only a reload moves others.
+        """
+        paths = [place.path for place in (*self._parameters, *buffers) if not place.is_kept()]
+        if everything:
+            now = self._walk()
+            paths += [path for path, address in self._before.items() if now.get(path) != address and path not in paths]
+        if paths:
+            raise UnsupportedError(
+                f"{len(paths)} tensors that the engine works with are not where they were before the push, and CUDA "
+                f"graphs have captured their addresses: {', '.join(paths[:5])}. Start the engine anew from a "
+                "checkpoint, and with another quantisation or kernel backend if this comes back"
+            )
+
+    def _walk(self) -> dict[str, int]:
+        outside = {id(module) for module in self._model.live.modules()}
+        seen: set[int] = set()
+        found: dict[str, int] = {}
+        for group in self._groups:
+            for name, module in zip(group.names, group.live, strict=True):
+                labels = {f"{name}:{n}" if n else name: part for n, part in enumerate(self._model.parts(module))}
+                found |= addresses(labels, outside, seen)
+        return found
+
+
+def tensor_place(model: nn.Module, name: str) -> Place:
+    """Return where a tensor of a model lies now."""
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    tensor: torch.Tensor = getattr(module, key)
+    return Place(name, module, key, tensor.data_ptr())

@@ -1,0 +1,204 @@
+"""Choose how each group of modules takes new weights, by experiment.
+
+Post-processing runs once over a scratch copy of the group with random weights. Only a group that it leaves untouched is
+loaded in place. Only a group that it quantises in a way that gives the same bits is quantised on the way. All others
+are reloaded, which is always right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync.errors import UnsupportedError
+from weightsync.worker.engine_model import EngineModel
+from weightsync.worker.fused_quantize import Recipe, find_recipe, holds, same_contents
+from weightsync.worker.module_groups import ModuleGroup, parameters_of
+from weightsync.worker.reachable import counterparts, held, same_layout
+from weightsync.worker.reload import ABSENT, Snapshot, attributes_of, install, materialise
+
+
+def choose_load_paths(groups: list[ModuleGroup], model: EngineModel) -> None:
+    """Find out how each group is to be loaded. Groups that are alike are tried once.
+
+    All workers that share modules call this together. Raises `UnsupportedError` for a group on a GPU whose kernel keeps
+    weights where a reload cannot keep their address.
+    """
+    verdicts: dict[Any, _Verdict] = {}
+    unsafe: list[str] = []
+    for group in groups:
+        signature = _signature(group, model)
+        if signature not in verdicts:
+            verdicts[signature] = _try_post_process(group, model)
+        verdict = verdicts[signature]
+        group.changed, group.opaque = verdict.changed, bool(verdict.opaque)
+        group.in_place = verdict.untouched and all(
+            same_layout(mine._parameters.get(key), param)
+            for mine, fresh in zip(group.live, group.pristine, strict=True)
+            for key, param in parameters_of(fresh)
+        )
+        if verdict.recipe is not None and verdict.recipe.fits(dict(parameters_of(group.live[0]))):
+            group.recipe = verdict.recipe
+        if not group.in_place and verdict.opaque and model.device.type != "cpu":
+            unsafe.append(f"{group.names[0]} ({', '.join(verdict.opaque)})")
+    if unsafe:
+        raise UnsupportedError(
+            f"{len(unsafe)} modules keep weights inside kernel objects, whose addresses CUDA graphs have captured; "
+            f"this version cannot reload those in place: {'; '.join(unsafe[:3])}. Use another kernel backend for "
+            "them, or start the engine anew from a checkpoint"
+        )
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What post-processing did to a scratch copy.
+
+    untouched: in-place loading is right.
+    recipe: it did nothing but quantise the weight of a single module, in this way.
+    changed: the attributes that it set, for each part.
+    opaque: what it has made from the weights that a reload could not fill again.
+    """
+
+    untouched: bool
+    recipe: Recipe | None
+    changed: list[list[str]]
+    opaque: list[str]
+
+
+def _signature(group: ModuleGroup, model: EngineModel) -> Any:
+    """Return what groups that are post-processed alike have in common."""
+    return tuple(
+        (
+            type(part),
+            tuple((key, tuple(p.shape), tuple(p.stride()), p.dtype) for key, p in parameters_of(part)),
+            # How the module is cut between workers, and the like.
+            tuple((key, value) for key, value in vars(part).items() if isinstance(value, (bool, int))),
+        )
+        for module in group.pristine
+        for part in model.parts(module)
+    )
+
+
+def _try_post_process(group: ModuleGroup, model: EngineModel) -> _Verdict:
+    all_reduce_max = model.all_reduce_max
+    first = _Attempt(group, model)
+    opaque: list[str] = []
+    if any(first.changed):
+        # What was made of other weights must be the same but for what is in its tensors, and no table of addresses.
+        second = _Attempt(group, model, other_seed=1_000_003)
+        own = {id(part) for module in group.pristine for part in model.parts(module)}
+        opaque = counterparts(first.left, second.left, "", own).differ
+        made = counterparts(first.made, second.made, "", own)
+        opaque += made.closed
+        opaque += [path for path, a, b in made.tensors if a.dtype == torch.int64 and not torch.equal(a, b)]
+    recipe = None
+    touched_more = first.same or first.made or opaque or group.pristine[0]._buffers or len(group.pristine) > 1
+    if not touched_more and (recipe := find_recipe(first.loaded, first.processed, all_reduce_max)) is not None:
+        # Where a scale may have a lower bound, and where there is none. One attempt is in memory at a time.
+        small = (_Attempt(group, model, size=size) for size in (1e-6, 0.0))
+        if not all(holds(recipe, attempt.loaded, attempt.processed, all_reduce_max) for attempt in small):
+            recipe = None
+    return _Verdict(first.same and not first.made and not opaque, recipe, first.changed, opaque)
+
+
+class _Attempt:
+    """One run of the post-processing over a scratch copy of a group, with random weights of that size.
+
+    same: the parameters are untouched.
+    changed: the attributes that were set, for each part. `left` has their values.
+    made: those among them that hold something made from the weights.
+    loaded, processed: the first module's parameters before and after.
+    """
+
+    def __init__(self, group: ModuleGroup, model: EngineModel, size: float = 1.0, other_seed: int = 0) -> None:
+        holders = [part for module in group.pristine for part in model.parts(module)]
+        saved = [Snapshot(part) for part in holders]
+        fresh = {id(param): materialise(param, model.device) for param in group.pristine_parameters()}
+        try:
+            for module in group.pristine:
+                install(module, module, fresh)
+            for param in fresh.values():
+                _randomise(param, model.identity.rank + other_seed, size)
+            copies = {id(param): param.detach().clone() for param in fresh.values()}
+            self.loaded = {key: copies[id(param)] for key, param in parameters_of(group.pristine[0])}
+            slots = [_slots(module) for module in group.pristine]
+            before = [attributes_of(part) for part in holders]
+            for module in group.pristine:
+                model.post_process(module)
+            after = [attributes_of(part) for part in holders]
+            self.changed = [
+                [key for key in {**old, **new} if old.get(key, ABSENT) is not new.get(key, ABSENT)]
+                for old, new in zip(before, after, strict=True)
+            ]
+            self.left = [
+                {key: new[key] for key in keys if key in new} for keys, new in zip(self.changed, after, strict=True)
+            ]
+            known = {param.untyped_storage().data_ptr() for param in fresh.values()}
+            own = {id(part) for part in holders}
+            self.made = {
+                key: value for left in self.left for key, value in left.items() if not _is_weightless(value, known, own)
+            }
+            self.same = [_slots(module) for module in group.pristine] == slots and all(
+                same_contents(param.detach(), copies[id(param)]) for param in fresh.values()
+            )
+            self.processed = {key: param.detach() for key, param in parameters_of(group.pristine[0])}
+        finally:
+            for snapshot in saved:
+                snapshot.restore()
+
+
+def _slots(module: nn.Module) -> list[tuple[str, int]]:
+    """Return which parameter and which buffer stands under which key."""
+    return [(key, id(tensor)) for key, tensor in (*module._parameters.items(), *module._buffers.items())]
+
+
+_STRIP_ELEMENTS = 1 << 22
+"""Bounds the scratch memory."""
+
+
+def _randomise(tensor: torch.Tensor, seed: int, size: float) -> None:
+    """Fill a tensor from a generator of our own, as the engine samples from the default one.
+
+    Most of a matrix lies half-way between two 8-bit values, when a row is scaled to its largest number. This shows how
+    a kernel divides and rounds.
+    """
+    generator = torch.Generator(tensor.device).manual_seed(seed)
+    with torch.no_grad():
+        if not tensor.is_floating_point() or tensor.element_size() == 1:
+            _bytes(tensor).random_(0, 2, generator=generator)
+            return
+        data = tensor.data.normal_(generator=generator)
+        if data.dim() == 2 and data.shape[1] > 2:
+            for rows in data.split(max(1, _STRIP_ELEMENTS // data.shape[1])):
+                largest = rows.abs().amax(dim=1, keepdim=True).float()
+                count = (len(rows), data.shape[1] // 3)
+                steps = torch.randint(0, 126, count, generator=generator, device=data.device, dtype=torch.uint8)
+                rows[:, 1::3][:, : count[1]] = largest * (steps + 0.5) / 127
+                grid, above = (number.view(torch.float8_e4m3fn).float() for number in (steps, steps + 1))
+                rows[:, 2::3][:, : count[1]] = largest * (grid + above) / 896
+        data *= size
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.data.untyped_storage())
+
+
+def _is_weightless(value: Any, known: set[int], own: set[int], depth: int = 0, seen: set[int] | None = None) -> bool:
+    """Return whether an object holds nothing that was made from the weights.
+
+    It may hold plain values, code, tensors in the memory of the group's parameters (`known`) and the group's own
+    modules (`own`).
+    """
+    seen = set() if seen is None else seen
+    if id(value) in seen or id(value) in own:
+        return True
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 0 or value.untyped_storage().data_ptr() in known
+    inside = held(value)
+    if inside is None or (inside and (depth > 12 or len(seen) > 5000)):
+        return False
+    return all(_is_weightless(item, known, own, depth + 1, seen) for _, item in inside)

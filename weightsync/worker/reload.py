@@ -1,0 +1,159 @@
+"""Reload one group of modules: FlashRL's sequence, one group at a time.
+
+A kernel may keep a module's weights in a format of its own. So the module is put back to how it looked before any
+weight was loaded (Record1), loaded as if for the first time, and post-processed. The outcome is copied into the tensors
+that were live before (Record2), whose addresses CUDA graphs have captured. A failure puts the module back as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync.errors import UnsupportedError
+from weightsync.worker.engine_model import EngineModel
+from weightsync.worker.module_groups import ModuleGroup
+from weightsync.worker.reachable import counterparts
+from weightsync.worker.trace import Fill
+
+ABSENT = object()
+_CONTAINERS = frozenset(key for key, item in nn.Module().__dict__.items() if isinstance(item, dict))
+
+
+class Snapshot:
+    """The attributes, parameters and buffers of a module, or of its quantisation method, to be put back."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+        self.attributes = dict(part.__dict__)
+        self.containers = {key: dict(part.__dict__[key]) for key in ("_parameters", "_buffers") if key in part.__dict__}
+
+    def state(self, keys: list[str]) -> dict[str, Any]:
+        """Return the parameters and buffers that were there, and what stood under the attributes `keys`."""
+        slots = {key: tensor for container in self.containers.values() for key, tensor in container.items()}
+        found = {**slots, **{key: self.attributes.get(key) for key in keys}}
+        return {key: value for key, value in found.items() if value is not None}
+
+    def restore(self) -> None:
+        """Put everything back."""
+        self.part.__dict__.clear()
+        self.part.__dict__.update(self.attributes)
+        for key, content in self.containers.items():
+            self.part.__dict__[key].clear()
+            self.part.__dict__[key].update(content)
+
+
+class Reload:
+    """One group on its way through a reload.
+
+    Between construction and `close` the live modules stand as they were. What arrives goes into `fresh`: the group's
+    parameters by name, as they are before anything was loaded.
+    """
+
+    def __init__(self, group: ModuleGroup, fills: Iterable[Fill], model: EngineModel) -> None:
+        self._group, self._model = group, model
+        self._fresh = {id(param): materialise(param, model.device) for param in group.pristine_parameters()}
+        self.fresh: dict[str, nn.Parameter] = dict(zip(group.params, self._fresh.values(), strict=True))
+        for fill in fills:
+            fill.apply(self.fresh[fill.param].data)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Put the fresh parameters into the never loaded copy of the group, in place of those on `meta`, meanwhile."""
+        saved = [Snapshot(module) for module in self._group.pristine]
+        try:
+            for module in self._group.pristine:
+                install(module, module, self._fresh)
+            yield
+        finally:
+            for snapshot in saved:
+                snapshot.restore()
+
+    def close(self) -> None:
+        """Post-process the loaded parameters and copy the outcome into the live tensors.
+
+        Puts the live modules back as they were before it raises.
+        """
+        group = self._group
+        holders = [part for module in group.live for part in self._model.parts(module)]
+        templates = [part for module in group.pristine for part in self._model.parts(module)]
+        saved = [Snapshot(part) for part in holders]
+        try:
+            for part, template, keys in zip(holders, templates, group.changed, strict=True):
+                _forget_loading(part, template, keys)
+            for module, template in zip(group.live, group.pristine, strict=True):
+                install(module, template, self._fresh)
+            for module in group.live:
+                self._model.post_process(module)
+            now = [Snapshot(part) for part in holders]
+            before, after = (
+                [s.state(keys) for s, keys in zip(all_, group.changed, strict=True)] for all_ in (saved, now)
+            )
+            own = {id(part) for part in holders}
+            found = counterparts(before, after, group.names[0], own)
+            if (problems := found.differ + found.closed) and not group.opaque:
+                raise UnsupportedError(
+                    f"a reload of {group.names[0]} made something else than there was, and CUDA graphs have captured "
+                    f"that: {'; '.join(problems[:3])}"
+                )
+        except BaseException:
+            for snapshot in saved:
+                snapshot.restore()
+            raise
+        if group.opaque:
+            # A kernel's new object may point into what it was made from without holding that: a scale that
+            # post-processing has made, as oneDNN does, or a fresh parameter.
+            group.keep_alive = [self.fresh, after]
+            olds = {id(new): old for _, old, new in found.tensors}
+            for part, keys in zip(holders, group.changed, strict=True):
+                slots = part.__dict__.get("_parameters", {})
+                _fill_and_put_back(slots, list(slots), olds)
+                _fill_and_put_back(part.__dict__, keys, olds)
+            return
+        for snapshot in saved:
+            snapshot.restore()
+        for _, old, new in found.tensors:
+            old.data.copy_(new.data)
+
+
+def _forget_loading(part: Any, template: Any, keys: list[str]) -> None:
+    """Make `part` look as `template` does, which was never loaded, but for its parameters."""
+    for key in keys:
+        if (value := template.__dict__.get(key, ABSENT)) is ABSENT:
+            part.__dict__.pop(key, None)
+        else:
+            part.__dict__[key] = value
+    for container in ("_parameters", "_buffers"):
+        for key in part.__dict__.get(container, {}).keys() - template.__dict__.get(container, {}).keys():
+            del part.__dict__[container][key]
+
+
+def _fill_and_put_back(slots: dict[str, Any], keys: list[str], olds: dict[int, torch.Tensor]) -> None:
+    """Give the tensors in `slots` their old memory again, with the new contents. `olds` has it by id of the new."""
+    for key in keys:
+        if (old := olds.get(id(slots.get(key)))) is not None:
+            old.data.copy_(slots[key].data)
+            slots[key] = old
+
+
+def attributes_of(part: Any) -> dict[str, Any]:
+    """Return what is set on a module or method, but for the containers that nn.Module keeps for itself."""
+    return {key: value for key, value in part.__dict__.items() if key not in _CONTAINERS}
+
+
+def install(module: nn.Module, template: nn.Module, fresh: dict[int, nn.Parameter]) -> None:
+    """Give `module` the parameters of `fresh`, by id of the template's, in the slots that `template` has."""
+    for key, param in list(template._parameters.items()):
+        module._parameters[key] = None if param is None else fresh[id(param)]
+
+
+def materialise(param: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Return a parameter like `param`, with memory: same class, same attributes, same layout."""
+    data = torch.empty_strided(tuple(param.shape), tuple(param.stride()), dtype=param.dtype, device=device)
+    data.__class__ = param.__class__
+    data.__dict__ = dict(param.__dict__)
+    return data  # type: ignore[return-value]

@@ -1,0 +1,384 @@
+"""One engine worker's conversation with trainer rank 0. docs/wire.md draws it.
+
+The engine calls `init`, `start`, `update` and `finish` when the trainer asks for them. During `init` and `update` the
+worker answers messages on its own connection to the trainer, until it is released. A trainer that dies is noticed at
+once, by its connection.
+
+The open connection is the trainer's hold on the engine. Another trainer gets the engine when the connection is closed,
+or when the trainer does not answer a `Ping`, or answers that its push is stuck. Then the worker tells it that it is
+fenced off, and hangs up. The model refuses to answer while its weights are a mixture, also in an engine that a user has
+woken.
+
+Every failure is told to the trainer on that connection, and the engine's call returns as if nothing had happened. When
+one worker of several raises, vLLM's multi-process executor takes the first failed answer and leaves those of later
+workers in their queues, and from then on every call gets an older call's answers. So the last worker alone may raise.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from weightsync import telemetry
+from weightsync.errors import (
+    ConfigError,
+    EngineAsleepError,
+    EngineBusyError,
+    EngineError,
+    FencedError,
+    ProtocolError,
+    SyncTimeoutError,
+    WeightSyncError,
+    foreign,
+)
+from weightsync.net.connection import Connection, dial
+from weightsync.net.fence import TAKEN_OVER, VARIABLE, note_session, several_engines
+from weightsync.net.runtime import Deadline, boot_id, describe_device, in_thread, is_running
+from weightsync.net.wire import (
+    POISONED,
+    PROTOCOL,
+    Commit,
+    Committed,
+    Connect,
+    Connected,
+    Done,
+    ExportParameters,
+    Failure,
+    Go,
+    Hello,
+    InitInfo,
+    Message,
+    ParametersExported,
+    PlanRequest,
+    Ready,
+    Release,
+    typed,
+)
+from weightsync.planning.layout import Manifest
+from weightsync.transports.base import Wait
+from weightsync.worker.engine_model import EngineModel
+from weightsync.worker.loader import Receiver, Tell
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 5.0
+"""How much longer than the trainer a worker waits, so that the trainer's error, which knows more, comes first."""
+_FAREWELL_S = 1.0
+_PING_LOOK_S = 0.5
+"""How often a worker that runs the plan looks whether the trainer asks if it is alive."""
+_PONG_S = 10.0
+"""How long the trainer that holds the engine has at most to show that it is alive, when another asks for the engine."""
+_PATIENCE = 8
+"""A worker that is ready or done may wait this many times as long: for workers that are served before it, or that have
+more to load, and for a trainer that is alive."""
+
+
+class WorkerSession:
+    """Lives as long as the engine. One trainer at a time."""
+
+    def __init__(self, model: EngineModel) -> None:
+        self.receiver = Receiver(model)
+        self.engine_instance = secrets.token_hex(8)
+        """Another one for each start of the engine, and after each trainer whose mapping was taken away."""
+        self._model = model
+        self._connection: Connection | None = None
+        self._session = ""
+        self._update_open = False
+        self._serving = False
+        self._timeout_s = 0.0
+        self._name = f"worker {model.identity.name}"
+        self._fence = os.environ.get(VARIABLE, "") if model.identity.rank == 0 else ""
+        self._trainer = ""
+        self._number = 0
+        self._mapped_by: set[str] = set()
+        """The processes that may write into the parameters."""
+        self.has_refused = False
+        """The model has refused to answer since this was set to False."""
+        self._loaded: Done | None = None
+        """What the push under way has loaded."""
+        model.guard(self._check_whole)
+        telemetry.engine_serves(model.identity.name, self.receiver.version)
+
+    def init(self, info: dict[str, Any]) -> None:
+        """Meet the trainer that `info` describes, an `InitInfo` as plain values. Then answer it until it releases us.
+
+        A trainer that cannot have the engine is told why, and turned away. One that cannot be met is told by the last
+        worker, which raises. So is one that asks for workers of another engine.
+        """
+        try:
+            told = typed(info, InitInfo)
+            if told.asks:
+                if self._connection is None or self._session != told.session:
+                    raise several_engines()
+                return
+            is_met = self._meet(told)
+        except Exception as error:
+            problem = foreign(error, who=self._name, phase="init")
+            logger.error("%s cannot meet a trainer: %s", self._name, problem)
+            # There is no connection to say it on. No answer is left in a queue behind that of the last worker.
+            identity = self._model.identity
+            if identity.rank == identity.world - 1:
+                raise problem from error
+            return
+        if is_met:
+            self._serve("init")
+
+    def _meet(self, info: InitInfo) -> bool:
+        """Connect to the trainer, unless that was done. Return whether it has the engine now."""
+        if self._has_met(info.session) and self._number == info.engine:
+            return True
+        identity = self._model.identity
+        device, gpu_uuid = describe_device(self._model.device)
+        hello = Hello(
+            protocol=PROTOCOL,
+            role="worker",
+            group=info.engine,
+            rank=identity.rank,
+            world=identity.world,
+            boot_id=boot_id(),
+            device=device,
+            gpu_uuid=gpu_uuid,
+            name=identity.name,
+            version=self.receiver.version,
+            state=self.receiver.state,
+            update_open=self._update_open,
+        )
+        connection = dial(info.host, info.port, info.token, hello, "trainer rank 0", Deadline(info.timeout_s))
+        try:
+            self._take_over(info, connection)
+        except Exception as error:
+            problem = self._tell(connection, error, "init")
+            connection.close()
+            logger.warning("%s turned a trainer away: %s", self._name, problem)
+            return False
+        return True
+
+    def _has_met(self, session: str) -> bool:
+        return self._connection is not None and self._session == session and self._connection.is_open()
+
+    def _take_over(self, info: InitInfo, connection: Connection) -> None:
+        """Give the engine to the trainer at the other end of a connection."""
+        if self._has_met(info.session):
+            raise ConfigError(
+                f"engine {self._number} and engine {info.engine} are one engine, under two names or addresses: list "
+                "each engine once"
+            )
+        if (held := self._held_by_another(info.process, self._pong_s(info.timeout_s))) is not None:
+            raise held
+        connection.watch_host(info.timeout_s)
+        self._fence_off()
+        if info.process != self._trainer:
+            self._take_memory_back()
+        self._connection, self._session, self._timeout_s = connection, info.session, info.timeout_s
+        self._trainer, self._number = info.process, info.engine
+        self._name = f"engine {info.engine} worker {self._model.identity.name}"
+        if self._fence:
+            note_session(self._fence, info.session)
+
+    def _tell(self, connection: Connection, error: BaseException, phase: str) -> WeightSyncError:
+        """Tell a trainer what failed, if it is there. Return the error as a `WeightSyncError`."""
+        problem = foreign(error, who=self._name, phase=phase)
+        with suppress(WeightSyncError):  # it is gone
+            connection.send(Failure(problem.to_fields()), Deadline(_FAREWELL_S), phase)
+        return problem
+
+    def _held_by_another(self, process: str, pong_s: float) -> EngineBusyError | None:
+        """Return why `process`, a trainer's rank 0, cannot have the engine now. None: it can.
+
+        The trainer that has it gets `pong_s` to show that it is alive.
+        """
+        other = self._connection
+        if self._serving or (other is not None and other.is_open() and other.answers(pong_s) and other.peer_holds):
+            boot, pid = self._trainer.split(":")[:2]
+            where = "engine's host" if boot == boot_id() else "host of the trainer"
+            return EngineBusyError(
+                "another trainer is connected to this engine, or this one through another WeightSync: close that one's "
+                f"WeightSync first, or stop its process, {pid} on the {where}",
+                who=self._name,
+            )
+        if other is not None and isinstance(other.pop(), Release):  # it has closed its WeightSync
+            self._mapped_by.clear()
+        writers = [each for each in self._mapped_by if is_running(each)]
+        # Memory on a GPU cannot be taken back: no driver call ends another process's mapping, and CUDA graphs have
+        # captured where the parameters lie.
+        if writers and process != self._trainer and self._model.device.type != "cpu":
+            pids = ", ".join(each.split(":")[1] for each in writers)
+            return EngineBusyError(
+                f"a trainer has this engine's memory mapped, does not answer, and may write there when it goes on: end "
+                f"its processes first ({pids})",
+                who=self._name,
+            )
+        return None
+
+    def _fence_off(self) -> None:
+        """Take the engine from the trainer that had it, if any."""
+        if self._connection is not None:
+            # A trainer whose answer was changed on the way has answered.
+            self._tell(self._connection, self._connection.broken or FencedError(TAKEN_OVER), "")
+        self.close()
+
+    def _take_memory_back(self) -> None:
+        """Part the parameters from the memory that processes of the trainer before may still write to."""
+        if any(map(is_running, self._mapped_by)):
+            self.engine_instance = secrets.token_hex(8)  # what they have mapped is no more this engine's
+            self.receiver.take_back()
+        self._mapped_by.clear()
+
+    def _check_whole(self) -> None:
+        """Raise where the weights are a mixture, so that the engine does not answer from them."""
+        if self.receiver.state == POISONED:
+            self.has_refused = True
+            raise EngineError(f"this engine does not answer: it is {self.status()}", who=self._name)
+
+    def start(self) -> None:
+        """Note that the trainer will push. Does nothing else, because nothing may fail halfway between workers here."""
+        self._update_open = True
+
+    def update(self, info: dict[str, Any]) -> None:
+        """Answer the trainer until it releases us. `info` is {"session"}, which must be the connected trainer's."""
+        if self._connection is None or info.get("session") != self._session:
+            logger.error("%s got an update from a trainer that is not connected; it is ignored", self._name)
+            return
+        self._serve("update")
+
+    def finish(self) -> None:
+        """Note that the update is over, committed or given up: see `Receiver.state`."""
+        self._update_open = False
+
+    def status(self) -> str:
+        """One line for people."""
+        if self.receiver.state == POISONED:
+            return (
+                f"POISONED: a push after version {self.receiver.version} failed half-way and the weights are a "
+                "mixture; push again"
+            )
+        return f"CLEAN at version {self.receiver.version}"
+
+    def close(self) -> None:
+        """Disconnect from the trainer, and unmap its memory."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self.receiver.disconnect()
+
+    def _serve(self, phase: str) -> None:
+        connection = self._connection
+        assert connection is not None
+
+        def wait(seconds: float) -> None:
+            connection.check(phase, seconds)
+
+        def tell(error: BaseException) -> WeightSyncError:
+            return self._tell(connection, error, phase)
+
+        self._serving = True
+        patience = 1
+        try:
+            while True:
+                message = self._receive(connection, patience, phase)
+                patience = _PATIENCE if isinstance(message, (Ready, Go)) else 1
+                if isinstance(message, Release):
+                    return
+                deadline = self._deadline()  # for what is asked for, however late it came
+                connection.send(self._answer(message, wait, tell), deadline, phase)
+                if isinstance(message, Commit):
+                    return
+        except BaseException as error:
+            failed_elsewhere = connection.was_told()
+            problem = tell(error)
+            self.receiver.disconnect()
+            if not connection.is_open():  # else the engine stays the trainer's, until it has ended the update
+                self.close()
+            logger.error("%s gave up: %s; it is %s", self._name, problem, self.status())
+            own = None if failed_elsewhere else problem
+            telemetry.engine_failed(self._model.identity.name, own, self.receiver.state == POISONED)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._serving = False
+
+    def _receive(self, connection: Connection, patience: int, phase: str) -> Message:
+        """Wait for the next message, `patience` times as long as usual while the trainer shows that it is alive."""
+        while True:
+            try:
+                return connection.receive(self._deadline(), phase)
+            except SyncTimeoutError:
+                patience -= 1
+                if connection.reported() or not patience or not connection.answers(self._pong_s(self._timeout_s)):
+                    raise
+
+    @staticmethod
+    def _pong_s(timeout_s: float) -> float:
+        return min(_PONG_S, timeout_s / 2)
+
+    def _answer(self, message: Message, wait: Wait, tell: Tell) -> Message:
+        if not isinstance(message, Commit) and self._model.is_asleep():
+            raise EngineAsleepError(
+                "the engine's weights are put to sleep, and nothing was written: wake them before a push, by "
+                'wake_up(tags=["weights"]), and the KV cache after it, by wake_up(tags=["kv_cache"])'
+            )
+        match message:
+            case PlanRequest():
+                with self._attended():
+                    return self.receiver.make_plan(Manifest(message.tensors, message.tied))
+            case Connect():
+                with self._attended():
+                    self.receiver.connect(message, wait, self._deadline(), tell)
+                return Connected()
+            case ExportParameters():
+                exported = self.receiver.export()
+                self._mapped_by = set(message.processes)
+                return ParametersExported(self.engine_instance, *exported)
+            case Ready():
+                return Ready()
+            case Go():
+                # Ranks wait for each other less long, and for a worker longer. It knows for which rank it waits.
+                chunk_s = self._timeout_s + min(_GRACE_S / 2, self._timeout_s / 4)
+                with self._attended():
+                    self._loaded = self.receiver.run(message, wait, lambda: Deadline(chunk_s), tell)
+                return self._loaded
+            case Commit():
+                committed = Committed(message.version, self.receiver.commit(message.version))
+                telemetry.engine_serves(self._model.identity.name, message.version, self._loaded)
+                return committed
+        raise ProtocolError(f"the trainer sent {type(message).__name__}, which a worker does not expect")
+
+    @contextmanager
+    def _attended(self) -> Iterator[None]:
+        """Show the trainer meanwhile that this process is alive, whatever it loads.
+
+        Post-processing may be collective, and vLLM's collectives have no deadline: a worker that fails in there leaves
+        the others waiting. They end their process, and so the engine, once `timeout_s` have passed since the failure.
+        """
+        connection = self._connection
+        assert connection is not None
+        over, ended = threading.Event(), threading.Event()
+
+        def attend() -> None:
+            failed: Deadline | None = None
+            try:
+                while not over.wait(_PING_LOOK_S):
+                    connection.answer_pings()
+                    if failed is None and (connection.was_told() or not connection.is_open()):
+                        failed = self._deadline()
+                    if failed is not None and failed.passed() and self._model.all_reduce_max is not None:
+                        cause = connection.reported() or "the trainer has gone"
+                        self._model.end_process(f"{self._name} waits for others for ever, since a push failed: {cause}")
+                        return
+            finally:
+                ended.set()
+
+        in_thread("lease", attend)
+        try:
+            yield
+        finally:
+            over.set()
+            ended.wait()  # this thread must not take in what is waited for next
+
+    def _deadline(self) -> Deadline:
+        return Deadline(self._timeout_s + _GRACE_S)

@@ -1,0 +1,102 @@
+"""Verify that the bytes a worker reads are those that the trainer sends."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from weightsync.errors import DigestError, ProtocolError
+from weightsync.kernels.digest import WHOLE, Digests
+from weightsync.net.wire import Go
+from weightsync.planning.wire_types import Run
+from weightsync.transports.base import DIGEST_BYTES, TransportReceiver
+from weightsync.transports.proof import Proof
+
+
+class Verifier:
+    """Compares digests over one connection: of the runs that each chunk brings, and of memory that is read in place."""
+
+    def __init__(self, source: TransportReceiver, runs: Sequence[Sequence[Run]], in_place: Sequence[Run]) -> None:
+        self._chunks = [_by_device(source, those) for those in runs]
+        self._suspects: list[tuple[int, list[Run], torch.Tensor]] = []
+        mapped: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for run in in_place:
+            mapped[run.rank].append(source.storage(run.rank, run.storage)[run.first : run.first + run.nbytes])
+        self._mapped_ranks, self._proof = list(mapped), Proof(list(mapped.values()))
+
+    def prove(self, digests: Sequence[int]) -> None:
+        """Compare all bytes of the memory that is read in place. An empty list says not to.
+
+        Raises `DigestError` when this worker has mapped another memory than the trainer's.
+        """
+        if digests and (rank := self._find_other(digests, WHOLE)) is not None:
+            raise DigestError(
+                f"this worker has mapped another memory than that of trainer rank {rank}: it holds other bytes. "
+                "Nothing was loaded; push again, and restart the engine if this comes back"
+            )
+
+    def begin(self) -> None:
+        """Begin a push."""
+        self._suspects.clear()
+
+    def check_chunk(self, number: int, sample: int | None) -> None:
+        """Compare the runs of a chunk with the digests behind them. With `sample` None they have none.
+
+        Raises `DigestError` at once for what lies in CPU memory. For a GPU's, `finish` does, as nothing here waits.
+        """
+        if sample is None:
+            return
+        for runs, digests, expected in self._chunks[number]:
+            differs = digests.compare(sample, torch.cat(expected).view(torch.int64))
+            self._suspects.append((number, runs, differs))
+            if not differs.is_cuda:
+                self._refuse_suspects()
+
+    def finish(self, go: Go) -> None:
+        """Raise `DigestError` where anything of this push was not what the trainer has sent. Waits for the GPU."""
+        self._refuse_suspects()
+        sample = go.place_sample
+        if sample is not None and (rank := self._find_other(go.digests, sample)) is not None:
+            raise DigestError(
+                f"the memory of trainer rank {rank} that this worker has mapped is not what that rank sends any more: "
+                "the trainer must have freed a tensor and allocated another one. The weights are a mixture; push again"
+            )
+
+    def _refuse_suspects(self) -> None:
+        suspects, self._suspects = self._suspects, []
+        if not suspects:
+            return
+        differs = torch.cat([flags for _, _, flags in suspects]).tolist()
+        runs = [(number, run) for number, runs, _ in suspects for run in runs]
+        for (number, run), is_other in zip(runs, differs, strict=True):
+            if is_other:
+                raise DigestError(
+                    f"chunk {number} from trainer rank {run.rank} arrived with another digest than it was sent with: "
+                    f"its {run.nbytes} bytes changed on the way. The weights may be a mixture; push again"
+                )
+
+    def _find_other(self, digests: Sequence[int], sample: int) -> int | None:
+        """Return the first rank whose memory has another digest than these, which are in the order of the ranks."""
+        if unproven := [rank for rank in self._mapped_ranks if rank >= len(digests)]:
+            raise ProtocolError(
+                f"memory of trainer rank {unproven[0]} is read in place, but there are digests of {len(digests)} ranks"
+            )
+        found = zip(self._mapped_ranks, self._proof.of(sample), strict=True)
+        return next((rank for rank, digest in found if digest != digests[rank]), None)
+
+
+def _by_device(source: TransportReceiver, runs: Sequence[Run]) -> list[tuple[list[Run], Digests, list[torch.Tensor]]]:
+    """Return runs, what tells their digests, and the bytes of those that were sent, for each device."""
+    found: Mapping[torch.device, list[Run]] = defaultdict(list)
+    for run in runs:
+        found[source.storage(run.rank, run.storage).device].append(run)
+    return [
+        (
+            own,
+            Digests([source.storage(r.rank, r.storage)[r.first : r.first + r.nbytes] for r in own]),
+            [source.storage(r.rank, r.storage)[r.first + r.nbytes :][:DIGEST_BYTES] for r in own],
+        )
+        for own in found.values()
+    ]
