@@ -173,7 +173,7 @@ def test_engine_that_a_rank_has_waited_for_is_named_where_it_does_not_answer(
     monkeypatch.setattr(engine_handle, "_ANSWER_S", 0.2)
     monkeypatch.setattr(engines[0], "is_alive", answers)
     error = SyncTimeoutError(f"{waiting_for[0]} did not take a chunk", who="trainer rank 1", waiting_for=waiting_for)
-    assert engine_handle.find_lost([engine_handle.Member(engines[0])], error) == lost
+    assert engine_handle.find_lost([engine_handle.EngineHandle(engines[0])], error) == lost
     assert ("engine 0 does not answer" in str(error)) is bool(lost)
 
 
@@ -191,7 +191,7 @@ def test_answer_to_an_earlier_question_does_not_count(
         return over.wait(TIMEOUT_S)
 
     monkeypatch.setattr(engines[0], "is_alive", is_alive)
-    one, listener = engine_handle.Member(engines[0]), Listener()
+    one, listener = engine_handle.EngineHandle(engines[0]), Listener()
     BackgroundCall(listener, "health", one.ask_whether_alive)
     assert begun.wait(TIMEOUT_S)
     error = SyncTimeoutError("no answer", who="engine 0", waiting_for=["engine 0"])
@@ -216,7 +216,7 @@ def test_lost_engine_that_may_be_busy_stays_left_out_until_it_answers(
 
 def test_busy_engine_has_not_died(engines: list[MortalEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines[0], "is_alive", lambda: None)
-    one = engine_handle.Member(engines[0])
+    one = engine_handle.EngineHandle(engines[0])
     for _ in range(3):
         one.ask_whether_alive()
     one.check_health(TIMEOUT_S)

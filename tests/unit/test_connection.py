@@ -31,7 +31,7 @@ from weightsync.errors import (
 )
 from weightsync.fleet import fleet as fleet_module
 from weightsync.fleet.engine_call import BackgroundCall
-from weightsync.fleet.engine_handle import Member, Worker
+from weightsync.fleet.engine_handle import EngineHandle, Worker
 from weightsync.fleet.fleet import Fleet
 from weightsync.net import listener as listener_module
 from weightsync.net.authentication import Seal, greeting
@@ -865,7 +865,7 @@ def test_an_answer_that_comes_in_with_a_ping_wakes_the_hub(listener, keep, monke
     engine: Any = SimpleNamespace(name="an engine")
     fleet = Fleet([engine], ranks, "keep", 5.0)
     keep.callback(fleet.close)
-    fleet.members[0].workers = [Worker(HELLO, mine)]
+    fleet.handles[0].workers = [Worker(HELLO, mine)]
 
     def check() -> None:
         worker.send(Commit(3), Deadline(5), "test")
@@ -876,7 +876,7 @@ def test_an_answer_that_comes_in_with_a_ping_wakes_the_hub(listener, keep, monke
         assert listener.collect([mine], Commit, Deadline(30), "test", check) == [Commit(3)]
 
 
-@pytest.mark.parametrize("method", [lambda one: one.pause("keep"), Member.start])
+@pytest.mark.parametrize("method", [lambda one: one.pause("keep"), EngineHandle.start])
 def test_a_call_that_ends_late_takes_nothing_back_from_another_trainer(method, pair):
     mine, worker = pair
     calls: list[str] = []
@@ -889,7 +889,7 @@ def test_a_call_that_ends_late_takes_nothing_back_from_another_trainer(method, p
     engine: Any = SimpleNamespace(
         pause=fall_behind, start=fall_behind, resume=lambda: calls.append("resume"), finish=calls.append
     )
-    one = Member(engine, workers=[Worker(HELLO, mine)])
+    one = EngineHandle(engine, workers=[Worker(HELLO, mine)])
     with pytest.raises(FencedError):
         method(one)
     assert not calls
@@ -905,7 +905,7 @@ def test_a_mark_that_comes_late_is_taken_back():
         said.append(version)
 
     engine: Any = SimpleNamespace(set_version=fall_behind)
-    one = Member(engine, version="7")
+    one = EngineHandle(engine, version="7")
     one.mark()
     assert said[-1] == "7"
 

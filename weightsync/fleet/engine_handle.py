@@ -41,7 +41,7 @@ class Worker:
 
 
 @dataclass(eq=False)
-class Member:
+class EngineHandle:
     """One engine. The calls that change it, each of which raises `WeightSyncError`s.
 
     number: the engine's, which no other of the fleet has had.
@@ -124,7 +124,7 @@ class Member:
         if self.silent >= _SILENT:
             raise EngineUnreachableError("the engine has died in a push; its log says why", who=self.engine.name)
 
-    def call(self, method: Callable[[Member], None]) -> None:
+    def call(self, method: Callable[[EngineHandle], None]) -> None:
         """Call a method, unless another trainer has taken the engine over. Raise `FencedError` then."""
         self.check_fence()
         method(self)
@@ -158,7 +158,7 @@ class Member:
         finally:
             if self.is_over:  # the fleet did not wait for this call; what it resumed was not paused yet
                 self.is_paused = True
-                self.call(Member.take_back)
+                self.call(EngineHandle.take_back)
 
     def _check_paused(self) -> None:
         """Raise where the engine says that it generates. Not every engine can say so."""
@@ -176,7 +176,7 @@ class Member:
         self.engine.start()
         self.is_started = True
         if self.is_over:
-            self.call(Member.take_back)
+            self.call(EngineHandle.take_back)
 
     def mark(self) -> None:
         """Mark the engine before anything is written, since the trainer may die before it can."""
@@ -186,7 +186,7 @@ class Member:
         self.engine.set_version(f"{POISONED}: a push is under way, or its trainer has died")
         if self.is_over:
             self.is_marked = True
-            self.call(Member.take_back)
+            self.call(EngineHandle.take_back)
 
     def go(self, message: Go, deadline: Deadline) -> None:
         """Tell the workers to run their part of the plan."""
@@ -242,9 +242,9 @@ class Member:
 
 
 def admit(
-    one: Member,
-    called: Collection[Member],
-    early: list[Member],
+    one: EngineHandle,
+    called: Collection[EngineHandle],
+    early: list[EngineHandle],
     listener: Listener,
     check: Callable[[], None],
     deadline: Deadline,
@@ -267,16 +267,16 @@ def admit(
     one.meet(listener.admit("worker", one.number, deadline, "init", look))
 
 
-def find_lost(members: Sequence[Member], error: WeightSyncError) -> list[str]:
+def find_lost(handles: Sequence[EngineHandle], error: WeightSyncError) -> list[str]:
     """Return the names of the engines that have died, or do not answer, of those that `error` may be about.
 
     The error's text then names them.
     """
     waiting_for = getattr(error, "waiting_for", [])
     named = {error.who, *waiting_for}
-    suspects = [one for one in members if not one.is_held() or not named.isdisjoint(one.names)]
+    suspects = [one for one in handles if not one.is_held() or not named.isdisjoint(one.names)]
     if not suspects and waiting_for and not any(name.startswith("trainer rank") for name in waiting_for):
-        suspects = list(members)  # ranks know workers by their numbers alone
+        suspects = list(handles)  # ranks know workers by their numbers alone
     asked = {one: outcome_in_thread("health", one.engine.is_alive) for one in suspects if one.silent < _SILENT}
     answered, _ = wait(asked.values(), _ANSWER_S)
     alive = {one for one, answer in asked.items() if answer in answered and not answer.exception() and answer.result()}

@@ -45,7 +45,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.fleet.engine_call import BackgroundCall, arrivals, join, repeat, wait_at_exit
-from weightsync.fleet.engine_handle import Member, Worker, admit, find_lost
+from weightsync.fleet.engine_handle import EngineHandle, Worker, admit, find_lost
 from weightsync.net.addresses import is_loopback
 from weightsync.net.listener import Listener
 from weightsync.net.ranks import Ranks
@@ -70,7 +70,7 @@ from weightsync.net.wire import (
 from weightsync.planning.layout import Manifest
 
 M = TypeVar("M", bound=Message)
-_Method = Callable[[Member], None]
+_Method = Callable[[EngineHandle], None]
 
 _FAREWELL_S = 3.0
 """How long an engine may take to end its calls after a failure."""
@@ -100,7 +100,7 @@ class UpdateState(Enum):
 class Fleet:
     """The engines of one `WeightSync`, on rank 0. Every method but `fail` raises `WeightSyncError`s.
 
-    A conversation is with all members, or with those that `connect` or `open` was given. The others generate on.
+    A conversation is with all engines, or with those that `connect` or `open` was given. The others generate on.
     """
 
     def __init__(
@@ -113,13 +113,13 @@ class Fleet:
     ) -> None:
         """Take these engines. `after` is the fleet that failed before. Its last calls to an engine are waited for."""
         assert ranks.listener is not None, "a fleet is rank 0's"
-        self.members: list[Member] = []
+        self.handles: list[EngineHandle] = []
         self.newest_version = 0
         self._earlier: list[BackgroundCall] = []
         if after is not None:
             self.newest_version, self._earlier = after.newest_version, after._under_way()
         self.state = UpdateState.CLOSED
-        self._audience: list[Member] = []
+        self._audience: list[EngineHandle] = []
         self._numbers = itertools.count()
         self._ranks = ranks
         self._listener: Listener = ranks.listener
@@ -134,11 +134,8 @@ class Fleet:
         self._over = False
         self._ended = threading.Event()
         self.add(engines)
-        for name, method, every_s in (
-            ("lease", self._answer_pings, _PING_LOOK_S),
-            ("health", self._ask_whether_alive, _HEALTH_LOOK_S),
-        ):
-            in_thread(name, partial(repeat, weakref.WeakMethod(method), every_s, self._ended))
+        in_thread("lease", partial(repeat, weakref.WeakMethod(self._answer_pings), _PING_LOOK_S, self._ended))
+        in_thread("health", partial(repeat, weakref.WeakMethod(self._ask_whether_alive), _HEALTH_LOOK_S, self._ended))
 
     @property
     def paused_at(self) -> float:
@@ -158,21 +155,21 @@ class Fleet:
 
     def add(self, engines: Sequence[Engine]) -> None:
         """Take more engines, which are not called yet."""
-        self.members = self._audience = [*self.members, *(Member(one, next(self._numbers)) for one in engines)]
+        self.handles = self._audience = [*self.handles, *(EngineHandle(one, next(self._numbers)) for one in engines)]
 
-    def dismiss(self, members: Sequence[Member]) -> None:
+    def dismiss(self, handles: Sequence[EngineHandle]) -> None:
         """Release these engines, as they are. Another trainer may push to them."""
-        self.members = self._audience = [one for one in self.members if one not in members]
-        for one in members:
+        self.handles = self._audience = [one for one in self.handles if one not in handles]
+        for one in handles:
             one.hang_up()
 
-    def connect(self, members: Sequence[Member] | None = None) -> list[Worker]:
-        """Call the workers of every engine in, or of these members. They wait for messages until `release`."""
-        self._audience = [*(self.members if members is None else members)]
+    def connect(self, handles: Sequence[EngineHandle] | None = None) -> list[Worker]:
+        """Call the workers of every engine in, or of these engines. They wait for messages until `release`."""
+        self._audience = [*(self.handles if handles is None else handles)]
         self._await_earlier()
         deadline = Deadline(self._timeout_s)
         calls = {one: self._call_in(one) for one in self._audience}
-        early: list[Member] = []
+        early: list[EngineHandle] = []
         for one in self._audience:
             if not one.workers:
                 arrived = arrivals([calls[one]], self._listener, self._check_everyone, deadline)
@@ -187,7 +184,7 @@ class Fleet:
             self._calls = [*calls.values()]
         return self.workers
 
-    def _call_in(self, one: Member) -> BackgroundCall:
+    def _call_in(self, one: EngineHandle) -> BackgroundCall:
         """Begin to call the workers of an engine in."""
         where = one.engine.host  # which may ask the engine, and raise a `TimeoutError`
         try:
@@ -230,12 +227,12 @@ class Fleet:
         self._send(Release(), deadline, phase)
         self._await_calls(deadline, phase)
 
-    def open(self, members: Sequence[Member] | None = None) -> None:
-        """Begin to pause generation and to open the update, everywhere or for these members.
+    def open(self, handles: Sequence[EngineHandle] | None = None) -> None:
+        """Begin to pause generation and to open the update, everywhere or for these engines.
 
         Returns at once; `opened` waits.
         """
-        self._audience = [*(self.members if members is None else members)]
+        self._audience = [*(self.handles if handles is None else handles)]
         for worker in self.workers:  # an engine that was started anew at the same address is left alone
             worker.connection.check("pause")
         self._changing = []
@@ -263,12 +260,12 @@ class Fleet:
         self.opened()
         self.check()
         self.release("pause")
-        self._all("pause", self._audience, Member.withdraw)
-        self._all("pause", self._audience, Member.resume)
+        self._all("pause", self._audience, EngineHandle.withdraw)
+        self._all("pause", self._audience, EngineHandle.resume)
         self.state = UpdateState.CLOSED
 
-    def go(self, message: Go, members: Sequence[Member] | None = None) -> None:
-        """Tell every worker, or those of these members, to run its part of the plan.
+    def go(self, message: Go, handles: Sequence[EngineHandle] | None = None) -> None:
+        """Tell every worker, or those of these engines, to run its part of the plan.
 
         From here on the engines' weights are a mixture. A rank or a worker that is known to have gone is raised before.
         """
@@ -276,7 +273,7 @@ class Fleet:
         self.check()
         self._version, self.state = message.version, UpdateState.DIRTY
         deadline = Deadline(self._timeout_s)
-        for one in self._audience if members is None else members:
+        for one in self._audience if handles is None else handles:
             one.go(message, deadline)
 
     def done(self, timeout_s: float | None = None) -> list[Done]:
@@ -300,7 +297,7 @@ class Fleet:
         self._wait(resets, Deadline(self._timeout_s), "commit")
         # Only now: an engine that remembers what old weights computed must not resume.
         self.state = UpdateState.COMMITTED
-        self._all("resume", self._audience, Member.resume)
+        self._all("resume", self._audience, EngineHandle.resume)
         self.state = UpdateState.CLOSED
         return answers
 
@@ -325,8 +322,8 @@ class Fleet:
             if (refusal := next((each for each in said if isinstance(each, kind)), None)) is not None:
                 return refusal
         may_be_engines = isinstance(error, (PeerError, EngineError, SyncTimeoutError))
-        if may_be_engines and (lost := find_lost(self.members, error)):
-            error.add_facts(lost=lost, survivors=[o.engine.name for o in self.members if o.engine.name not in lost])
+        if may_be_engines and (lost := find_lost(self.handles, error)):
+            error.add_facts(lost=lost, survivors=[o.engine.name for o in self.handles if o.engine.name not in lost])
         elif isinstance(error, PeerError):
             # A worker that fails says why and leaves the transfer, which may be seen to break before its words come.
             return next((e for e in said if e is not None and not isinstance(e, (PeerError, SyncTimeoutError))), error)
@@ -340,11 +337,11 @@ class Fleet:
         """
         state, self._over = self.state, True
         silent = {*getattr(error, "lost", []), *getattr(error, "waiting_for", [])}
-        deadline = Deadline(0.0 if silent.issuperset(one.engine.name for one in self.members) else _FAREWELL_S)
+        deadline = Deadline(0.0 if silent.issuperset(one.engine.name for one in self.handles) else _FAREWELL_S)
         held = [one for one in self._audience if one.is_held()]
         for one in self._audience:
             one.give_up()
-        everyone = [worker for one in self.members for worker in one.workers]
+        everyone = [worker for one in self.handles for worker in one.workers]
         for worker in everyone:
             with suppress(WeightSyncError):  # it is gone
                 worker.connection.send(Failure(error.to_fields()), deadline, "fail")
@@ -352,7 +349,7 @@ class Fleet:
         self._listener.close()
         join([*([self._opening] if self._opening else []), *self._calls, *self._changing], silent, deadline)
         if state in (UpdateState.OPEN, UpdateState.DIRTY):
-            silent |= self._try_all("give up", held, Member.take_back, silent, deadline)
+            silent |= self._try_all("give up", held, EngineHandle.take_back, silent, deadline)
         if state is UpdateState.DIRTY:
             # The version that vLLM reports with every answer is where people look. Generation stays paused.
             mark = f"{POISONED}: the push of version {self._version} failed"
@@ -366,11 +363,11 @@ class Fleet:
     def close(self) -> None:
         """Disconnect from the workers. Another trainer may push afterwards."""
         self._ended.set()
-        self.dismiss(self.members)
+        self.dismiss(self.handles)
 
     def _answer_pings(self) -> None:
         """Show workers that ask that this process is alive, whatever its other threads do, and ask them the same."""
-        for one in self.members:
+        for one in self.handles:
             for worker in one.workers:
                 if worker.connection.answer_pings():
                     self._listener.wake()  # else a wait for what was taken in would last a turn
@@ -384,12 +381,12 @@ class Fleet:
     def _open(self) -> None:
         try:
             left_open = [one for one in self._audience if one.is_left_open]
-            self._all("pause", left_open, Member.finish_left_open, in_opening=True)
-            self._all("pause", [one for one in self._audience if not one.was_asked], Member.ask, in_opening=True)
+            self._all("pause", left_open, EngineHandle.finish_left_open, in_opening=True)
+            self._all("pause", [one for one in self._audience if not one.was_asked], EngineHandle.ask, in_opening=True)
             # Both at once: requests that are running have to end a step first, or all of their tokens.
-            pause = partial(Member.pause, mode=self._pause)
-            self._all("pause", self._audience, pause, Member.start, in_opening=True)
-            self._all("pause", self._audience, Member.mark, in_opening=True)
+            pause = partial(EngineHandle.pause, mode=self._pause)
+            self._all("pause", self._audience, pause, EngineHandle.start, in_opening=True)
+            self._all("pause", self._audience, EngineHandle.mark, in_opening=True)
         except WeightSyncError as error:
             error.phase = error.phase or "pause"
             raise
@@ -451,19 +448,19 @@ class Fleet:
         finally:
             self._calls = []
 
-    def _all(self, phase: str, members: Sequence[Member], *methods: _Method, in_opening: bool = False) -> None:
+    def _all(self, phase: str, handles: Sequence[EngineHandle], *methods: _Method, in_opening: bool = False) -> None:
         """Call these methods with each of these engines, all at once, and wait."""
-        calls = [self._call(phase, one, method) for method in methods for one in members]
+        calls = [self._call(phase, one, method) for method in methods for one in handles]
         self._wait(calls, Deadline(self._timeout_s), phase, in_opening)
 
     def _try_all(
-        self, phase: str, members: Sequence[Member], method: _Method, silent: Collection[str], deadline: Deadline
+        self, phase: str, handles: Sequence[EngineHandle], method: _Method, silent: Collection[str], deadline: Deadline
     ) -> set[str]:
         """Call this method with each of these engines. See `join` for the rest."""
-        calls = [self._call(phase, one, method) for one in members]
+        calls = [self._call(phase, one, method) for one in handles]
         return join(calls, silent, Deadline(max(deadline.left_s(), _LEAST_S)))
 
-    def _call(self, phase: str, one: Member, method: _Method) -> BackgroundCall:
+    def _call(self, phase: str, one: EngineHandle, method: _Method) -> BackgroundCall:
         call = BackgroundCall(self._listener, phase, one.call, method, who=one.engine.name)
         self._changing.append(call)
         return call

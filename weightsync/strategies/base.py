@@ -165,12 +165,12 @@ class FleetStrategy(UpdateStrategy):
             return False
         update.check = fleet.check
         engines = self._find_engines()
-        for one in fleet.members:
+        for one in fleet.handles:
             one.check_fence()
-        gone = [one for one in fleet.members if one.engine not in engines or not one.is_held()]
+        gone = [one for one in fleet.handles if one.engine not in engines or not one.is_held()]
         if gone:
             fleet.dismiss(gone)
-        known = [one.engine for one in fleet.members]
+        known = [one.engine for one in fleet.handles]
         new = [one for one in engines if one not in known]
         if new:
             fleet.add(new)

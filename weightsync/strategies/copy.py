@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.fleet import EngineList
-from weightsync.fleet.engine_handle import CALLER, Member, Worker
+from weightsync.fleet.engine_handle import CALLER, EngineHandle, Worker
 from weightsync.fleet.fleet import Fleet
 from weightsync.kernels.digest import WHOLE
 from weightsync.net.update import Update
@@ -131,7 +131,7 @@ class CopyWeights(FleetStrategy):
         for link, due, those in zip(links, dues, digests, strict=True):
             if fleet is not None:
                 with timeline.during("transfer"):
-                    fleet.go(Go(version, link.sample, link.place_sample, those), link.members)
+                    fleet.go(Go(version, link.sample, link.place_sample, those), link.handles)
             with (
                 timeline.during("transfer"),
                 update.blaming_ranks(),
@@ -263,11 +263,11 @@ class CopyWeights(FleetStrategy):
         """Return what becomes of the links, on rank 0."""
         if self._fleet is None:
             return Course([], None, True)
-        members = self._fleet.members
-        joining = [one for one in members if not self._is_served(one)] if late else None
-        return choose_course(self._links, holds, members, joining, self._another is None)
+        handles = self._fleet.handles
+        joining = [one for one in handles if not self._is_served(one)] if late else None
+        return choose_course(self._links, holds, handles, joining, self._another is None)
 
-    def _is_served(self, one: Member) -> bool:
+    def _is_served(self, one: EngineHandle) -> bool:
         return self._pushed is not None and one.served == self._pushed.version
 
     def _choose_version(self, update: Update, links: Sequence[Link], late: bool) -> int:
@@ -278,7 +278,7 @@ class CopyWeights(FleetStrategy):
         newest = max(link.transport.newest_version for link in links)
         if not late or self._pushed is None:
             return update.choose_version(max(newest, fleet.newest_version))
-        newest = max(newest, *(one.newest_version for link in links for one in link.members))
+        newest = max(newest, *(one.newest_version for link in links for one in link.handles))
         if newest >= self._pushed.version:
             raise ConfigError(
                 f"what is to catch up with version {self._pushed.version} has had version {newest}, and versions only "
@@ -295,7 +295,7 @@ class CopyWeights(FleetStrategy):
             if left and rank:
                 link.transport.leave_out(left)
             if self._fleet is not None:
-                link.members = [one for one in link.members if one in self._fleet.members]
+                link.handles = [one for one in link.handles if one in self._fleet.handles]
         self._links = [before[number] for number, _ in course.kept]
         for link in before:
             if link not in self._links and link.transport is not again:
@@ -313,7 +313,7 @@ class CopyWeights(FleetStrategy):
         """Begin to open the update of these links' engines, on rank 0."""
         if self._fleet is not None:
             with update.timeline.during("pause"):
-                self._fleet.open([one for link in links for one in link.members])
+                self._fleet.open([one for link in links for one in link.handles])
 
     def _negotiate(
         self, update: Update, model: Model, shards: list[TensorShard], transport: Transport, late: bool
@@ -328,21 +328,21 @@ class CopyWeights(FleetStrategy):
         held = locate(shards, ranks.rank)
         inventory = take_inventory(manifest, shards, held, ranks.rank, transport, options)
         everyone: list[Inventory] = ranks.gather(inventory, "plan", Inventory)
-        members: list[Member] = []
+        handles: list[EngineHandle] = []
         workers: list[Worker] = []
         made = None
         if ranks.rank == 0:
             fleet = self._open_fleet(update)
-            linked = [one for link in self._links for one in link.members]
-            members = [one for one in fleet.members if one not in linked and not (late and self._is_served(one))]
-            workers = fleet.connect(members)
+            linked = [one for link in self._links for one in link.handles]
+            handles = [one for one in fleet.handles if one not in linked and not (late and self._is_served(one))]
+            workers = fleet.connect(handles)
             made = compile_plan(fleet, everyone, transport, self._bucketer, options)
         plan: TransferPlan = ranks.broadcast(made, "plan", TransferPlan)
         with update.timeline.during("connect"):
             if options.quantize is not None:
                 self._largest.connect(update, any(each.tensor.is_cuda for each in held.values()))
             self._connect(update, plan, LocalTensors(held, self._source.gather, model), transport)
-        return Link(transport, plan, self._verify, workers, members)
+        return Link(transport, plan, self._verify, workers, handles)
 
     def _connect(self, update: Update, plan: TransferPlan, tensors: LocalTensors, transport: Transport) -> None:
         """Connect transport and workers, and prove what is read in place. Collective."""

@@ -55,8 +55,8 @@ def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> 
         parts.append(f"missing {len(missing)}: {some(missing)}")
         if absent := _absent_layers(missing, manifest):
             parts.append(
-                f"nothing came of {some(absent)}: the trainer has fewer layers, or a pipeline stage did not push all "
-                "of its chunks"
+                f"nothing came of {some(absent)}: the trainer has fewer layers, or a pipeline stage did not push "
+                "all of its chunks"
             )
         if missing == ["lm_head.weight"]:
             parts.append(

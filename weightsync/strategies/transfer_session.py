@@ -12,7 +12,7 @@ from functools import cached_property
 
 from msgspec import Struct
 
-from weightsync.fleet.engine_handle import Member, Worker
+from weightsync.fleet.engine_handle import EngineHandle, Worker
 from weightsync.kernels.digest import SAMPLES, WHOLE
 from weightsync.planning.transfer_plan import TransferPlan
 from weightsync.transports.base import Transport
@@ -28,7 +28,7 @@ class Link:
     """What holds while this rank's shards lie where they lay.
 
     verify: the option of `WeightSync`.
-    workers, members: those that were negotiated with, and the engines that are left of them, on rank 0.
+    workers, handles: those that were negotiated with, and the engines that are left of them, on rank 0.
     pushes: how many every engine has committed.
     """
 
@@ -36,7 +36,7 @@ class Link:
     plan: TransferPlan
     verify: str
     workers: list[Worker]
-    members: list[Member]
+    handles: list[EngineHandle]
     pushes: int = 0
 
     @property
@@ -105,27 +105,31 @@ class Course(Struct):
 
 
 def choose_course(
-    links: Sequence[Link], holds: bool, members: Sequence[Member], joining: Sequence[Member] | None, is_only: bool
+    links: Sequence[Link],
+    holds: bool,
+    handles: Sequence[EngineHandle],
+    joining: Sequence[EngineHandle] | None,
+    is_only: bool,
 ) -> Course:
-    """Return what becomes of the links, where these members are there.
+    """Return what becomes of the links, where these engines are there.
 
     holds: the model lies where it lay. joining: who gets a link, or None for everyone without one. is_only: there is
     one transport, which serves all of them or none.
     """
     kept = []
-    linked: list[Member] = []
+    linked: list[EngineHandle] = []
     for number, link in enumerate(links) if holds else ():
-        staying = [one for one in link.members if one in members]
+        staying = [one for one in link.handles if one in handles]
         left: list[int] = []
-        if len(staying) < len(link.members):
+        if len(staying) < len(link.handles):
             left = [at for at, worker in enumerate(link.workers) if all(worker not in one.workers for one in staying)]
         if staying and (not left or link.transport.leave_out(left)):
             kept.append((number, left))
             linked += staying
-    wanted = [one for one in members if one not in linked] if joining is None else [*joining]
+    wanted = [one for one in handles if one not in linked] if joining is None else [*joining]
     if wanted and (is_only or len(kept) >= _MOST):
         kept = []
-        wanted = [*members] if joining is None else wanted
+        wanted = [*handles] if joining is None else wanted
     dropped = [number for number in range(len(links)) if number not in dict(kept)]
-    again = next((number for number in dropped if set(links[number].members) == set(wanted)), None)
+    again = next((number for number in dropped if set(links[number].handles) == set(wanted)), None)
     return Course(kept, again, bool(wanted))
