@@ -115,11 +115,11 @@ class Fleet:
         assert ranks.listener is not None, "a fleet is rank 0's"
         self.handles: list[EngineHandle] = []
         self.newest_version = 0
-        self._earlier: list[BackgroundCall] = []
+        self._previous_calls: list[BackgroundCall] = []
         if after is not None:
-            self.newest_version, self._earlier = after.newest_version, after._under_way()
+            self.newest_version, self._previous_calls = after.newest_version, after._under_way()
         self.state = UpdateState.CLOSED
-        self._audience: list[EngineHandle] = []
+        self._active: list[EngineHandle] = []
         self._numbers = itertools.count()
         self._ranks = ranks
         self._listener: Listener = ranks.listener
@@ -140,37 +140,37 @@ class Fleet:
     @property
     def paused_at(self) -> float:
         """When generation was paused for this push, on the first of the engines."""
-        return min(one.paused_at for one in self._audience)
+        return min(one.paused_at for one in self._active)
 
     @property
     def workers(self) -> list[Worker]:
         """The workers that the conversation is with."""
-        return [worker for one in self._audience for worker in one.workers]
+        return [worker for one in self._active for worker in one.workers]
 
     @property
     def host(self) -> str:
         """This process's address that every engine of the conversation reaches."""
-        addresses = [self._listener.listen(one.engine.host)[0] for one in self._audience]
+        addresses = [self._listener.listen(one.engine.host)[0] for one in self._active]
         return next((address for address in addresses if not is_loopback(address)), addresses[0])
 
     def add(self, engines: Sequence[Engine]) -> None:
         """Take more engines, which are not called yet."""
-        self.handles = self._audience = [*self.handles, *(EngineHandle(one, next(self._numbers)) for one in engines)]
+        self.handles = self._active = [*self.handles, *(EngineHandle(one, next(self._numbers)) for one in engines)]
 
-    def dismiss(self, handles: Sequence[EngineHandle]) -> None:
+    def remove(self, handles: Sequence[EngineHandle]) -> None:
         """Release these engines, as they are. Another trainer may push to them."""
-        self.handles = self._audience = [one for one in self.handles if one not in handles]
+        self.handles = self._active = [one for one in self.handles if one not in handles]
         for one in handles:
             one.hang_up()
 
     def connect(self, handles: Sequence[EngineHandle] | None = None) -> list[Worker]:
         """Call the workers of every engine in, or of these engines. They wait for messages until `release`."""
-        self._audience = [*(self.handles if handles is None else handles)]
+        self._active = [*(self.handles if handles is None else handles)]
         self._await_earlier()
         deadline = Deadline(self._timeout_s)
-        calls = {one: self._call_in(one) for one in self._audience}
+        calls = {one: self._call_in(one) for one in self._active}
         early: list[EngineHandle] = []
-        for one in self._audience:
+        for one in self._active:
             if not one.workers:
                 arrived = arrivals([calls[one]], self._listener, self._check_everyone, deadline)
                 admit(one, calls, early, self._listener, arrived, deadline)
@@ -207,7 +207,7 @@ class Fleet:
         self._send(ExportParameters(list(processes)), deadline, "connect")
         return self._collect(ParametersExported, deadline, "connect")
 
-    def attach(self, messages: Sequence[Connect], meet: Callable[[Deadline], None]) -> None:
+    def connect_transport(self, messages: Sequence[Connect], meet: Callable[[Deadline], None]) -> None:
         """Send every worker its `Connect`, and wait until it has mapped or joined what that names.
 
         `meet` runs in a thread meanwhile.
@@ -230,16 +230,16 @@ class Fleet:
     def open(self, handles: Sequence[EngineHandle] | None = None) -> None:
         """Begin to pause generation and to open the update, everywhere or for these engines.
 
-        Returns at once; `opened` waits.
+        Returns at once; `wait_open` waits.
         """
-        self._audience = [*(self.handles if handles is None else handles)]
+        self._active = [*(self.handles if handles is None else handles)]
         for worker in self.workers:  # an engine that was started anew at the same address is left alone
             worker.connection.check("pause")
         self._changing = []
         self.state = UpdateState.OPEN
         self._opening = BackgroundCall(self._listener, "open", self._open)
 
-    def opened(self) -> None:
+    def wait_open(self) -> None:
         """Wait until generation is paused everywhere and every worker serves the update, or has refused it."""
         opening = self._opening
         if opening is None:
@@ -257,11 +257,11 @@ class Fleet:
 
     def cancel(self) -> None:
         """Close the update that was opened, before `go`: the engines generate as before."""
-        self.opened()
+        self.wait_open()
         self.check()
         self.release("pause")
-        self._all("pause", self._audience, EngineHandle.withdraw)
-        self._all("pause", self._audience, EngineHandle.resume)
+        self._all("pause", self._active, EngineHandle.withdraw)
+        self._all("pause", self._active, EngineHandle.resume)
         self.state = UpdateState.CLOSED
 
     def go(self, message: Go, handles: Sequence[EngineHandle] | None = None) -> None:
@@ -273,10 +273,10 @@ class Fleet:
         self.check()
         self._version, self.state = message.version, UpdateState.DIRTY
         deadline = Deadline(self._timeout_s)
-        for one in self._audience if handles is None else handles:
+        for one in self._active if handles is None else handles:
             one.go(message, deadline)
 
-    def done(self, timeout_s: float | None = None) -> list[Done]:
+    def wait_done(self, timeout_s: float | None = None) -> list[Done]:
         """Wait until every worker has verified and loaded everything; at most `timeout_s`, or one wait's time."""
         return self._collect(Done, Deadline(timeout_s or self._timeout_s), "load")
 
@@ -287,17 +287,17 @@ class Fleet:
         self.newest_version = max(self.newest_version, self._version)
         self._send(Commit(self._version), deadline, "commit")
         # An engine does one thing after the other: this one waits behind the update, and saves a round trip.
-        resets = [self._call("commit", one, lambda each: each.engine.reset_caches()) for one in self._audience]
+        resets = [self._call("commit", one, lambda each: each.engine.reset_caches()) for one in self._active]
         answers = self._collect(Committed, deadline, "commit")
-        for one in self._audience:
+        for one in self._active:
             one.runs = False
         self._await_calls(deadline, "commit")
         version, text = self._version, str(self._version) if label is None else label
-        self._all("commit", self._audience, lambda one: one.finish(version, text))
+        self._all("commit", self._active, lambda one: one.finish(version, text))
         self._wait(resets, Deadline(self._timeout_s), "commit")
         # Only now: an engine that remembers what old weights computed must not resume.
         self.state = UpdateState.COMMITTED
-        self._all("resume", self._audience, EngineHandle.resume)
+        self._all("resume", self._active, EngineHandle.resume)
         self.state = UpdateState.CLOSED
         return answers
 
@@ -338,8 +338,8 @@ class Fleet:
         state, self._over = self.state, True
         silent = {*getattr(error, "lost", []), *getattr(error, "waiting_for", [])}
         deadline = Deadline(0.0 if silent.issuperset(one.engine.name for one in self.handles) else _FAREWELL_S)
-        held = [one for one in self._audience if one.is_held()]
-        for one in self._audience:
+        held = [one for one in self._active if one.is_held()]
+        for one in self._active:
             one.give_up()
         everyone = [worker for one in self.handles for worker in one.workers]
         for worker in everyone:
@@ -363,7 +363,7 @@ class Fleet:
     def close(self) -> None:
         """Disconnect from the workers. Another trainer may push afterwards."""
         self._ended.set()
-        self.dismiss(self.handles)
+        self.remove(self.handles)
 
     def _answer_pings(self) -> None:
         """Show workers that ask that this process is alive, whatever its other threads do, and ask them the same."""
@@ -375,35 +375,35 @@ class Fleet:
 
     def _ask_whether_alive(self) -> None:
         """Ask engines whether they are alive, while a push or a call is under way."""
-        for one in self._audience if self._calls or self.state is not UpdateState.CLOSED else ():
+        for one in self._active if self._calls or self.state is not UpdateState.CLOSED else ():
             one.ask_whether_alive()
 
     def _open(self) -> None:
         try:
-            left_open = [one for one in self._audience if one.is_left_open]
+            left_open = [one for one in self._active if one.is_left_open]
             self._all("pause", left_open, EngineHandle.finish_left_open, in_opening=True)
-            self._all("pause", [one for one in self._audience if not one.was_asked], EngineHandle.ask, in_opening=True)
+            self._all("pause", [one for one in self._active if not one.was_asked], EngineHandle.ask, in_opening=True)
             # Both at once: requests that are running have to end a step first, or all of their tokens.
             pause = partial(EngineHandle.pause, mode=self._pause)
-            self._all("pause", self._audience, pause, EngineHandle.start, in_opening=True)
-            self._all("pause", self._audience, EngineHandle.mark, in_opening=True)
+            self._all("pause", self._active, pause, EngineHandle.start, in_opening=True)
+            self._all("pause", self._active, EngineHandle.mark, in_opening=True)
         except WeightSyncError as error:
             error.phase = error.phase or "pause"
             raise
         if not self._over:
-            for one in self._audience:
+            for one in self._active:
                 info, who = {"session": self._id}, one.engine.name
                 self._calls.append(BackgroundCall(self._listener, "update", one.engine.update, info, who=who))
 
     def _under_way(self) -> list[BackgroundCall]:
         """Return the calls that `fail` did not wait for, here and before. Each may pause or resume an engine."""
-        calls = [*self._earlier, *self._changing, *([self._opening] if self._opening else [])]
+        calls = [*self._previous_calls, *self._changing, *([self._opening] if self._opening else [])]
         return [call for call in calls if call.is_alive()]
 
     def _await_earlier(self) -> None:
         """Wait for the calls of pushes that failed, to the engines that the conversation is with."""
-        names, deadline = {"", *(one.engine.name for one in self._audience)}, Deadline(self._timeout_s)
-        while late := [call for call in self._earlier if call.who in names and call.is_alive()]:
+        names, deadline = {"", *(one.engine.name for one in self._active)}, Deadline(self._timeout_s)
+        while late := [call for call in self._previous_calls if call.who in names and call.is_alive()]:
             if deadline.passed():
                 raise SyncTimeoutError(
                     f"{late[0].name}, of the push that failed, did not return within {self._timeout_s:g} s",
@@ -428,7 +428,7 @@ class Fleet:
         self._ranks.wait(0.0)
 
     def _check_health(self) -> None:
-        for one in self._audience:
+        for one in self._active:
             one.check_health(self._timeout_s)
 
     def _check_everyone(self) -> None:

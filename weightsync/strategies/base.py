@@ -169,7 +169,7 @@ class FleetStrategy(UpdateStrategy):
             one.check_fence()
         gone = [one for one in fleet.handles if one.engine not in engines or not one.is_held()]
         if gone:
-            fleet.dismiss(gone)
+            fleet.remove(gone)
         known = [one.engine for one in fleet.handles]
         new = [one for one in engines if one not in known]
         if new:

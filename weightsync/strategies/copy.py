@@ -125,7 +125,7 @@ class CopyWeights(FleetStrategy):
         nbytes = max(link.nbytes for link in links)
         if fleet is not None:
             with timeline.during("pause"):
-                fleet.opened()
+                fleet.wait_open()
             opened = time.perf_counter()
         self._memory.begin(model, self._shards or ())
         for link, due, those in zip(links, dues, digests, strict=True):
@@ -143,7 +143,7 @@ class CopyWeights(FleetStrategy):
         pushed = self._memory.note(version, label)  # while workers load
         with timeline.during("load"), update.blaming_ranks():
             patience_s = max(link.done_s(self._options.timeout_s) for link in links)
-            done = fleet.done(patience_s) if fleet is not None else []
+            done = fleet.wait_done(patience_s) if fleet is not None else []
             own = sent - opened, sum(link.transport.sent_bytes for link in links)
             everyone = ranks.gather(own, "transfer")  # every rank has sent its part
             timeline.sent_s = [seconds for seconds, _ in everyone]
@@ -367,7 +367,7 @@ class CopyWeights(FleetStrategy):
                 )
                 for number, endpoint in enumerate(endpoints)
             ]
-            fleet.attach(messages, transport.connect)
+            fleet.connect_transport(messages, transport.connect)
             fleet.release("init")
         ranks.broadcast(None, "connect")
 

@@ -141,9 +141,9 @@ class SharedMemory(FleetStrategy):
         with timeline.during("pause"):
             if fleet is not None:
                 fleet.open()
-                fleet.opened()
+                fleet.wait_open()
                 fleet.go(Go(version, None, 0, []))  # from here on the weights are a mixture
-                fleet.done()
+                fleet.wait_done()
             ranks.broadcast(None, "pause")
         paused = time.perf_counter()
         with timeline.during("write"):
