@@ -882,7 +882,7 @@ def test_a_call_that_ends_late_takes_nothing_back_from_another_trainer(method, p
     calls: list[str] = []
 
     def fall_behind(*_: Any) -> None:
-        one.give_up()
+        one.mark_failed()
         worker.send(Failure(FencedError("another trainer has it").to_fields()), Deadline(5), "test")
         worker.close()
 
@@ -900,8 +900,8 @@ def test_a_mark_that_comes_late_is_taken_back():
 
     def fall_behind(version: str) -> None:
         if not one.is_over:
-            one.give_up()
-            one.take_back()
+            one.mark_failed()
+            one.roll_back()
         said.append(version)
 
     engine: Any = SimpleNamespace(set_version=fall_behind)

@@ -141,7 +141,7 @@ class EngineHandle:
         self.engine.finish(None)
         self.is_left_open = False
 
-    def ask(self) -> None:
+    def read_version(self) -> None:
         """Ask for the version, before the first push changes what it is."""
         self.version, self.was_asked = self.engine.version(), True
 
@@ -158,7 +158,7 @@ class EngineHandle:
         finally:
             if self.is_over:  # the fleet did not wait for this call; what it resumed was not paused yet
                 self.is_paused = True
-                self.call(EngineHandle.take_back)
+                self.call(EngineHandle.roll_back)
 
     def _check_paused(self) -> None:
         """Raise where the engine says that it generates. Not every engine can say so."""
@@ -176,7 +176,7 @@ class EngineHandle:
         self.engine.start()
         self.is_started = True
         if self.is_over:
-            self.call(EngineHandle.take_back)
+            self.call(EngineHandle.roll_back)
 
     def mark(self) -> None:
         """Mark the engine before anything is written, since the trainer may die before it can."""
@@ -186,7 +186,7 @@ class EngineHandle:
         self.engine.set_version(f"{POISONED}: a push is under way, or its trainer has died")
         if self.is_over:
             self.is_marked = True
-            self.call(EngineHandle.take_back)
+            self.call(EngineHandle.roll_back)
 
     def go(self, message: Go, deadline: Deadline) -> None:
         """Tell the workers to run their part of the plan."""
@@ -201,7 +201,7 @@ class EngineHandle:
         self.version, self.is_marked = label if self.version is not None else None, False
         self.is_poisoned, self.served = False, version
 
-    def withdraw(self) -> None:
+    def abort_update(self) -> None:
         """Finish the update, in which nothing was written. The engine then reports its version as before."""
         self._finish(None)
         self._unmark()
@@ -212,14 +212,14 @@ class EngineHandle:
             self.is_paused = False
             self.engine.resume()
 
-    def give_up(self) -> None:
+    def mark_failed(self) -> None:
         """Note that the push has failed."""
         # What the engine remembers may be of other weights, though: the mark of an earlier push says so.
         marked = (self.version or "").startswith(POISONED)
         self.is_whole = not (self.is_dirty or self.is_poisoned or marked)
         self.is_over, self.runs = True, False
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         """Finish the update after a failure. Where the weights are whole, let the engine generate as before."""
         with self.lock:
             try:

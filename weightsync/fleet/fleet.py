@@ -260,7 +260,7 @@ class Fleet:
         self.wait_open()
         self.check()
         self.release("pause")
-        self._all("pause", self._active, EngineHandle.withdraw)
+        self._all("pause", self._active, EngineHandle.abort_update)
         self._all("pause", self._active, EngineHandle.resume)
         self.state = UpdateState.CLOSED
 
@@ -340,7 +340,7 @@ class Fleet:
         deadline = Deadline(0.0 if silent.issuperset(one.engine.name for one in self.handles) else _FAREWELL_S)
         held = [one for one in self._active if one.is_held()]
         for one in self._active:
-            one.give_up()
+            one.mark_failed()
         everyone = [worker for one in self.handles for worker in one.workers]
         for worker in everyone:
             with suppress(WeightSyncError):  # it is gone
@@ -349,7 +349,7 @@ class Fleet:
         self._listener.close()
         join([*([self._opening] if self._opening else []), *self._calls, *self._changing], silent, deadline)
         if state in (UpdateState.OPEN, UpdateState.DIRTY):
-            silent |= self._try_all("give up", held, EngineHandle.take_back, silent, deadline)
+            silent |= self._try_all("give up", held, EngineHandle.roll_back, silent, deadline)
         if state is UpdateState.DIRTY:
             # The version that vLLM reports with every answer is where people look. Generation stays paused.
             mark = f"{POISONED}: the push of version {self._version} failed"
@@ -382,7 +382,9 @@ class Fleet:
         try:
             left_open = [one for one in self._active if one.is_left_open]
             self._all("pause", left_open, EngineHandle.finish_left_open, in_opening=True)
-            self._all("pause", [one for one in self._active if not one.was_asked], EngineHandle.ask, in_opening=True)
+            self._all(
+                "pause", [one for one in self._active if not one.was_asked], EngineHandle.read_version, in_opening=True
+            )
             # Both at once: requests that are running have to end a step first, or all of their tokens.
             pause = partial(EngineHandle.pause, mode=self._pause)
             self._all("pause", self._active, pause, EngineHandle.start, in_opening=True)
