@@ -17,7 +17,7 @@ from ranks import run_ranks
 from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
 from weightsync.net.runtime import Deadline
 from weightsync.transports import communicator as communicators
-from weightsync.transports.communicator import _ARRIVED, Communicator, Rendezvous
+from weightsync.transports.communicator import _ARRIVED, Communicator, RendezvousStore
 from weightsync.transports.gloo_port import GlooPort
 
 HOST = "127.0.0.1"
@@ -40,7 +40,7 @@ def still_works(device: torch.device) -> None:
 
 def alone(rank: int, kind: str, ending: str) -> None:
     """The other member never comes, or is seen at the store and never reached."""
-    device, rendezvous, started = device_of(kind, rank), Rendezvous(HOST), time.monotonic()
+    device, rendezvous, started = device_of(kind, rank), RendezvousStore(HOST), time.monotonic()
 
     def wait(seconds: float) -> None:
         time.sleep(seconds)
@@ -75,7 +75,7 @@ def meet(rank: int, device: torch.device, place: Path) -> Communicator:
     ends = ([], [1]) if rank == 0 else ([0], [])
     rendezvous = None
     if rank == 0:
-        rendezvous = Rendezvous(HOST)
+        rendezvous = RendezvousStore(HOST)
         place.with_suffix(".new").write_text(str(rendezvous.port))
         place.with_suffix(".new").rename(place)
     while not place.exists():

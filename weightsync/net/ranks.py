@@ -24,7 +24,7 @@ from weightsync.net.connection import Connection, dial
 from weightsync.net.ending import Ending
 from weightsync.net.hold import Hold
 from weightsync.net.listener import Listener
-from weightsync.net.rendezvous import ALL_PUSH, Meeting
+from weightsync.net.rendezvous import ALL_PUSH, Rendezvous
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
 from weightsync.net.wire import PROTOCOL, Failure, Hello, Value
@@ -313,8 +313,8 @@ class Ranks:
 
     def _call(self, lost: list[int], listener: Listener, call: Call) -> None:
         """Wait for these ranks, on rank 0. A rank that cannot connect says why, and all ranks raise."""
-        meeting, deadline = Meeting(self._members), Deadline(self.timeout_s)
-        meeting.call(lost, call.what())
+        meeting, deadline = Rendezvous(self._members), Deadline(self.timeout_s)
+        meeting.invite(lost, call.what())
         try:
             # Rank 0's own name may be that of the loopback on its host. Its interface that faces another rank is not.
             faced = [each for each in meeting.hosts(deadline) if each and not is_loopback(each)]
@@ -323,7 +323,7 @@ class Ranks:
             except (OSError, ConfigError) as error:
                 raise PeerError(f"trainer rank 0 cannot listen for the other ranks: {error}") from error
             offer = f"{self.host} {port} {listener.token}"
-            meeting.say(offer)
+            meeting.publish(offer)
             listener.expect(_ROLE)
             for rank in lost:
                 with _hint(ALL_PUSH):
@@ -332,7 +332,7 @@ class Ranks:
                     self._peers[rank].close()
                 self._peers[rank] = connection
         except WeightSyncError as error:
-            meeting.say("", refusal=error.message)
+            meeting.publish("", refusal=error.message)
             raise
 
     def listen_anew(self, phase: str) -> None:
@@ -347,13 +347,13 @@ class Ranks:
     def _join(self, call: Call, has_heard: bool) -> None:
         """Connect to rank 0, on another rank. Both raise where that fails."""
         self.part()
-        meeting, deadline = Meeting(self._members), Deadline(self.timeout_s)
-        self.host, port, token = meeting.take(_own_address(), deadline, call.what(), not has_heard).split()
+        meeting, deadline = Rendezvous(self._members), Deadline(self.timeout_s)
+        self.host, port, token = meeting.fetch(_own_address(), deadline, call.what(), not has_heard).split()
         self._address = self.host, int(port), token
         try:
             self._peers[0] = self.dial(_ROLE, deadline)
         except WeightSyncError as error:
-            meeting.lose(str(error))
+            meeting.report_failure(str(error))
             raise
 
     def dial(self, role: str, deadline: Deadline) -> Connection:

@@ -23,7 +23,7 @@ _NO = "! "
 """What a text begins with that says why nothing is offered."""
 
 
-class Meeting:
+class Rendezvous:
     """The ranks of a process group, or of the default one, at the default store. Raises `PeerError` where the store is
     gone."""
 
@@ -37,7 +37,7 @@ class Meeting:
         """Return the address that each other rank has said, on rank 0. Waits for those that have not come yet."""
         return [self._wait(f"host/{rank}", f"trainer rank {rank}", deadline) for rank in range(1, self.size)]
 
-    def call(self, lost: Sequence[int], what: str) -> None:
+    def invite(self, lost: Sequence[int], what: str) -> None:
         """Begin the next offer to each of these ranks, on rank 0. They wait for what `say` says.
 
         what: rank 0's call, as another rank compares it with its own.
@@ -47,7 +47,7 @@ class Meeting:
             for call in self._calls:
                 self._store.set(f"what/{call}", what)
 
-    def say(self, offer: str, refusal: str = "") -> None:
+    def publish(self, offer: str, refusal: str = "") -> None:
         """Make the offer, or say why there is none, on rank 0."""
         with _store():
             for call in self._calls:
@@ -60,7 +60,7 @@ class Meeting:
         if why:
             raise PeerError(why, phase="connect")
 
-    def take(self, host: str, deadline: Deadline, what: str, hears: bool) -> str:
+    def fetch(self, host: str, deadline: Deadline, what: str, hears: bool) -> str:
         """Return the next offer to this rank, on another rank. `host` is this rank's address, `what` is its call.
 
         Rank 0 may have given an offer up. Where its call was the same, this rank has come late: `PeerError` with rank
@@ -82,7 +82,7 @@ class Meeting:
                 if hears and is_same:
                     raise
 
-    def lose(self, why: str) -> None:
+    def report_failure(self, why: str) -> None:
         """Tell rank 0 why this rank cannot come. Raises `PeerError` when rank 0 has given up by itself."""
         offer = self._offer()
         with _store():

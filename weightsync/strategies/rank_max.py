@@ -15,7 +15,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.net.ranks import uses_nccl
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
-from weightsync.transports.communicator import Communicator, Rendezvous
+from weightsync.transports.communicator import Communicator, RendezvousStore
 
 
 class LargestOfRanks:
@@ -38,7 +38,7 @@ class LargestOfRanks:
         if ranks.size == 1 or self._communicator is not None:
             return
         self._names = [f"trainer rank {rank}" for rank in range(ranks.size) if rank != ranks.rank]
-        rendezvous = Rendezvous(ranks.host) if ranks.rank == 0 else None
+        rendezvous = RendezvousStore(ranks.host) if ranks.rank == 0 else None
         # gloo takes them all. NCCL refuses ranks that share a GPU, which those of a job on NCCL do not.
         kind = "cuda" if on_gpu and uses_nccl(self._members) else "cpu"
         place = rendezvous and [rendezvous.host, rendezvous.port, kind]

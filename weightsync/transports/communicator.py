@@ -50,7 +50,7 @@ would let `Pending.follow` wait for a member without a deadline.
 """
 
 
-class Rendezvous:
+class RendezvousStore:
     """Where the members of a communicator meet: a store on one interface only, held open by its first member.
 
     No two have the same `name`, though they may have the same address.
@@ -102,7 +102,7 @@ class Communicator:
     def __init__(
         self,
         place: list[Any],
-        rendezvous: Rendezvous | None,
+        rendezvous: RendezvousStore | None,
         rank: int,
         size: int,
         device: torch.device,

@@ -37,7 +37,7 @@ from weightsync.planning.layout import Count, Manifest, ShardLocation
 from weightsync.planning.transfer_plan import Chain, TransferPlan, choose_chains
 from weightsync.planning.wire_types import Reads, Storage
 from weightsync.transports.base import SLOTS, Endpoint, LocalTensors, Transport, TransportReceiver, Wait
-from weightsync.transports.communicator import Communicator, Pending, Rendezvous, UnderWay
+from weightsync.transports.communicator import Communicator, Pending, RendezvousStore, UnderWay
 from weightsync.transports.encoding import Encoder, Mailbox, length, read
 from weightsync.transports.staging import Layout, Packer, arriving, endpoint, leaving, slot_bytes
 
@@ -158,7 +158,7 @@ class NcclTransport(Transport):
             if communicator is None or communicator.size != size or not edges <= self._edges:
                 # Workers that are reached by the loopback are on this host, where any of its addresses will do.
                 near = ranks.size > 1 and is_loopback(plan.host)
-                rendezvous, self._edges = Rendezvous(ranks.host if near else plan.host), edges
+                rendezvous, self._edges = RendezvousStore(ranks.host if near else plan.host), edges
         place = communicator and communicator.place
         if rendezvous is not None:
             place = [rendezvous.host, rendezvous.port, rendezvous.name]
