@@ -29,7 +29,7 @@ from weightsync import (
     WeightSyncError,
 )
 from weightsync.fleet import fleet
-from weightsync.net.authentication import Seal
+from weightsync.net.authentication import FrameMac
 from weightsync.net.hold import Hold
 from weightsync.net.runtime import boot_id, started_ticks, this_process
 from weightsync.net.wire import POISONED
@@ -146,7 +146,7 @@ def test_answer_that_was_changed_on_the_way_is_no_fence(
     ):
         first.push(trainer_model(checkpoint(2)))
         connection = first._strategy._fleet.workers[0].connection
-        connection._sent = Seal(b"of another connection")
+        connection._sent = FrameMac(b"of another connection")
         second.push(trainer_model(checkpoint(3)))
         until(lambda: not connection.is_open())
         reported = connection.reported()

@@ -19,7 +19,7 @@ from hosts import Host, Hosts
 
 from weightsync import WeightSync, WeightSyncError
 from weightsync.net.addresses import HOST, PORTS
-from weightsync.net.authentication import KEY, Seal
+from weightsync.net.authentication import KEY, FrameMac
 from weightsync.net.connection import Connection
 from weightsync.net.runtime import Deadline, boot_id
 from weightsync.net.wire import PROTOCOL, Release
@@ -51,7 +51,7 @@ def dial(host: Host, name: str, port: int) -> str:
 
 def hold_open(host: Host, name: str, port: int, speaks: bool) -> None:
     """Connect as a worker does whose trainer waits for 2 s."""
-    connection = Connection(socket.create_connection((name, port)), "the other", Seal(b""), Seal(b""))
+    connection = Connection(socket.create_connection((name, port)), "the other", FrameMac(b""), FrameMac(b""))
     connection.watch_host(2.0)
     host.kept.append((connection, speaks))
 

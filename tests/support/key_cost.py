@@ -17,7 +17,7 @@ from fake_engine import FakeEngine, ModuleHost, trainer_model
 from torch import nn
 
 from weightsync import WeightSync
-from weightsync.net.authentication import Seal
+from weightsync.net.authentication import FrameMac
 
 TURNS = 10
 LAYERS, ROWS, WIDTH = 64, 2048, 2048
@@ -42,15 +42,15 @@ def main() -> None:
     model = trainer_model(weights)
     seconds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     sealing: list[float] = []
-    with_seal = Seal.of
+    with_seal = FrameMac.of
 
-    def timed(seal: Seal, frame: bytes) -> bytes:
+    def timed(seal: FrameMac, frame: bytes) -> bytes:
         before = time.thread_time()
         found = with_seal(seal, frame)
         sealing[-1] += time.thread_time() - before
         return found
 
-    Seal.of = timed  # type: ignore[method-assign]
+    FrameMac.of = timed  # type: ignore[method-assign]
     key = secrets.token_hex(32)
     for turn in range(2 * TURNS):
         has_key = turn % 2 == 1

@@ -28,7 +28,7 @@ from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, mod
 
 from weightsync import WeightSync
 from weightsync.errors import ErrorFields, ProtocolError, WeightSyncError
-from weightsync.net.authentication import GREETING_BYTES, Seal, agree, greet, greeting
+from weightsync.net.authentication import GREETING_BYTES, FrameMac, authenticate, derive_keys, greeting
 from weightsync.net.connection import Connection
 from weightsync.net.listener import Listener, _Newcomer
 from weightsync.net.runtime import Deadline
@@ -149,7 +149,7 @@ class Told:
 
 def sealed(frames: list[bytes], key: bytes, draw: random.Random) -> bytes:
     """Frames with their seals, of which a few are wrong."""
-    seal = Seal(key)
+    seal = FrameMac(key)
     data = bytearray()
     for frame in frames:
         right = seal.of(frame)
@@ -158,7 +158,7 @@ def sealed(frames: list[bytes], key: bytes, draw: random.Random) -> bytes:
 
 
 def connection_of(data: bytes, ends: bool = True) -> Connection:
-    return Connection(Told(data, ends), "the peer", Seal(b"s" * 32), Seal(_KEY))  # type: ignore[arg-type]
+    return Connection(Told(data, ends), "the peer", FrameMac(b"s" * 32), FrameMac(_KEY))  # type: ignore[arg-type]
 
 
 class Mutator:
@@ -272,7 +272,7 @@ class Ends:
         self._listener._introduce(newcomer)
         told: Any = newcomer._sock
         assert newcomer.connection is not None
-        seal = agree(b"", self._listener.token, mine, told.sent[:GREETING_BYTES])[1]
+        seal = derive_keys(b"", self._listener.token, mine, told.sent[:GREETING_BYTES])[1]
         told.data = sealed(self._mutate.frames(HELLO)[1], seal._key, self._draw)
         for _ in range(3):
             if self._listener._arrived:
@@ -310,8 +310,8 @@ class Ends:
 
     def dialer(self) -> str:
         theirs = greeting(b"")
-        answer = theirs + agree(b"", "token", greeting(b""), theirs)[0]
-        greet(Told(self._bytes(answer), True), "token", "a peer", Deadline(5.0))  # type: ignore[arg-type]
+        answer = theirs + derive_keys(b"", "token", greeting(b""), theirs)[0]
+        authenticate(Told(self._bytes(answer), True), "token", "a peer", Deadline(5.0))  # type: ignore[arg-type]
         raise AssertionError("a dialer believed who does not know its nonce")
 
     def _ask(self, number: int) -> Callable[[], str]:
@@ -360,7 +360,7 @@ class Ends:
         connection: Any = session._connection
         session._serve("init")
         session._connection = None
-        said, seal, sent = [], Seal(b"s" * 32), connection._sock.sent
+        said, seal, sent = [], FrameMac(b"s" * 32), connection._sock.sent
         while sent:
             end = PREFIX_BYTES + int.from_bytes(sent[:PREFIX_BYTES], "little")
             assert sent[end : end + 16] == seal.of(sent[:end])

@@ -34,7 +34,7 @@ from weightsync.fleet.engine_call import BackgroundCall
 from weightsync.fleet.engine_handle import EngineHandle, Worker
 from weightsync.fleet.fleet import Fleet
 from weightsync.net import listener as listener_module
-from weightsync.net.authentication import Seal, greeting
+from weightsync.net.authentication import FrameMac, greeting
 from weightsync.net.connection import Connection, dial
 from weightsync.net.listener import Listener
 from weightsync.net.ranks import ALONE, Ranks
@@ -104,7 +104,7 @@ def connected(keep: contextlib.ExitStack) -> tuple[Connection, Connection]:
     with socket.create_server((LOCAL, 0)) as listener:
         one = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()
-    seals = [(Seal(b"one"), Seal(b"other")), (Seal(b"other"), Seal(b"one"))]
+    seals = [(FrameMac(b"one"), FrameMac(b"other")), (FrameMac(b"other"), FrameMac(b"one"))]
     connections = Connection(one, "the other", *seals[0]), Connection(other, "the one", *seals[1])
     for connection in connections:
         keep.callback(connection.close)

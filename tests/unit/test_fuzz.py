@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mutated_frames import host, recorded_push, run
 
 from weightsync.errors import ErrorFields, ProtocolError, WeightSyncError
-from weightsync.net.authentication import ANSWER_BYTES, GREETING_BYTES, Seal, agree, greet, greeting
+from weightsync.net.authentication import ANSWER_BYTES, GREETING_BYTES, FrameMac, authenticate, derive_keys, greeting
 from weightsync.net.connection import Connection
 from weightsync.net.listener import Listener
 from weightsync.net.runtime import Deadline
@@ -120,7 +120,9 @@ def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def ends(one: socket.socket, other: socket.socket) -> tuple[Connection, Connection]:
-    return Connection(one, "one", Seal(b"a"), Seal(b"b")), Connection(other, "other", Seal(b"b"), Seal(b"a"))
+    return Connection(one, "one", FrameMac(b"a"), FrameMac(b"b")), Connection(
+        other, "other", FrameMac(b"b"), FrameMac(b"a")
+    )
 
 
 def send_raw(connection: Connection, frames: list[bytes]) -> None:
@@ -174,7 +176,7 @@ def test_whatever_comes_is_turned_away_or_comes_in(draw: st.DataObject):
                 sock.settimeout(0.02)
                 answer = sock.recv(ANSWER_BYTES)
             if len(answer) == ANSWER_BYTES:
-                seal = agree(b"", listener.token, mine[:GREETING_BYTES], answer[:GREETING_BYTES])[1]
+                seal = derive_keys(b"", listener.token, mine[:GREETING_BYTES], answer[:GREETING_BYTES])[1]
                 frame = draw.draw(spoilt(HELLO))
                 ending = draw.draw(st.sampled_from([seal.of(frame), bytes(16), b""]))
                 with contextlib.suppress(OSError):
@@ -193,11 +195,11 @@ def test_whatever_comes_is_turned_away_or_comes_in(draw: st.DataObject):
 def test_whatever_a_listener_answers_a_dialer_believes_it_or_raises(draw: st.DataObject):
     with sockets() as (one, other):
         theirs = greeting(b"")
-        proof = agree(b"", TOKEN, greeting(b""), theirs)[0]
+        proof = derive_keys(b"", TOKEN, greeting(b""), theirs)[0]
         other.sendall(draw.draw(st.one_of(spoilt_bytes(theirs + proof), st.binary(max_size=200))))
         other.shutdown(socket.SHUT_WR)
         with pytest.raises(WeightSyncError):  # it cannot know the dialer's nonce
-            greet(one, TOKEN, "a peer", Deadline(5))
+            authenticate(one, TOKEN, "a peer", Deadline(5))
 
 
 @fuzz

@@ -17,7 +17,7 @@ import pytest
 
 from weightsync.errors import ConfigError, PeerError, ProtocolError, SyncTimeoutError, WeightSyncError
 from weightsync.net import authentication, connection
-from weightsync.net.authentication import ANSWER_BYTES, SEAL_BYTES, agree, greeting, read_key, refuse_other_users
+from weightsync.net.authentication import ANSWER_BYTES, SEAL_BYTES, derive_keys, greeting, read_key, refuse_other_users
 from weightsync.net.connection import Connection, dial
 from weightsync.net.listener import Listener
 from weightsync.net.runtime import Deadline
@@ -172,7 +172,7 @@ def test_a_worker_tells_nothing_to_a_listener_without_the_key(keep, monkeypatch)
             sock.settimeout(20)
             theirs = sock.recv(1 << 16)
             mine = greeting(KEY.encode())
-            sock.sendall(mine + agree(b"a guess", "token", theirs, mine)[0])
+            sock.sendall(mine + derive_keys(b"a guess", "token", theirs, mine)[0])
             received.extend([theirs, read_all(sock)])
 
     with socket.create_server((LOCAL, 0)) as server:
@@ -396,7 +396,7 @@ def test_a_recorded_handshake_is_of_no_use(listener, keep):
     first = knock(listener, keep)
     first.sendall(mine)
     answer = first.recv(ANSWER_BYTES, socket.MSG_WAITALL)
-    seal = agree(listener._key, listener.token, mine, answer[: authentication.GREETING_BYTES])[1]
+    seal = derive_keys(listener._key, listener.token, mine, answer[: authentication.GREETING_BYTES])[1]
     hello = encode(HELLO)
     recorded = hello + seal.of(hello)
     second = knock(listener, keep)

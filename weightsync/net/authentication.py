@@ -60,7 +60,7 @@ def read_key() -> bytes:
     return key
 
 
-class Seal:
+class FrameMac:
     """The seals of one direction of a connection. Each is of one frame and its place in the order of frames."""
 
     def __init__(self, key: bytes) -> None:
@@ -80,15 +80,15 @@ def greeting(key: bytes) -> bytes:
     return (_WITH_KEY if key else _WITHOUT_KEY) + secrets.token_bytes(32)
 
 
-def agree(key: bytes, token: str, dialer: bytes, listener: bytes) -> tuple[bytes, Seal, Seal]:
+def derive_keys(key: bytes, token: str, dialer: bytes, listener: bytes) -> tuple[bytes, FrameMac, FrameMac]:
     """Return the listener's proof, and the seals of the dialer's and of the listener's frames, after two greetings."""
     secret = hmac.digest(key, token.encode(), "sha256")
     labels = b"listener's proof", b"dialer's frames", b"listener's frames"
     proof, sent, received = (hmac.digest(secret, label + dialer + listener, "sha256") for label in labels)
-    return proof, Seal(sent), Seal(received)
+    return proof, FrameMac(sent), FrameMac(received)
 
 
-def why_other(greeting: bytes, key: bytes) -> str:
+def explain_mismatch(greeting: bytes, key: bytes) -> str:
     """Return why a peer with this greeting cannot prove itself, as far as the greeting tells."""
     if greeting[:16] not in TAGS:
         return "it is no weightsync"
@@ -97,7 +97,7 @@ def why_other(greeting: bytes, key: bytes) -> str:
     return f"it has {'no key' if key else 'a key'}, and this process has {'one' if key else 'none'}. {SET_A_KEY}"
 
 
-def greet(sock: socket.socket, token: str, peer: str, deadline: Deadline) -> tuple[Seal, Seal]:
+def authenticate(sock: socket.socket, token: str, peer: str, deadline: Deadline) -> tuple[FrameMac, FrameMac]:
     """Greet the listener at the other end of a new socket. Return the seals of what is sent, and of what comes.
 
     Raises `ProtocolError` unless the listener proves itself, `PeerError` when it goes away or says nothing.
@@ -116,9 +116,9 @@ def greet(sock: socket.socket, token: str, peer: str, deadline: Deadline) -> tup
     if len(answer) < ANSWER_BYTES:
         raise PeerError(f"{peer} turned this process away as a stranger. {SET_A_KEY}. {SET_THEM}", who=peer)
     theirs = answer[:GREETING_BYTES]
-    proof, sent, received = agree(key, token, mine, theirs)
+    proof, sent, received = derive_keys(key, token, mine, theirs)
     if not hmac.compare_digest(proof, answer[GREETING_BYTES:]):
-        raise ProtocolError(f"{peer} cannot prove itself: {why_other(theirs, key)}", who=peer)
+        raise ProtocolError(f"{peer} cannot prove itself: {explain_mismatch(theirs, key)}", who=peer)
     if not key:
         refuse_other_users(sock, peer)
     return sent, received

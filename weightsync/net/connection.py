@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from weightsync.errors import FencedError, PeerError, ProtocolError, SyncTimeoutError, WeightSyncError, from_fields
 from weightsync.net.addresses import at, reach
-from weightsync.net.authentication import SEAL_BYTES, Seal, greet
+from weightsync.net.authentication import SEAL_BYTES, FrameMac, authenticate
 from weightsync.net.runtime import Deadline
 from weightsync.net.tls import read_certificates, wrap
 from weightsync.net.wire import (
@@ -57,7 +57,7 @@ class Connection:
     One thread converses. Others may call `ask`, `answer_pings`, `is_open` and `reported`.
     """
 
-    def __init__(self, sock: socket.socket, peer: str, sent: Seal, received: Seal) -> None:
+    def __init__(self, sock: socket.socket, peer: str, sent: FrameMac, received: FrameMac) -> None:
         """Take a socket on which both ends have greeted each other, and the seals of what is sent and what comes."""
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -308,14 +308,14 @@ class Connection:
 
 
 def dial(host: str, port: int, token: str, hello: Hello, peer: str, deadline: Deadline) -> Connection:
-    """Connect to the `Listener` that has this token, and introduce yourself. Raises as `reach` and `greet` do."""
+    """Connect to the `Listener` that has this token, and say hello. Raises as `reach` and `authenticate` do."""
     limit = Deadline(min(deadline.left_s(), _GREETING_S))
     certificates = read_certificates(is_listener=False)
     tries = 0
     while True:
         sock = wrap(reach(host, port, name_of(hello), peer, limit), certificates, is_listener=False)
         try:
-            connection = Connection(sock, peer, *greet(sock, token, f"{peer} at {at(host, port)}", limit))
+            connection = Connection(sock, peer, *authenticate(sock, token, f"{peer} at {at(host, port)}", limit))
             connection.send(hello, limit, "connect")
             return connection
         except BaseException as error:

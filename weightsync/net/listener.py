@@ -22,11 +22,11 @@ from weightsync.net.authentication import (
     SET_A_KEY,
     TAGS,
     ConnectionTable,
-    agree,
+    derive_keys,
+    explain_mismatch,
     greeting,
     read_key,
     refuse_other_users,
-    why_other,
 )
 from weightsync.net.connection import Connection, Source, hang_up, name_of, ready, timed_out
 from weightsync.net.runtime import Deadline, this_process
@@ -242,7 +242,7 @@ class Listener:
         except BlockingIOError:
             return  # what has come was of TLS itself
         except (WeightSyncError, OSError) as error:
-            self._turn_away(newcomer, f"{why_other(newcomer.greeting, self._key)} ({error})")
+            self._turn_away(newcomer, f"{explain_mismatch(newcomer.greeting, self._key)} ({error})")
             return
         if hello is None:
             return
@@ -309,7 +309,7 @@ class _Newcomer:
             raise ProtocolError("it sent no greeting")
         if len(self.greeting) == GREETING_BYTES:
             mine = greeting(key)
-            proof, received, sent = agree(key, token, self.greeting, mine)
+            proof, received, sent = derive_keys(key, token, self.greeting, mine)
             self._sock.sendall(mine + proof)  # which a new socket has room for
             self.connection = Connection(self._sock, self.peer, sent, received)
             self.connection.most_bytes = _HELLO_BYTES
