@@ -30,7 +30,7 @@ from weightsync import WeightSync
 from weightsync.errors import ErrorFields, ProtocolError, WeightSyncError
 from weightsync.net.authentication import GREETING_BYTES, FrameMac, authenticate, derive_keys, greeting
 from weightsync.net.connection import Connection
-from weightsync.net.listener import Listener, _Newcomer
+from weightsync.net.listener import Listener, _UnauthenticatedPeer
 from weightsync.net.runtime import Deadline
 from weightsync.net.wire import (
     CLEAN,
@@ -283,9 +283,9 @@ class Ends:
             self._listener._introduce(newcomer)
         return "waits"
 
-    def _come(self, data: bytes) -> _Newcomer:
+    def _come(self, data: bytes) -> _UnauthenticatedPeer:
         self._listener._newcomers.clear()
-        newcomer = _Newcomer(Told(data, True), "a stranger")  # type: ignore[arg-type]
+        newcomer = _UnauthenticatedPeer(Told(data, True), "a stranger")  # type: ignore[arg-type]
         self._listener._newcomers.append(newcomer)
         return newcomer
 

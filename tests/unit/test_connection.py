@@ -140,7 +140,7 @@ def arrive(listener: Listener, keep: contextlib.ExitStack, token: str = "", **fi
     dialling = threading.Thread(target=arrive)
     dialling.start()
     while not any(newcomer.connection is not None for newcomer in {*listener._newcomers} - before):
-        listener._turn([], Deadline(0.01))
+        listener._poll_once([], Deadline(0.01))
     dialling.join(30)
     if isinstance(found[0], WeightSyncError):
         raise found[0]

@@ -170,7 +170,7 @@ def test_whatever_comes_is_turned_away_or_comes_in(draw: st.DataObject):
                 mine = draw.draw(spoilt_bytes(mine))
             sock.sendall(mine)
             for _ in range(2):
-                listener._turn([], Deadline(0.02))
+                listener._poll_once([], Deadline(0.02))
             answer = b""
             with contextlib.suppress(OSError):
                 sock.settimeout(0.02)
@@ -184,7 +184,7 @@ def test_whatever_comes_is_turned_away_or_comes_in(draw: st.DataObject):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_WR)
             for _ in range(2):
-                only_our_errors(lambda: listener._turn([], Deadline(0.02)) or None)
+                only_our_errors(lambda: listener._poll_once([], Deadline(0.02)) or None)
         assert not listener._newcomers or len(listener._newcomers) == 1
     finally:
         listener.close()

@@ -155,7 +155,7 @@ def test_who_has_no_certificate_of_the_authority_is_turned_away(
 
     def look() -> None:
         while not stop.is_set():
-            listener._turn([], Deadline(0.1))
+            listener._poll_once([], Deadline(0.1))
 
     looking = threading.Thread(target=look)
     looking.start()

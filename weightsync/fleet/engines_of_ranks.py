@@ -161,7 +161,7 @@ class OtherRanks:
 
     def _admit(self, ranks: Ranks, rank: int, own: Sequence[OwnEngine]) -> tuple[_Calls, list[Engine]]:
         assert ranks.listener is not None
-        ranks.listener.expect(_ROLE)
+        ranks.listener.reset_role(_ROLE)
         deadline = Deadline(self._timeout_s)
         ((_, connection),) = ranks.listener.admit(_ROLE, rank, deadline, "plan", partial(ranks.wait, 0.0))
         calls = _Calls(connection)

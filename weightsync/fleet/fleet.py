@@ -123,7 +123,7 @@ class Fleet:
         self._numbers = itertools.count()
         self._ranks = ranks
         self._listener: Listener = ranks.listener
-        self._listener.expect("worker")
+        self._listener.reset_role("worker")
         self._pause = pause
         self._timeout_s = timeout_s
         self._id = secrets.token_hex(8)

@@ -66,7 +66,7 @@ class Listener:
         self._listeners: list[socket.socket] = []
         self._admitted: set[tuple[str, int]] = set()
         self._arrived: dict[tuple[str, int, int], tuple[Hello, Connection]] = {}
-        self._newcomers: list[_Newcomer] = []
+        self._newcomers: list[_UnauthenticatedPeer] = []
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -95,7 +95,7 @@ class Listener:
         )
         return info
 
-    def expect(self, role: str) -> None:
+    def reset_role(self, role: str) -> None:
         """Admit peers of this role anew, though others of the same numbers have come before."""
         self._admitted = {key for key in self._admitted if key[0] != role}
 
@@ -136,7 +136,7 @@ class Listener:
                 self._admitted.add((role, group))
                 return [self._arrived.pop(key) for key in present]
             check()
-            self._turn([], deadline)
+            self._poll_once([], deadline)
             if deadline.passed():
                 none = "none has" if role == "worker" else "it has not"
                 known = f"{len(present)} of {worlds.pop()} have" if worlds else none
@@ -169,7 +169,7 @@ class Listener:
                 raise timed_out([connection.peer for connection in owing], phase, deadline)
             if check is not None:
                 check()
-            for connection in self._turn(watched, deadline):
+            for connection in self._poll_once(watched, deadline):
                 try:
                     connection.read(phase)
                 except PeerError:
@@ -177,7 +177,7 @@ class Listener:
                         raise
                     watched.remove(connection)  # what it said before it went may be all that is owed
 
-    def _turn(self, connections: list[Connection], deadline: Deadline) -> list[Connection]:
+    def _poll_once(self, connections: list[Connection], deadline: Deadline) -> list[Connection]:
         """Wait until something can be read or `wake` is called; introduce newcomers; give the readable channels."""
         for newcomer in [newcomer for newcomer in self._newcomers if newcomer.deadline.passed()]:
             self._turn_away(newcomer, "it did not introduce itself")
@@ -219,14 +219,14 @@ class Listener:
             sock = wrap(sock, self._certificates, is_listener=True)
         except OSError:
             return  # the newcomer has gone again
-        self._newcomers.append(_Newcomer(sock, at(*address[:2])))
+        self._newcomers.append(_UnauthenticatedPeer(sock, at(*address[:2])))
 
-    def _turn_away(self, newcomer: _Newcomer, why: str) -> None:
+    def _turn_away(self, newcomer: _UnauthenticatedPeer, why: str) -> None:
         self.refused = f"{newcomer.peer} was turned away: {why}"
         self._newcomers.remove(newcomer)
         newcomer.close()
 
-    def _introduce(self, newcomer: _Newcomer) -> None:
+    def _introduce(self, newcomer: _UnauthenticatedPeer) -> None:
         """Read a newcomer's greeting, and answer it; or read its `Hello`.
 
         A newcomer that cannot prove itself is turned away without a message. One that can and may not take part is told
@@ -284,7 +284,7 @@ class Listener:
         self._wake_out.close()
 
 
-class _Newcomer:
+class _UnauthenticatedPeer:
     """Who has connected and has not come in. `connection` is there once its greeting was answered."""
 
     def __init__(self, sock: socket.socket, peer: str) -> None:

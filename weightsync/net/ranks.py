@@ -324,7 +324,7 @@ class Ranks:
                 raise PeerError(f"trainer rank 0 cannot listen for the other ranks: {error}") from error
             offer = f"{self.host} {port} {listener.token}"
             meeting.publish(offer)
-            listener.expect(_ROLE)
+            listener.reset_role(_ROLE)
             for rank in lost:
                 with _hint(ALL_PUSH):
                     ((_, connection),) = listener.admit(_ROLE, rank, deadline, "connect", partial(meeting.check, offer))
