@@ -8,7 +8,7 @@ import time
 import pytest
 
 from weightsync.errors import ConfigError, PeerError
-from weightsync.net.addresses import HOST, PORTS, address_facing, at, is_here, listen, reach
+from weightsync.net.addresses import HOST, PORTS, address_facing, host_port, is_here, listen, reach
 from weightsync.net.child import free_port
 from weightsync.net.runtime import Deadline
 
@@ -85,7 +85,7 @@ def test_who_does_not_answer_is_given_up_within_seconds(monkeypatch: pytest.Monk
             each.setblocking(False)
             each.connect_ex(place)
         started = time.monotonic()
-        with pytest.raises(PeerError, match=rf"at {at(*place)}: no answer within 0\.2 s"):
+        with pytest.raises(PeerError, match=rf"at {host_port(*place)}: no answer within 0\.2 s"):
             reach(*place, "a test", "itself", Deadline(30))
         assert time.monotonic() - started < 10
         for each in waiting:

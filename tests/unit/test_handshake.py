@@ -294,7 +294,7 @@ def test_an_end_that_is_not_listed_here_is_of_another_host():
 
 def test_without_a_key_an_engine_on_another_host_is_refused_before_anything_listens(keep, monkeypatch):
     listener = opened(keep)
-    monkeypatch.setattr("weightsync.net.addresses.ends", lambda host: ("192.0.2.2", host))
+    monkeypatch.setattr("weightsync.net.addresses.local_and_peer_address", lambda host: ("192.0.2.2", host))
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1 is another host.*Set WEIGHTSYNC_KEY"):
         listener.listen("192.0.2.1")
 

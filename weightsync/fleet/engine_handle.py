@@ -114,11 +114,11 @@ class EngineHandle:
 
     def is_stuck(self) -> bool:
         """Return whether a worker does not answer, though its engine may."""
-        return self.runs and any(worker.connection.silent_s > _ANSWER_S for worker in self.workers)
+        return self.runs and any(worker.connection.seconds_since_read > _ANSWER_S for worker in self.workers)
 
     def check_health(self, timeout_s: float) -> None:
         """Raise when the engine has died though its workers may answer, or a worker does not for so long."""
-        silent = [worker.connection.peer for worker in self.workers if worker.connection.silent_s > timeout_s]
+        silent = [worker.connection.peer for worker in self.workers if worker.connection.seconds_since_read > timeout_s]
         if silent and self.runs:
             raise timed_out(silent, "load", Deadline(timeout_s))
         if self.silent >= _SILENT:

@@ -29,10 +29,10 @@ def address_facing(host: str) -> str:
 
     Raises `OSError` when no route exists, `ConfigError` where the variable names nothing of this host's.
     """
-    return _said() or ends(host)[0]
+    return _said() or local_and_peer_address(host)[0]
 
 
-def ends(host: str) -> tuple[str, str]:
+def local_and_peer_address(host: str) -> tuple[str, str]:
     """Return this host's and the other's address on the way to `host`. Raises `OSError` where there is no way."""
     problem = OSError(f"{host} has no address")
     for family, kind, protocol, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
@@ -48,7 +48,7 @@ def ends(host: str) -> tuple[str, str]:
 
 def is_here(host: str) -> bool:
     """Return whether `host` names this host. Raises `OSError` for an unknown name."""
-    this, other = ends(host)
+    this, other = local_and_peer_address(host)
     return this == other or is_loopback(this)
 
 
@@ -56,7 +56,7 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def at(address: str, port: int) -> str:
+def host_port(address: str, port: int) -> str:
     """Return an address with a port as people write it."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
@@ -84,7 +84,7 @@ def reach(address: str, port: int, me: str, peer: str, deadline: Deadline) -> so
     except OSError as error:
         why = f"no answer within {limit_s:.2g} s" if isinstance(error, TimeoutError) else error.strerror or str(error)
         raise PeerError(
-            f"{me} on {socket.gethostname()} could not reach {peer} at {at(address, port)}: {why}. On "
+            f"{me} on {socket.gethostname()} could not reach {peer} at {host_port(address, port)}: {why}. On "
             f"{peer}, set {HOST} to an address or interface of its host that can be reached from there, and {PORTS} to "
             "ports that no firewall closes",
             phase="connect",

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from weightsync.errors import FencedError, PeerError, ProtocolError, SyncTimeoutError, WeightSyncError, from_fields
-from weightsync.net.addresses import at, reach
+from weightsync.net.addresses import host_port, reach
 from weightsync.net.authentication import SEAL_BYTES, FrameMac, authenticate
 from weightsync.net.runtime import Deadline
 from weightsync.net.tls import read_certificates, wrap
@@ -187,7 +187,7 @@ class Connection:
                         self._send(Ping(), Deadline(_PONG_S), "idle")
 
     @property
-    def silent_s(self) -> float:
+    def seconds_since_read(self) -> float:
         """For how long the peer has owed the answer to `ask`."""
         return 0.0 if (asked_at := self._asked_at) is None else time.monotonic() - asked_at
 
@@ -315,7 +315,7 @@ def dial(host: str, port: int, token: str, hello: Hello, peer: str, deadline: De
     while True:
         sock = wrap(reach(host, port, name_of(hello), peer, limit), certificates, is_listener=False)
         try:
-            connection = Connection(sock, peer, *authenticate(sock, token, f"{peer} at {at(host, port)}", limit))
+            connection = Connection(sock, peer, *authenticate(sock, token, f"{peer} at {host_port(host, port)}", limit))
             connection.send(hello, limit, "connect")
             return connection
         except BaseException as error:
@@ -338,11 +338,11 @@ def hang_up(sock: socket.socket) -> None:
     sock.close()
 
 
-class Source(Protocol):
+class Pollable(Protocol):
     def fileno(self) -> int: ...
 
 
-def ready(sources: Collection[Source], events: int, wait_s: float) -> list[Source]:
+def ready(sources: Collection[Pollable], events: int, wait_s: float) -> list[Pollable]:
     """Return those of `sources` that can be read or written, or are broken, within `wait_s`.
 
     `select` cannot look at descriptors over 1023, which a process that holds an engine has.

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from msgspec import to_builtins
 
 from weightsync.errors import ConfigError, PeerError, ProtocolError, WeightSyncError
-from weightsync.net.addresses import address_facing, at, is_here, listen
+from weightsync.net.addresses import address_facing, host_port, is_here, listen
 from weightsync.net.authentication import (
     GREETING_BYTES,
     SET_A_KEY,
@@ -28,7 +28,7 @@ from weightsync.net.authentication import (
     read_key,
     refuse_other_users,
 )
-from weightsync.net.connection import Connection, Source, hang_up, name_of, ready, timed_out
+from weightsync.net.connection import Connection, Pollable, hang_up, name_of, ready, timed_out
 from weightsync.net.runtime import Deadline, this_process
 from weightsync.net.tls import read_certificates, wrap
 from weightsync.net.wire import MAX_FRAME_BYTES, PROTOCOL, Failure, Hello, InitInfo, Message
@@ -140,7 +140,7 @@ class Listener:
             if deadline.passed():
                 none = "none has" if role == "worker" else "it has not"
                 known = f"{len(present)} of {worlds.pop()} have" if worlds else none
-                where = ", ".join(at(*place) for place in self.listening.values())
+                where = ", ".join(host_port(*place) for place in self.listening.values())
                 refused = f"; {self.refused}" if self.refused else ""
                 raise timed_out([f"{kind} ({known} connected to {where}{refused})"], phase, deadline)
 
@@ -182,7 +182,7 @@ class Listener:
         for newcomer in [newcomer for newcomer in self._newcomers if newcomer.deadline.passed()]:
             self._turn_away(newcomer, "it did not introduce itself")
         listeners = self._listeners if self._has_room() else []
-        everyone: list[Source] = [*connections, *listeners, *self._newcomers, self._wake_out]
+        everyone: list[Pollable] = [*connections, *listeners, *self._newcomers, self._wake_out]
         readable = ready(everyone, select.POLLIN, min(deadline.left_s(), _TURN_S))
         if self._wake_out in readable:
             self._wake_out.recv(4096)
@@ -219,7 +219,7 @@ class Listener:
             sock = wrap(sock, self._certificates, is_listener=True)
         except OSError:
             return  # the newcomer has gone again
-        self._newcomers.append(_UnauthenticatedPeer(sock, at(*address[:2])))
+        self._newcomers.append(_UnauthenticatedPeer(sock, host_port(*address[:2])))
 
     def _turn_away(self, newcomer: _UnauthenticatedPeer, why: str) -> None:
         self.refused = f"{newcomer.peer} was turned away: {why}"

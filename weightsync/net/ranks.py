@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from weightsync.errors import REFUSALS, ConfigError, PeerError, SyncTimeoutError, WeightSyncError, foreign
-from weightsync.net.addresses import LOOPBACK, ends, is_loopback
+from weightsync.net.addresses import LOOPBACK, is_loopback, local_and_peer_address
 from weightsync.net.connection import Connection, dial
 from weightsync.net.ending import Ending
 from weightsync.net.hold import Hold
@@ -257,7 +257,7 @@ class Ranks:
         deadline = Deadline(_ANSWER_S)
         for connection in self.connections:
             connection.ask(lambda: True)
-        while (silent := [each.peer for each in self.connections if each.silent_s]) and not deadline.passed():
+        while (silent := [each.peer for each in self.connections if each.seconds_since_read]) and not deadline.passed():
             time.sleep(_LOOK_S)
             for connection in self.connections:
                 connection.answer_pings()  # takes in answers, too
@@ -482,6 +482,6 @@ def _hint(hint: str) -> Iterator[None]:
 def _own_address() -> str:
     """Return the address of this rank's host that faces rank 0's, as far as MASTER_ADDR tells."""
     try:
-        return ends(os.environ.get("MASTER_ADDR", LOOPBACK))[0]
+        return local_and_peer_address(os.environ.get("MASTER_ADDR", LOOPBACK))[0]
     except OSError:
         return ""

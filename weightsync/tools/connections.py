@@ -7,7 +7,7 @@ import socket
 from weightsync.errors import WeightSyncError
 from weightsync.fleet import connect
 from weightsync.fleet.fleet import Fleet
-from weightsync.net.addresses import at, is_here
+from weightsync.net.addresses import host_port, is_here
 from weightsync.net.authentication import SET_A_KEY, read_key
 from weightsync.net.ranks import Ranks
 from weightsync.net.runtime import boot_id
@@ -43,7 +43,10 @@ def connections(url: str) -> Findings:
         yield Finding("FAIL", "workers", str(error))
     else:
         assert ranks.listener is not None
-        place, names = at(fleet.host, ranks.listener.listening[fleet.host][1]), [each.hello.name for each in workers]
+        place, names = (
+            host_port(fleet.host, ranks.listener.listening[fleet.host][1]),
+            [each.hello.name for each in workers],
+        )
         where = "this host" if workers[0].machine.boot_id == boot_id() else "another host"
         yield Finding("pass", "plug-in", f"wire protocol {PROTOCOL} on {len(workers)} workers: {', '.join(names)}")
         proven = "have its key" if key else "are of its user"

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
-from weightsync.net.addresses import ends, listen, reach
+from weightsync.net.addresses import listen, local_and_peer_address, reach
 from weightsync.net.runtime import Deadline, in_thread
 from weightsync.transports.base import Wait
 from weightsync.transports.gloo_port import GlooPort, meet_addresses
@@ -170,7 +170,7 @@ class Communicator:
                 group.eager_connect_single_device(self.device)
                 self._connect()
             else:
-                address = ends(host)[0]
+                address = local_and_peer_address(host)[0]
                 options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
                 # Deadlines are kept here, and an operation may be posted long before its peer is told of it.
                 options._timeout = timedelta(seconds=_PATIENCE * deadline.timeout_s)

@@ -20,7 +20,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from weightsync.errors import ProtocolError
-from weightsync.net.addresses import ends
+from weightsync.net.addresses import local_and_peer_address
 from weightsync.net.authentication import read_key, refuse_other_users
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def meet_addresses(store: dist.Store, member: int, size: int, address: str) -> s
     mine = {address}
     for at in listening:
         with suppress(OSError):  # gloo will say that there is no way
-            mine.add(ends(at)[0])
+            mine.add(local_and_peer_address(at)[0])
     store.set(f"from/{member}", " ".join(mine))
     told = store.multi_get([f"from/{each}" for each in range(size)])
     return {address for each in told for address in each.decode().split()}

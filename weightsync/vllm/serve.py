@@ -25,7 +25,7 @@ from pathlib import Path
 
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.net import fence
-from weightsync.net.addresses import at
+from weightsync.net.addresses import host_port
 from weightsync.net.child import end_with_parent
 from weightsync.transports import handle_file
 
@@ -66,7 +66,10 @@ def command_line(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     if own.bridge != "none":
         reached = _HOST if own.host in ("0.0.0.0", "::", "localhost") else own.host
         path = Path(own.bridge).absolute() if own.bridge else handle_file.place_to_write().absolute()
-        environment |= {handle_file.VARIABLE: str(path), handle_file.URL_VARIABLE: f"http://{at(reached, own.port)}"}
+        environment |= {
+            handle_file.VARIABLE: str(path),
+            handle_file.URL_VARIABLE: f"http://{host_port(reached, own.port)}",
+        }
     if "--enable-lora" in options:
         environment[_LORA_UPDATING] = "1"
     config = '{"backend": "weightsync"}'
