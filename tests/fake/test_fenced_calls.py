@@ -18,7 +18,7 @@ from recorders import RecordedEngine
 from weightsync import EngineError, FencedError, WeightSync
 from weightsync.fleet import connect
 from weightsync.net import fence
-from weightsync.net.runtime import in_thread
+from weightsync.net.runtime import spawn
 from weightsync.vllm.fence import Fence
 
 TIMEOUT_S = 20.0
@@ -26,7 +26,7 @@ BALANCER = r'load balancer behind the address.* engine=\["http://first'
 
 
 def serve(stack: ExitStack, server: Any) -> Any:
-    in_thread("server", server.serve_forever)
+    spawn("server", server.serve_forever)
     return stack.enter_context(closing(server))
 
 

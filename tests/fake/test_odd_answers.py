@@ -24,7 +24,7 @@ from weightsync.checkpoint.files import versions
 from weightsync.engines import LoraAdapter, http
 from weightsync.errors import EngineUnreachableError
 from weightsync.fleet import connect
-from weightsync.net.runtime import in_thread
+from weightsync.net.runtime import spawn
 from weightsync.net.wire import MAX_VERSION, Failure, encode
 from weightsync.strategies.lora import AdapterFolder
 
@@ -214,7 +214,7 @@ def test_one_server_under_two_names_is_found_out(kind: type[RecordedEngine], mon
     with ExitStack() as stack:
         servers = [FakeServer(kind(ModuleHost(TinyEngineModel, checkpoint(1))), 0) for _ in range(2)]
         for server in servers:
-            in_thread("server", server.serve_forever)
+            spawn("server", server.serve_forever)
             stack.enter_context(closing(server))
         (port, other) = (server.server_port for server in servers)
         urls = [f"http://localhost:{port}", f"http://127.0.0.1:{other}", f"http://127.0.0.1:{port}"]

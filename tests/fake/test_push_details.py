@@ -47,7 +47,7 @@ from weightsync import (
     WeightSyncError,
 )
 from weightsync.fleet.fleet import Fleet
-from weightsync.net.runtime import in_thread
+from weightsync.net.runtime import spawn
 from weightsync.planning.layout import Manifest, TensorMeta
 from weightsync.transports import ipc, nccl
 from weightsync.transports.base import Transport
@@ -322,7 +322,7 @@ def test_a_trainer_that_exits_leaves_no_slow_engine_paused(tmp_path: Path) -> No
                 super().set_version(version)
 
     server = FakeServer(Slow(ModuleHost(TinyEngineModel, checkpoint(1))), 0)
-    in_thread("server", server.serve_forever)
+    spawn("server", server.serve_forever)
     trainer = TrainerProcess(tmp_path, "ipc", [f"http://127.0.0.1:{server.server_port}"])
     with closing(server):
         try:

@@ -149,7 +149,7 @@ def test_it_copies_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(copies_cpu, "_TILE_BYTES", 1000)
-    monkeypatch.setattr(copies_cpu, "in_thread", refuse)
+    monkeypatch.setattr(copies_cpu, "spawn", refuse)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(copies_cpu, "_cores", lambda: {*os.sched_getaffinity(0), 500})
     pairs = [(filled(9999, torch.int32, "cpu", 1), filled(9999, torch.int32, "cpu", 2))]

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from weightsync.net.fence import HEADER
-from weightsync.net.runtime import in_thread
+from weightsync.net.runtime import spawn
 from weightsync.vllm.pauses import Pauses
 
 PAUSE, RESUME = "/sleep?level=0&mode=keep", "/wake_up?tags=scheduling"
@@ -55,7 +55,7 @@ class SlowServer:
 def served(app: SlowServer) -> Iterator[int]:
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-    in_thread("server", lambda: asyncio.run(server.serve([listening])))
+    spawn("server", lambda: asyncio.run(server.serve([listening])))
     try:
         yield listening.getsockname()[1]
     finally:

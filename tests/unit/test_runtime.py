@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from weightsync.net import runtime
-from weightsync.net.runtime import in_thread
+from weightsync.net.runtime import spawn
 
 TIMEOUT_S = 10.0
 
@@ -27,7 +27,7 @@ def nobody_idle() -> Iterator[None]:
 def run_one() -> threading.Thread:
     """The thread that a function ran in, once that is idle."""
     ran_in: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
-    in_thread("work", lambda: ran_in.put(threading.current_thread()))
+    spawn("work", lambda: ran_in.put(threading.current_thread()))
     thread = ran_in.get(timeout=TIMEOUT_S)
     while not runtime._idle and thread.is_alive():
         pass
@@ -40,14 +40,14 @@ def test_one_thread_serves_call_after_call() -> None:
     assert first is not threading.main_thread()
     assert run_one() is first
     names: queue.SimpleQueue[str] = queue.SimpleQueue()
-    in_thread("update", lambda: names.put(threading.current_thread().name))
+    spawn("update", lambda: names.put(threading.current_thread().name))
     assert names.get(timeout=TIMEOUT_S) == "weightsync update"
 
 
 def test_a_call_does_not_wait_for_the_one_before_it() -> None:
     go_on, done = threading.Event(), threading.Event()
-    in_thread("long", lambda: (go_on.wait(TIMEOUT_S), None)[1])
-    in_thread("short", done.set)
+    spawn("long", lambda: (go_on.wait(TIMEOUT_S), None)[1])
+    spawn("short", done.set)
     assert done.wait(TIMEOUT_S)
     go_on.set()
 
@@ -65,7 +65,7 @@ def test_a_thread_that_is_wanted_when_it_is_about_to_end_goes_on(monkeypatch: py
     monkeypatch.setattr(runtime, "_KEPT_S", 1.0)
     thread = run_one()
     done = threading.Event()
-    assert runtime._idle.pop() is thread  # as `in_thread` does, which is then held up until the thread has given up
+    assert runtime._idle.pop() is thread  # as `spawn` does, which is then held up until the thread has given up
     time.sleep(1.5)
     assert thread.is_alive()
     thread.work.put(("late", done.set))
@@ -77,6 +77,6 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
     assert runtime._idle
     if (child := os.fork()) == 0:
         done = threading.Event()
-        in_thread("short", done.set)
+        spawn("short", done.set)
         os._exit(0 if done.wait(TIMEOUT_S) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

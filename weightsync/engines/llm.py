@@ -8,7 +8,7 @@ from typing import Any
 from weightsync.engines.base import Part
 from weightsync.engines.calls import RESET, Turns, wait
 from weightsync.engines.vllm_engine import VllmEngine, as_request
-from weightsync.net.runtime import outcome_in_thread
+from weightsync.net.runtime import submit
 from weightsync.vllm.llm_object import core_process, died, front_of
 
 
@@ -65,7 +65,7 @@ class LlmEngine(VllmEngine):
                 self._turns.give()
 
         try:
-            answer = outcome_in_thread(doing, run)
+            answer = submit(doing, run)
         except RuntimeError:
             self._turns.give()
             raise

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from weightsync.errors import EngineError, WeightSyncError, foreign
 from weightsync.net.listener import Listener
-from weightsync.net.runtime import Deadline, in_thread
+from weightsync.net.runtime import Deadline, spawn
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class BackgroundCall:
         self._failure_seen_at = math.inf
         self._listener, self._function, self._args = listener, function, args
         self._over = threading.Event()
-        in_thread(name, self._run)
+        spawn(name, self._run)
 
     def is_alive(self) -> bool:
         return not self._over.is_set()
@@ -84,7 +84,7 @@ def _wait_for_owed() -> None:
         logger.warning("%s may stay paused until a push succeeds: a call has not ended", ", ".join(sorted(late)))
 
 
-def arrivals(
+def make_arrival_check(
     calls: Sequence[BackgroundCall], listener: Listener, check: Callable[[], None], deadline: Deadline
 ) -> Callable[[], None]:
     """Return what a wait for workers that `calls` call in looks at: `check`, and whether they still may come."""

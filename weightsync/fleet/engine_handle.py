@@ -13,7 +13,7 @@ from weightsync.engines import Engine
 from weightsync.errors import EngineError, EngineUnreachableError, FencedError, WeightSyncError
 from weightsync.net.connection import Connection, timed_out
 from weightsync.net.listener import Listener
-from weightsync.net.runtime import Deadline, outcome_in_thread
+from weightsync.net.runtime import Deadline, submit
 from weightsync.net.wire import POISONED, Go, Hello, MachineInfo, Release
 
 CALLER = "caller"
@@ -277,7 +277,7 @@ def find_lost(handles: Sequence[EngineHandle], error: WeightSyncError) -> list[s
     suspects = [one for one in handles if not one.is_held() or not named.isdisjoint(one.names)]
     if not suspects and waiting_for and not any(name.startswith("trainer rank") for name in waiting_for):
         suspects = list(handles)  # ranks know workers by their numbers alone
-    asked = {one: outcome_in_thread("health", one.engine.is_alive) for one in suspects if one.silent < _SILENT}
+    asked = {one: submit("health", one.engine.is_alive) for one in suspects if one.silent < _SILENT}
     answered, _ = wait(asked.values(), _ANSWER_S)
     alive = {one for one, answer in asked.items() if answer in answered and not answer.exception() and answer.result()}
     lost = [one.engine.name for one in suspects if one not in alive or one.is_stuck()]

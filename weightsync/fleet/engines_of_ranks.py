@@ -35,7 +35,7 @@ from weightsync.fleet import EngineList, connect, public_name
 from weightsync.net.addresses import address_facing, is_loopback
 from weightsync.net.connection import Connection
 from weightsync.net.ranks import Ranks
-from weightsync.net.runtime import Deadline, in_thread
+from weightsync.net.runtime import Deadline, spawn
 from weightsync.net.wire import Value
 from weightsync.planning.layout import Count
 from weightsync.planning.wire_types import Plain
@@ -106,7 +106,7 @@ class OtherRanks:
         if ranks.rank in strangers:
             self.close()
             self._connection = ranks.dial(_ROLE, Deadline(self._timeout_s))
-            in_thread("engines", partial(_serve, self._own, self._connection))
+            spawn("engines", partial(_serve, self._own, self._connection))
         elif ranks.rank == 0:
             for rank in strangers:
                 self._found[rank] = self._admit(ranks, rank, everyone[rank].own)
@@ -198,7 +198,7 @@ class _Calls:
         self._lock = threading.Lock()
         self._answers: dict[int, concurrent.futures.Future[Any]] = {}
         self.end: WeightSyncError | None = None
-        in_thread(f"answers of {connection.peer}", self._receive)
+        spawn(f"answers of {connection.peer}", self._receive)
 
     def send(self, engine: int, method: str, args: Sequence[Any], who: str) -> concurrent.futures.Future[Any]:
         """Send a call, and return what will have its answer. Raises `EngineUnreachableError`."""
@@ -254,7 +254,7 @@ def _serve(engines: Sequence[Engine], connection: Connection) -> None:
             call = _next(connection).read(EngineCall)
             if call.method not in _METHODS or call.engine >= len(engines):
                 raise ProtocolError(f"rank 0 called {call.method} of engine {call.engine}, which there is not")
-            in_thread(f"{call.method} for rank 0", partial(answer, call))
+            spawn(f"{call.method} for rank 0", partial(answer, call))
     connection.close()
 
 

@@ -44,12 +44,12 @@ from weightsync.errors import (
     SyncTimeoutError,
     WeightSyncError,
 )
-from weightsync.fleet.engine_call import BackgroundCall, arrivals, join, repeat, wait_at_exit
+from weightsync.fleet.engine_call import BackgroundCall, join, make_arrival_check, repeat, wait_at_exit
 from weightsync.fleet.engine_handle import EngineHandle, Worker, admit, find_lost
 from weightsync.net.addresses import is_loopback
 from weightsync.net.listener import Listener
 from weightsync.net.ranks import Ranks
-from weightsync.net.runtime import Deadline, in_thread
+from weightsync.net.runtime import Deadline, spawn
 from weightsync.net.wire import (
     POISONED,
     Commit,
@@ -134,8 +134,8 @@ class Fleet:
         self._over = False
         self._ended = threading.Event()
         self.add(engines)
-        in_thread("lease", partial(repeat, weakref.WeakMethod(self._answer_pings), _PING_LOOK_S, self._ended))
-        in_thread("health", partial(repeat, weakref.WeakMethod(self._ask_whether_alive), _HEALTH_LOOK_S, self._ended))
+        spawn("lease", partial(repeat, weakref.WeakMethod(self._answer_pings), _PING_LOOK_S, self._ended))
+        spawn("health", partial(repeat, weakref.WeakMethod(self._ask_whether_alive), _HEALTH_LOOK_S, self._ended))
 
     @property
     def paused_at(self) -> float:
@@ -172,7 +172,7 @@ class Fleet:
         early: list[EngineHandle] = []
         for one in self._active:
             if not one.workers:
-                arrived = arrivals([calls[one]], self._listener, self._check_everyone, deadline)
+                arrived = make_arrival_check([calls[one]], self._listener, self._check_everyone, deadline)
                 admit(one, calls, early, self._listener, arrived, deadline)
                 self.newest_version = max(self.newest_version, one.newest_version)
                 for worker in one.workers:  # some transports lead past the network, and would not miss it

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 
 from weightsync.engines.base import Engine
-from weightsync.net.runtime import outcome_in_thread
+from weightsync.net.runtime import submit
 
 _ANSWER_S = 0.2
 """How long a push waits for those that it has asked. A host that is gone answers nothing, for many seconds."""
@@ -29,7 +29,7 @@ class LostEngines:
         An engine that does not answer at once is asked only once at a time, however many pushes there are meanwhile.
         """
         asked = {
-            one.name: self._asked.get(one.name) or outcome_in_thread(f"health of {one.name}", one.is_alive)
+            one.name: self._asked.get(one.name) or submit(f"health of {one.name}", one.is_alive)
             for one in engines
             if one.name in self.names
         }

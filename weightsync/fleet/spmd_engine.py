@@ -13,7 +13,7 @@ from typing import Any
 from weightsync.engines.base import CalledEngine, Engine, Part
 from weightsync.errors import ConfigError
 from weightsync.net.addresses import is_loopback
-from weightsync.net.runtime import outcome_in_thread
+from weightsync.net.runtime import submit
 from weightsync.net.wire import POISONED
 
 
@@ -70,7 +70,7 @@ class EngineParts(CalledEngine):
     def _call_all(self, method: str, *args: Any) -> list[Any]:
         """Return every part's answer. Raise what the first part raises, though others may not have answered."""
         calls = ((part.name, partial(getattr(part, method), *args)) for part in self._parts)
-        answers = [outcome_in_thread(f"{method} of {name}", call) for name, call in calls]
+        answers = [submit(f"{method} of {name}", call) for name, call in calls]
         done, _ = concurrent.futures.wait(answers, return_when=concurrent.futures.FIRST_EXCEPTION)
         for answer in done:
             answer.result()

@@ -14,7 +14,7 @@ from threading import Semaphore
 
 import torch
 
-from weightsync.net.runtime import in_thread
+from weightsync.net.runtime import spawn
 
 _TILE_BYTES = 2**22
 
@@ -53,7 +53,7 @@ class Tiles:
         try:
             with suppress(RuntimeError):  # no thread can be started: there are fewer then
                 for _ in range(self._others):
-                    in_thread("copy", help_out)
+                    spawn("copy", help_out)
                     started += 1
             for tile in left:
                 memmove(*tile)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from weightsync.net.runtime import in_thread
+from weightsync.net.runtime import spawn
 
 _FAREWELL_S = 20.0
 _LOG_LINES = 25
@@ -75,7 +75,7 @@ def end_with_parent() -> None:
     Does nothing in a process that is no `Child`. Returns at once.
     """
     if (parent := os.environ.pop(_PARENT, None)) is not None:
-        in_thread("parent", lambda: _end_after(int(parent)))
+        spawn("parent", lambda: _end_after(int(parent)))
 
 
 def _end_after(parent: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-from weightsync.net.runtime import outcome_in_thread
+from weightsync.net.runtime import submit
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class Ending(Generic[T]):
         interrupt: BaseException | None = None
         while not self._outcome.done():
             try:
-                outcome_in_thread("ending", self._do).exception()
+                submit("ending", self._do).exception()
             except BaseException as error:
                 interrupt = error
         if interrupt is not None:

@@ -71,7 +71,7 @@ def is_running(process: str) -> bool:
     return boot == boot_id() and str(started_ticks(int(pid))) == ticks
 
 
-def in_thread(name: str, function: Callable[[], None]) -> None:
+def spawn(name: str, function: Callable[[], None]) -> None:
     """Run `function`, which must not raise, in a daemon thread of this name. Raises `RuntimeError` without a thread.
 
     Threads are kept for the next call. In a process with an in-process engine, starting a thread takes longer than
@@ -85,8 +85,8 @@ def in_thread(name: str, function: Callable[[], None]) -> None:
     thread.work.put((name, function))
 
 
-def outcome_in_thread(name: str, function: Callable[[], T]) -> Future[T]:
-    """Run `function` as `in_thread` does, and return what will have what it returns or raises."""
+def submit(name: str, function: Callable[[], T]) -> Future[T]:
+    """Run `function` as `spawn` does, and return what will have what it returns or raises."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -95,7 +95,7 @@ def outcome_in_thread(name: str, function: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             outcome.set_exception(error)
 
-    in_thread(name, run)
+    spawn(name, run)
     return outcome
 
 
@@ -111,7 +111,7 @@ class _Kept(threading.Thread):
             except queue.Empty:
                 try:
                     _idle.remove(self)
-                except ValueError:  # `in_thread` has taken this thread just now
+                except ValueError:  # `spawn` has taken this thread just now
                     name, function = self.work.get()
                 else:
                     return

@@ -50,7 +50,7 @@ from weightsync.fleet import EngineList
 from weightsync.fleet.engines_of_ranks import OtherRanks
 from weightsync.kernels.finite import find_non_finite
 from weightsync.net.addresses import is_here
-from weightsync.net.runtime import outcome_in_thread
+from weightsync.net.runtime import submit
 from weightsync.net.update import Update
 from weightsync.net.wire import MAX_VERSION
 from weightsync.planning.layout import Manifest, ShardLocation
@@ -339,7 +339,7 @@ def _forgotten(engines: Sequence[AdapterEngine], adapters: Sequence[LoraAdapter]
             engine.unload_adapter(adapter)
         return not engine.adapters_in_use() & {adapter.name for adapter in adapters}
 
-    answers = [outcome_in_thread("farewell", partial(forget, engine)) for engine in engines]
+    answers = [submit("farewell", partial(forget, engine)) for engine in engines]
     answered, late = wait(answers, _FAREWELL_S)
     return not late and all(not answer.exception() and answer.result() for answer in answered)
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
 from weightsync.net.addresses import listen, local_and_peer_address, reach
-from weightsync.net.runtime import Deadline, in_thread
+from weightsync.net.runtime import Deadline, spawn
 from weightsync.transports.base import Wait
 from weightsync.transports.gloo_port import GlooPort, meet_addresses
 
@@ -328,7 +328,7 @@ class _Watched:
         self.done = threading.Event()
         self._error = ""
         if waits:
-            in_thread("communicator", self._run)
+            spawn("communicator", self._run)
         else:
             self.done.set()
 

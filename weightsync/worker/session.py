@@ -38,7 +38,7 @@ from weightsync.errors import (
 )
 from weightsync.net.connection import Connection, dial
 from weightsync.net.fence import TAKEN_OVER, VARIABLE, note_session, several_engines
-from weightsync.net.runtime import Deadline, boot_id, describe_device, in_thread, is_running
+from weightsync.net.runtime import Deadline, boot_id, describe_device, is_running, spawn
 from weightsync.net.wire import (
     POISONED,
     PROTOCOL,
@@ -373,7 +373,7 @@ class WorkerSession:
             finally:
                 ended.set()
 
-        in_thread("lease", attend)
+        spawn("lease", attend)
         try:
             yield
         finally:
