@@ -46,7 +46,7 @@ _NO_PLUG_IN = re.compile(
 _ENGINE_DEAD = "EngineCore encountered an issue"  # the text of vLLM's EngineDeadError
 
 
-class Turns:
+class CallLock:
     """One call at a time, for an engine that cannot do two things at once.
 
     A call gives its turn when it has ended, which may be long after its caller stopped waiting.
@@ -59,7 +59,7 @@ class Turns:
         self._doing = ""
         self._calls = 0  # that share the turn
 
-    def take(self, doing: str) -> None:
+    def acquire(self, doing: str) -> None:
         """Wait for the turn. Raises `SyncTimeoutError`, or `EngineUnreachableError` when the engine died."""
         deadline = Deadline(limit_s(doing, self._timeout_s) if doing == RESET else self._timeout_s)
         while not self._lock.acquire(timeout=min(_POLL_S, deadline.left_s())):
@@ -81,7 +81,7 @@ class Turns:
             self._calls += joined
         return joined
 
-    def give(self) -> None:
+    def release(self) -> None:
         """End this call's share of the turn, and the turn when no other call has one."""
         with self._counting:
             self._calls -= 1

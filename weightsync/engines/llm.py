@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weightsync.engines.base import Part
-from weightsync.engines.calls import RESET, Turns, wait
+from weightsync.engines.calls import RESET, CallLock, wait
 from weightsync.engines.vllm_engine import VllmEngine, as_request
 from weightsync.net.runtime import submit
 from weightsync.vllm.llm_object import core_process, died, front_of
@@ -22,7 +22,7 @@ class LlmEngine(VllmEngine):
 
     def __init__(self, engine: Any, *, name: str, timeout_s: float) -> None:
         super().__init__(engine, name=name, timeout_s=timeout_s)
-        self._turns = Turns(name, timeout_s, lambda: died(engine))
+        self._turns = CallLock(name, timeout_s, lambda: died(engine))
 
     @property
     def part(self) -> Part | None:
@@ -56,18 +56,18 @@ class LlmEngine(VllmEngine):
         # update, which the workers are serving, returns.
         follows = doing == RESET and core_process(self._engine) is not None
         if not (follows and self._turns.join(self._worker_methods["update"])):
-            self._turns.take(doing)
+            self._turns.acquire(doing)
 
         def run() -> Any:
             try:
                 return call()
             finally:
-                self._turns.give()
+                self._turns.release()
 
         try:
             answer = submit(doing, run)
         except RuntimeError:
-            self._turns.give()
+            self._turns.release()
             raise
         return wait(answer, doing, self.timeout_s, self.name, lambda: died(self._engine))
 

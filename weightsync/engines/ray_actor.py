@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from weightsync.engines.async_llm import AsyncEngine
-from weightsync.engines.calls import HEALTH_TIMEOUT_S, LOCAL, Turns, as_ours, limit_s, too_late
+from weightsync.engines.calls import HEALTH_TIMEOUT_S, LOCAL, CallLock, as_ours, limit_s, too_late
 from weightsync.engines.vllm_engine import Answer, VllmEngine, as_request, setup_of
 from weightsync.errors import ConfigError, EngineUnreachableError, SyncTimeoutError, WeightSyncError
 from weightsync.net.runtime import Deadline
@@ -32,7 +32,7 @@ class RayEngine(VllmEngine):
 
     def __init__(self, engine: Any, *, name: str, timeout_s: float) -> None:
         super().__init__(engine, name=name, timeout_s=timeout_s)
-        self._turns = Turns(name, timeout_s)
+        self._turns = CallLock(name, timeout_s)
 
     @property
     def host(self) -> str:
@@ -95,13 +95,13 @@ class RayEngine(VllmEngine):
 
     def _take_turn(self, doing: str, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function in the actor, one at a time, also where the actor takes several."""
-        self._turns.take(doing)
+        self._turns.acquire(doing)
         try:
             answer = self._remote(function, *args)
         except BaseException:
-            self._turns.give()
+            self._turns.release()
             raise
-        answer.future().add_done_callback(lambda _: self._turns.give())
+        answer.future().add_done_callback(lambda _: self._turns.release())
         return self._wait(answer, doing, limit_s(doing, self.timeout_s))
 
     def _remote(self, function: Callable[..., Any], *args: Any) -> Any:
