@@ -296,7 +296,7 @@ time.sleep(1)
 """
     child = python(tmp_path, code)
     while not (text := child.log.read_text()).endswith("\n"):
-        assert child.obituary() is None
+        assert child.exit_report() is None
         time.sleep(0.05)
     child.stop()
     assert not running(int(text))

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from recorders import RecordedEngine
 
 from weightsync import ConfigError, EngineError, EngineUnreachableError, WeightSync
-from weightsync.engines.base import Part
+from weightsync.engines.base import SpmdPart
 from weightsync.fleet import engines_of_ranks
 from weightsync.fleet.engines_of_ranks import OwnEngine, RankEngine
 
@@ -54,7 +54,7 @@ def push_into_parts(rank: int, transport: str) -> None:
     """Four ranks with the workers of two engines, two ranks each."""
     part, worker = divmod(rank, 2)
     engine = RecordedEngine(ModuleHost(partial(TinyEngineModel, worker, 2), checkpoint(1), rank=worker, world=2))
-    engine.part = Part(part, 2)
+    engine.part = SpmdPart(part, 2)
     with WeightSync("fsdp", transport, engine, timeout_s=TIMEOUT_S) as sync:
         for seed in (2, 3):
             report = sync.push(trainer_model(checkpoint(seed)))

@@ -154,7 +154,7 @@ def servers(checkpoint: Path) -> Iterator[list[str]]:
         ours.launch()
         engine = HttpEngine(url, name=url, timeout_s=20)
         while not engine.is_alive():
-            assert theirs.obituary() is None, theirs.obituary()
+            assert theirs.exit_report() is None, theirs.exit_report()
             time.sleep(0.5)
         ours.wait(120)
         yield [url, ours.url]

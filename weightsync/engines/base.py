@@ -94,7 +94,7 @@ class CalledEngine(ABC):
         """Call the method there. Return its answer, or raise its error."""
 
 
-class Part(NamedTuple):
+class SpmdPart(NamedTuple):
     """Which part of which engine an `LLM` is."""
 
     engine: Count

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from weightsync.engines.base import Part
+from weightsync.engines.base import SpmdPart
 from weightsync.engines.calls import RESET, CallLock, wait
 from weightsync.engines.vllm_engine import VllmEngine, as_request
 from weightsync.net.runtime import submit
@@ -25,13 +25,13 @@ class LlmEngine(VllmEngine):
         self._turns = CallLock(name, timeout_s, lambda: died(engine))
 
     @property
-    def part(self) -> Part | None:
+    def part(self) -> SpmdPart | None:
         """Return which part of an engine this is, under external_launcher. None: its workers are all its own."""
         parallel = self._engine.llm_engine.vllm_config.parallel_config
         launcher = getattr(parallel, "distributed_executor_backend", None)
         if launcher != "external_launcher" or parallel.world_size == 1:
             return None
-        return Part(parallel.rank // parallel.world_size, parallel.world_size)
+        return SpmdPart(parallel.rank // parallel.world_size, parallel.world_size)
 
     def pause(self, mode: str) -> None:
         """Drop requests that were refused: an engine core in this process would wait for them for ever.

@@ -88,9 +88,9 @@ class VllmServer:
             self.stop()
             raise
 
-    def obituary(self) -> str | None:
+    def exit_report(self) -> str | None:
         """Return how the process ended, with the end of its log. None: it lives, or was not started."""
-        return self._child.obituary() if self._child is not None else None
+        return self._child.exit_report() if self._child is not None else None
 
     def restart(self, model: str | os.PathLike[str]) -> None:
         """End the server and start it from other weights, at the same address."""
@@ -132,8 +132,8 @@ class VllmServer:
         engine = HttpEngine(self.url, name=self.url, timeout_s=timeout_s)
         deadline = Deadline(timeout_s)
         while not engine.is_alive():
-            if (obituary := child.obituary()) is not None:
-                raise EngineError(obituary, who=self.url)
+            if (exit_report := child.exit_report()) is not None:
+                raise EngineError(exit_report, who=self.url)
             if deadline.passed():
                 raise SyncTimeoutError(
                     f"the server did not answer within {timeout_s:g} s. {child.log_end()}",

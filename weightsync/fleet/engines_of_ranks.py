@@ -20,7 +20,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from weightsync.engines.base import CalledEngine, Engine, Part
+from weightsync.engines.base import CalledEngine, Engine, SpmdPart
 from weightsync.engines.calls import HEALTH_TIMEOUT_S, LOCAL, as_ours, wait
 from weightsync.errors import (
     ConfigError,
@@ -63,7 +63,7 @@ class EngineAnswer(Struct, frozen=True, forbid_unknown_fields=True):
 class OwnEngine(Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     host: str
-    part: Part | None
+    part: SpmdPart | None
 
 
 class Offer(Struct, frozen=True, forbid_unknown_fields=True):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from weightsync.engines.base import CalledEngine, Engine, Part
+from weightsync.engines.base import CalledEngine, Engine, SpmdPart
 from weightsync.errors import ConfigError
 from weightsync.net.addresses import is_loopback
 from weightsync.net.runtime import submit
@@ -23,7 +23,7 @@ def join(engines: Sequence[Engine]) -> list[Engine]:
     Raises `ConfigError` where some parts of an engine are missing.
     """
     whole: list[Engine] = []
-    parts: dict[Part, list[Engine]] = {}
+    parts: dict[SpmdPart, list[Engine]] = {}
     for engine in engines:
         if (part := getattr(engine, "part", None)) is None:
             whole.append(engine)
@@ -36,10 +36,10 @@ def join(engines: Sequence[Engine]) -> list[Engine]:
                 "their LLM: give that of each rank to its own WeightSync",
                 who=those[0].name,
             )
-    return [*whole, *map(EngineParts, parts.values())]
+    return [*whole, *map(SpmdEngine, parts.values())]
 
 
-class EngineParts(CalledEngine):
+class SpmdEngine(CalledEngine):
     """The parts of one engine. Each call is one of all parts at once. Equal where the parts are the same."""
 
     def __init__(self, parts: Sequence[Engine]) -> None:
@@ -47,7 +47,7 @@ class EngineParts(CalledEngine):
         self._parts = tuple(parts)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, EngineParts) and self._parts == other._parts
+        return isinstance(other, SpmdEngine) and self._parts == other._parts
 
     def __hash__(self) -> int:
         return hash(self._parts)

@@ -45,7 +45,7 @@ class Child:
                 start_new_session=True,  # a Ctrl-C reaches this process alone, which ends its children in order
             )
 
-    def obituary(self) -> str | None:
+    def exit_report(self) -> str | None:
         """Return how the process ended, with the end of its log. None: it lives."""
         code = self.process.poll()
         return None if code is None else f"{self.name} ended with exit code {code}. {self.log_end()}"

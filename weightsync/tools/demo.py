@@ -109,7 +109,7 @@ def run(options: Namespace, console: Console) -> bool:
             expected = cold.generate(PROMPTS)
         except WeightSyncError as error:
             time.sleep(_MOURNING_S)
-            death = engine.obituary()
+            death = engine.exit_report()
             raise ChildError(f"{error}\n{death}" if death is not None else str(error)) from error
         passed = _show_proof(console, first, pushed, expected)
         print_line(console, f"took {time.monotonic() - started:.0f} s")

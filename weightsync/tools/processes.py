@@ -146,7 +146,7 @@ def wait_for_first(children: Sequence[Child], timeout_s: float, over: Event | No
         if over.wait(_POLL_S):
             raise ChildError(f"{children[0].name} is no longer waited for")
     if (failed := next((child for child in children if child.process.poll()), None)) is not None:
-        raise ChildError(str(failed.obituary()))
+        raise ChildError(str(failed.exit_report()))
 
 
 class Server(VllmServer):
