@@ -206,12 +206,12 @@ def _rebuild(cls: type[WeightSyncError], fields: ErrorFields) -> WeightSyncError
     return cls(fields.message, who=fields.who, phase=fields.phase, **fields.facts)
 
 
-def some(names: Sequence[str]) -> str:
+def first_few(names: Sequence[str]) -> str:
     """Return the first names, as a message has them, and how many more there are."""
     return ", ".join(names[:_MOST]) + (f", and {len(names) - _MOST} more" if len(names) > _MOST else "")
 
 
-def foreign(error: BaseException, *, who: str, phase: str) -> WeightSyncError:
+def wrap_exception(error: BaseException, *, who: str, phase: str) -> WeightSyncError:
     """Return any exception as a `WeightSyncError`.
 
     A `WeightSyncError` keeps its class and gains the `who` and `phase` that it lacked. The message for any other

@@ -74,7 +74,7 @@ class TensorSelection:
             except (re.error, TypeError, IndexError) as error:
                 raise ConfigError(f"rename[{pattern!r}]={replacement!r}: {error}") from None
 
-    def idle(self, names: Sequence[str]) -> list[str]:
+    def unmatched_patterns(self, names: Sequence[str]) -> list[str]:
         """Return the patterns of `frozen` and `dtypes` that match none of the names, most likely by a typo."""
         return [pattern for pattern in (*self.frozen, *self.dtypes) if not fnmatch.filter(names, pattern)]
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 import weightsync.errors as errors
-from weightsync.errors import ErrorFields, WeightSyncError, foreign, from_fields
+from weightsync.errors import ErrorFields, WeightSyncError, from_fields, wrap_exception
 from weightsync.net.wire import Failure, decode, encode
 
 
@@ -121,8 +121,8 @@ def test_an_error_of_a_class_that_is_not_known_here_keeps_its_name():
 
 
 def test_foreign_exceptions_become_ours_and_ours_gain_what_they_lacked():
-    made = foreign(ZeroDivisionError("1/0"), who="rank 2", phase="plan")
+    made = wrap_exception(ZeroDivisionError("1/0"), who="rank 2", phase="plan")
     assert (type(made), str(made)) == (WeightSyncError, "ZeroDivisionError: 1/0 [rank 2, phase plan]")
     error = errors.DigestError("m", who="worker 1")
-    assert foreign(error, who="rank 2", phase="load") is error
+    assert wrap_exception(error, who="rank 2", phase="load") is error
     assert (error.who, error.phase) == ("worker 1", "load")

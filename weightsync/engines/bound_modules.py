@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weightsync.engines.base import LoraAdapter
-from weightsync.errors import EngineError, UnsupportedError, some
+from weightsync.errors import EngineError, UnsupportedError, first_few
 from weightsync.net.wire import BoundModules, typed
 
 
@@ -45,8 +45,8 @@ def _refusal(
 ) -> UnsupportedError:
     modules = list(dict.fromkeys(name for one in found for name in one.modules))
     return UnsupportedError(
-        f"{len(names)} modules of the adapter {adapter.name} {problem}: {some(names)}. The engine binds adapters to "
-        f"{some(modules) or 'nothing'}. Let PEFT wrap the model that the engine serves, such as an "
+        f"{len(names)} modules of the adapter {adapter.name} {problem}: {first_few(names)}. The engine binds adapters "
+        f"to {first_few(modules) or 'nothing'}. Let PEFT wrap the model that the engine serves, such as an "
         "AutoModelForCausalLM: neither its backbone alone, nor a module that holds it. Or give the modules their names "
         "in the engine's checkpoint, TensorSelection(rename=...). Leave modules that the engine does not have, or "
         "gives no adapters, out of target_modules",

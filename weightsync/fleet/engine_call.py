@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 
-from weightsync.errors import EngineError, WeightSyncError, foreign
+from weightsync.errors import EngineError, WeightSyncError, wrap_exception
 from weightsync.net.listener import Listener
 from weightsync.net.runtime import Deadline, spawn
 
@@ -55,7 +55,7 @@ class BackgroundCall:
         try:
             self._function(*self._args)
         except BaseException as error:
-            self.error = foreign(error, who="", phase="")
+            self.error = wrap_exception(error, who="", phase="")
         self._over.set()
         self._listener.wake()
 

@@ -19,7 +19,7 @@ import ray
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
-from weightsync.errors import ConfigError, EngineUnreachableError, some
+from weightsync.errors import ConfigError, EngineUnreachableError, first_few
 from weightsync.strategies import demands_of
 from weightsync.sync import WeightSync
 
@@ -114,9 +114,9 @@ def find_servers(workers: Sequence[str]) -> list[Any]:
             found += [actors[asked[ref]]] if is_first else []
     if without := [worker for worker, server in of.items() if not server]:
         raise EngineUnreachableError(
-            f"verl's manager has replicas of {len(workers)} workers, and no server was found of {some(without)}: "
-            f"{some([asked[ref] for ref in silent]) or 'no server'} did not answer within {_ANSWER_S:g} s, and "
-            f"{some([asked[ref] for ref in answered]) or 'none'} did"
+            f"verl's manager has replicas of {len(workers)} workers, and no server was found of {first_few(without)}: "
+            f"{first_few([asked[ref] for ref in silent]) or 'no server'} did not answer within {_ANSWER_S:g} s, and "
+            f"{first_few([asked[ref] for ref in answered]) or 'none'} did"
         )
     return found
 

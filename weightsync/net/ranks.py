@@ -18,7 +18,7 @@ import torch.distributed as dist
 from msgspec import Struct
 from msgspec.structs import replace
 
-from weightsync.errors import REFUSALS, ConfigError, PeerError, SyncTimeoutError, WeightSyncError, foreign
+from weightsync.errors import REFUSALS, ConfigError, PeerError, SyncTimeoutError, WeightSyncError, wrap_exception
 from weightsync.net.addresses import LOOPBACK, is_loopback, local_and_peer_address
 from weightsync.net.connection import Connection, dial
 from weightsync.net.ending import Ending
@@ -453,7 +453,7 @@ def collective(
             except BaseException as cause:
                 interrupted.phase = phase = update.timeline.phase
                 if isinstance(cause, Exception) and ranks.unended is not None:
-                    error = foreign(cause, who=f"trainer rank {ranks.rank}", phase=phase)
+                    error = wrap_exception(cause, who=f"trainer rank {ranks.rank}", phase=phase)
                     ranks.unended = Ending(partial(end, error))
                 agreed = cause if ranks.unended is None else ranks.unended.result()
                 if agreed is cause or not isinstance(cause, Exception):

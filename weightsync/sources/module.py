@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from weightsync.errors import ConfigError, UnsupportedError, some
+from weightsync.errors import ConfigError, UnsupportedError, first_few
 from weightsync.planning.layout import Box, Manifest, TensorMeta, flat_boxes, itemsize
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import LocalSource, Model, Snapshot, TensorShard, no_meeting, one_module
@@ -281,7 +281,7 @@ def refusal(refused: dict[str, str]) -> UnsupportedError:
     names: dict[str, list[str]] = {}
     for name, reason in refused.items():
         names.setdefault(reason, []).append(name)
-    lines = "\n".join(f"  {some(alike)}: {reason}" for reason, alike in names.items())
+    lines = "\n".join(f"  {first_few(alike)}: {reason}" for reason, alike in names.items())
     return UnsupportedError(
         f"{len(refused)} tensors cannot be pushed (what should not travel goes into `exclude`):\n{lines}",
         tensors=refused,

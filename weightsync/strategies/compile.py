@@ -27,7 +27,7 @@ def compile_plan(
     Raises `ManifestError` and `UnsupportedError` for tensors that do not fit the engines, before anything is written.
     """
     manifest = merge_manifests([own.manifest for own in everyone])
-    if idle := options.selection.idle(manifest.names):
+    if idle := options.selection.unmatched_patterns(manifest.names):
         logger.warning(
             "TensorSelection has patterns that match no tensor: %s; the trainer's tensors have names such as %s",
             ", ".join(idle),

@@ -43,8 +43,8 @@ from weightsync.errors import (
     PlacementError,
     UnsupportedError,
     WeightSyncError,
-    foreign,
-    some,
+    first_few,
+    wrap_exception,
 )
 from weightsync.fleet import EngineList
 from weightsync.fleet.engines_of_ranks import OtherRanks
@@ -303,8 +303,8 @@ def check_finite(lora: Lora) -> None:
     found = find_non_finite([shard.tensor for shard in lora.shards])
     if bad := list(dict.fromkeys(lora.shards[number].meta.name for number in found)):
         raise NonFiniteError(
-            f"{len(bad)} tensors of the adapter hold NaN or infinity, and nothing was written: {some(bad)}. What NaN "
-            "leaves in an engine's KV cache spoils other requests too, so that such an adapter is not pushed",
+            f"{len(bad)} tensors of the adapter hold NaN or infinity, and nothing was written: {first_few(bad)}. What "
+            "NaN leaves in an engine's KV cache spoils other requests too, so that such an adapter is not pushed",
             tensors=bad,
         )
 
@@ -372,7 +372,7 @@ def _failure(
     """Return the first engine's error, with what became of the others."""
     loaded = [engine.name for engine, error in zip(engines, errors, strict=True) if error is None]
     who, first = next((engine.name, error) for engine, error in zip(engines, errors, strict=True) if error is not None)
-    problem = foreign(first, who=who, phase="load")
+    problem = wrap_exception(first, who=who, phase="load")
     problem.message += f". The adapter was in {adapter.path}, where the engine must see it"
     if loaded and is_forgotten:
         problem.message += f"; it was taken back from {', '.join(loaded)}"

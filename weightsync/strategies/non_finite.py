@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Sequence
 
-from weightsync.errors import ConfigError, NonFiniteError, some
+from weightsync.errors import ConfigError, NonFiniteError, first_few
 from weightsync.net.update import Update
 from weightsync.sources.base import Model, WeightSource
 from weightsync.sources.finite import FiniteSource
@@ -55,8 +55,8 @@ class FiniteCheck:
             self._source.gather(())
         if bad := ranks.broadcast(self._found(update, (), "plan"), "plan", list[str]):
             raise NonFiniteError(
-                f"{len(bad)} tensors hold NaN or infinity, and nothing was written: {some(bad)}. Push once the trainer "
-                'has finite weights again, or say non_finite="warn"',
+                f"{len(bad)} tensors hold NaN or infinity, and nothing was written: {first_few(bad)}. Push once the "
+                'trainer has finite weights again, or say non_finite="warn"',
                 tensors=bad,
             )
 
@@ -75,4 +75,6 @@ class FiniteCheck:
 def warn_of(version: int, names: Sequence[str]) -> None:
     """Say which tensors of a version are not finite."""
     count = len(names)
-    logger.warning("version %d has %d tensors with NaN or infinity, and is served now: %s", version, count, some(names))
+    logger.warning(
+        "version %d has %d tensors with NaN or infinity, and is served now: %s", version, count, first_few(names)
+    )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence, Set
 
-from weightsync.errors import ConfigError, ManifestError, some
+from weightsync.errors import ConfigError, ManifestError, first_few
 from weightsync.net.wire import LoadPlan
 from weightsync.planning.bucketing import Bucket, Bucketer, lasting, split
 from weightsync.planning.layout import Box, Manifest, TensorMeta, connected, coverage, itemsize
@@ -52,10 +52,10 @@ def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> 
         return [name for name in manifest.names if name not in used]
     parts = []
     if missing:
-        parts.append(f"missing {len(missing)}: {some(missing)}")
+        parts.append(f"missing {len(missing)}: {first_few(missing)}")
         if absent := _absent_layers(missing, manifest):
             parts.append(
-                f"nothing came of {some(absent)}: the trainer has fewer layers, or a pipeline stage did not push "
+                f"nothing came of {first_few(absent)}: the trainer has fewer layers, or a pipeline stage did not push "
                 "all of its chunks"
             )
         if missing == ["lm_head.weight"]:
@@ -63,7 +63,7 @@ def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> 
                 "the engine has an output layer of its own; the trainer neither has one nor ties it to its embedding"
             )
     if mismatched:
-        parts.append(f"not fitting {len(mismatched)}: {some([f'{n} ({r})' for n, r in mismatched.items()])}")
+        parts.append(f"not fitting {len(mismatched)}: {first_few([f'{n} ({r})' for n, r in mismatched.items()])}")
         if not padded:
             parts.append("trainer and engine must have the same config.json")
         elif any(name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in mismatched):
@@ -71,7 +71,7 @@ def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> 
                 "Megatron pads the vocabulary: say how many rows the checkpoint has, WeightSync(vocab_size=...)"
             )
     if unexpected:
-        parts.append(f"unexpected {len(unexpected)}: {some(unexpected)}")
+        parts.append(f"unexpected {len(unexpected)}: {first_few(unexpected)}")
         if (prefix := _lacking(unexpected, missing)) is not None:
             parts.append(f'all names lack "{prefix}": push the whole model, not a part of it')
         elif heads := _of_tied_shape(unexpected, manifest, plans):
@@ -188,7 +188,7 @@ def _unread(manifest: Manifest, plans: Sequence[LoadPlan]) -> dict[str, str]:
             boxes = [box for plan in readers for box in plan.partial[name]]
             if holes := coverage(manifest[name].shape, boxes)[0]:
                 found[name] = (
-                    f"shape {manifest[name].shape}: the engine has no place for {some([str(h) for h in holes])}"
+                    f"shape {manifest[name].shape}: the engine has no place for {first_few([str(h) for h in holes])}"
                 )
     return found
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
-from weightsync.errors import UnsupportedError, some
+from weightsync.errors import UnsupportedError, first_few
 from weightsync.vllm import compat
 from weightsync.worker.trace import named_tensors
 
@@ -65,6 +65,6 @@ def lost_values(
     if unknown:
         raise UnsupportedError(
             f'the engine was started with load_format="dummy", which has overwritten {len(unknown)} buffers that no '
-            f"tensor of the trainer fills: {some(unknown)}. Start it from the checkpoint"
+            f"tensor of the trainer fills: {first_few(unknown)}. Start it from the checkpoint"
         )
     return [(buffer, values[name].to(buffer.dtype)) for name, buffer in lost.items()]

@@ -34,7 +34,7 @@ from weightsync.errors import (
     ProtocolError,
     SyncTimeoutError,
     WeightSyncError,
-    foreign,
+    wrap_exception,
 )
 from weightsync.net.connection import Connection, dial
 from weightsync.net.fence import TAKEN_OVER, VARIABLE, note_session, several_engines
@@ -118,7 +118,7 @@ class WorkerSession:
                 return
             is_met = self._meet(told)
         except Exception as error:
-            problem = foreign(error, who=self._name, phase="init")
+            problem = wrap_exception(error, who=self._name, phase="init")
             logger.error("%s cannot meet a trainer: %s", self._name, problem)
             # There is no connection to say it on. No answer is left in a queue behind that of the last worker.
             identity = self._model.identity
@@ -182,7 +182,7 @@ class WorkerSession:
 
     def _tell(self, connection: Connection, error: BaseException, phase: str) -> WeightSyncError:
         """Tell a trainer what failed, if it is there. Return the error as a `WeightSyncError`."""
-        problem = foreign(error, who=self._name, phase=phase)
+        problem = wrap_exception(error, who=self._name, phase=phase)
         with suppress(WeightSyncError):  # it is gone
             connection.send(Failure(problem.to_fields()), Deadline(_FAREWELL_S), phase)
         return problem
