@@ -32,7 +32,7 @@ from weightsync.sources.base import TensorShard
 from weightsync.sources.fsdp import FsdpSource
 from weightsync.tools.testing import check_dead_engine, check_engine, check_source, check_transport
 from weightsync.transports import open_receiver, open_transport
-from weightsync.transports.base import Arrival, Endpoint, Transport
+from weightsync.transports.base import ChunkLayout, Endpoint, Transport
 from weightsync.transports.files import FilesTransport
 from weightsync.transports.ipc import IpcReceiver, IpcTransport
 
@@ -280,7 +280,7 @@ class WrongSample(IpcTransport):
 class OneRegionLess(IpcTransport):
     def prepare(self, *args: Any) -> list[Endpoint]:
         return [
-            replace(each, arrivals=(*each.arrivals[:-1], Arrival(()))) if each.arrivals else each
+            replace(each, arrivals=(*each.arrivals[:-1], ChunkLayout(()))) if each.arrivals else each
             for each in super().prepare(*args)
         ]
 

@@ -10,9 +10,9 @@ from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo
 from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.planning.transfer_plan import Chain, TransferPlan
-from weightsync.planning.wire_types import Reads
+from weightsync.planning.wire_types import ReadRegions
 from weightsync.transports import open_transport
-from weightsync.transports.base import Endpoint, LocalTensor, LocalTensors, Run, Transport
+from weightsync.transports.base import ByteRange, Endpoint, LocalTensor, LocalTensors, Transport
 
 
 class FaultyTransport(Transport):
@@ -37,7 +37,7 @@ class FaultyTransport(Transport):
         workers: Sequence[MachineInfo],
         manifest: Manifest,
         locations: Sequence[ShardLocation],
-        reads: Sequence[Reads],
+        reads: Sequence[ReadRegions],
     ) -> tuple[Chain, ...]:
         return self.inner.route(ranks, workers, manifest, locations, reads)
 
@@ -54,7 +54,7 @@ class FaultyTransport(Transport):
     def connect(self, deadline: Deadline) -> None:
         self.inner.connect(deadline)
 
-    def in_place(self) -> list[Run]:
+    def in_place(self) -> list[ByteRange]:
         return self.inner.in_place()
 
     def look(self, sample: int | None) -> int:

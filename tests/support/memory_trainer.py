@@ -16,7 +16,7 @@ from weightsync.net.runtime import Deadline
 from weightsync.net.wire import Connect, Done, Go, LoadPlan
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, row_major
 from weightsync.planning.transfer_plan import Chunk, make_chunks
-from weightsync.planning.wire_types import Arrival, Run, Storage
+from weightsync.planning.wire_types import ByteRange, ChunkLayout, Storage
 from weightsync.transports.base import DIGEST_BYTES, SLOTS, TransportReceiver, Wait, align, strided
 from weightsync.transports.proof import Proof
 from weightsync.worker import loader as receiver_module
@@ -70,7 +70,7 @@ class MemoryTrainer:
     @property
     def message(self) -> Connect:
         """What every receiver is told to connect to."""
-        mapped = [Run(0, number, 0, _bytes(tensor).numel()) for number, tensor in self.memory.items()]
+        mapped = [ByteRange(0, number, 0, _bytes(tensor).numel()) for number, tensor in self.memory.items()]
         return Connect(
             transport="memory",
             storages=[],
@@ -133,16 +133,16 @@ class MemoryTrainer:
             return meta.dtype
         return next((plan.used[meta.name] for plan in self.plans if meta.name in plan.used), meta.dtype)
 
-    def _lay_out(self, number: int, chunk: Chunk) -> Arrival:
+    def _lay_out(self, number: int, chunk: Chunk) -> ChunkLayout:
         if chunk.in_place:
-            return Arrival(chunk.pieces)
+            return ChunkLayout(chunk.pieces)
         locations, first = [], 0
         for piece in chunk.pieces:
             nbytes = getattr(torch, piece.dtype).itemsize
             at = replace(piece, storage=number % SLOTS, offset=first // nbytes, stride=row_major(piece.box.size))
             locations.append(at)
             first += align(piece.box.numel * nbytes)
-        return Arrival(tuple(locations), (Run(0, number % SLOTS, 0, first),))
+        return ChunkLayout(tuple(locations), (ByteRange(0, number % SLOTS, 0, first),))
 
     def _proof(self) -> Proof:
         return Proof([[_bytes(self.tensors[name]) for name in self.tensors if name in self.in_place]])

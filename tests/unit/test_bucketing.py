@@ -14,7 +14,7 @@ from weightsync.planning.bucketing import (
     ModuleBucketer,
     ParameterBucketer,
     ThresholdBucketer,
-    lasting,
+    never_resent,
     open_bucketer,
     split,
 )
@@ -227,12 +227,12 @@ def test_buckets_hold_everything_once_and_tear_nothing_apart(
 
 def test_what_lasts_shares_nothing_with_what_does_not() -> None:
     attention = set(LAYER.names[1:4])
-    assert lasting(LAYER, set(LAYER.names), PLAN) == set(LAYER.names)
-    assert lasting(LAYER, attention, PLAN) == attention
-    assert lasting(LAYER, attention - {LAYER.names[1]}, PLAN) == set()
+    assert never_resent(LAYER, set(LAYER.names), PLAN) == set(LAYER.names)
+    assert never_resent(LAYER, attention, PLAN) == attention
+    assert never_resent(LAYER, attention - {LAYER.names[1]}, PLAN) == set()
     # o fuses with nothing, until a module that is loaded as a whole has it together with q.
-    assert lasting(LAYER, set(LAYER.names[3:5]), PLAN) == {LAYER.names[4]}
-    assert lasting(LAYER, set(LAYER.names[3:5]), [*PLAN, [LAYER.names[1], LAYER.names[4]]]) == set()
+    assert never_resent(LAYER, set(LAYER.names[3:5]), PLAN) == {LAYER.names[4]}
+    assert never_resent(LAYER, set(LAYER.names[3:5]), [*PLAN, [LAYER.names[1], LAYER.names[4]]]) == set()
 
 
 @given(pushes(), st.sampled_from([ModuleBucketer(), ModuleBucketer(30), ThresholdBucketer(30), ParameterBucketer()]))
@@ -240,7 +240,7 @@ def test_what_lasts_has_the_last_buckets_to_itself(
     push: tuple[Manifest, list[list[str]] | None], bucketer: Bucketer
 ) -> None:
     manifest, groups = push
-    last = lasting(manifest, {name for name in manifest.names if "0" in name}, groups or [])
+    last = never_resent(manifest, {name for name in manifest.names if "0" in name}, groups or [])
     buckets = split(bucketer, manifest, groups or [], last)
     assert sorted(name for bucket in buckets for name in bucket.names) == sorted(manifest.names)
     kinds = [{name in last for name in bucket.names} for bucket in buckets]

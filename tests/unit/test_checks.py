@@ -9,7 +9,7 @@ import pytest
 from weightsync import ConfigError, ManifestError, ModuleBucketer, ParameterBucketer
 from weightsync.net.wire import LoadPlan
 from weightsync.planning.layout import Manifest, TensorMeta
-from weightsync.strategies.plan_checks import check_duplicates, check_plans, cut, duplicates
+from weightsync.strategies.plan_checks import check_duplicates, check_plans, duplicates, make_buckets
 
 ENGINE = {"model.embed.weight", "model.layers.0.a", "model.layers.0.b", "model.layers.1.a", "lm_head.weight"}
 
@@ -123,19 +123,19 @@ def test_what_is_frozen_has_the_last_buckets_with_all_that_it_is_loaded_with():
     offered = manifest(*ENGINE)
     plans = [planned(offered, reloads=[["model.layers.0.a", "model.layers.0.b"]])]
     frozen = {"model.embed.weight", "model.layers.0.a"}  # and b is not, which is loaded with it
-    buckets, last = cut(ModuleBucketer(), offered, plans, [], frozen)
+    buckets, last = make_buckets(ModuleBucketer(), offered, plans, [], frozen)
     assert last == {"model.embed.weight"}
     assert [bucket.names for bucket in buckets][-1] == ("model.embed.weight",)
     empty = Manifest((*offered.tensors, TensorMeta("empty", (0, 4), "float32")))
     for everything in (offered, empty):
         with pytest.raises(ConfigError, match="all tensors with elements are frozen"):
-            cut(ModuleBucketer(), everything, plans, [], ENGINE)
+            make_buckets(ModuleBucketer(), everything, plans, [], ENGINE)
 
 
 def test_weights_are_not_torn_from_their_scales():
     pair = ("model.layers.0.a", "model.layers.0.b")
     offered = manifest(*ENGINE)
     with pytest.raises(ConfigError, match=r"tears 1 quantised weights from their scales, such as model\.layers\.0\.a"):
-        cut(ParameterBucketer(), offered, [planned(offered)], [pair], set())
-    buckets, _ = cut(ModuleBucketer(max_bytes=1), offered, [planned(offered)], [pair], set())
+        make_buckets(ParameterBucketer(), offered, [planned(offered)], [pair], set())
+    buckets, _ = make_buckets(ModuleBucketer(max_bytes=1), offered, [planned(offered)], [pair], set())
     assert any({*pair} <= {*bucket.names} for bucket in buckets)

@@ -35,7 +35,7 @@ from weightsync.planning.layout import (
     row_major,
     strided_boxes,
 )
-from weightsync.planning.single_view import one_view
+from weightsync.planning.single_view import as_single_view
 
 quick = settings(max_examples=100, deadline=None)
 shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
@@ -619,14 +619,14 @@ def steps_into(view: torch.Tensor, boxes: Sequence[Box], first: int) -> list[Cop
 @given(st.data(), views(), st.integers(0, 9))
 def test_pieces_of_a_view_are_found_to_be_one(data: st.DataObject, view: torch.Tensor, first: int) -> None:
     steps = steps_into(view, data.draw(grids(view.shape)), first)
-    found = one_view(tuple(view.shape), first, data.draw(st.permutations(steps)))
+    found = as_single_view(tuple(view.shape), first, data.draw(st.permutations(steps)))
     assert found is not None
     offset, size, stride = found
     assert torch.equal(torch.as_strided(view, size, stride, offset), view)
     if len(steps) > 2:  # one that lies elsewhere
         moved = replace(steps[-1], src_offset=steps[-1].src_offset + 1000)
-        assert one_view(tuple(view.shape), first, [*steps[:-1], moved]) is None
-    assert one_view(tuple(view.shape), first, [*steps, replace(steps[0], storage=1)]) is None
+        assert as_single_view(tuple(view.shape), first, [*steps[:-1], moved]) is None
+    assert as_single_view(tuple(view.shape), first, [*steps, replace(steps[0], storage=1)]) is None
 
 
 @quick

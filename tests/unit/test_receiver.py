@@ -18,7 +18,7 @@ from weightsync.errors import DigestError, PeerError, PlacementError, ProtocolEr
 from weightsync.net.runtime import Deadline
 from weightsync.net.wire import CLEAN, POISONED, Go
 from weightsync.planning.layout import Box
-from weightsync.planning.wire_types import Arrival
+from weightsync.planning.wire_types import ChunkLayout
 from weightsync.worker.load_plan import IN_PLACE, NATIVE_LOADER, RELOAD
 from weightsync.worker.loader import Receiver, await_stream
 from weightsync.worker.module_groups import find_groups
@@ -634,7 +634,7 @@ def test_a_tensor_that_the_native_loader_only_copies_comes_in_the_regions_that_a
     assert trainer.plans[0].partial == {"bias": (Box((2, 0), (2, 3)),)}
     message = trainer.message
     chunks = [
-        Arrival(tuple(p for p in chunk.locations if not (p.name == "bias" and p.box.start[0] < 2)), chunk.runs)
+        ChunkLayout(tuple(p for p in chunk.locations if not (p.name == "bias" and p.box.start[0] < 2)), chunk.runs)
         for chunk in message.chunks
     ]
     trainer.connect(replace(message, chunks=chunks))

@@ -13,7 +13,7 @@ from weightsync.kernels.digest import WHOLE, digest, signed
 from weightsync.net.runtime import Deadline
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, coverage, itemsize, row_major
 from weightsync.planning.transfer_plan import Chain, TransferPlan, make_chunks
-from weightsync.planning.wire_types import Reads
+from weightsync.planning.wire_types import ReadRegions
 from weightsync.transports.base import ALIGN_BYTES, DIGEST_BYTES, LocalTensor, LocalTensors, strided
 from weightsync.transports.staging import Packer, arrival, arriving, leaving, slot_bytes, wait_until
 
@@ -43,7 +43,7 @@ def sharded(ranks: int) -> list[ShardLocation]:
     ]
 
 
-def tensor_parallel(workers: int) -> tuple[Reads, ...]:
+def tensor_parallel(workers: int) -> tuple[ReadRegions, ...]:
     found = []
     for worker in range(workers):
         reads = {meta.name: (share(meta.shape, 0, worker, workers),) for meta in MANIFEST}
@@ -53,11 +53,11 @@ def tensor_parallel(workers: int) -> tuple[Reads, ...]:
     return tuple(found)
 
 
-def replicas(workers: int) -> tuple[Reads, ...]:
+def replicas(workers: int) -> tuple[ReadRegions, ...]:
     return ({meta.name: (Box.full(meta.shape),) for meta in MANIFEST},) * workers
 
 
-def plan_of(ranks: int, reads: tuple[Reads, ...], max_bytes: int = MAX_BYTES) -> TransferPlan:
+def plan_of(ranks: int, reads: tuple[ReadRegions, ...], max_bytes: int = MAX_BYTES) -> TransferPlan:
     buckets = [[meta.name] for meta in MANIFEST]
     none: frozenset[str] = frozenset()
     chains = tuple(Chain((worker,), own) for worker, own in enumerate(reads))
@@ -67,7 +67,7 @@ def plan_of(ranks: int, reads: tuple[Reads, ...], max_bytes: int = MAX_BYTES) ->
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("reads", [tensor_parallel(2), tensor_parallel(4), replicas(2)])
-def test_arriving_of_all_chunks_has_what_a_worker_reads_once_and_apart(ranks: int, reads: tuple[Reads, ...]):
+def test_arriving_of_all_chunks_has_what_a_worker_reads_once_and_apart(ranks: int, reads: tuple[ReadRegions, ...]):
     plan = plan_of(ranks, reads)
     assert len(plan.chunks) > 2
     for worker, wanted in enumerate(reads):
@@ -94,7 +94,7 @@ def test_arriving_of_all_chunks_has_what_a_worker_reads_once_and_apart(ranks: in
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("reads", [tensor_parallel(2), tensor_parallel(4), replicas(2)])
-def test_leaving_of_every_rank_matches_arriving_of_every_worker(ranks: int, reads: tuple[Reads, ...]):
+def test_leaving_of_every_rank_matches_arriving_of_every_worker(ranks: int, reads: tuple[ReadRegions, ...]):
     plan = plan_of(ranks, reads)
     sent = [leaving(plan, rank, slots=2) for rank in range(ranks)]
     for worker in range(len(reads)):

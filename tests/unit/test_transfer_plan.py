@@ -23,7 +23,7 @@ from weightsync.planning.transfer_plan import (
     make_chunks,
     slices,
 )
-from weightsync.planning.wire_types import Reads
+from weightsync.planning.wire_types import ReadRegions
 
 FLOAT = "float32"
 
@@ -42,7 +42,7 @@ def manifest_of(*tensors: tuple[str, tuple[int, ...]]) -> Manifest:
     return Manifest(tuple(TensorMeta(name, shape, FLOAT) for name, shape in tensors))
 
 
-def whole(manifest: Manifest) -> Reads:
+def whole(manifest: Manifest) -> ReadRegions:
     return {meta.name: (Box.full(meta.shape),) for meta in manifest}
 
 
@@ -196,7 +196,7 @@ def test_tensors_without_elements_do_not_travel():
     assert [chunk.names for chunk in chunks_of(manifest, locations, 1024)] == [("b",)]
 
 
-HALVES: list[Reads] = [{"a": (Box((0, 0), (4, 4)),)}, {"a": (Box((4, 0), (4, 4)),)}]
+HALVES: list[ReadRegions] = [{"a": (Box((0, 0), (4, 4)),)}, {"a": (Box((4, 0), (4, 4)),)}]
 
 
 def test_workers_that_read_alike_are_a_chain_ordered_by_host():

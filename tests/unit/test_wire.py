@@ -51,7 +51,7 @@ from weightsync.net.wire import (
 )
 from weightsync.net.wire_memory import memory_bytes
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta
-from weightsync.planning.wire_types import Arrival, Run
+from weightsync.planning.wire_types import ByteRange, ChunkLayout
 
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
 LOCATION = ShardLocation("w", Box((0, 0), (2, 3)), 0, 0, 0, (3, 1), "bfloat16")
@@ -113,9 +113,9 @@ GOLDEN: list[tuple[Message, str]] = [
         Connect(
             transport="ipc",
             storages=[(0, 0, "shm", {"path": "/dev/shm/x", "nbytes": 256})],
-            chunks=[Arrival((LOCATION,), (Run(0, 0, 0, 256),))],
+            chunks=[ChunkLayout((LOCATION,), (ByteRange(0, 0, 0, 256),))],
             frozen=0,
-            in_place=[Run(0, 1, 0, 12)],
+            in_place=[ByteRange(0, 1, 0, 12)],
             proof=[(1 << 64) - 1],
             fields={"k": 1},
         ),
@@ -452,7 +452,15 @@ def test_no_message_takes_more_memory_than_it_may(each: Any):
 def test_a_large_honest_plan_is_read():
     row = ShardLocation("h.1.w", Box((0, 0), (4096, 4096)), 1, 2, 1 << 31, (4096, 1), "bfloat16")
     for message in (
-        Connect("ipc", [], [Arrival((row,) * 20_000)], 0, [Run(1, 2, 1 << 31, 1 << 25)] * 20_000, [], {"runs": [[0]]}),
+        Connect(
+            "ipc",
+            [],
+            [ChunkLayout((row,) * 20_000)],
+            0,
+            [ByteRange(1, 2, 1 << 31, 1 << 25)] * 20_000,
+            [],
+            {"runs": [[0]]},
+        ),
         PlanRequest(tuple(TensorMeta(f"h.{n}.w", (4096, 4096), "bfloat16") for n in range(20_000)), ()),
         Value.of([(1, n, "fd", {"pid": 123456, "fd": n, "nbytes": 1 << 25, "inode": 1 << 21}) for n in range(10_000)]),
     ):

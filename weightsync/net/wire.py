@@ -20,7 +20,7 @@ from msgspec import Meta, Raw, Struct
 from weightsync.errors import ErrorFields, ProtocolError
 from weightsync.net.wire_memory import memory_bytes
 from weightsync.planning.layout import Box, Count, ShardLocation, TensorMeta
-from weightsync.planning.wire_types import Arrival, Plain, Run, Storage
+from weightsync.planning.wire_types import ByteRange, ChunkLayout, Plain, Storage
 
 PROTOCOL = 4
 CLEAN, POISONED = "CLEAN", "POISONED"
@@ -172,9 +172,9 @@ class Connect(Message, frozen=True):
 
     transport: str
     storages: list[Storage]
-    chunks: list[Arrival]  # each that the worker reads
+    chunks: list[ChunkLayout]  # each that the worker reads
     frozen: Count  # how many chunks, the last ones, no push has any more after one was committed
-    in_place: list[Run]  # what is read where it lies
+    in_place: list[ByteRange]  # what is read where it lies
     proof: list[Count]  # the digest of each rank's runs in `in_place`, of all bytes, in rank order
     fields: dict[str, Plain]  # what else this transport needs
 

@@ -95,7 +95,7 @@ def open_bucketer(kind: str, max_bytes: int | None) -> Bucketer:
     raise ConfigError(f'unknown bucketing {kind!r}: choose "module", "threshold" or "parameter"')
 
 
-def lasting(manifest: Manifest, frozen: set[str], groups: Groups) -> frozenset[str]:
+def never_resent(manifest: Manifest, frozen: set[str], groups: Groups) -> frozenset[str]:
     """Return the names in `frozen` that need not travel again.
 
     They share no group, directly or by a chain, with a name that is not frozen.

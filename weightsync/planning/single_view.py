@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from weightsync.planning.layout import CopyOp, View, row_major
 
 
-def one_view(shape: Sequence[int], offset: int, steps: Iterable[CopyOp]) -> View | None:
+def as_single_view(shape: Sequence[int], offset: int, steps: Iterable[CopyOp]) -> View | None:
     """Return the one strided view of a storage from which all of `steps` read.
 
     The steps write a contiguous tensor of `shape`, which begins at `offset` of their destination, and must write all of

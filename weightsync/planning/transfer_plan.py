@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from weightsync.planning.layout import Box, Manifest, ShardLocation, choose_owners, itemsize, part_of
-from weightsync.planning.wire_types import Reads
+from weightsync.planning.wire_types import ReadRegions
 
 _ABOUT = 1.25
 """How much more than the model a participant may hold before all workers become one chain. Workers that read different
@@ -37,7 +37,7 @@ class Chain(Struct, frozen=True, array_like=True):
     """
 
     workers: tuple[int, ...]
-    reads: Reads
+    reads: ReadRegions
 
 
 class Chunk(Struct, frozen=True, array_like=True, dict=True):
@@ -96,7 +96,7 @@ class TransferPlan(Struct, frozen=True, array_like=True):
 
 
 def choose_chains(
-    manifest: Manifest, locations: Sequence[ShardLocation], reads: Sequence[Reads], hosts: Sequence[int]
+    manifest: Manifest, locations: Sequence[ShardLocation], reads: Sequence[ReadRegions], hosts: Sequence[int]
 ) -> tuple[Chain, ...]:
     """Return one chain for all workers that read alike. One for all workers, where they would cost more than the model.
 
@@ -112,7 +112,7 @@ def choose_chains(
     return chains if max(load.values(), default=0) <= most_bytes else (chain_of(order, reads),)
 
 
-def chain_of(workers: Sequence[int], reads: Sequence[Reads]) -> Chain:
+def chain_of(workers: Sequence[int], reads: Sequence[ReadRegions]) -> Chain:
     """Return a chain of these workers, of which each reads what `reads` has at its number."""
     boxes: dict[str, dict[Box, None]] = {}
     for worker in workers:

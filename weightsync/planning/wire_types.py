@@ -20,11 +20,11 @@ else:
 Storage: TypeAlias = tuple[Count, int, str, dict[str, Plain]]
 """A storage's rank, its number, and what kind of memory it is, with the fields that open it."""
 
-Reads: TypeAlias = Mapping[str, tuple[Box, ...]]
+ReadRegions: TypeAlias = Mapping[str, tuple[Box, ...]]
 """The regions of each tensor that one engine worker reads, by name. It reads nothing of a tensor without an entry."""
 
 
-class Run(Struct, frozen=True, array_like=True, gc=False):
+class ByteRange(Struct, frozen=True, array_like=True, gc=False):
     """Bytes of a storage that one rank fills for one chunk. Their digest follows them, at byte `first + nbytes`."""
 
     rank: Count
@@ -33,8 +33,8 @@ class Run(Struct, frozen=True, array_like=True, gc=False):
     nbytes: Count
 
 
-class Arrival(Struct, frozen=True, array_like=True):
+class ChunkLayout(Struct, frozen=True, array_like=True):
     """One chunk as a worker finds it: where each of its regions lies, and which runs have digests."""
 
     locations: tuple[ShardLocation, ...]
-    runs: tuple[Run, ...] = ()
+    runs: tuple[ByteRange, ...] = ()

@@ -32,7 +32,7 @@ from weightsync.net.runtime import describe_device
 from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo, ParametersExported
 from weightsync.planning.layout import CopyOp, LoadCopy, ShardLocation, View, copy_ops, part_of
-from weightsync.planning.single_view import one_view
+from weightsync.planning.single_view import as_single_view
 from weightsync.sources.base import TensorShard
 from weightsync.sources.module_tree import modules, unwrapped
 from weightsync.transports.base import strided
@@ -257,7 +257,7 @@ def _views(
                     "model has every parameter in the engine's memory, so none can be excluded"
                 )
             continue
-        view = one_view(tuple(slot.local.shape), int(slot.local.storage_offset()), steps)
+        view = as_single_view(tuple(slot.local.shape), int(slot.local.storage_offset()), steps)
         if view is None:
             raise UnsupportedError(
                 f"{slot.key!r} is not one strided region of the engine's memory, so no parameter can be a view of "

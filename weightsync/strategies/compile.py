@@ -13,7 +13,14 @@ from weightsync.planning.transfer_plan import TransferPlan, make_chunks
 from weightsync.sources.quantize import pairs
 from weightsync.strategies.base import Options, warn_of_kept
 from weightsync.strategies.inventory import Inventory, frozen_everywhere, machines
-from weightsync.strategies.plan_checks import check_plans, check_quantized, cut, duplicates, reads_of, wire_manifest
+from weightsync.strategies.plan_checks import (
+    check_plans,
+    check_quantized,
+    duplicates,
+    make_buckets,
+    reads_of,
+    wire_manifest,
+)
 from weightsync.transports.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -58,7 +65,7 @@ def compile_plan(
     workers = [worker.machine for worker in fleet.workers]
     chains = transport.route(machines(everyone), workers, travelling, locations, reads)
     frozen = frozen_everywhere(everyone).intersection(travelling.names) if transport.keeps_frozen else set()
-    buckets, last = cut(bucketer, travelling, plans, together, frozen)
+    buckets, last = make_buckets(bucketer, travelling, plans, together, frozen)
     in_place: frozenset[str] = frozenset()
     if not chains:
         in_place = frozenset(travelling.names).difference(*(own.unmapped for own in everyone))

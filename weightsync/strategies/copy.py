@@ -22,7 +22,7 @@ from weightsync.net.update import Update
 from weightsync.net.wire import Connect, Done, Go
 from weightsync.planning.bucketing import open_bucketer
 from weightsync.planning.transfer_plan import TransferPlan
-from weightsync.planning.wire_types import Run, Storage
+from weightsync.planning.wire_types import ByteRange, Storage
 from weightsync.report import Progress, PushReport, WorkerReport
 from weightsync.sources.base import LastShards, Model, TensorShard
 from weightsync.sources.quantize import QuantizingSource
@@ -45,7 +45,7 @@ class Memory(Struct):
     """What one rank lets each worker map, what of it is read in place, and the digest of that."""
 
     storages: list[list[Storage]]
-    in_place: list[Run]
+    in_place: list[ByteRange]
     proof: int
 
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence, Set
 
 from weightsync.errors import ConfigError, ManifestError, first_few
 from weightsync.net.wire import LoadPlan
-from weightsync.planning.bucketing import Bucket, Bucketer, lasting, split
+from weightsync.planning.bucketing import Bucket, Bucketer, never_resent, split
 from weightsync.planning.layout import Box, Manifest, TensorMeta, connected, coverage, itemsize
-from weightsync.planning.wire_types import Reads
+from weightsync.planning.wire_types import ReadRegions
 from weightsync.selection import TensorSelection
 
 
@@ -90,7 +90,7 @@ def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> 
     )
 
 
-def cut(
+def make_buckets(
     bucketer: Bucketer,
     manifest: Manifest,
     plans: Sequence[LoadPlan],
@@ -106,7 +106,7 @@ def cut(
         (name, (n, g)) for n, plan in enumerate(plans) for g, names in enumerate(plan.groups) for name in names
     )
     groups += together
-    last = lasting(manifest, frozen, [*groups, *(names for plan in plans for names in plan.reloads)])
+    last = never_resent(manifest, frozen, [*groups, *(names for plan in plans for names in plan.reloads)])
     if last and not any(meta.nbytes for meta in manifest if meta.name not in last):
         raise ConfigError("all tensors with elements are frozen: there is nothing for a second push to change")
     buckets = split(bucketer, manifest, groups, last)
@@ -118,7 +118,7 @@ def cut(
     return buckets, last
 
 
-def reads_of(manifest: Manifest, plan: LoadPlan) -> Reads:
+def reads_of(manifest: Manifest, plan: LoadPlan) -> ReadRegions:
     """Return which regions a worker reads, by name of the tensor."""
     whole = {name: (Box.full(manifest[name].shape),) for name in plan.used}
     return whole | plan.partial

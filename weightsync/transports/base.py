@@ -32,7 +32,7 @@ from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo
 from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.planning.transfer_plan import Chain, TransferPlan
-from weightsync.planning.wire_types import Arrival, Reads, Run, Storage
+from weightsync.planning.wire_types import ByteRange, ChunkLayout, ReadRegions, Storage
 
 ALIGN_BYTES = 256
 """Where tensors start in a slot; covers every dtype and the widest vector load."""
@@ -81,7 +81,7 @@ class Endpoint:
     """
 
     storages: list[Storage] = field(default_factory=list)
-    arrivals: tuple[Arrival, ...] = ()
+    arrivals: tuple[ChunkLayout, ...] = ()
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -111,7 +111,7 @@ class Transport(ABC):
         workers: Sequence[MachineInfo],
         manifest: Manifest,
         locations: Sequence[ShardLocation],
-        reads: Sequence[Reads],
+        reads: Sequence[ReadRegions],
     ) -> tuple[Chain, ...]:
         """Return the chains along which bytes go from these ranks to these workers; none where workers map memory.
 
@@ -136,7 +136,7 @@ class Transport(ABC):
         """Meet the workers while they connect. Every rank calls it, rank 0 in a background thread. Blocks."""
         return
 
-    def in_place(self) -> list[Run]:
+    def in_place(self) -> list[ByteRange]:
         """Return the runs of this rank that workers read where they lie, which `look` digests. After `prepare`."""
         return []
 

@@ -49,7 +49,7 @@ from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo, typed
 from weightsync.planning.layout import Box, Count, Manifest, ShardLocation, itemsize
 from weightsync.planning.transfer_plan import Chain, TransferPlan, chain_of
-from weightsync.planning.wire_types import Reads, Storage
+from weightsync.planning.wire_types import ReadRegions, Storage
 from weightsync.transports import staging
 from weightsync.transports.base import (
     DIGEST_BYTES,
@@ -120,7 +120,7 @@ class FilesTransport(Transport):
         workers: Sequence[MachineInfo],
         manifest: Manifest,
         locations: Sequence[ShardLocation],
-        reads: Sequence[Reads],
+        reads: Sequence[ReadRegions],
     ) -> tuple[Chain, ...]:
         check_whole(manifest, locations)
         # Any worker that sees the folder is reached, and it looks when it connects. None passes anything on, so that

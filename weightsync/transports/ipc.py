@@ -21,7 +21,7 @@ from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo, typed
 from weightsync.planning.layout import Count, Manifest, ShardLocation, itemsize
 from weightsync.planning.transfer_plan import Chain, TransferPlan
-from weightsync.planning.wire_types import Arrival, Reads, Run, Storage
+from weightsync.planning.wire_types import ByteRange, ChunkLayout, ReadRegions, Storage
 from weightsync.transports.base import (
     SLOTS,
     Endpoint,
@@ -52,7 +52,7 @@ class IpcTransport(Transport):
         self._files: list[SharedFile] = []
         self._slots: dict[int, torch.Tensor] = {}
         self._devices: set[torch.device] = set()
-        self._runs: list[Run] = []
+        self._runs: list[ByteRange] = []
         self._proof = Proof([[]])
         self._counters: _Counters | None = None
         self._packer: Packer | None = None
@@ -64,7 +64,7 @@ class IpcTransport(Transport):
         workers: Sequence[MachineInfo],
         manifest: Manifest,
         locations: Sequence[ShardLocation],
-        reads: Sequence[Reads],
+        reads: Sequence[ReadRegions],
     ) -> tuple[Chain, ...]:
         if strangers := [each.peer for each in (*workers, *ranks) if each.boot_id != ranks[0].boot_id]:
             raise PlacementError(
@@ -109,11 +109,11 @@ class IpcTransport(Transport):
         self._filled, self._parts = 0, [bool(those) for those in mine]
         self._packer = Packer(plan, tensors, mine, self._slots)
         storages = self._export(plan, tensors, storages)
-        arrivals: tuple[Arrival, ...] = ()
+        arrivals: tuple[ChunkLayout, ...] = ()
         fields: dict[str, Any] = {}
         if rank == 0:
             arrivals = tuple(
-                Arrival(chunk.pieces) if chunk.in_place else arrival(those)
+                ChunkLayout(chunk.pieces) if chunk.in_place else arrival(those)
                 for chunk, those in zip(plan.chunks, bundles, strict=True)
             )
             fields = {"parts": [None if c.in_place else [*b] for c, b in zip(plan.chunks, bundles, strict=True)]}
@@ -175,11 +175,11 @@ class IpcTransport(Transport):
         for number, those in spans.items():
             data = torch.empty(0, dtype=torch.uint8, device=exports[number].device).set_(exports[number])
             for first, last in filled(those):
-                self._runs.append(Run(self._rank, number, first, last - first))
+                self._runs.append(ByteRange(self._rank, number, first, last - first))
                 memory.append(data[first:last])
         self._proof = Proof([memory])
 
-    def in_place(self) -> list[Run]:
+    def in_place(self) -> list[ByteRange]:
         return self._runs
 
     def look(self, sample: int | None) -> int:

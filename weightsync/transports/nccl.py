@@ -35,7 +35,7 @@ from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo, typed
 from weightsync.planning.layout import Count, Manifest, ShardLocation
 from weightsync.planning.transfer_plan import Chain, TransferPlan, choose_chains
-from weightsync.planning.wire_types import Reads, Storage
+from weightsync.planning.wire_types import ReadRegions, Storage
 from weightsync.transports.base import SLOTS, Endpoint, LocalTensors, Transport, TransportReceiver, Wait
 from weightsync.transports.communicator import Communicator, Pending, RendezvousStore, UnderWay
 from weightsync.transports.encoding import Encoder, Mailbox, length, read
@@ -77,7 +77,7 @@ class NcclTransport(Transport):
         workers: Sequence[MachineInfo],
         manifest: Manifest,
         locations: Sequence[ShardLocation],
-        reads: Sequence[Reads],
+        reads: Sequence[ReadRegions],
     ) -> tuple[Chain, ...]:
         root = ranks[0]
         if self.name == "nccl" and root.device != "cuda":

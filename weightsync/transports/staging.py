@@ -19,7 +19,7 @@ from weightsync.kernels.digest import Digests, warm_up
 from weightsync.net.runtime import Deadline
 from weightsync.planning.layout import Box, Manifest, ShardLocation, coverage, itemsize, part_of, row_major
 from weightsync.planning.transfer_plan import TransferPlan
-from weightsync.planning.wire_types import Arrival, Reads, Run, Storage
+from weightsync.planning.wire_types import ByteRange, ChunkLayout, ReadRegions, Storage
 from weightsync.transports.base import (
     DIGEST_BYTES,
     Endpoint,
@@ -119,7 +119,7 @@ def arriving(plan: TransferPlan, chain: int, slots: int) -> Layout:
     ]
 
 
-def _disjoint(manifest: Manifest, reads: Reads) -> dict[str, Sequence[Box]]:
+def _disjoint(manifest: Manifest, reads: ReadRegions) -> dict[str, Sequence[Box]]:
     """Return what is read of each tensor in boxes that do not overlap: the whole tensor where some do."""
     found: dict[str, Sequence[Box]] = {}
     for name, boxes in reads.items():
@@ -148,11 +148,11 @@ def endpoint(layout: Layout, storages: list[Storage], **fields: Any) -> Endpoint
     return Endpoint(storages, tuple(map(arrival, layout)), {"slot_bytes": slot_bytes(layout), "runs": runs, **fields})
 
 
-def arrival(bundles: Mapping[int, Bundle]) -> Arrival:
+def arrival(bundles: Mapping[int, Bundle]) -> ChunkLayout:
     """Return a chunk as a worker finds it whose slot has these bundles."""
     places = tuple(place for bundle in bundles.values() for place in bundle.places)
-    runs = tuple(Run(b.places[0].rank, b.storage, b.first, b.nbytes) for b in bundles.values())
-    return Arrival(places, runs)
+    runs = tuple(ByteRange(b.places[0].rank, b.storage, b.first, b.nbytes) for b in bundles.values())
+    return ChunkLayout(places, runs)
 
 
 class Packer:

@@ -10,7 +10,7 @@ import torch
 from weightsync.errors import DigestError, ProtocolError
 from weightsync.kernels.digest import WHOLE, Digests
 from weightsync.net.wire import Go
-from weightsync.planning.wire_types import Run
+from weightsync.planning.wire_types import ByteRange
 from weightsync.transports.base import DIGEST_BYTES, TransportReceiver
 from weightsync.transports.proof import Proof
 
@@ -18,9 +18,11 @@ from weightsync.transports.proof import Proof
 class Verifier:
     """Compares digests over one connection: of the runs that each chunk brings, and of memory that is read in place."""
 
-    def __init__(self, source: TransportReceiver, runs: Sequence[Sequence[Run]], in_place: Sequence[Run]) -> None:
+    def __init__(
+        self, source: TransportReceiver, runs: Sequence[Sequence[ByteRange]], in_place: Sequence[ByteRange]
+    ) -> None:
         self._chunks = [_by_device(source, those) for those in runs]
-        self._suspects: list[tuple[int, list[Run], torch.Tensor]] = []
+        self._suspects: list[tuple[int, list[ByteRange], torch.Tensor]] = []
         mapped: dict[int, list[torch.Tensor]] = defaultdict(list)
         for run in in_place:
             mapped[run.rank].append(source.storage(run.rank, run.storage)[run.first : run.first + run.nbytes])
@@ -87,9 +89,11 @@ class Verifier:
         return next((rank for rank, digest in found if digest != digests[rank]), None)
 
 
-def _by_device(source: TransportReceiver, runs: Sequence[Run]) -> list[tuple[list[Run], Digests, list[torch.Tensor]]]:
+def _by_device(
+    source: TransportReceiver, runs: Sequence[ByteRange]
+) -> list[tuple[list[ByteRange], Digests, list[torch.Tensor]]]:
     """Return runs, what tells their digests, and the bytes of those that were sent, for each device."""
-    found: Mapping[torch.device, list[Run]] = defaultdict(list)
+    found: Mapping[torch.device, list[ByteRange]] = defaultdict(list)
     for run in runs:
         found[source.storage(run.rank, run.storage).device].append(run)
     return [

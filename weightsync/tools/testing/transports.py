@@ -19,7 +19,7 @@ from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo, typed
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, coverage, itemsize
 from weightsync.planning.transfer_plan import TransferPlan, make_chunks
-from weightsync.planning.wire_types import Arrival, Reads, Run, Storage
+from weightsync.planning.wire_types import ByteRange, ChunkLayout, ReadRegions, Storage
 from weightsync.sources.base import TensorShard
 from weightsync.strategies.base import locate
 from weightsync.tools.testing.assertions import PROMPT_S, must_end, region, require, same_bytes
@@ -126,7 +126,7 @@ def _values(name: str, contents: int) -> torch.Tensor:
     return torch.randint(0, 2 if kind == torch.bool else 100, tensor.shape, generator=draw).to(kind)
 
 
-def _reads(worker: int, workers: int, cut: bool) -> Reads:
+def _reads(worker: int, workers: int, cut: bool) -> ReadRegions:
     """Return all of everything, or one share of the rows of what has rows enough."""
     reads: dict[str, tuple[Box, ...]] = {}
     for tensor in _TRIAL.values():
@@ -341,8 +341,8 @@ class _Worker:
         source.connect(
             typed(order["storages"], list[Storage]), order["fields"], self.mail.wait, Deadline(self.mail.timeout_s)
         )
-        self.chunks = [(arrival.locations, arrival.runs) for arrival in typed(order["arrivals"], list[Arrival])]
-        in_place = typed(order["in_place"], list[Run])
+        self.chunks = [(arrival.locations, arrival.runs) for arrival in typed(order["arrivals"], list[ChunkLayout])]
+        in_place = typed(order["in_place"], list[ByteRange])
         self.mapped_ranks = sorted({run.rank for run in in_place})
         self.proof = Proof([[self.bytes_of(r) for r in in_place if r.rank == rank] for rank in self.mapped_ranks])
         for (locations, runs), staged in zip(self.chunks, order["staged"], strict=True):
@@ -358,7 +358,7 @@ class _Worker:
             require(not lacks, f"no chunk brings {name}{lacks[:1]}")
             require(not doubled, f"{name}{doubled[:1]} comes in boxes that overlap without being the same")
 
-    def bytes_of(self, run: Run, behind: int = 0) -> torch.Tensor:
+    def bytes_of(self, run: ByteRange, behind: int = 0) -> torch.Tensor:
         assert self.source is not None
         return self.source.storage(run.rank, run.storage)[run.first :][: run.nbytes + behind]
 
