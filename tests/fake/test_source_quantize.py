@@ -312,7 +312,7 @@ def test_a_rank_is_waited_for_as_long_as_it_may_wait_for_a_worker() -> None:
     """Else the others would name the rank, and not the worker that holds it up."""
     place = ["127.0.0.1", 1, "cpu"]
     update = Update(mock.Mock(size=2, rank=1, broadcast=lambda *_: place), 4.0)
-    search = rank_max.LargestOfRanks(None, time.sleep)
+    search = rank_max.RankMax(None, time.sleep)
     with mock.patch.object(rank_max, "Communicator") as made:
         communicator = made.return_value
         communicator.device = torch.device("cpu")

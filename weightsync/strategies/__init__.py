@@ -26,7 +26,7 @@ def open_strategy(transport: Any, options: Options) -> UpdateStrategy:
     if hasattr(transport, "open"):
         strategy: UpdateStrategy = transport.open(options)
         return strategy
-    # A stream gives everything once, so that all engines share one link.
+    # A stream gives everything once, so that all engines share one session.
     has_others = isinstance(transport, str) and not isinstance(options.source, StreamSource)
     return CopyWeights(options, open_transport(transport), partial(open_transport, transport) if has_others else None)
 

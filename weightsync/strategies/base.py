@@ -158,7 +158,7 @@ class FleetStrategy(UpdateStrategy):
         update.check = self._fleet.check
         return self._fleet
 
-    def _take_stock(self, update: Update) -> bool:
+    def _sync_engines(self, update: Update) -> bool:
         """Give the fleet the engines that there are now, on rank 0. Return whether it had them."""
         fleet = self._fleet
         if fleet is None:

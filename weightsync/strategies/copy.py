@@ -34,8 +34,8 @@ from weightsync.strategies.duplicates import places_of_two, refuse_different
 from weightsync.strategies.inventory import Inventory, take_inventory
 from weightsync.strategies.non_finite import FiniteCheck
 from weightsync.strategies.pushed import Pushed, TrainerMemory
-from weightsync.strategies.rank_max import LargestOfRanks
-from weightsync.strategies.transfer_session import Course, Link, choose_course
+from weightsync.strategies.rank_max import RankMax
+from weightsync.strategies.transfer_session import SessionChanges, TransferSession, choose_session_changes
 from weightsync.transports.base import LocalTensors, Transport
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class CopyWeights(FleetStrategy):
             )
         self._finite = FiniteCheck(options.non_finite)
         self._source = self._finite.watch(renamed(options.source, options.selection), options.source)
-        self._largest = LargestOfRanks(options.ranks, self._wait)
+        self._largest = RankMax(options.ranks, self._wait)
         if options.quantize is not None:
             self._source = QuantizingSource(self._source, options.quantize, options.selection, self._largest)
         bucketer: Any = options.bucketer
@@ -84,12 +84,12 @@ class CopyWeights(FleetStrategy):
         self._pause = options.pause or "keep"
         self._last = LastShards()
         self._shards: list[TensorShard] | None = None
-        self._links: list[Link] = []
-        self._joining: list[Transport] = []  # whose link is being negotiated
+        self._sessions: list[TransferSession] = []
+        self._joining: list[Transport] = []  # whose session is being negotiated
         self._pushed: Pushed | None = None
         self._memory = TrainerMemory(options.source, self._verify)
         self._update: Update | None = None
-        self._is_touched = False  # the push has changed links, or is past the last step that may refuse it
+        self._is_touched = False  # the push has changed sessions, or is past the last step that may refuse it
 
     def run(self, update: Update, model: Model) -> PushReport:
         report = self._push(update, model, False)
@@ -115,36 +115,36 @@ class CopyWeights(FleetStrategy):
         with timeline.during("plan"):
             self._others.check_unchanged(ranks.rank)
             self._finite.refuse(update, model)
-            links, version, digests = self._look(update, model, late)
+            sessions, version, digests = self._look(update, model, late)
         self._is_touched = True
-        if not links:
+        if not sessions:
             return None
         planned = opened = time.perf_counter()
-        fleet, dues = self._fleet, [link.due for link in links]
+        fleet, dues = self._fleet, [session.due for session in sessions]
         label = self._pushed.label if late and self._pushed is not None else update.label
-        nbytes = max(link.nbytes for link in links)
+        nbytes = max(session.nbytes for session in sessions)
         if fleet is not None:
             with timeline.during("pause"):
                 fleet.wait_open()
             opened = time.perf_counter()
         self._memory.begin(model, self._shards or ())
-        for link, due, those in zip(links, dues, digests, strict=True):
+        for session, due, those in zip(sessions, dues, digests, strict=True):
             if fleet is not None:
                 with timeline.during("transfer"):
-                    fleet.go(Go(version, link.sample, link.place_sample, those), link.handles)
+                    fleet.go(Go(version, session.sample, session.place_sample, those), session.handles)
             with (
                 timeline.during("transfer"),
                 update.blaming_ranks(),
                 Progress(self._options.progress, f"push {version}", due, ranks.rank == 0) as bar,
             ):
-                link.transport.send(bar, link.sample, update)
+                session.transport.send(bar, session.sample, update)
         self._source.gather(())
         sent = time.perf_counter()
         pushed = self._memory.note(version, label)  # while workers load
         with timeline.during("load"), update.blaming_ranks():
-            patience_s = max(link.done_s(self._options.timeout_s) for link in links)
+            patience_s = max(session.done_s(self._options.timeout_s) for session in sessions)
             done = fleet.wait_done(patience_s) if fleet is not None else []
-            own = sent - opened, sum(link.transport.sent_bytes for link in links)
+            own = sent - opened, sum(session.transport.sent_bytes for session in sessions)
             everyone = ranks.gather(own, "transfer")  # every rank has sent its part
             timeline.sent_s = [seconds for seconds, _ in everyone]
             sent_bytes = sum(nbytes for _, nbytes in everyone)
@@ -152,8 +152,8 @@ class CopyWeights(FleetStrategy):
         report: PushReport | None = None
         if fleet is not None:
             with timeline.during("commit"):
-                for link in links:
-                    link.transport.complete(version)
+                for session in sessions:
+                    session.transport.complete(version)
                 commit_s = [answer.load_s for answer in fleet.commit(label)]
             now = time.perf_counter()
             workers = _worker_reports(fleet, done, commit_s)
@@ -171,22 +171,23 @@ class CopyWeights(FleetStrategy):
                 pause_s=now - fleet.paused_at,
                 total_s=now - started,
                 load_paths={
-                    path: sum(link.plan.load_paths[path] for link in links) for path in links[0].plan.load_paths
+                    path: sum(session.plan.load_paths[path] for session in sessions)
+                    for path in sessions[0].plan.load_paths
                 },
                 workers=workers,
                 left_out=tuple(sorted(self._lost.names)),
             )
             logger.info("pushed %s", report)
         with timeline.during("commit"):
-            self._finite.warn(update, version, frozenset.intersection(*(link.left_out for link in links)))
+            self._finite.warn(update, version, frozenset.intersection(*(session.left_out for session in sessions)))
             report = ranks.broadcast(report, "commit", PushReport)  # the last step: a rank may go after it
-        for link in links:
-            link.pushes += 1
+        for session in sessions:
+            session.pushes += 1
         self._pushed = pushed
         return report
 
     def is_untouched(self) -> bool:
-        # Rank 0's broadcast of the course comes before each change of links, and no rank changes any without it.
+        # Rank 0's broadcast of the changes comes before each change of sessions, and no rank changes any without it.
         return self._fleet is not None and not self._is_touched
 
     def reset(self, error: WeightSyncError) -> None:
@@ -205,26 +206,28 @@ class CopyWeights(FleetStrategy):
         self._lost.add(engines)
 
     def _disconnect(self) -> None:
-        for transport in (*(link.transport for link in self._links), *self._joining):
+        for transport in (*(session.transport for session in self._sessions), *self._joining):
             _let_go(transport)
         self._largest.abort()
-        self._links, self._joining, self._pushed = [], [], None
+        self._sessions, self._joining, self._pushed = [], [], None
         self._memory.clear()
         self._update = self._shards = None
         self._last = LastShards()
         self._source.close()
         self._is_touched = False
 
-    def _look(self, update: Update, model: Model, late: bool) -> tuple[list[Link], int, list[list[int]]]:
-        """Return the links that the push goes over, the version, and the ranks' digests for each link. Collective.
+    def _look(self, update: Update, model: Model, late: bool) -> tuple[list[TransferSession], int, list[list[int]]]:
+        """Return the sessions that the push goes over, the version, and the ranks' digests for each. Collective.
 
         Engines are paused meanwhile where that ends no request: a model has seldom moved.
         """
         ranks = update.ranks
-        is_early = self._take_stock(update) and bool(self._links) and self._pause in ("keep", CALLER) and not late
+        is_early = self._sync_engines(update) and bool(self._sessions) and self._pause in ("keep", CALLER) and not late
         if is_early:
-            self._choose_version(update, self._links, late)  # one that cannot be is refused before anything is paused
-            self._open(update, self._links)
+            self._choose_version(
+                update, self._sessions, late
+            )  # one that cannot be is refused before anything is paused
+            self._open(update, self._sessions)
         shards = self._last.of(self._source.shards(model))
         holds = shards is self._shards
         if late and not (holds and self._memory.is_as(self._pushed, model, shards)):
@@ -233,52 +236,52 @@ class CopyWeights(FleetStrategy):
                 "written or moved since. Push it, to all engines"
             )
         # Only then: memory that the model has left may have been freed.
-        digests = [link.look() for link in self._links] if holds else []
+        digests = [session.prepare_push() for session in self._sessions] if holds else []
         everyone = ranks.gather([holds, digests], "plan")
-        course = self._choose(all(each for each, _ in everyone), late) if ranks.rank == 0 else None
-        course = ranks.broadcast(course, "plan", Course)
-        if course.changes(self._links):
+        changes = self._choose(all(each for each, _ in everyone), late) if ranks.rank == 0 else None
+        changes = ranks.broadcast(changes, "plan", SessionChanges)
+        if changes.affect(self._sessions):
             self._is_touched = True
             if is_early and self._fleet is not None:
                 self._fleet.cancel()
             is_early = False
-            self._follow(course, update, model, shards, late)
-            everyone = ranks.gather([True, [link.look() for link in self._links]], "plan")
-        links = self._links
+            self._follow(changes, update, model, shards, late)
+            everyone = ranks.gather([True, [session.prepare_push() for session in self._sessions]], "plan")
+        sessions = self._sessions
         if late:
-            links = self._links[-1:] if course.connects else []
-        if pairs := places_of_two(links):
+            sessions = self._sessions[-1:] if changes.connects else []
+        if pairs := places_of_two(sessions):
             # Ranks that quantise find scales together, and may end out of step.
             self._is_touched |= self._options.quantize is not None
             is_stream = isinstance(self._options.source, StreamSource)
             refuse_different(update, self._source, model, shards, pairs, is_stream)
             shards = self._last.of(self._source.shards(model)) if is_stream else shards
-        version = ranks.broadcast(self._choose_version(update, links, late), "plan")
-        if links and not is_early:
-            self._open(update, links)
-        of_link = {link: [each[at] for _, each in everyone] for at, link in enumerate(self._links)}
-        return links, version, [of_link[link] if self._verify != "none" else [] for link in links]
+        version = ranks.broadcast(self._choose_version(update, sessions, late), "plan")
+        if sessions and not is_early:
+            self._open(update, sessions)
+        of_session = {session: [each[at] for _, each in everyone] for at, session in enumerate(self._sessions)}
+        return sessions, version, [of_session[session] if self._verify != "none" else [] for session in sessions]
 
-    def _choose(self, holds: bool, late: bool) -> Course:
-        """Return what becomes of the links, on rank 0."""
+    def _choose(self, holds: bool, late: bool) -> SessionChanges:
+        """Return what becomes of the sessions, on rank 0."""
         if self._fleet is None:
-            return Course([], None, True)
+            return SessionChanges([], None, True)
         handles = self._fleet.handles
         joining = [one for one in handles if not self._is_served(one)] if late else None
-        return choose_course(self._links, holds, handles, joining, self._another is None)
+        return choose_session_changes(self._sessions, holds, handles, joining, self._another is None)
 
     def _is_served(self, one: EngineHandle) -> bool:
         return self._pushed is not None and one.served == self._pushed.version
 
-    def _choose_version(self, update: Update, links: Sequence[Link], late: bool) -> int:
-        """Return the version of a push over these links, on rank 0. Raises `ConfigError` for one that there was."""
+    def _choose_version(self, update: Update, sessions: Sequence[TransferSession], late: bool) -> int:
+        """Return the version of a push over these sessions, on rank 0. Raises `ConfigError` for one that there was."""
         fleet = self._fleet
-        if fleet is None or not links:
+        if fleet is None or not sessions:
             return 0
-        newest = max(link.transport.newest_version for link in links)
+        newest = max(session.transport.newest_version for session in sessions)
         if not late or self._pushed is None:
             return update.choose_version(max(newest, fleet.newest_version))
-        newest = max(newest, *(one.newest_version for link in links for one in link.handles))
+        newest = max(newest, *(one.newest_version for session in sessions for one in session.handles))
         if newest >= self._pushed.version:
             raise ConfigError(
                 f"what is to catch up with version {self._pushed.version} has had version {newest}, and versions only "
@@ -286,39 +289,41 @@ class CopyWeights(FleetStrategy):
             )
         return self._pushed.version
 
-    def _follow(self, course: Course, update: Update, model: Model, shards: list[TensorShard], late: bool) -> None:
-        """Drop links, and negotiate another. Collective."""
-        before, rank = self._links, update.ranks.rank
-        again = None if course.again is None else before[course.again].transport
-        for number, left in course.kept:
-            link = before[number]
+    def _follow(
+        self, changes: SessionChanges, update: Update, model: Model, shards: list[TensorShard], late: bool
+    ) -> None:
+        """Drop sessions, and negotiate another. Collective."""
+        before, rank = self._sessions, update.ranks.rank
+        again = None if changes.again is None else before[changes.again].transport
+        for number, left in changes.kept:
+            session = before[number]
             if left and rank:
-                link.transport.leave_out(left)
+                session.transport.leave_out(left)
             if self._fleet is not None:
-                link.handles = [one for one in link.handles if one in self._fleet.handles]
-        self._links = [before[number] for number, _ in course.kept]
-        for link in before:
-            if link not in self._links and link.transport is not again:
-                _let_go(link.transport)
-        if course.connects:
+                session.handles = [one for one in session.handles if one in self._fleet.handles]
+        self._sessions = [before[number] for number, _ in changes.kept]
+        for session in before:
+            if session not in self._sessions and session.transport is not again:
+                _let_go(session.transport)
+        if changes.connects:
             transport = again or (self._transport if self._another is None else self._another())
             if transport.user not in (None, self):
                 raise ConfigError("the transport is in use by another WeightSync: close that one, or give each its own")
             transport.user, transport.encoding = self, self._options.encoding
             self._joining = [transport]
-            link = self._negotiate(update, model, shards, transport, late)
-            self._links, self._joining, self._shards = [*self._links, link], [], shards
+            session = self._negotiate(update, model, shards, transport, late)
+            self._sessions, self._joining, self._shards = [*self._sessions, session], [], shards
 
-    def _open(self, update: Update, links: Sequence[Link]) -> None:
-        """Begin to open the update of these links' engines, on rank 0."""
+    def _open(self, update: Update, sessions: Sequence[TransferSession]) -> None:
+        """Begin to open the update of these sessions' engines, on rank 0."""
         if self._fleet is not None:
             with update.timeline.during("pause"):
-                self._fleet.open([one for link in links for one in link.handles])
+                self._fleet.open([one for session in sessions for one in session.handles])
 
     def _negotiate(
         self, update: Update, model: Model, shards: list[TensorShard], transport: Transport, late: bool
-    ) -> Link:
-        """Agree with the workers of engines that have no link on what travels, in which dtype and chunks, from where.
+    ) -> TransferSession:
+        """Agree with workers of engines without a session on what travels, in which dtype and chunks, from where.
 
         Collective.
         """
@@ -333,7 +338,7 @@ class CopyWeights(FleetStrategy):
         made = None
         if ranks.rank == 0:
             fleet = self._open_fleet(update)
-            linked = [one for link in self._links for one in link.handles]
+            linked = [one for session in self._sessions for one in session.handles]
             handles = [one for one in fleet.handles if one not in linked and not (late and self._is_served(one))]
             workers = fleet.connect(handles)
             made = compile_plan(fleet, everyone, transport, self._bucketer, options)
@@ -342,7 +347,7 @@ class CopyWeights(FleetStrategy):
             if options.quantize is not None:
                 self._largest.connect(update, any(each.tensor.is_cuda for each in held.values()))
             self._connect(update, plan, LocalTensors(held, self._source.gather, model), transport)
-        return Link(transport, plan, self._verify, workers, handles)
+        return TransferSession(transport, plan, self._verify, workers, handles)
 
     def _connect(self, update: Update, plan: TransferPlan, tensors: LocalTensors, transport: Transport) -> None:
         """Connect transport and workers, and prove what is read in place. Collective."""

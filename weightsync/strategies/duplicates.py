@@ -11,15 +11,19 @@ from weightsync.kernels.digest import digest
 from weightsync.net.update import Update
 from weightsync.sources.base import Model, TensorShard, WeightSource
 from weightsync.strategies.plan_checks import check_duplicates
-from weightsync.strategies.transfer_session import Link
+from weightsync.strategies.transfer_session import TransferSession
 
 Pairs = dict[tuple[str, str], torch.dtype]
 """Two names that have one place, with the dtype that travels."""
 
 
-def places_of_two(links: Sequence[Link]) -> Pairs:
-    """Return the pairs of tensors that have one place in an engine of these links."""
-    return {pair: getattr(torch, link.plan.manifest[pair[1]].dtype) for link in links for pair in link.plan.duplicates}
+def places_of_two(sessions: Sequence[TransferSession]) -> Pairs:
+    """Return the pairs of tensors that have one place in an engine of these sessions."""
+    return {
+        pair: getattr(torch, session.plan.manifest[pair[1]].dtype)
+        for session in sessions
+        for pair in session.plan.duplicates
+    }
 
 
 def refuse_different(

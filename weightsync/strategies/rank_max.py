@@ -18,7 +18,7 @@ from weightsync.net.update import Update
 from weightsync.transports.communicator import Communicator, RendezvousStore
 
 
-class LargestOfRanks:
+class RankMax:
     """Called as `largest(values)`, it replaces each of `values` by the largest that any rank gives. Collective.
 
     members: as of `Ranks`. wait: called as `wait(seconds)` while this rank waits for the others. It sleeps, and may

@@ -1,7 +1,7 @@
 """What was negotiated with engines that joined a `WeightSync` together, and what becomes of it when engines change.
 
-The engines of the first push have one link. Engines that join later get one of their own, with a transport of their
-own, so that those that stay are asked nothing. A push goes over all links, one after the other.
+The engines of the first push have one session. Engines that join later get one of their own, with a transport of their
+own, so that those that stay are asked nothing. A push goes over all sessions, one after the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PATIENCE = 7
 
 
 @dataclass(eq=False)
-class Link:
+class TransferSession:
     """What holds while this rank's shards lie where they lay.
 
     verify: the option of `WeightSync`.
@@ -82,54 +82,56 @@ class Link:
             return None
         return WHOLE if self.verify == "full" else self.pushes
 
-    def look(self) -> int:
+    def prepare_push(self) -> int:
         """Return the digest of this rank's sample of what is read in place."""
         return self.transport.look(self.place_sample)
 
 
-class Course(Struct):
-    """What becomes of the links in a push, as rank 0 tells all ranks.
+class SessionChanges(Struct):
+    """What becomes of the sessions in a push, as rank 0 tells all ranks.
 
-    kept: the links that stay, each with the workers that it no longer sends to.
-    again: the link whose transport connects to the same engines once more. None: another transport does.
-    connects: engines get a link, the last one.
+    kept: the sessions that stay, each with the workers that it no longer sends to.
+    again: the session whose transport connects to the same engines once more. None: another transport does.
+    connects: engines get a session, the last one.
     """
 
     kept: list[tuple[int, list[int]]]
     again: int | None
     connects: bool
 
-    def changes(self, links: Sequence[Link]) -> bool:
+    def affect(self, sessions: Sequence[TransferSession]) -> bool:
         """Return whether anything becomes of them."""
-        return self.connects or len(self.kept) < len(links) or any(left for _, left in self.kept)
+        return self.connects or len(self.kept) < len(sessions) or any(left for _, left in self.kept)
 
 
-def choose_course(
-    links: Sequence[Link],
+def choose_session_changes(
+    sessions: Sequence[TransferSession],
     holds: bool,
     handles: Sequence[EngineHandle],
     joining: Sequence[EngineHandle] | None,
     is_only: bool,
-) -> Course:
-    """Return what becomes of the links, where these engines are there.
+) -> SessionChanges:
+    """Return what becomes of the sessions, where these engines are there.
 
-    holds: the model lies where it lay. joining: who gets a link, or None for everyone without one. is_only: there is
+    holds: the model lies where it lay. joining: who gets a session, or None for everyone without one. is_only: there is
     one transport, which serves all of them or none.
     """
     kept = []
     linked: list[EngineHandle] = []
-    for number, link in enumerate(links) if holds else ():
-        staying = [one for one in link.handles if one in handles]
+    for number, session in enumerate(sessions) if holds else ():
+        staying = [one for one in session.handles if one in handles]
         left: list[int] = []
-        if len(staying) < len(link.handles):
-            left = [at for at, worker in enumerate(link.workers) if all(worker not in one.workers for one in staying)]
-        if staying and (not left or link.transport.leave_out(left)):
+        if len(staying) < len(session.handles):
+            left = [
+                at for at, worker in enumerate(session.workers) if all(worker not in one.workers for one in staying)
+            ]
+        if staying and (not left or session.transport.leave_out(left)):
             kept.append((number, left))
             linked += staying
     wanted = [one for one in handles if one not in linked] if joining is None else [*joining]
     if wanted and (is_only or len(kept) >= _MOST):
         kept = []
         wanted = [*handles] if joining is None else wanted
-    dropped = [number for number in range(len(links)) if number not in dict(kept)]
-    again = next((number for number in dropped if set(links[number].handles) == set(wanted)), None)
-    return Course(kept, again, bool(wanted))
+    dropped = [number for number in range(len(sessions)) if number not in dict(kept)]
+    again = next((number for number in dropped if set(sessions[number].handles) == set(wanted)), None)
+    return SessionChanges(kept, again, bool(wanted))
