@@ -26,7 +26,7 @@ from weightsync.planning.bucketing import Bucketer
 from weightsync.report import PushReport
 from weightsync.selection import TensorSelection
 from weightsync.sources import open_source
-from weightsync.sources.base import Model, WeightSource
+from weightsync.sources.base import Model, ShardSource
 from weightsync.strategies import open_strategy
 from weightsync.strategies.base import Options, StrategyOption
 from weightsync.transports.base import Transport
@@ -59,7 +59,7 @@ class WeightSync:
 
     backend: how the trainer holds its weights. "fsdp" stands for FSDP2, FSDP1, DDP and plain modules, "deepspeed" for
         ZeRO 0 to 3, "megatron" for a Megatron-core `GPTModel` or the list of its chunks. "stream" takes pairs of a
-        checkpoint name and a whole tensor, one after the other. A `WeightSource` of your own works too.
+        checkpoint name and a whole tensor, one after the other. A `ShardSource` of your own works too.
     transport: "ipc" (engines on this host) or "broadcast" (any host). "cuda_ipc" and "nccl" do the same and refuse
         CPU tensors. `CheckpointTransport(folder)` leaves a checkpoint of each version behind. "lora", or
         `LoraTransport(...)`, pushes a LoRA adapter alone, under a new name each time. "single_copy", or
@@ -124,7 +124,7 @@ class WeightSync:
 
     def __init__(
         self,
-        backend: str | WeightSource,
+        backend: str | ShardSource,
         transport: str | Transport | StrategyOption = "ipc",
         engine: Any = None,
         *,

@@ -18,7 +18,7 @@ from weightsync import TensorSelection, WeightSync
 from weightsync.errors import ConfigError
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.sources import open_source
-from weightsync.sources.base import Snapshot, TensorShard
+from weightsync.sources.base import Memo, TensorShard
 from weightsync.sources.quantize import QuantizingSource
 
 
@@ -54,7 +54,7 @@ def test_a_source_of_ones_own_is_pushed_from(transport: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "options", "words"),
     [
-        (object(), {}, "or give an object with the methods of weightsync.sources.base.WeightSource"),
+        (object(), {}, "or give an object with the methods of weightsync.sources.base.ShardSource"),
         (DictSource(), {"vocab_size": 5}, 'are for backend="megatron"'),
         (DictSource(), {"selection": TensorSelection(exclude=("*",))}, "decides what travels"),
         (DictSource(), {"selection": TensorSelection(buffers=False)}, "decides what travels"),
@@ -147,7 +147,7 @@ def test_shards_of_flat_parameters_are_the_same_list() -> None:
 
 
 def test_a_snapshot_is_read_again_when_marks_differ_are_none_or_reading_failed() -> None:
-    snapshot: Snapshot[list[int]] = Snapshot()
+    snapshot: Memo[list[int]] = Memo()
     reads: list[int] = []
 
     def read() -> list[int]:

@@ -23,7 +23,7 @@ from torch import nn
 from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.selection import TensorSelection
 from weightsync.sources import open_source
-from weightsync.sources.base import WeightSource
+from weightsync.sources.base import ShardSource
 from weightsync.sources.deepspeed import held_range
 from weightsync.tools.testing import check_source
 
@@ -71,7 +71,7 @@ def net() -> Net:
     return Net()
 
 
-def make(selection: TensorSelection) -> WeightSource:
+def make(selection: TensorSelection) -> ShardSource:
     return open_source("deepspeed", selection)
 
 

@@ -22,7 +22,7 @@ from weightsync.errors import ConfigError, ManifestError, UnsupportedError
 from weightsync.selection import TensorSelection
 from weightsync.sources import open_source
 from weightsync.sources.megatron import MegatronSource
-from weightsync.sources.megatron_names import Shard, Span, by_query_group, padded, share
+from weightsync.sources.megatron_names import GroupPlace, Span, by_query_group, padded, share
 from weightsync.tools.testing import check_source
 
 pytest_plugins = ["engine_fixtures"]
@@ -161,14 +161,14 @@ def test_query_groups_are_cut_wherever_a_rank_begins(groups: int, heads_each: in
     found = [
         (span.name, span.start + row)
         for rank in range(size)
-        for span in share(stack, Shard(rank, size))
+        for span in share(stack, GroupPlace(rank, size))
         for row in range(span.length)
     ]
     assert found == expected
 
 
 def test_a_rank_of_padding_alone_still_knows_the_tensor() -> None:
-    assert share(padded("embedding", 3, 8), Shard(1, 2)) == [Span("embedding", 3, 3, 0), Span(None, 0, 1, 4)]
+    assert share(padded("embedding", 3, 8), GroupPlace(1, 2)) == [Span("embedding", 3, 3, 0), Span(None, 0, 1, 4)]
 
 
 # --- Other layer specifications than the local one. Those of Transformer Engine do not run on CPUs: what they call

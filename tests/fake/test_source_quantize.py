@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard
 from weightsync import ConfigError, ManifestError, TensorSelection, UnsupportedError, WeightSync, WeightSyncError
 from weightsync.net.update import Update
 from weightsync.sources import open_source
-from weightsync.sources.base import WeightSource
+from weightsync.sources.base import ShardSource
 from weightsync.sources.quantize import FORMS, QuantizingSource
 from weightsync.strategies import rank_max
 from weightsync.tools.testing import check_source
@@ -84,7 +84,7 @@ def quantized(state: State, form: str, selection: TensorSelection | None = None)
     return found
 
 
-def make(backend: str, form: str, selection: TensorSelection, **options: Any) -> WeightSource:
+def make(backend: str, form: str, selection: TensorSelection, **options: Any) -> ShardSource:
     inner = open_source(backend, selection, **options)
     return QuantizingSource(inner, form, selection, largest_of_the_job)
 
@@ -152,11 +152,11 @@ def check_megatron(_: object, folder: Path, form: str) -> None:
             check_values(make("megatron", form, TensorSelection(), vocab_size=config.vocab_size), chunks, expected)
 
 
-def boxes(source: WeightSource, model: Any) -> list[tuple[str, Any]]:
+def boxes(source: ShardSource, model: Any) -> list[tuple[str, Any]]:
     return [(piece.meta.name, piece.box) for piece in source.shards(model)]
 
 
-def check_values(source: WeightSource, model: Any, expected: State) -> None:
+def check_values(source: ShardSource, model: Any, expected: State) -> None:
     """Collective: the pieces of every rank are regions of what is expected, gathered in two buckets."""
     shards = source.shards(model)
     names = list(expected)

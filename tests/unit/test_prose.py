@@ -293,7 +293,7 @@ def test_broken_links_and_unknown_names_are_found(tmp_path: Path):
     page.write_text(
         "# A `b`, c\n[here](#a-b-c) [self](page.md#a-b-c) [gone](gone.md) [no heading](page.md#d) [web](https://x.y)\n"
         "```\n[code](gone.md)\n```\n`weightsync.save` `weightsync.errors.PeerError.who` `weightsync.senders` "
-        "`weightsync.errors.SyncTimeoutError.waiting_for`\nfrom weightsync.sources.base import WeightSource, Sender\n"
+        "`weightsync.errors.SyncTimeoutError.waiting_for`\nfrom weightsync.sources.base import ShardSource, Sender\n"
     )
     assert broken_links(page) == ["gone.md", "page.md#d"]
     assert unknown_names(page) == [

@@ -35,7 +35,7 @@ _CODES = {
 
 
 @dataclass(frozen=True)
-class Shard:
+class CheckpointFile:
     """One file: its name, what it begins with, and how many bytes it has in all."""
 
     name: str
@@ -51,7 +51,7 @@ class Shards:
     """
 
     manifest: Manifest
-    files: tuple[Shard, ...]
+    files: tuple[CheckpointFile, ...]
     file_of: dict[str, str]
     in_file: dict[str, int]
     index: bytes | None
@@ -80,7 +80,7 @@ def lay_out(manifest: Manifest, groups: Sequence[Sequence[str]], max_shard_bytes
             sizes.append(0)
         contents[-1] += names
         sizes[-1] += nbytes
-    files: list[Shard] = []
+    files: list[CheckpointFile] = []
     in_file: dict[str, int] = {}
     file_of: dict[str, str] = {}
     for number, names in enumerate(contents):
@@ -90,7 +90,7 @@ def lay_out(manifest: Manifest, groups: Sequence[Sequence[str]], max_shard_bytes
         for meta in metas:
             in_file[meta.name] = at
             at += meta.nbytes
-        files.append(Shard(_file_name(number, len(contents)), header, at))
+        files.append(CheckpointFile(_file_name(number, len(contents)), header, at))
         file_of.update({meta.name: files[-1].name for meta in metas})
     index = None
     if len(files) > 1:

@@ -24,7 +24,7 @@ from weightsync.planning.bucketing import ThresholdBucketer
 from weightsync.planning.layout import Manifest, ShardLocation, choose_owners, merge_manifests, row_major
 from weightsync.selection import TensorSelection
 from weightsync.sources import open_source
-from weightsync.sources.base import Model, TensorShard, WeightSource
+from weightsync.sources.base import Model, ShardSource, TensorShard
 from weightsync.sources.rename import renamed
 
 _BUCKET_BYTES = 256 * 2**20
@@ -41,7 +41,7 @@ class _Held(Struct):
 def save(
     model: Model,
     folder: str | PathLike[str],
-    backend: str | WeightSource = "fsdp",
+    backend: str | ShardSource = "fsdp",
     *,
     selection: TensorSelection | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -81,7 +81,7 @@ def save(
 def save_tensors(
     update: Update,
     model: Model,
-    source: WeightSource,
+    source: ShardSource,
     target: Path,
     selection: TensorSelection,
     max_shard_bytes: int,

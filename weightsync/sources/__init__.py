@@ -7,18 +7,18 @@ from typing import Any
 
 from weightsync.errors import ConfigError
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import WeightSource
+from weightsync.sources.base import ShardSource
 
 
 def open_source(
-    backend: str | WeightSource,
+    backend: str | ShardSource,
     selection: TensorSelection,
     *,
     bridge: Any = None,
     vocab_size: int | None = None,
     stream_tensors: Mapping[str, Any] | None = None,
     ranks: Any = None,
-) -> WeightSource:
+) -> ShardSource:
     """Return the weight source of a trainer backend. `backend` may be one itself.
 
     `bridge` and `vocab_size` are for "megatron", `stream_tensors` for "stream" (see `WeightSync`). Raises `ConfigError`
@@ -50,10 +50,10 @@ def open_source(
         from weightsync.sources.deepspeed import DeepSpeedSource
 
         return DeepSpeedSource(selection)
-    if not isinstance(backend, WeightSource):
+    if not isinstance(backend, ShardSource):
         raise ConfigError(
             f'backend={backend!r} is unknown; choose "fsdp" (also for DDP and plain modules), "deepspeed", '
-            '"megatron" or "stream", or give an object with the methods of weightsync.sources.base.WeightSource'
+            '"megatron" or "stream", or give an object with the methods of weightsync.sources.base.ShardSource'
         )
     if selection.exclude or not selection.buffers:
         raise ConfigError("a weight source of your own decides what travels: leave exclude and buffers out")

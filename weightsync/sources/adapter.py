@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from weightsync.errors import ConfigError, ManifestError, UnsupportedError
 from weightsync.planning.layout import Manifest, TensorMeta
 from weightsync.sources.base import Model, TensorShard, one_module
-from weightsync.sources.module import Held, ModuleSource, adapters_of, refusal
+from weightsync.sources.module import LocalParam, ModuleSource, adapters_of, refusal
 from weightsync.sources.module_tree import modules, walk, walk_shells
 from weightsync.sources.peft import Adapter
 
@@ -51,7 +51,7 @@ def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> Lora:
     own = modules(model)
     if any(isinstance(module, FullyShardedDataParallel) for module in own):
         raise UnsupportedError("FSDP1 partitions an adapter's factors in a way that is not covered; use `fully_shard`")
-    source.settle(own)
+    source.reshard(own)
     layers = adapters_of(model)
     name = _active(layers)
     config = copy.copy(_config(model, name))
@@ -69,7 +69,7 @@ def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> Lora:
             "the base and say LoraTransport(base_is_pushed=True)",
             tensors=dict.fromkeys(trained, "trains, and is no part of the adapter"),
         )
-    held: dict[str, Held] = {}
+    held: dict[str, LocalParam] = {}
     refused: dict[str, str] = {}
     for prefix, adapter in layers.items():
         if name not in adapter.names():

@@ -45,7 +45,7 @@ class TensorShard:
     meta: the full shape, and the dtype that the trainer holds.
     tensor: a detached view of the trainer's memory, on CPU or CUDA, of shape `box.size`. It may be strided.
     trains: False for what training does not change, a parameter that needs no gradient. Buffers count as trained.
-    compute: None, or what each push calls for new values, in their own memory, after `WeightSource.gather`. Only shape,
+    compute: None, or what each push calls for new values, in their own memory, after `ShardSource.gather`. Only shape,
         dtype and device of `tensor` count then.
     """
 
@@ -56,12 +56,12 @@ class TensorShard:
     compute: Callable[[], torch.Tensor] | None = None
 
     def values(self) -> torch.Tensor:
-        """Return what the shard holds now. After `WeightSource.gather` where it is computed."""
+        """Return what the shard holds now. After `ShardSource.gather` where it is computed."""
         return self.tensor if self.compute is None else self.compute()
 
 
 @runtime_checkable
-class WeightSource(Protocol):
+class ShardSource(Protocol):
     """One trainer backend.
 
     `manifest` and `shards` are local, not collective, but for those of a stream. No forward or backward may be
@@ -105,7 +105,7 @@ def no_meeting() -> None:
 Found = TypeVar("Found")
 
 
-class Snapshot(Generic[Found]):
+class Memo(Generic[Found]):
     """What was read of a model, for as long as nothing of it moves."""
 
     def __init__(self) -> None:
@@ -125,11 +125,11 @@ class Snapshot(Generic[Found]):
 
 
 class LocalSource(ABC):
-    """A `WeightSource` that reads what this rank holds, anew only when something has moved."""
+    """A `ShardSource` that reads what this rank holds, anew only when something has moved."""
 
     def __init__(self, selection: TensorSelection) -> None:
         self.selection = selection
-        self._snapshot: Snapshot[tuple[Manifest, list[TensorShard]]] = Snapshot()
+        self._snapshot: Memo[tuple[Manifest, list[TensorShard]]] = Memo()
         self._last = LastShards()
 
     @abstractmethod

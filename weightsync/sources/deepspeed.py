@@ -33,7 +33,7 @@ from torch import nn
 
 from weightsync.errors import UnsupportedError
 from weightsync.sources.module import (
-    Held,
+    LocalParam,
     ModuleSource,
     NamedReader,
     dtype_name,
@@ -47,7 +47,7 @@ from weightsync.sources.module_tree import walk
 
 
 class DeepSpeedSource(ModuleSource):
-    """Tensors of a model under DeepSpeed's ZeRO 0, 1, 2 or 3. See `WeightSource`.
+    """Tensors of a model under DeepSpeed's ZeRO 0, 1, 2 or 3. See `ShardSource`.
 
     Nothing is gathered but the factors of adapters, and DeepSpeed's state stays as it is. Push outside of
     `GatheredParameters`, after `step`.
@@ -70,7 +70,7 @@ class DeepSpeedSource(ModuleSource):
                     yield prefix + name, partial(self.read, param)
             yield from self.buffers(prefix, module, read_whole)
 
-    def read(self, tensor: torch.Tensor) -> Held:
+    def read(self, tensor: torch.Tensor) -> LocalParam:
         if getattr(tensor, "ds_is_replaced_module", False):
             raise UnsupportedError(
                 "DeepSpeed's AutoTP has cut it; train without `tensor_parallel`, with ZeRO-3 instead"
@@ -102,7 +102,7 @@ def _is_settled(param: Any) -> bool:
     return depth == 0 and param.ds_tensor.status.name == "AVAILABLE"
 
 
-def _read_partition(param: Any) -> Held:
+def _read_partition(param: Any) -> LocalParam:
     """Read this rank's partition of a parameter: a range of its elements, or none when all of it is padding."""
     partition = param.ds_tensor
     if getattr(param, "_ds_z3_gathered_param_context_depth", 0) > 0:
@@ -120,7 +120,9 @@ def _read_partition(param: Any) -> Held:
             "ranks. Is it MiCS? That is not covered; train without `mics_shard_size`"
         )
     values = readable(partition)[: stop - start]
-    return Held(shape, dtype_name(values), ("ds_id", param.ds_id), flat_parts(shape, start, values), trains(param))
+    return LocalParam(
+        shape, dtype_name(values), ("ds_id", param.ds_id), flat_parts(shape, start, values), trains(param)
+    )
 
 
 def _gathered(params: list[Any], group: Any, device: torch.device) -> list[torch.Tensor]:

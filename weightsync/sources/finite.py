@@ -10,21 +10,21 @@ import torch
 
 from weightsync.kernels.finite import find_non_finite, sum_of
 from weightsync.planning.layout import Manifest
-from weightsync.sources.base import Model, TensorShard, WeightSource
+from weightsync.sources.base import Model, ShardSource, TensorShard
 
 _TURNS = 16
 """A GPU copies as fast as it looks. In a push that looked at every tensor, looking would take as long as all else."""
 
 
 class FiniteSource:
-    """The tensors of `source`, and what of them is not finite. See `WeightSource`.
+    """The tensors of `source`, and what of them is not finite. See `ShardSource`.
 
     What lies in the trainer's memory is looked at when that is asked for. What is computed is looked at as it is.
 
     takes_turns: of the tensors on GPUs, look at all of them the first time, and then at a sixteenth each time, in turn.
     """
 
-    def __init__(self, source: WeightSource, *, takes_turns: bool = False) -> None:
+    def __init__(self, source: ShardSource, *, takes_turns: bool = False) -> None:
         self._source = source
         self._takes_turns = takes_turns
         self._forget()

@@ -29,7 +29,7 @@ from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import Box
 from weightsync.sources.module import (
     ON_META,
-    Held,
+    LocalParam,
     ModuleSource,
     NamedReader,
     dtype_name,
@@ -44,12 +44,12 @@ from weightsync.sources.module_tree import walk
 
 
 class FsdpSource(ModuleSource):
-    """Tensors of a model under FSDP2 (`fully_shard` on any mesh), FSDP1, DDP, or none of them. See `WeightSource`.
+    """Tensors of a model under FSDP2 (`fully_shard` on any mesh), FSDP1, DDP, or none of them. See `ShardSource`.
 
     FSDP2 modules that are gathered are put back in their sharded state (see this file's head); nothing else changes.
     """
 
-    def settle(self, found: list[nn.Module]) -> None:
+    def reshard(self, found: list[nn.Module]) -> None:
         kinds = {*map(type, found)}
         self._is_flat = any(issubclass(kind, FullyShardedDataParallel) for kind in kinds)
         if any(issubclass(kind, FSDPModule) for kind in kinds):
@@ -76,14 +76,16 @@ class FsdpSource(ModuleSource):
                     yield prefix + name, partial(self.read, param)
             yield from self.buffers(prefix, module, self.read)
 
-    def read(self, tensor: torch.Tensor) -> Held:
+    def read(self, tensor: torch.Tensor) -> LocalParam:
         if hasattr(tensor, "ds_tensor"):
             raise UnsupportedError('DeepSpeed has partitioned it (ZeRO-3); push with backend="deepspeed"')
         if not isinstance(tensor, DTensor):
             return read_whole(tensor)
         local = readable(tensor.to_local())
         shape = tuple(tensor.shape)
-        return Held(shape, dtype_name(local), memory_of(local, shape), _sharded_parts(tensor, local), trains(tensor))
+        return LocalParam(
+            shape, dtype_name(local), memory_of(local, shape), _sharded_parts(tensor, local), trains(tensor)
+        )
 
     def whole(self, tensors: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         if any(isinstance(each, DTensor) for each in tensors):
@@ -207,7 +209,7 @@ def _flattened(model: nn.Module) -> dict[int, dict[str, tuple[Any, int]]]:
     return found
 
 
-def _read_flat(handle: Any, index: int) -> Held:
+def _read_flat(handle: Any, index: int) -> LocalParam:
     """Read parameter number `index` of a flat parameter: this rank's shard has a range of its elements, or none."""
     flat = handle.flat_param
     info, shard, shape = flat._param_infos[index], flat._shard_param_infos[index], tuple(flat._shapes[index])
@@ -222,7 +224,7 @@ def _read_flat(handle: Any, index: int) -> Held:
     dtype = dtype_name(flat)
     own = getattr(info.module, info.param_name) if handle._use_orig_params else flat
     if not shard.in_shard or shard.numel_in_shard == 0:
-        return Held(shape, dtype, (id(flat), index), [], own.requires_grad)
+        return LocalParam(shape, dtype, (id(flat), index), [], own.requires_grad)
     if handle._use_orig_params and not handle._skipped_use_sharded_views:
         values = own.detach()
         if values.dtype != flat.dtype or values.numel() != shard.numel_in_shard or not values.is_contiguous():
@@ -234,4 +236,4 @@ def _read_flat(handle: Any, index: int) -> Held:
     else:
         values = flat.detach()[shard.offset_in_shard : shard.offset_in_shard + shard.numel_in_shard]
     parts = flat_parts(shape, shard.intra_param_start_idx, values)
-    return Held(shape, dtype, (id(flat), index), parts, own.requires_grad)
+    return LocalParam(shape, dtype, (id(flat), index), parts, own.requires_grad)

@@ -28,7 +28,7 @@ from weightsync.sources.megatron_names import (
     NORMS,
     WHOLE,
     Family,
-    Shard,
+    GroupPlace,
     Span,
     by_query_group,
     family_of,
@@ -37,7 +37,7 @@ from weightsync.sources.megatron_names import (
     side_by_side,
     whole,
 )
-from weightsync.sources.module import dtype_name, marks, plain, readable, refusal, trains
+from weightsync.sources.module import dtype_name, fingerprint, plain, readable, refusal, trains
 from weightsync.sources.module_tree import modules
 
 _REFUSED_OPTIONS = {
@@ -64,7 +64,7 @@ class MegatronSource(LocalSource):
         self._vocab_size = vocab_size
 
     def _marks(self, model: Model) -> object:
-        return marks([module for chunk in _chunks(model) for module in modules(chunk)], plain)
+        return fingerprint([module for chunk in _chunks(model) for module in modules(chunk)], plain)
 
     def _read(self, model: Model) -> tuple[Manifest, list[TensorShard]]:
         metas: list[TensorMeta] = []
@@ -149,11 +149,11 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return module
 
 
-def _shard(chunk: Any, group_name: str, option: str) -> Shard:
+def _shard(chunk: Any, group_name: str, option: str) -> GroupPlace:
     """Return this rank's place in a process group. Raises `ConfigError` for a size that the model was not built for."""
     expected = getattr(chunk.config, option, None) or 1
     group = getattr(chunk.pg_collection, group_name, None)
-    shard = WHOLE if group is None else Shard(group.rank(), group.size())
+    shard = WHOLE if group is None else GroupPlace(group.rank(), group.size())
     if shard.size != expected:
         found = "no process group" if group is None else f"a process group of {shard.size}"
         raise ConfigError(
@@ -318,7 +318,7 @@ class _Reader:
     def _gate_up(self, gate: str, up: str) -> list[str]:
         return [gate, up] if self._config.gated_linear_unit else [up]
 
-    def _row_parallel(self, name: str, local: torch.Tensor, shard: Shard) -> _Stack:
+    def _row_parallel(self, name: str, local: torch.Tensor, shard: GroupPlace) -> _Stack:
         if local.dim() == 1:  # a bias, which is added after the sum over ranks
             return _replicated(name, local)
         return _Stack(side_by_side([name], local.shape[1], shard), local, 1)

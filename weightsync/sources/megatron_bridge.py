@@ -18,7 +18,7 @@ from weightsync.sources.stream import StreamSource
 
 
 class BridgeSource(StreamSource):
-    """The tensors that a bridge exports from a Megatron model. See `WeightSource`.
+    """The tensors that a bridge exports from a Megatron model. See `ShardSource`.
 
     Unlike those of other sources, `manifest` and `shards` are collective. The first call for a model runs an export for
     the names and shapes alone.

@@ -24,21 +24,21 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class GroupPlace:
     """This rank's place in a parallel group."""
 
     rank: int
     size: int
 
 
-WHOLE = Shard(0, 1)
+WHOLE = GroupPlace(0, 1)
 
 
 def whole(name: str, total: int) -> list[Span]:
     return [Span(name, total, 0, total)]
 
 
-def share(stack: Sequence[Span], shard: Shard) -> list[Span]:
+def share(stack: Sequence[Span], shard: GroupPlace) -> list[Span]:
     """Return what a rank holds of a stack that is cut into equal parts.
 
     A span of which it holds nothing stays, with length 0, so that every rank knows every tensor.
@@ -70,7 +70,7 @@ def by_query_group(names: tuple[str, str, str], heads: int, groups: int, head_di
     ]
 
 
-def side_by_side(names: Sequence[str], local: int, shard: Shard) -> list[Span]:
+def side_by_side(names: Sequence[str], local: int, shard: GroupPlace) -> list[Span]:
     """Return a rank's stack of `local` rows, with its share of each tensor (gate and up). All are equally large."""
     each = local // len(names)
     return [Span(name, each * shard.size, each * shard.rank, each) for name in names]

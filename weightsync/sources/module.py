@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from weightsync.errors import ConfigError, UnsupportedError, first_few
 from weightsync.planning.layout import Box, Manifest, TensorMeta, flat_boxes, itemsize
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import LocalSource, Model, Snapshot, TensorShard, no_meeting, one_module
+from weightsync.sources.base import LocalSource, Memo, Model, TensorShard, no_meeting, one_module
 from weightsync.sources.hf_checkpoint import SavedParts, manifest_of, saved_form
 from weightsync.sources.module_tree import modules, walk_shells
 from weightsync.sources.peft import Adapter, adapter_of
@@ -30,7 +30,7 @@ ON_META = "it is on the meta device and has no values; materialise it first (`to
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalParam:
     """One tensor of the model, and the parts of it that this rank holds.
 
     Tied tensors have the same `identity`. `trains` is that of `TensorShard`. `adapter` is added to the parts.
@@ -46,12 +46,12 @@ class Held:
 
 _SHAPE, _DTYPE, _LAYOUT, _TRAINS = map(attrgetter, ("shape", "dtype", "layout", "requires_grad"))
 
-NamedReader: TypeAlias = tuple[str, Callable[[], Held]]
+NamedReader: TypeAlias = tuple[str, Callable[[], LocalParam]]
 """A checkpoint name, and a function that reads the tensor behind it or raises `UnsupportedError`."""
 
 
 class ModuleSource(LocalSource):
-    """A `WeightSource` of one module tree.
+    """A `ShardSource` of one module tree.
 
     It applies the selection, lets tied tensors travel once under their first name, and refuses in one error all that
     cannot be read. Adapters of PEFT's are added to what `readers` reads.
@@ -63,22 +63,22 @@ class ModuleSource(LocalSource):
         self._adapters: dict[str, Adapter] = {}  # by name of the tensor that it is added to
         self._whole: dict[torch.Tensor, torch.Tensor] = {}  # the factors of the last `gather`, by what this rank has
         self._wrapped = False  # PEFT has wrapped layers, whose state is not only in their tensors
-        self._changed: Snapshot[dict[str, str]] = Snapshot()
-        self._saved: Snapshot[list[list[SavedParts]]] = Snapshot()
+        self._changed: Memo[dict[str, str]] = Memo()
+        self._saved: Memo[list[list[SavedParts]]] = Memo()
 
     @abstractmethod
     def readers(self, model: nn.Module) -> Iterator[NamedReader]:
         """Yield every parameter and persistent buffer in the order of `state_dict`, tied ones under each name."""
 
     @abstractmethod
-    def read(self, tensor: torch.Tensor) -> Held:
+    def read(self, tensor: torch.Tensor) -> LocalParam:
         """Return what this rank holds of a parameter. Raises `UnsupportedError` for one that cannot be read."""
 
     @abstractmethod
     def whole(self, tensors: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         """Return all of each of these parameters, which `read` can read. Collective where any is sharded."""
 
-    def settle(self, found: list[nn.Module]) -> None:
+    def reshard(self, found: list[nn.Module]) -> None:
         """Bring the tensors of the model, which has these modules, to where `readers` reads them."""
 
     def local(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -91,8 +91,8 @@ class ModuleSource(LocalSource):
 
     def _marks(self, model: Model) -> object:
         found = modules(one_module(model))
-        self.settle(found)
-        return None if self._wrapped else marks(found, self.local)
+        self.reshard(found)
+        return None if self._wrapped else fingerprint(found, self.local)
 
     def _read(self, model: Model, on_meta: bool = False) -> tuple[Manifest, list[TensorShard]]:
         tensors, tied = self._as_saved(one_module(model), on_meta)
@@ -137,7 +137,9 @@ class ModuleSource(LocalSource):
     def _merged(self, name: str, box: Box, values: torch.Tensor) -> torch.Tensor:
         return self._adapters[name].add_to(values, box, self._whole)
 
-    def _as_saved(self, model: nn.Module, on_meta: bool) -> tuple[list[tuple[Held, SavedParts]], list[tuple[str, str]]]:
+    def _as_saved(
+        self, model: nn.Module, on_meta: bool
+    ) -> tuple[list[tuple[LocalParam, SavedParts]], list[tuple[str, str]]]:
         """Return what this rank holds of each of the model's tensors, and what these are in the checkpoint.
 
         The second list has (other name, name), in the checkpoint, of each tensor that is tied and saved as it is.
@@ -164,10 +166,10 @@ class ModuleSource(LocalSource):
         ]
 
     @torch.no_grad()
-    def _tensors(self, model: nn.Module, on_meta: bool) -> tuple[list[tuple[str, Held]], dict[str, str]]:
+    def _tensors(self, model: nn.Module, on_meta: bool) -> tuple[list[tuple[str, LocalParam]], dict[str, str]]:
         """Return the tensors that travel, each once, with what this rank holds of them, and their first names by every
         other name that they have."""
-        found: dict[str, Held] = {}
+        found: dict[str, LocalParam] = {}
         first: dict[Hashable, str] = {}
         others: dict[str, str] = {}
         refused: dict[str, str] = {}
@@ -202,7 +204,7 @@ class ModuleSource(LocalSource):
             raise refusal(refused)
         return list(found.items()), others
 
-    def _adapted(self, name: str, held: Held, adapters: dict[str, Adapter]) -> Held:
+    def _adapted(self, name: str, held: LocalParam, adapters: dict[str, Adapter]) -> LocalParam:
         """Return `held` with its adapter, if `name` is the weight of a layer that has one.
 
         Raises `UnsupportedError` for an adapter that cannot be added, also for another tensor of its layer.
@@ -215,14 +217,18 @@ class ModuleSource(LocalSource):
                     return replace(held, trains=True, adapter=adapter if names else None)
         return held
 
-    def buffers(self, prefix: str, module: nn.Module, read: Callable[[torch.Tensor], Held]) -> Iterator[NamedReader]:
+    def buffers(
+        self, prefix: str, module: nn.Module, read: Callable[[torch.Tensor], LocalParam]
+    ) -> Iterator[NamedReader]:
         """Yield the module's own persistent buffers, or none where the selection says so."""
         for name, buffer in module._buffers.items():
             if buffer is not None and self.selection.buffers and name not in module._non_persistent_buffers_set:
                 yield prefix + name, partial(read, buffer)
 
 
-def marks(found: list[nn.Module], local: Callable[[list[torch.Tensor]], list[torch.Tensor] | None]) -> list[Any] | None:
+def fingerprint(
+    found: list[nn.Module], local: Callable[[list[torch.Tensor]], list[torch.Tensor] | None]
+) -> list[Any] | None:
     """Return what is equal as long as the model that has these modules is as it was, or None when `local` gives None.
 
     It has the modules, and of each tensor its identity, the place that `local` gives for it, and whether it trains.
@@ -288,12 +294,12 @@ def refusal(refused: dict[str, str]) -> UnsupportedError:
     )
 
 
-def read_whole(tensor: torch.Tensor) -> Held:
+def read_whole(tensor: torch.Tensor) -> LocalParam:
     """Read a tensor that this rank has all of."""
     values = readable(tensor)
     shape = tuple(values.shape)
     parts = [(Box.full(shape), values)] if values.numel() > 0 else []
-    return Held(shape, dtype_name(values), memory_of(values, shape), parts, trains(tensor))
+    return LocalParam(shape, dtype_name(values), memory_of(values, shape), parts, trains(tensor))
 
 
 def trains(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from weightsync.sources.peft import beneath
+from weightsync.sources.peft import wrapped_module
 
 # FSDP1, torch.compile and activation checkpointing put a module under one of these names in a module of their own.
 # The `module` of DDP and DeepSpeed is not here: it is a name that models use too.
@@ -65,7 +65,7 @@ def _shells(module: nn.Module) -> list[nn.Module]:
     shells = [module]
     while True:
         names = ("module",) if _holds_a_module(module) else _WRAPPED_AS
-        inner = next((module._modules[name] for name in names if name in module._modules), beneath(module))
+        inner = next((module._modules[name] for name in names if name in module._modules), wrapped_module(module))
         if inner is None:
             return shells
         shells.append(inner)

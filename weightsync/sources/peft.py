@@ -21,7 +21,7 @@ from weightsync.planning.layout import Box
 Shape: TypeAlias = "tuple[int, ...]"
 
 
-def beneath(module: nn.Module) -> nn.Module | None:
+def wrapped_module(module: nn.Module) -> nn.Module | None:
     """Return the module that a wrapper of PEFT's computes with, adapters aside, or None for any other module."""
     if "peft" not in sys.modules:  # who has not imported it has no wrapper of it
         return None

@@ -19,14 +19,14 @@ from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.kernels.quantize import Form, fp8_per_channel, int8_per_channel, row_maxima
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import LastShards, Model, TensorShard, WeightSource
+from weightsync.sources.base import LastShards, Model, ShardSource, TensorShard
 
 FORMS = {"fp8": fp8_per_channel, "int8": int8_per_channel}
 _FROM = ("bfloat16", "float16", "float32")
 
 
 class QuantizingSource:
-    """The tensors of `source`, with the weights that `selection` says in 8 bits. See `WeightSource`.
+    """The tensors of `source`, with the weights that `selection` says in 8 bits. See `ShardSource`.
 
     form: "fp8" or "int8", both with one scale for each output channel. largest: called as `largest(values)` on every
     rank alike, it replaces each of `values` by the largest that any rank gives.
@@ -39,7 +39,7 @@ class QuantizingSource:
 
     def __init__(
         self,
-        source: WeightSource,
+        source: ShardSource,
         form: str,
         selection: TensorSelection,
         largest: Callable[[torch.Tensor], None],

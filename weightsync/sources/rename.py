@@ -10,13 +10,13 @@ from msgspec.structs import replace
 from weightsync.errors import ManifestError
 from weightsync.planning.layout import Manifest, TensorMeta
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import Model, TensorShard, WeightSource
+from weightsync.sources.base import Model, ShardSource, TensorShard
 
 
 class RenamingSource:
-    """The tensors of `source`, under the names that `selection.rename` gives. See `WeightSource`."""
+    """The tensors of `source`, under the names that `selection.rename` gives. See `ShardSource`."""
 
-    def __init__(self, source: WeightSource, selection: TensorSelection) -> None:
+    def __init__(self, source: ShardSource, selection: TensorSelection) -> None:
         self._source = source
         self._selection = selection
         self._inner: list[TensorShard] | None = None
@@ -53,6 +53,6 @@ class RenamingSource:
         return replace(meta, name=name)
 
 
-def renamed(source: WeightSource, selection: TensorSelection) -> WeightSource:
+def renamed(source: ShardSource, selection: TensorSelection) -> ShardSource:
     """Return a source of the names that `selection` gives."""
     return source if selection.rename is None else RenamingSource(source, selection)

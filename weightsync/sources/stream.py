@@ -29,7 +29,7 @@ _Arrival = tuple[TensorMeta, torch.Tensor]
 
 
 class StreamSource:
-    """The tensors of a stream. See `WeightSource`, whose `model` is the stream of one push.
+    """The tensors of a stream. See `ShardSource`, whose `model` is the stream of one push.
 
     tensors: what streams give, in their order: the `shape` and `dtype` of each name. None learns it from the first one.
         An iterator can be read once only, so that what it gives is kept in CPU memory for that push.

@@ -24,7 +24,7 @@ from weightsync.net.wire import LoadPlan
 from weightsync.planning.layout import ShardLocation
 from weightsync.report import PushReport
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import Model, TensorShard, WeightSource
+from weightsync.sources.base import Model, ShardSource, TensorShard
 from weightsync.transports.base import LocalTensor
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ OF_COPIES = ("bucketer", "max_bytes", "verify", "on_engine_failure", "encoding")
 class Options(WeightSyncConfig):
     """What `WeightSync` was given, checked. None stands for what the user left out."""
 
-    source: WeightSource = field(kw_only=True)
+    source: ShardSource = field(kw_only=True)
     engines: EngineList = field(kw_only=True)
 
     def refuse(self, strategy: str, *names: str) -> None:

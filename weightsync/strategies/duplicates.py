@@ -9,7 +9,7 @@ import torch
 from weightsync.errors import ConfigError
 from weightsync.kernels.digest import digest
 from weightsync.net.update import Update
-from weightsync.sources.base import Model, TensorShard, WeightSource
+from weightsync.sources.base import Model, ShardSource, TensorShard
 from weightsync.strategies.plan_checks import check_duplicates
 from weightsync.strategies.transfer_session import TransferSession
 
@@ -27,7 +27,7 @@ def places_of_two(sessions: Sequence[TransferSession]) -> Pairs:
 
 
 def refuse_different(
-    update: Update, source: WeightSource, model: Model, shards: Sequence[TensorShard], pairs: Pairs, is_stream: bool
+    update: Update, source: ShardSource, model: Model, shards: Sequence[TensorShard], pairs: Pairs, is_stream: bool
 ) -> None:
     """Raise `ManifestError` where the two tensors of a pair differ. Collective. A stream is read for it."""
     if is_stream and isinstance(model, Iterator):

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from weightsync.errors import ConfigError, NonFiniteError, first_few
 from weightsync.net.update import Update
-from weightsync.sources.base import Model, WeightSource
+from weightsync.sources.base import Model, ShardSource
 from weightsync.sources.finite import FiniteSource
 from weightsync.sources.stream import StreamSource
 
@@ -25,7 +25,7 @@ class FiniteCheck:
         self._source: FiniteSource | None = None
         self._is_stream = False
 
-    def watch(self, source: WeightSource, given: WeightSource) -> WeightSource:
+    def watch(self, source: ShardSource, given: ShardSource) -> ShardSource:
         """Return the source to push from in the place of `source`, which renames the tensors of the `given` one."""
         if self._option == "ignore":
             return source

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightsync.errors import DigestError
 from weightsync.kernels.digest import WHOLE
-from weightsync.sources.base import Model, TensorShard, WeightSource
+from weightsync.sources.base import Model, ShardSource, TensorShard
 from weightsync.sources.module_tree import modules
 from weightsync.transports.proof import Proof
 
@@ -38,7 +38,7 @@ class TrainerMemory:
     catches_up: engines have caught up, so that all bytes count. Before, it is a sample of them.
     """
 
-    def __init__(self, source: WeightSource, verify: str) -> None:
+    def __init__(self, source: ShardSource, verify: str) -> None:
         self.catches_up = False
         self._source, self._verify = source, verify
         self._before: tuple[list[int], list[int] | None] | None = None

@@ -13,11 +13,11 @@ from weightsync.net.ranks import Ranks, collective
 from weightsync.net.wire import typed
 from weightsync.planning.layout import Box, Manifest, TensorMeta, coverage, merge_manifests
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import Model, WeightSource
+from weightsync.sources.base import Model, ShardSource
 from weightsync.sources.module import dtype_name
 from weightsync.tools.testing.assertions import region, require, same_bytes
 
-OpenSource: TypeAlias = Callable[[TensorSelection], WeightSource]
+OpenSource: TypeAlias = Callable[[TensorSelection], ShardSource]
 
 
 def check_source(
