@@ -18,7 +18,7 @@ from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta,
 from weightsync.planning.transfer_plan import Chunk, make_chunks
 from weightsync.planning.wire_types import ByteRange, ChunkLayout, Storage
 from weightsync.transports.base import DIGEST_BYTES, SLOTS, TransportReceiver, Wait, align, strided
-from weightsync.transports.proof import Proof
+from weightsync.transports.proof import MemoryFingerprint
 from weightsync.worker import loader as receiver_module
 from weightsync.worker.engine_model import EngineModel
 from weightsync.worker.loader import Receiver
@@ -144,8 +144,8 @@ class MemoryTrainer:
             first += align(piece.box.numel * nbytes)
         return ChunkLayout(tuple(locations), (ByteRange(0, number % SLOTS, 0, first),))
 
-    def _proof(self) -> Proof:
-        return Proof([[_bytes(self.tensors[name]) for name in self.tensors if name in self.in_place]])
+    def _proof(self) -> MemoryFingerprint:
+        return MemoryFingerprint([[_bytes(self.tensors[name]) for name in self.tensors if name in self.in_place]])
 
     def _on_all(self, call: Callable[[Receiver], Any]) -> list[Any]:
         """Call with every receiver, at the same time where there are several: some of what they do is collective."""

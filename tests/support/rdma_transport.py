@@ -11,7 +11,7 @@ import torch
 from weightsync.errors import PeerError, WeightSyncError
 from weightsync.planning.transfer_plan import Chain
 from weightsync.transports.base import Endpoint, Transport, TransportReceiver
-from weightsync.transports.staging import Packer, arriving, endpoint, leaving, slot_bytes, wait_until
+from weightsync.transports.staging import Packer, endpoint, receive_layout, send_layout, slot_bytes, wait_until
 
 
 class RdmaTransport(Transport):
@@ -23,7 +23,7 @@ class RdmaTransport(Transport):
 
     def prepare(self, plan: Any, tensors: Any, update: Any) -> list[Endpoint]:
         rank, self.unread = update.ranks.rank, 0
-        self.layout = leaving(plan, rank, slots=1)
+        self.layout = send_layout(plan, rank, slots=1)
         self.slot = torch.empty(slot_bytes(self.layout), dtype=torch.uint8)
         self.filled = torch.zeros(1, dtype=torch.int64)
         self.packer = Packer(plan, tensors, self.layout, {0: self.slot})
@@ -34,7 +34,7 @@ class RdmaTransport(Transport):
         for worker in range(plan.workers):
             places = [self.slot.data_ptr() + runs[worker].first if worker in runs else None for runs in self.layout]
             rows = [[rank, 0, self.name, {**told, "places": places}]]
-            endpoints.append(endpoint(arriving(plan, worker, slots=1), rows))
+            endpoints.append(endpoint(receive_layout(plan, worker, slots=1), rows))
         return endpoints
 
     def send(self, chunks: Any, sample: int | None, update: Any) -> None:

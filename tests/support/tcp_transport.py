@@ -8,7 +8,7 @@ import torch
 from weightsync.errors import PeerError, SyncTimeoutError
 from weightsync.planning.transfer_plan import Chain
 from weightsync.transports.base import Endpoint, Transport, TransportReceiver
-from weightsync.transports.staging import Packer, arriving, endpoint, leaving, slot_bytes
+from weightsync.transports.staging import Packer, endpoint, receive_layout, send_layout, slot_bytes
 
 
 def hang_up(self: Any) -> None:
@@ -25,12 +25,12 @@ class TcpTransport(Transport):
     def prepare(self, plan: Any, tensors: Any, update: Any) -> list[Endpoint]:
         self.abort()
         rank, self.workers = update.ranks.rank, range(plan.workers)
-        self.layout = leaving(plan, rank, slots=1)
+        self.layout = send_layout(plan, rank, slots=1)
         self.slot = torch.empty(slot_bytes(self.layout), dtype=torch.uint8)
         self.packer = Packer(plan, tensors, self.layout, {0: self.slot})
         self.sockets = {-1: socket.create_server(("127.0.0.1", 0))}
         storages = [[rank, 0, "tcp", {"address": list(self.sockets[-1].getsockname())}]]
-        return [endpoint(arriving(plan, worker, slots=1), storages, worker=worker) for worker in self.workers]
+        return [endpoint(receive_layout(plan, worker, slots=1), storages, worker=worker) for worker in self.workers]
 
     def connect(self, deadline: Any) -> None:
         self.sockets[-1].settimeout(deadline.left_s())

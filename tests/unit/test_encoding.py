@@ -9,7 +9,7 @@ import torch
 
 from weightsync.errors import ProtocolError
 from weightsync.transports import encoding
-from weightsync.transports.encoding import HEAD_BYTES, Encoder, Mailbox, length, read
+from weightsync.transports.encoding import HEAD_BYTES, Encoder, ReceiveBuffers, length, read
 
 NBYTES = 1 << 20
 SLOW, FAST = 25e6, 1e9
@@ -127,7 +127,7 @@ def test_memory_goes_back_where_nothing_is_encoded(clock: Clock):
 
 
 def test_the_rooms_of_two_chunks_do_not_overlap():
-    mailbox = Mailbox(1024, 2)
+    mailbox = ReceiveBuffers(1024, 2)
     for number in (0, 1):
         mailbox.room(number, 0, 0, 520).fill_(1 + number)
         mailbox.room(number, 1, 768, 1024).fill_(3 + number)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weightsync.kernels.digest import WHOLE
-from weightsync.transports.proof import Proof
+from weightsync.transports.proof import MemoryFingerprint
 
 
 def runs(count: int, nbytes: int) -> list[torch.Tensor]:
@@ -16,7 +16,7 @@ def runs(count: int, nbytes: int) -> list[torch.Tensor]:
 
 
 def test_samples_of_ranks_with_unlike_numbers_of_runs_repeat_together():
-    proof = Proof([runs(4100, 8), runs(6200, 8), []])
+    proof = MemoryFingerprint([runs(4100, 8), runs(6200, 8), []])
     found = [proof.of(sample) for sample in range(16)]
     assert found[8:] == found[:8]
     assert found[0] != found[1]
@@ -24,7 +24,7 @@ def test_samples_of_ranks_with_unlike_numbers_of_runs_repeat_together():
 
 def test_each_run_has_its_turn():
     own = runs(2100, 8)
-    proof = Proof([own])
+    proof = MemoryFingerprint([own])
     for run in (own[0], own[1500], own[-1]):
         before = [proof.of(sample) for sample in range(4)]
         run[3] += 1
@@ -42,7 +42,7 @@ def test_samples_share_their_memory(monkeypatch: pytest.MonkeyPatch):
         return made
 
     monkeypatch.setattr(torch, "empty", counted)
-    proof = Proof([own, own])
+    proof = MemoryFingerprint([own, own])
     proof.of(WHOLE)
     for sample in range(8):
         proof.of(sample)

@@ -15,7 +15,7 @@ from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta,
 from weightsync.planning.transfer_plan import Chain, TransferPlan, make_chunks
 from weightsync.planning.wire_types import ReadRegions
 from weightsync.transports.base import ALIGN_BYTES, DIGEST_BYTES, LocalTensor, LocalTensors, strided
-from weightsync.transports.staging import Packer, arrival, arriving, leaving, slot_bytes, wait_until
+from weightsync.transports.staging import Packer, arrival, receive_layout, send_layout, slot_bytes, wait_until
 
 ROWS, COLUMNS = 64, 32
 MAX_BYTES = 1024
@@ -71,7 +71,7 @@ def test_arriving_of_all_chunks_has_what_a_worker_reads_once_and_apart(ranks: in
     plan = plan_of(ranks, reads)
     assert len(plan.chunks) > 2
     for worker, wanted in enumerate(reads):
-        layout = arriving(plan, worker, slots=2)
+        layout = receive_layout(plan, worker, slots=2)
         places = [place for bundles in layout for bundle in bundles.values() for place in bundle.places]
         for name, (box,) in wanted.items():
             came = [
@@ -96,9 +96,9 @@ def test_arriving_of_all_chunks_has_what_a_worker_reads_once_and_apart(ranks: in
 @pytest.mark.parametrize("reads", [tensor_parallel(2), tensor_parallel(4), replicas(2)])
 def test_leaving_of_every_rank_matches_arriving_of_every_worker(ranks: int, reads: tuple[ReadRegions, ...]):
     plan = plan_of(ranks, reads)
-    sent = [leaving(plan, rank, slots=2) for rank in range(ranks)]
+    sent = [send_layout(plan, rank, slots=2) for rank in range(ranks)]
     for worker in range(len(reads)):
-        for number, bundles in enumerate(arriving(plan, worker, slots=2)):
+        for number, bundles in enumerate(receive_layout(plan, worker, slots=2)):
             assert bundles.keys() == {rank for rank in range(ranks) if worker in sent[rank][number]}
             for rank, came in bundles.items():
                 went = sent[rank][number][worker]
@@ -113,7 +113,7 @@ def test_arriving_of_overlapping_reads_has_the_whole_tensor_once():
     plan = plan_of(1, ({"embed": halves}, {"embed": (halves[0], halves[0])}), max_bytes=1 << 20)
 
     def rows_of(worker: int) -> list[int]:
-        layout = arriving(plan, worker, slots=1)
+        layout = receive_layout(plan, worker, slots=1)
         return [p.box.size[0] for bundles in layout for bundle in bundles.values() for p in bundle.places]
 
     assert [rows_of(worker) for worker in range(2)] == [[ROWS], [ROWS // 2]]
@@ -147,7 +147,7 @@ class Held:
 
 def test_packer_fill_of_a_push_writes_values_and_digests_and_computes_once():
     plan, held = plan_of(1, replicas(1)), Held(computed=["embed", "norm"])
-    layout = leaving(plan, 0, slots=2)
+    layout = send_layout(plan, 0, slots=2)
     slots = {number: torch.zeros(slot_bytes(layout), dtype=torch.uint8) for number in range(2)}
     packer = Packer(plan, held.tensors, layout, slots)
     assert sum("embed" in chunk.names for chunk in plan.chunks) > 1
@@ -172,7 +172,7 @@ def test_packer_fill_of_a_push_writes_values_and_digests_and_computes_once():
 
 def test_packer_fill_without_a_sample_writes_no_digests():
     plan, held = plan_of(1, replicas(1)), Held(computed=[])
-    layout = leaving(plan, 0, slots=1)
+    layout = send_layout(plan, 0, slots=1)
     slot = torch.zeros(slot_bytes(layout), dtype=torch.uint8)
     Packer(plan, held.tensors, layout, {0: slot}).fill(0, None)
     (bundle,) = layout[0].values()
@@ -183,7 +183,7 @@ def test_packer_fill_without_a_sample_writes_no_digests():
 def test_packer_of_a_piece_that_the_rank_lacks_raises_which_one():
     plan, held = plan_of(2, replicas(1)), Held(computed=[])
     lacking = LocalTensors({p: each for p, each in held.tensors.at.items() if p.name != "norm"})
-    layout = leaving(plan, 0, slots=1)
+    layout = send_layout(plan, 0, slots=1)
     with pytest.raises(PlacementError, match=r"the plan has norm\[0:16\] on trainer rank 0"):
         Packer(plan, lacking, layout, {0: torch.zeros(slot_bytes(layout), dtype=torch.uint8)})
 

@@ -18,7 +18,7 @@ from weightsync.errors import DigestError
 from weightsync.kernels.digest import WHOLE
 from weightsync.sources.base import Model, ShardSource, TensorShard
 from weightsync.sources.module_tree import modules
-from weightsync.transports.proof import Proof
+from weightsync.transports.proof import MemoryFingerprint
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class TrainerMemory:
     def clear(self) -> None:
         self._tensors: list[torch.Tensor] = []
         self._places: list[Any] = []
-        self._proof = Proof([])
+        self._proof = MemoryFingerprint([])
         self._names: list[str] = []
         self._before = None
 
@@ -93,7 +93,7 @@ class TrainerMemory:
         places = [*map(id, found), *map(torch.Tensor.data_ptr, found), *map(torch.Tensor.stride, found)]
         if places != self._places:
             self._tensors, self._places, self._names = found, places, [name for name, _ in named]
-            self._proof = Proof(_runs(found))
+            self._proof = MemoryFingerprint(_runs(found))
 
     def _writes(self) -> list[int]:
         """Return how often torch has counted a write to each tensor."""

@@ -100,7 +100,7 @@ class Encoder:
             self._bases.clear()
 
 
-class Mailbox:
+class ReceiveBuffers:
     """Room for the messages of two chunks, in a worker. A message says itself how much of its room it takes, and gloo
     receives what is shorter than the room for it."""
 

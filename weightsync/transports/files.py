@@ -61,7 +61,7 @@ from weightsync.transports.base import (
     align,
     strided,
 )
-from weightsync.transports.staging import Bundle, Packer, by_rank, endpoint, slot_bytes, wait_until
+from weightsync.transports.staging import Packer, SlotSection, by_rank, endpoint, slot_bytes, wait_until
 
 _SLOT = 0
 _INCOMING = ".incoming-"
@@ -167,7 +167,7 @@ class FilesTransport(Transport):
         except OSError as error:
             raise PlacementError(f"cannot write checkpoints to {self._folder}: {error}") from error
 
-    def _describe(self, manifest: Manifest, bundle: Bundle) -> list[_Piece]:
+    def _describe(self, manifest: Manifest, bundle: SlotSection) -> list[_Piece]:
         """Return what a worker needs to find each piece of a bundle."""
         rows = []
         for place in bundle.places:

@@ -31,7 +31,7 @@ from weightsync.transports.base import (
     TransportReceiver,
     Wait,
 )
-from weightsync.transports.proof import Proof
+from weightsync.transports.proof import MemoryFingerprint
 from weightsync.transports.shared_handles import Handle, SharedFile, export, open_exported
 from weightsync.transports.staging import Layout, Packer, arrival, by_rank, lay_out, slot_bytes, wait_until
 
@@ -53,7 +53,7 @@ class IpcTransport(Transport):
         self._slots: dict[int, torch.Tensor] = {}
         self._devices: set[torch.device] = set()
         self._runs: list[ByteRange] = []
-        self._proof = Proof([[]])
+        self._proof = MemoryFingerprint([[]])
         self._counters: _Counters | None = None
         self._packer: Packer | None = None
         self._left: set[int] = set()
@@ -177,7 +177,7 @@ class IpcTransport(Transport):
             for first, last in filled(those):
                 self._runs.append(ByteRange(self._rank, number, first, last - first))
                 memory.append(data[first:last])
-        self._proof = Proof([memory])
+        self._proof = MemoryFingerprint([memory])
 
     def in_place(self) -> list[ByteRange]:
         return self._runs

@@ -38,8 +38,8 @@ from weightsync.planning.transfer_plan import Chain, TransferPlan, choose_chains
 from weightsync.planning.wire_types import ReadRegions, Storage
 from weightsync.transports.base import SLOTS, Endpoint, LocalTensors, Transport, TransportReceiver, Wait
 from weightsync.transports.communicator import Communicator, Pending, RendezvousStore, UnderWay
-from weightsync.transports.encoding import Encoder, Mailbox, length, read
-from weightsync.transports.staging import Layout, Packer, arriving, endpoint, leaving, slot_bytes
+from weightsync.transports.encoding import Encoder, ReceiveBuffers, length, read
+from weightsync.transports.staging import Layout, Packer, endpoint, receive_layout, send_layout, slot_bytes
 
 _AHEAD = 8
 """Operations that the host begins on a GPU before it looks whether the first has ended. The stream orders them. Without
@@ -110,11 +110,11 @@ class NcclTransport(Transport):
         self._packer, self._slots = None, []  # before there are others
         self._posted.clear()
         self._has_sent = False
-        self._mine = leaving(plan, ranks.rank, SLOTS)
+        self._mine = send_layout(plan, ranks.rank, SLOTS)
         self._first = [ranks.size + chain.workers[0] for chain in plan.chains]
         self._slots_of_worker = SLOTS if self._encoder is None else max(len(plan.chunks), 1)
         chains = range(len(plan.chains)) if ranks.rank == 0 else ()
-        layouts = [arriving(plan, chain, self._slots_of_worker) for chain in chains]
+        layouts = [receive_layout(plan, chain, self._slots_of_worker) for chain in chains]
         self._join(plan, layouts)
         self._slots = [
             torch.empty(slot_bytes(self._mine), dtype=torch.uint8, device=self._device) for _ in range(SLOTS)
@@ -329,7 +329,7 @@ class NcclReceiver(TransportReceiver):
         if [slot.numel() for slot in self._slots] != nbytes:
             self._slots = []  # before there are others
             self._slots = [torch.empty(each, dtype=torch.uint8, device=self.device) for each in nbytes]
-        self._mailbox = Mailbox(told.slot_bytes, len(told.encoders))
+        self._mailbox = ReceiveBuffers(told.slot_bytes, len(told.encoders))
         self._encoding: set[int] = set()
         self._pushes = 0
         if self._communicator is None or self._communicator.place != [*told.place]:

@@ -17,7 +17,7 @@ _LEAST_SAMPLES = 4
 _SPREAD = 0x9E3779B1
 
 
-class Proof:
+class MemoryFingerprint:
     """Runs of memory of some ranks that are read in place, the same on both sides.
 
     Runs are contiguous 1-D uint8 tensors. Those of one rank are on one device.

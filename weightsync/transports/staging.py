@@ -35,7 +35,7 @@ _LONGEST_S = 0.001
 
 
 @dataclass(frozen=True)
-class Bundle:
+class SlotSection:
     """Pieces of one rank, side by side in a slot, in the dtypes that travel. Their digest follows them.
 
     first: the byte of the slot where they begin.
@@ -66,16 +66,16 @@ class Bundle:
             slot[last : align(last)].zero_()
 
 
-Layout = list[dict[int, Bundle]]
+Layout = list[dict[int, SlotSection]]
 """The bundles of each chunk in one participant's slots: by chain in a sender's, by rank in a receiver's."""
 
 
-def lay_out(manifest: Manifest, groups: Mapping[int, Sequence[ShardLocation]], storage: int) -> dict[int, Bundle]:
+def lay_out(manifest: Manifest, groups: Mapping[int, Sequence[ShardLocation]], storage: int) -> dict[int, SlotSection]:
     """Lay groups of pieces one after another in a slot, in the order of their keys. Groups without pieces have none.
 
     All pieces of a group are of one rank.
     """
-    bundles: dict[int, Bundle] = {}
+    bundles: dict[int, SlotSection] = {}
     first = 0
     for key, pieces in sorted(groups.items()):
         if not pieces:
@@ -86,7 +86,7 @@ def lay_out(manifest: Manifest, groups: Mapping[int, Sequence[ShardLocation]], s
             offset, stride = at // itemsize(dtype), row_major(piece.box.size)
             places.append(replace(piece, storage=storage, offset=offset, stride=stride, dtype=dtype))
             at = align(at + piece.box.numel * itemsize(dtype))
-        bundles[key] = Bundle(first, at - first, tuple(pieces), tuple(places))
+        bundles[key] = SlotSection(first, at - first, tuple(pieces), tuple(places))
         first = align(bundles[key].end)
     return bundles
 
@@ -99,7 +99,7 @@ def by_rank(pieces: Iterable[ShardLocation]) -> dict[int, list[ShardLocation]]:
     return found
 
 
-def leaving(plan: TransferPlan, rank: int, slots: int) -> Layout:
+def send_layout(plan: TransferPlan, rank: int, slots: int) -> Layout:
     """Return what a rank sends along each chain of each chunk, as it lies in the rank's slots, by chain."""
     reads = [_disjoint(plan.manifest, chain.reads) for chain in plan.chains]
     layout = []
@@ -110,7 +110,7 @@ def leaving(plan: TransferPlan, rank: int, slots: int) -> Layout:
     return layout
 
 
-def arriving(plan: TransferPlan, chain: int, slots: int) -> Layout:
+def receive_layout(plan: TransferPlan, chain: int, slots: int) -> Layout:
     """Return what each worker of a chain receives of each chunk, as it lies in the worker's slots, by rank."""
     reads = _disjoint(plan.manifest, plan.chains[chain].reads)
     return [
@@ -148,7 +148,7 @@ def endpoint(layout: Layout, storages: list[Storage], **fields: Any) -> Endpoint
     return Endpoint(storages, tuple(map(arrival, layout)), {"slot_bytes": slot_bytes(layout), "runs": runs, **fields})
 
 
-def arrival(bundles: Mapping[int, Bundle]) -> ChunkLayout:
+def arrival(bundles: Mapping[int, SlotSection]) -> ChunkLayout:
     """Return a chunk as a worker finds it whose slot has these bundles."""
     places = tuple(place for bundle in bundles.values() for place in bundle.places)
     runs = tuple(ByteRange(b.places[0].rank, b.storage, b.first, b.nbytes) for b in bundles.values())
@@ -223,7 +223,7 @@ class _Step:
     def __init__(
         self,
         names: Sequence[str],
-        bundles: Collection[Bundle],
+        bundles: Collection[SlotSection],
         slot: torch.Tensor | None,
         held: Mapping[str, Sequence[tuple[ShardLocation, LocalTensor]]],
         copy_programs: int | None,

@@ -12,7 +12,7 @@ from weightsync.kernels.digest import WHOLE, Digests
 from weightsync.net.wire import Go
 from weightsync.planning.wire_types import ByteRange
 from weightsync.transports.base import DIGEST_BYTES, TransportReceiver
-from weightsync.transports.proof import Proof
+from weightsync.transports.proof import MemoryFingerprint
 
 
 class Verifier:
@@ -26,7 +26,7 @@ class Verifier:
         mapped: dict[int, list[torch.Tensor]] = defaultdict(list)
         for run in in_place:
             mapped[run.rank].append(source.storage(run.rank, run.storage)[run.first : run.first + run.nbytes])
-        self._mapped_ranks, self._proof = list(mapped), Proof(list(mapped.values()))
+        self._mapped_ranks, self._proof = list(mapped), MemoryFingerprint(list(mapped.values()))
 
     def prove(self, digests: Sequence[int]) -> None:
         """Compare all bytes of the memory that is read in place. An empty list says not to.

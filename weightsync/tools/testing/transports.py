@@ -25,7 +25,7 @@ from weightsync.strategies.base import locate
 from weightsync.tools.testing.assertions import PROMPT_S, must_end, region, require, same_bytes
 from weightsync.tools.testing.runner import Mail, run_together
 from weightsync.transports.base import DIGEST_BYTES, LocalTensors, Transport, TransportReceiver, strided
-from weightsync.transports.proof import Proof
+from weightsync.transports.proof import MemoryFingerprint
 
 
 def check_transport(
@@ -344,7 +344,9 @@ class _Worker:
         self.chunks = [(arrival.locations, arrival.runs) for arrival in typed(order["arrivals"], list[ChunkLayout])]
         in_place = typed(order["in_place"], list[ByteRange])
         self.mapped_ranks = sorted({run.rank for run in in_place})
-        self.proof = Proof([[self.bytes_of(r) for r in in_place if r.rank == rank] for rank in self.mapped_ranks])
+        self.proof = MemoryFingerprint(
+            [[self.bytes_of(r) for r in in_place if r.rank == rank] for rank in self.mapped_ranks]
+        )
         for (locations, runs), staged in zip(self.chunks, order["staged"], strict=True):
             for p in locations if staged else ():
                 first = p.offset * itemsize(p.dtype)
