@@ -17,7 +17,7 @@ from weightsync.net.wire import POISONED
 from weightsync.worker import reload
 from weightsync.worker.module_groups import find_groups
 from weightsync.worker.probe_load_paths import choose_load_paths
-from weightsync.worker.reachable import Counterparts, addresses, counterparts
+from weightsync.worker.reachable import Counterparts, addresses, diff_objects
 
 ROWS, COLUMNS = 6, 4
 
@@ -206,16 +206,16 @@ class Handle:
 
 
 def test_counterparts_say_what_differs():
-    found = counterparts(Handle(), Handle(), "handle", set())
+    found = diff_objects(Handle(), Handle(), "handle", set())
     assert found == Counterparts([], [], ["handle, a Handle, frees something when it goes"])
     old, new = Rebuilt(torch.randn(3, 4), True), Rebuilt(torch.randn(4, 3), True)
-    found = counterparts(old, new, "kernel", set())
+    found = diff_objects(old, new, "kernel", set())
     assert [path for path, *_ in found.tensors] == ["kernel.strides"]
     assert any(text.startswith("kernel.largest is now") for text in found.differ)
     assert any("packed" in text and "is now (3, 4)" in text for text in found.differ)
-    assert counterparts({"a": old}, {"a": old}, "same", set()) == Counterparts()
-    assert counterparts(old, new, "kernel", {id(old)}) == Counterparts()
+    assert diff_objects({"a": old}, {"a": old}, "same", set()) == Counterparts()
+    assert diff_objects(old, new, "kernel", {id(old)}) == Counterparts()
     spread = torch.zeros(1).expand(3)
-    assert counterparts(spread, torch.ones(1).expand(3), "x", set()).closed == [
+    assert diff_objects(spread, torch.ones(1).expand(3), "x", set()).closed == [
         "x has elements that share their memory"
     ]

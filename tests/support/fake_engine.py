@@ -35,7 +35,7 @@ class ModuleHost:
         self.device = torch.device("cpu")
         self.dtype = torch.float32
         self.all_reduce_max = None
-        self.kept: list[str] = []
+        self.unreachable_params: list[str] = []
         self.post_process = post_process
         self.refreshed = 0
         self.sleeps = False
@@ -58,7 +58,7 @@ class ModuleHost:
         return model.load_weights(weights)  # type: ignore[operator]
 
     @contextmanager
-    def complete(self, model: nn.Module) -> Iterator[list[str]]:
+    def with_missing_towers(self, model: nn.Module) -> Iterator[list[str]]:
         with torch.device("meta"):
             for name, make in self.left_out.items():
                 model.add_module(name, make())
@@ -81,13 +81,13 @@ class ModuleHost:
     def is_asleep(self) -> bool:
         return self.sleeps
 
-    def guard(self, check: Callable[[], None]) -> None:
+    def guard_forward(self, check: Callable[[], None]) -> None:
         self.check_before_answer = check
 
     def end_process(self, reason: str) -> None:
         raise AssertionError(f"this worker would have ended: {reason}")
 
-    def refresh(self) -> bool:
+    def refresh_derived_state(self) -> bool:
         self.refreshed += 1
         return False
 

@@ -49,7 +49,7 @@ class VllmModel:
         self._drafter = drafter if not self._drafts_apart or compat.has_plain_head(vllm_config) else None
         own = {id(param) for param in model.parameters()}
         stays = drafter.named_parameters() if drafter is not None and self._drafter is None else ()
-        self.kept: Sequence[str] = [f"{DRAFTER}.{name}" for name, param in stays if id(param) not in own]
+        self.unreachable_params: Sequence[str] = [f"{DRAFTER}.{name}" for name, param in stays if id(param) not in own]
         self._pristine: nn.Module | None = None
         self._attention: list[nn.Module] | None = None
         self._sinks: list[tuple[Any, nn.Parameter]] = []
@@ -130,7 +130,7 @@ class VllmModel:
         method = compat.quant_method(module)
         return [module] if method is None else [module, method, *compat.kernel_objects(module)]
 
-    def complete(self, model: nn.Module) -> AbstractContextManager[list[str]]:
+    def with_missing_towers(self, model: nn.Module) -> AbstractContextManager[list[str]]:
         return complete(model)
 
     def post_process(self, module: nn.Module) -> None:
@@ -162,11 +162,11 @@ class VllmModel:
     def is_asleep(self) -> bool:
         return self.device.type == "cuda" and compat.weights_asleep()
 
-    def guard(self, check: Callable[[], None]) -> None:
+    def guard_forward(self, check: Callable[[], None]) -> None:
         for module in compat.answering(self._model):
             module.register_forward_pre_hook(lambda *_: check())
 
-    def refresh(self) -> bool:
+    def refresh_derived_state(self) -> bool:
         if self._attention is None:
             self._attention = compat.post_processed_attention(self.live)
         for module in self._attention:

@@ -37,7 +37,7 @@ _IN_4_BITS = (".experts.gate_up_proj", ".experts.down_proj")
 
 
 @dataclass(frozen=True)
-class Pair:
+class QuantizedTensors:
     """The tensors that the loader is given in place of one: 8-bit values, their scales, perhaps more.
 
     `quantise` makes those that `made` describes.
@@ -71,13 +71,15 @@ def unpacked(model: nn.Module) -> Iterator[bool]:
             del module._parameters["weight"]
 
 
-def find_pairs(model: nn.Module, manifest: Manifest, trace: Trace) -> tuple[dict[str, Pair], dict[str, str]]:
+def find_pairs(
+    model: nn.Module, manifest: Manifest, trace: Trace
+) -> tuple[dict[str, QuantizedTensors], dict[str, str]]:
     """Return the tensors that must become pairs, and those that no scheme here covers, with what is wrong, by name.
 
     `model` was never loaded, and `trace` is what its loader does with `manifest` while the model is `unpacked`.
     """
     params = dict(model.named_parameters())
-    pairs: dict[str, Pair] = {}
+    pairs: dict[str, QuantizedTensors] = {}
     refused: dict[str, str] = {}
     for name, param in {(copy.name, copy.param) for copy in trace.copies if copy.param in params}:
         comes, kept = manifest[name].dtype, str(params[param].dtype).removeprefix("torch.")
@@ -85,7 +87,7 @@ def find_pairs(model: nn.Module, manifest: Manifest, trace: Trace) -> tuple[dict
             kept += " packed into words"
         if comes in _WIDE and _in_8_bits(kept):
             found = _pair(model, manifest, name, param)
-            if isinstance(found, Pair):
+            if isinstance(found, QuantizedTensors):
                 pairs[name] = found
             else:
                 refused[name] = f"the engine holds it in {kept}, and {found}"
@@ -94,12 +96,12 @@ def find_pairs(model: nn.Module, manifest: Manifest, trace: Trace) -> tuple[dict
     return pairs, refused
 
 
-def find_experts(model: nn.Module, manifest: Manifest) -> tuple[dict[str, Pair], dict[str, str]]:
+def find_experts(model: nn.Module, manifest: Manifest) -> tuple[dict[str, QuantizedTensors], dict[str, str]]:
     """Return the experts that must become MXFP4, and those that cannot, with what is wrong, by name.
 
     What they become has names that the loader of `model` knows. `model` was never loaded.
     """
-    pairs: dict[str, Pair] = {}
+    pairs: dict[str, QuantizedTensors] = {}
     refused: dict[str, str] = {}
     if not any(_is_mxfp4(module._parameters) for module in model.modules()):
         return pairs, refused
@@ -115,7 +117,7 @@ def find_experts(model: nn.Module, manifest: Manifest) -> tuple[dict[str, Pair],
             TensorMeta(f"{meta.name}_blocks", (*scales, MX_BLOCK // 2), "uint8"),
             TensorMeta(f"{meta.name}_scales", scales, "uint8"),
         )
-        pairs[meta.name] = Pair(made, mxfp4_experts)
+        pairs[meta.name] = QuantizedTensors(made, mxfp4_experts)
     return pairs, refused
 
 
@@ -148,7 +150,7 @@ def mxfp4_experts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return blocks, scales
 
 
-def expand(manifest: Manifest, pairs: dict[str, Pair]) -> Manifest:
+def expand(manifest: Manifest, pairs: dict[str, QuantizedTensors]) -> Manifest:
     """Return the manifest as the loader gets to see it."""
     tensors: list[TensorMeta] = []
     for meta in manifest:
@@ -158,7 +160,7 @@ def expand(manifest: Manifest, pairs: dict[str, Pair]) -> Manifest:
 
 
 def quantised(
-    weights: Iterable[tuple[str, torch.Tensor]], pairs: Mapping[str, Pair], dtype: torch.dtype
+    weights: Iterable[tuple[str, torch.Tensor]], pairs: Mapping[str, QuantizedTensors], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield `weights` as the loader wants them.
 
@@ -171,7 +173,7 @@ def quantised(
             yield from zip((meta.name for meta in pair.made), pair.quantise(tensor.to(dtype)), strict=True)
 
 
-def collapse(trace: Trace, pairs: dict[str, Pair]) -> Trace:
+def collapse(trace: Trace, pairs: dict[str, QuantizedTensors]) -> Trace:
     """Return a trace of the expanded manifest in terms of the trainer's tensors.
 
     What lands in a parameter as values or as scales is computed from the tensor that becomes both.
@@ -192,7 +194,7 @@ def collapse(trace: Trace, pairs: dict[str, Pair]) -> Trace:
     )
 
 
-def renamed(trace: Trace, pairs: dict[str, Pair]) -> Trace:
+def renamed(trace: Trace, pairs: dict[str, QuantizedTensors]) -> Trace:
     """Return a trace of the expanded manifest whose copies have the trainer's names."""
     source = _sources(pairs)
     return replace(trace, copies=[replace(copy, name=source.get(copy.name, copy.name)) for copy in trace.copies])
@@ -215,7 +217,7 @@ def int8_packed(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
     return words, scale.squeeze(2), torch.tensor(weight.shape)
 
 
-def _sources(pairs: dict[str, Pair]) -> dict[str, str]:
+def _sources(pairs: dict[str, QuantizedTensors]) -> dict[str, str]:
     """Return the trainer's tensor that each tensor is made of, by name of what is made."""
     return {meta.name: name for name, pair in pairs.items() for meta in pair.made}
 
@@ -247,7 +249,7 @@ def _block_size(module: nn.Module) -> list[int]:
     return next(([*found] for each in holders if (found := getattr(each, "weight_block_size", None))), [])
 
 
-def _pair(model: nn.Module, manifest: Manifest, name: str, param: str) -> Pair | str:
+def _pair(model: nn.Module, manifest: Manifest, name: str, param: str) -> QuantizedTensors | str:
     """Return the pair that a tensor must become, or why it cannot."""
     path, _, own = param.rpartition(".")
     module = model.get_submodule(path)
@@ -277,7 +279,7 @@ def _pair(model: nn.Module, manifest: Manifest, name: str, param: str) -> Pair |
             TensorMeta(name + suffix, (rows, columns // group), kept),
             TensorMeta(name + "_shape", (2,), "int64"),
         )
-        return Pair(made, partial(int8_packed, group=group))
+        return QuantizedTensors(made, partial(int8_packed, group=group))
     if tuple(scale.shape) == (weight.shape[0], 1) and weight.dtype in _PER_CHANNEL:
         shape, quantise = (rows, 1), _PER_CHANNEL[weight.dtype]
     elif weight.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and blocks == [BLOCK, BLOCK]:
@@ -285,4 +287,4 @@ def _pair(model: nn.Module, manifest: Manifest, name: str, param: str) -> Pair |
     else:
         return f"its scales of shape {tuple(scale.shape)} belong to a scheme that this version does not know"
     values = TensorMeta(name, meta.shape, str(weight.dtype).removeprefix("torch."))
-    return Pair((values, TensorMeta(name + suffix, shape, kept)), quantise)
+    return QuantizedTensors((values, TensorMeta(name + suffix, shape, kept)), quantise)

@@ -36,7 +36,7 @@ class EngineModel(Protocol):
     dtype: torch.dtype
     all_reduce_max: AllReduceMax | None
     """Among the workers that have parts of the same modules. None where this worker is the only one."""
-    kept: Sequence[str]
+    unreachable_params: Sequence[str]
     """Parameters that no push reaches: those of a drafter that is not in `pristine()`."""
 
     @property
@@ -62,7 +62,7 @@ class EngineModel(Protocol):
     def parts(self, module: nn.Module) -> list[Any]:
         """Return the objects that hold the post-processed state of `module`."""
 
-    def complete(self, model: nn.Module) -> AbstractContextManager[list[str]]:
+    def with_missing_towers(self, model: nn.Module) -> AbstractContextManager[list[str]]:
         """Give `model`, a never loaded copy, the towers that the engine was started without, until the context ends.
 
         A vision tower is one where no prompt may have images. The context's value is the paths of all towers.
@@ -83,10 +83,10 @@ class EngineModel(Protocol):
     def is_asleep(self) -> bool:
         """Return whether the memory of the parameters is given back, so that it must be woken before it is written."""
 
-    def guard(self, check: Callable[[], None]) -> None:
+    def guard_forward(self, check: Callable[[], None]) -> None:
         """Call `check` before the model answers anything, from now on. What it raises ends the answer."""
 
-    def refresh(self) -> bool:
+    def refresh_derived_state(self) -> bool:
         """Update what the engine derives from several modules once all are loaded. Return whether there was any."""
 
     def clear_kv_cache(self) -> bool:

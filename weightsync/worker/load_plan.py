@@ -15,7 +15,7 @@ from weightsync.errors import UnsupportedError
 from weightsync.net.wire import LoadPlan
 from weightsync.planning.layout import Box, Manifest, coverage, fuse_groups, itemsize
 from weightsync.worker.checkpoint_quantize import (
-    Pair,
+    QuantizedTensors,
     collapse,
     expand,
     expert_padding,
@@ -55,7 +55,7 @@ class TracedLoad:
     manifest: Manifest
     answer: LoadPlan
     trace: Trace
-    pairs: Mapping[str, Pair]
+    pairs: Mapping[str, QuantizedTensors]
     load_path: Mapping[ModuleGroup, str]
     group_of: Mapping[str, ModuleGroup]
     sources: Mapping[ModuleGroup, Sequence[str]]
@@ -130,7 +130,7 @@ class LoadPlanner:
             hints=_hints(landed, missing),
             load_paths={name: counts[name] for name in LOAD_PATHS},
             left_out=self._left_out(manifest, trace),
-            kept=[*kept, *self._model.kept],
+            kept=[*kept, *self._model.unreachable_params],
             tied=sorted({*fill_of_shared(landed, shared).values()}),
             duplicates=duplicates,
         )
@@ -186,7 +186,7 @@ class LoadPlanner:
         if known.issuperset(manifest.names):
             return []
         passed = _read(self._trace_drafter(manifest))
-        with self._model.complete(self._model.pristine()) as towers:
+        with self._model.with_missing_towers(self._model.pristine()) as towers:
             more = self._trace_model(manifest) if towers else trace
         passed |= _seen(more)
         beginnings = _beginnings(more, towers)
@@ -280,7 +280,7 @@ def _beginnings(trace: Trace, modules: Sequence[str]) -> tuple[str, ...]:
 def _used(
     manifest: Manifest,
     trace: Trace,
-    pairs: Mapping[str, Pair],
+    pairs: Mapping[str, QuantizedTensors],
     held: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
 ) -> dict[str, str]:

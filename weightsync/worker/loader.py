@@ -59,7 +59,7 @@ class Receiver:
         self._traced: TracedLoad | None = None
         self._source: TransportReceiver | None = None
         self._source_name = ""
-        self._connection: _Connection | None = None
+        self._connection: _BoundPlan | None = None
         self._is_exported = False
         self._exported: dict[int, torch.UntypedStorage] = {}  # by identity
         self._done: int | None = None
@@ -96,9 +96,9 @@ class Receiver:
         self._connection, self._is_exported, self._done = None, False, None
         warm_up(self._model.device)
         with self._model.scope():
-            with _together(self._model, wait, deadline, tell):
+            with _fail_together(self._model, wait, deadline, tell):
                 self._source.connect(message.storages, message.fields, wait, deadline)
-                connection = _Connection(self._model, self._traced, self._source, message)
+                connection = _BoundPlan(self._model, self._traced, self._source, message)
             connection.bind()
         self._connection = connection
 
@@ -183,7 +183,7 @@ class Receiver:
         with self._model.scope():
             if self._model.clear_kv_cache():
                 logger.warning("cleared the KV cache, in which weights before version %d have left NaN", version)
-            is_refreshed = self._model.refresh()
+            is_refreshed = self._model.refresh_derived_state()
             _synchronise(self._model.device)
             if is_refreshed:
                 self._check_addresses()
@@ -210,7 +210,7 @@ class Receiver:
             self._planner.addresses.check(self._connection.buffers, everything=self._connection.reloads)
 
 
-class _Connection:
+class _BoundPlan:
     """What is worked out once, when a trainer connects, and used in every push.
 
     is_committed: a push over this connection was committed, and none has begun since.
@@ -335,7 +335,7 @@ def frozen_tensors(model: EngineModel, traced: TracedLoad, message: Connect) -> 
 
 
 @contextmanager
-def _together(model: EngineModel, wait: Wait, deadline: Deadline, tell: Tell) -> Iterator[None]:
+def _fail_together(model: EngineModel, wait: Wait, deadline: Deadline, tell: Tell) -> Iterator[None]:
     """Make the body fail on all workers or on none, because what follows is collective among them.
 
     A worker that fails tells the trainer at once. The others may wait for it in the body, and end when the trainer has

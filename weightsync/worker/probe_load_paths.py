@@ -17,7 +17,7 @@ from weightsync.errors import UnsupportedError
 from weightsync.worker.engine_model import EngineModel
 from weightsync.worker.fused_quantize import Recipe, find_recipe, holds, same_contents
 from weightsync.worker.module_groups import ModuleGroup, parameters_of
-from weightsync.worker.reachable import counterparts, held, same_layout
+from weightsync.worker.reachable import children_of, diff_objects, same_layout
 from weightsync.worker.reload import ABSENT, Snapshot, attributes_of, install, materialise
 
 
@@ -90,8 +90,8 @@ def _try_post_process(group: ModuleGroup, model: EngineModel) -> _Verdict:
         # What was made of other weights must be the same but for what is in its tensors, and no table of addresses.
         second = _Attempt(group, model, other_seed=1_000_003)
         own = {id(part) for module in group.pristine for part in model.parts(module)}
-        opaque = counterparts(first.left, second.left, "", own).differ
-        made = counterparts(first.made, second.made, "", own)
+        opaque = diff_objects(first.left, second.left, "", own).differ
+        made = diff_objects(first.made, second.made, "", own)
         opaque += made.closed
         opaque += [path for path, a, b in made.tensors if a.dtype == torch.int64 and not torch.equal(a, b)]
     recipe = None
@@ -198,7 +198,7 @@ def _is_weightless(value: Any, known: set[int], own: set[int], depth: int = 0, s
     seen.add(id(value))
     if isinstance(value, torch.Tensor):
         return value.numel() == 0 or value.untyped_storage().data_ptr() in known
-    inside = held(value)
+    inside = children_of(value)
     if inside is None or (inside and (depth > 12 or len(seen) > 5000)):
         return False
     return all(_is_weightless(item, known, own, depth + 1, seen) for _, item in inside)

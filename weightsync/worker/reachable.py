@@ -21,7 +21,7 @@ _LEAVES += (types.ModuleType, types.BuiltinFunctionType, torch.dtype, torch.devi
 _MAX_DEPTH = 12
 
 
-def held(value: Any) -> list[tuple[str, Any]] | None:
+def children_of(value: Any) -> list[tuple[str, Any]] | None:
     """Return what an object holds, by the names it has there. None for an object that cannot be looked into."""
     if isinstance(value, _LEAVES):
         return []
@@ -66,7 +66,7 @@ def addresses(parts: dict[str, Any], outside: set[int], seen: set[int]) -> dict[
                 found[path] = value.data_ptr()
             inside: list[tuple[str, Any]] = list(value.__dict__.items())
         else:
-            inside = held(value) or []
+            inside = children_of(value) or []
         if depth < _MAX_DEPTH:
             stack += [(f"{path}.{name}", item, depth + 1) for name, item in reversed(inside)]
     return found
@@ -86,7 +86,7 @@ class Counterparts:
     closed: list[str] = field(default_factory=list)
 
 
-def counterparts(old: Any, new: Any, path: str, outside: set[int]) -> Counterparts:
+def diff_objects(old: Any, new: Any, path: str, outside: set[int]) -> Counterparts:
     """Put two objects side by side.
 
     What both share, or has its id in `outside`, was not made, and is passed over. So is what only the old one has, as
@@ -112,7 +112,7 @@ def counterparts(old: Any, new: Any, path: str, outside: set[int]) -> Counterpar
         elif isinstance(a, _LEAVES):
             if a != b:
                 found.differ.append(f"{at} is now {b!r}, and was {a!r}")
-        elif (inside := held(a)) is None or (others := held(b)) is None:
+        elif (inside := children_of(a)) is None or (others := children_of(b)) is None:
             found.closed.append(f"{at}, a {type(a).__name__}, cannot be looked into")
         elif hasattr(a, "__del__"):
             found.closed.append(f"{at}, a {type(a).__name__}, frees something when it goes")

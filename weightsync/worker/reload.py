@@ -17,7 +17,7 @@ from torch import nn
 from weightsync.errors import UnsupportedError
 from weightsync.worker.engine_model import EngineModel
 from weightsync.worker.module_groups import ModuleGroup
-from weightsync.worker.reachable import counterparts
+from weightsync.worker.reachable import diff_objects
 from weightsync.worker.trace import Fill
 
 ABSENT = object()
@@ -94,7 +94,7 @@ class Reload:
                 [s.state(keys) for s, keys in zip(all_, group.changed, strict=True)] for all_ in (saved, now)
             )
             own = {id(part) for part in holders}
-            found = counterparts(before, after, group.names[0], own)
+            found = diff_objects(before, after, group.names[0], own)
             if (problems := found.differ + found.closed) and not group.opaque:
                 raise UnsupportedError(
                     f"a reload of {group.names[0]} made something else than there was, and CUDA graphs have captured "

@@ -101,7 +101,7 @@ class WorkerSession:
         """The model has refused to answer since this was set to False."""
         self._loaded: Done | None = None
         """What the push under way has loaded."""
-        model.guard(self._check_whole)
+        model.guard_forward(self._check_whole)
         telemetry.engine_serves(model.identity.name, self.receiver.version)
 
     def init(self, info: dict[str, Any]) -> None:
