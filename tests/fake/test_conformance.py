@@ -293,7 +293,7 @@ class NoPlainValues(IpcTransport):
 class Unproven(IpcTransport):
     """Says nothing of what it has looked at."""
 
-    def look(self, sample: int | None) -> int:
+    def prepare_push(self, sample: int | None) -> int:
         return 0
 
 

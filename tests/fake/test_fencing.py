@@ -276,7 +276,7 @@ def test_trainer_that_answers_and_hangs_in_a_push_loses_its_engine(
             if where == "look":
                 monkeypatch.setattr(first._strategy._last, "of", hang)
             if where == "commit":
-                monkeypatch.setattr(transport, "complete", hang)
+                monkeypatch.setattr(transport, "on_commit", hang)
             try:
                 first.push(trainer_model(checkpoint(2)))
             except WeightSyncError as error:

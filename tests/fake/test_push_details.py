@@ -239,7 +239,7 @@ def test_bytes_are_made_readable_while_the_engine_pauses(monkeypatch: pytest.Mon
     looked = threading.Event()
     with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
         sync.push(model)
-        look, pause = IpcTransport.look, engine.pause
+        look, pause = IpcTransport.prepare_push, engine.pause
 
         def look_and_tell(*args: Any) -> Any:
             digest = look(*args)
@@ -416,7 +416,7 @@ def test_a_model_that_moves_on_one_rank_is_pushed_from_where_it_is(ranks: int, t
 
 def push_while_a_rank_is_late(rank: int, is_shared: bool) -> None:
     """A rank whose optimizer takes long on its GPU, and is not done when the push begins."""
-    look, send, writes = IpcTransport.look, IpcTransport.send, []
+    look, send, writes = IpcTransport.prepare_push, IpcTransport.send, []
 
     def look_late(*args: Any) -> int:
         time.sleep(0.3 * rank)
@@ -428,7 +428,7 @@ def push_while_a_rank_is_late(rank: int, is_shared: bool) -> None:
         time.sleep(0.3 * rank)
         send(*args)
 
-    IpcTransport.look, IpcTransport.send = look_late, send_late
+    IpcTransport.prepare_push, IpcTransport.send = look_late, send_late
     host = ModuleHost(TinyEngineModel, checkpoint(9))
     model = trainer_model({name: tensor for i, (name, tensor) in enumerate(checkpoint(1).items()) if i % 2 == rank})
     if is_shared:
@@ -631,7 +631,7 @@ def test_a_push_whose_transport_fails_in_the_end_is_not_committed(tmp_path: Path
             raise OSError("no space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(FilesTransport, "complete", refuse)
+            patch.setattr(FilesTransport, "on_commit", refuse)
             with pytest.raises(WeightSyncError, match="no space left"):
                 sync.push(model, 7)
         assert "POISONED" in engine.sessions[0].status()

@@ -57,8 +57,8 @@ class FaultyTransport(Transport):
     def in_place(self) -> list[ByteRange]:
         return self.inner.in_place()
 
-    def look(self, sample: int | None) -> int:
-        return self.inner.look(sample)
+    def prepare_push(self, sample: int | None) -> int:
+        return self.inner.prepare_push(sample)
 
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
         if self.flip_a_byte_of is not None:
@@ -66,8 +66,8 @@ class FaultyTransport(Transport):
             self._let_a_byte_flip(chunk)
         self.inner.send(_Watched(chunks, self), sample, update)
 
-    def complete(self, version: int) -> None:
-        self.inner.complete(version)
+    def on_commit(self, version: int) -> None:
+        self.inner.on_commit(version)
 
     def abort(self) -> None:
         self.inner.abort()

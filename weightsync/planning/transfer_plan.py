@@ -155,13 +155,13 @@ def make_chunks(
     locations: Sequence[ShardLocation],
     max_bytes: int | None,
     together: Mapping[str, str],
-    least_bytes: int = 1,
+    min_chunk_bytes: int = 1,
 ) -> tuple[Chunk, ...]:
     """Cut what travels into chunks, in the order of the buckets.
 
     Neighbouring buckets share a chunk as long as no participant holds more than `max_bytes` of it. Those that are more
     than an eighth of a chunk are cut by rows, so that chunks are full. Chunks that workers pass on are smaller, though
-    not below `least_bytes`, so that no worker waits long for its first. With `max_bytes` None every bucket is one
+    not below `min_chunk_bytes`, so that no worker waits long for its first. With `max_bytes` None every bucket is one
     chunk. The names in `in_place`, which there are without chains alone, are one chunk. The names in `frozen` have the
     last chunks to themselves. `together` maps the name of a quantised weight to that of its scales, which travel with
     the weight's first chunk.
@@ -174,7 +174,7 @@ def make_chunks(
     hops = max((len(chain.workers) for chain in chains), default=1) - 1
     if max_bytes is not None and hops:
         whole = _peak([piece for pieces in owned.values() for piece in pieces], load)
-        max_bytes = min(max_bytes, max(whole // (CHUNKS_PER_HOP * hops), least_bytes))
+        max_bytes = min(max_bytes, max(whole // (CHUNKS_PER_HOP * hops), min_chunk_bytes))
     chunks: list[Chunk] = []
     for is_frozen in (False, True):
         alike = [bucket for bucket in buckets if bucket and (bucket[0] in frozen) is is_frozen]

@@ -94,8 +94,8 @@ class ShardSource(Protocol):
         """Drop the model. The source may be used again afterwards."""
 
 
-def no_meeting() -> None:
-    """Do what a source's attribute `meet` does outside of pushes: nothing.
+def no_barrier() -> None:
+    """Do what a source's attribute `barrier` does outside of pushes: nothing.
 
     A source whose `gather` takes collectives of the training job has this attribute, and calls it before. In a push it
     returns once every rank has come. Otherwise a rank that fails would leave the others waiting in a collective.

@@ -90,7 +90,7 @@ class DeepSpeedSource(ModuleSource):
             else:
                 found[each] = each.detach()
         if together:
-            self.meet()
+            self.barrier()
         for (group, _, device), params in together.items():
             found |= zip(params, _gathered(params, group, device), strict=True)
         return found

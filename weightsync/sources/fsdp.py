@@ -89,7 +89,7 @@ class FsdpSource(ModuleSource):
 
     def whole(self, tensors: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         if any(isinstance(each, DTensor) for each in tensors):
-            self.meet()
+            self.barrier()
         return {each: each.full_tensor() if isinstance(each, DTensor) else each.detach() for each in tensors}
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from weightsync.errors import ConfigError, UnsupportedError, first_few
 from weightsync.planning.layout import Box, Manifest, TensorMeta, flat_boxes, itemsize
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import LocalSource, Memo, Model, TensorShard, no_meeting, one_module
+from weightsync.sources.base import LocalSource, Memo, Model, TensorShard, no_barrier, one_module
 from weightsync.sources.hf_checkpoint import SavedParts, manifest_of, saved_form
 from weightsync.sources.module_tree import modules, walk_shells
 from weightsync.sources.peft import Adapter, adapter_of
@@ -59,7 +59,7 @@ class ModuleSource(LocalSource):
 
     def __init__(self, selection: TensorSelection) -> None:
         super().__init__(selection)
-        self.meet = no_meeting
+        self.barrier = no_barrier
         self._adapters: dict[str, Adapter] = {}  # by name of the tensor that it is added to
         self._whole: dict[torch.Tensor, torch.Tensor] = {}  # the factors of the last `gather`, by what this rank has
         self._wrapped = False  # PEFT has wrapped layers, whose state is not only in their tensors

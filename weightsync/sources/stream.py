@@ -20,7 +20,7 @@ from weightsync.net.ranks import place_among
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.report import format_bytes
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import Model, TensorShard, no_meeting
+from weightsync.sources.base import Model, TensorShard, no_barrier
 from weightsync.sources.module import ON_META, dtype_name, readable
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class StreamSource:
             raise ConfigError("a stream decides what travels: leave buffers out, or exclude them by name")
         self.selection = selection
         self._ranks = ranks
-        self.meet = no_meeting
+        self.barrier = no_barrier
         self._given = [
             TensorMeta(name, tuple(each.shape), dtype_name(each))
             for name, each in (tensors or {}).items()
@@ -113,7 +113,7 @@ class StreamSource:
         for name in self._bucket:
             self._arrived.pop(name, None)
         self._bucket = tuple(names)
-        self.meet()
+        self.barrier()
         if self._coming is None:
             return
         # Without names the push needs no more, and the stream is run to its end.

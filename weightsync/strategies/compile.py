@@ -78,7 +78,7 @@ def compile_plan(
         locations,
         getattr(bucketer, "max_bytes", None),
         dict(together),
-        transport.least_bytes,
+        transport.min_chunk_bytes,
     )
     load_paths = {path: sum(plan.load_paths[path] for plan in plans) for path in plans[0].load_paths}
     return TransferPlan(travelling, chains, chunks, len(reads), fleet.host, load_paths, duplicates(plans))

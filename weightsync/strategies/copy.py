@@ -109,8 +109,8 @@ class CopyWeights(FleetStrategy):
         """Push to all engines, or to those that are `late`, if any: they lack the version that the others have."""
         started = time.perf_counter()
         self._update = update
-        if hasattr(self._options.source, "meet"):  # which another `WeightSync` may use as well
-            self._options.source.meet = self._meet
+        if hasattr(self._options.source, "barrier"):  # which another `WeightSync` may use as well
+            self._options.source.barrier = self._meet
         ranks, timeline = update.ranks, update.timeline
         with timeline.during("plan"):
             self._others.check_unchanged(ranks.rank)
@@ -153,7 +153,7 @@ class CopyWeights(FleetStrategy):
         if fleet is not None:
             with timeline.during("commit"):
                 for session in sessions:
-                    session.transport.complete(version)
+                    session.transport.on_commit(version)
                 commit_s = [answer.load_s for answer in fleet.commit(label)]
             now = time.perf_counter()
             workers = _worker_reports(fleet, done, commit_s)
@@ -298,7 +298,7 @@ class CopyWeights(FleetStrategy):
         for number, left in changes.kept:
             session = before[number]
             if left and rank:
-                session.transport.leave_out(left)
+                session.transport.drop_workers(left)
             if self._fleet is not None:
                 session.handles = [one for one in session.handles if one in self._fleet.handles]
         self._sessions = [before[number] for number, _ in changes.kept]
@@ -307,9 +307,9 @@ class CopyWeights(FleetStrategy):
                 _let_go(session.transport)
         if changes.connects:
             transport = again or (self._transport if self._another is None else self._another())
-            if transport.user not in (None, self):
+            if transport.owner not in (None, self):
                 raise ConfigError("the transport is in use by another WeightSync: close that one, or give each its own")
-            transport.user, transport.encoding = self, self._options.encoding
+            transport.owner, transport.encoding = self, self._options.encoding
             self._joining = [transport]
             session = self._negotiate(update, model, shards, transport, late)
             self._sessions, self._joining, self._shards = [*self._sessions, session], [], shards
@@ -353,7 +353,7 @@ class CopyWeights(FleetStrategy):
         """Connect transport and workers, and prove what is read in place. Collective."""
         ranks = update.ranks
         endpoints = transport.prepare(plan, tensors, update)
-        proof = transport.look(WHOLE if self._verify != "none" else None)
+        proof = transport.prepare_push(WHOLE if self._verify != "none" else None)
         own = Memory([each.storages for each in endpoints], transport.in_place(), proof)
         everyone: list[Memory] = ranks.gather(own, "connect", Memory)
         fleet = self._fleet
@@ -388,7 +388,7 @@ class CopyWeights(FleetStrategy):
 
 def _let_go(transport: Transport) -> None:
     transport.abort()
-    transport.user = None
+    transport.owner = None
 
 
 def _worker_reports(fleet: Fleet, done: Sequence[Done], commit_s: Sequence[float]) -> tuple[WorkerReport, ...]:

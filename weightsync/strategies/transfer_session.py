@@ -84,7 +84,7 @@ class TransferSession:
 
     def prepare_push(self) -> int:
         """Return the digest of this rank's sample of what is read in place."""
-        return self.transport.look(self.place_sample)
+        return self.transport.prepare_push(self.place_sample)
 
 
 class SessionChanges(Struct):
@@ -125,7 +125,7 @@ def choose_session_changes(
             left = [
                 at for at, worker in enumerate(session.workers) if all(worker not in one.workers for one in staying)
             ]
-        if staying and (not left or session.transport.leave_out(left)):
+        if staying and (not left or session.transport.drop_workers(left)):
             kept.append((number, left))
             linked += staying
     wanted = [one for one in handles if one not in linked] if joining is None else [*joining]

@@ -89,11 +89,11 @@ class Transport(ABC):
     """The trainer's end. Every rank has one, made for one connection to the engines."""
 
     name: str
-    user: object = None
+    owner: object = None
     """Who has connected it, until who has aborts it."""
     keeps_frozen: bool = True
     """False: what is frozen travels in every push too."""
-    least_bytes: int = 1
+    min_chunk_bytes: int = 1
     """What a chunk must have for its time to pass that of its messages, known to rank 0 after `route`."""
     encodings: tuple[str, ...] = ()
     """The values of `encoding` that it knows."""
@@ -137,10 +137,10 @@ class Transport(ABC):
         return
 
     def in_place(self) -> list[ByteRange]:
-        """Return the runs of this rank that workers read where they lie, which `look` digests. After `prepare`."""
+        """Return the runs of this rank that workers read in place, which `prepare_push` digests. After `prepare`."""
         return []
 
-    def look(self, sample: int | None) -> int:
+    def prepare_push(self, sample: int | None) -> int:
         """Make what is read in place readable by others, and return the digest of this rank's sample of it.
 
         Every rank has called it, perhaps more than once, before any rank sends and before any worker may read. What a
@@ -149,7 +149,7 @@ class Transport(ABC):
         """
         return 0
 
-    def leave_out(self, workers: Collection[int]) -> bool:
+    def drop_workers(self, workers: Collection[int]) -> bool:
         """Send nothing to these workers from now on, whose engines have left. Every rank calls it, rank 0 first.
 
         Return False where that cannot be done: those that stay are then connected anew.
@@ -165,7 +165,7 @@ class Transport(ABC):
         Raises what that raises, and `SyncTimeoutError` when no chunk moves within the timeout.
         """
 
-    def complete(self, version: int) -> None:
+    def on_commit(self, version: int) -> None:
         """Note that every worker has loaded this version. Rank 0 calls it before the workers commit."""
         return
 

@@ -176,7 +176,7 @@ class FilesTransport(Transport):
             rows.append(_Piece(file, first, shape, place.box, size, place.offset * size))
         return rows
 
-    def look(self, sample: int | None) -> int:
+    def prepare_push(self, sample: int | None) -> int:
         for gpu in self._gpus:
             torch.cuda.synchronize(gpu)  # an optimizer may have queued its writes on another stream
         if self._ranks.rank == 0 and self._created == self._pushes:  # for the push that has not begun
@@ -184,7 +184,7 @@ class FilesTransport(Transport):
             self._created += 1
         return 0
 
-    def leave_out(self, workers: Collection[int]) -> bool:
+    def drop_workers(self, workers: Collection[int]) -> bool:
         return True  # nothing is sent to a worker
 
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
@@ -211,7 +211,7 @@ class FilesTransport(Transport):
             raise WeightSyncError("the folder of checkpoints is closed")
         return self._incoming / str(push)
 
-    def complete(self, version: int) -> None:
+    def on_commit(self, version: int) -> None:
         publish(self._folder_of(self._pushes), self._folder / version_name(version))
         prune(self._folder, self._keep_last)
 

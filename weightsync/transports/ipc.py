@@ -182,13 +182,13 @@ class IpcTransport(Transport):
     def in_place(self) -> list[ByteRange]:
         return self._runs
 
-    def look(self, sample: int | None) -> int:
+    def prepare_push(self, sample: int | None) -> int:
         for device in self._devices:
             # Readers are other processes: what the optimizer has queued, on any stream, must have happened.
             torch.cuda.synchronize(device)
         return 0 if sample is None else self._proof.of(sample)[0]
 
-    def leave_out(self, workers: Collection[int]) -> bool:
+    def drop_workers(self, workers: Collection[int]) -> bool:
         self._left.update(workers)
         return True
 

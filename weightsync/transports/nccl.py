@@ -96,7 +96,7 @@ class NcclTransport(Transport):
                     'use transport="ipc" for engines on the trainer\'s GPUs'
                 )
             seen[member.gpu_uuid] = member.peer
-        self._peers, self.least_bytes = [member.peer for member in members], _LEAST_BYTES[root.device]
+        self._peers, self.min_chunk_bytes = [member.peer for member in members], _LEAST_BYTES[root.device]
         hosts = list(dict.fromkeys(member.boot_id for member in members))  # the trainer's come first
         return choose_chains(manifest, locations, reads, [hosts.index(worker.boot_id) for worker in workers])
 
@@ -211,7 +211,7 @@ class NcclTransport(Transport):
 
         communicator.meet(wait, deadline)
 
-    def look(self, sample: int | None) -> int:
+    def prepare_push(self, sample: int | None) -> int:
         if self._device.type == "cuda":
             # The chunks are filled on the current stream, and an optimizer may have queued its writes on another.
             torch.cuda.synchronize(self._device)

@@ -263,13 +263,13 @@ class _Rank:
         self.transport.send(due, sample, self.update)
         self.hear()
         if self.mail.rank == 0:
-            self.transport.complete(self.version)
+            self.transport.on_commit(self.version)
         self.mail.broadcast(None, "commit")
         self.pushes += 1
 
     def look(self, sample: int | None) -> list[int]:
         """Let every rank look, before any sends."""
-        digests = self.mail.gather(self.transport.look(sample), "look")
+        digests = self.mail.gather(self.transport.prepare_push(sample), "look")
         self.mail.broadcast(None, "look")
         return digests
 
