@@ -13,7 +13,7 @@ try:
     from weightsync.hybrid.batch import balance, column, concat, pad, split, take, union
     from weightsync.hybrid.dispatch import Call, Dispatch, Layout, Place, register
     from weightsync.hybrid.following import GroupSync
-    from weightsync.hybrid.pending import Later, WorkerError
+    from weightsync.hybrid.pending import CallFuture, WorkerError
     from weightsync.hybrid.pool import ResourcePool
     from weightsync.hybrid.rollout_group import RolloutGroup
     from weightsync.hybrid.worker import Worker
@@ -25,9 +25,9 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "Call",
+    "CallFuture",
     "Dispatch",
     "GroupSync",
-    "Later",
     "Layout",
     "Place",
     "ResourcePool",

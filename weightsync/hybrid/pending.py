@@ -82,7 +82,7 @@ class Waited(Protocol):
     def results(self) -> list[Any]: ...
 
 
-class Later:
+class CallFuture:
     """The result of a call of a group that is under way."""
 
     def __init__(self, pending: Waited, collect: Callable[[list[Any]], Any]) -> None:
@@ -94,9 +94,9 @@ class Later:
 
 
 class Method:
-    """A method of a group. Calling it waits for the result; `remote` returns a `Later` at once."""
+    """A method of a group. Calling it waits for the result; `remote` returns a `CallFuture` at once."""
 
-    def __init__(self, begin: Callable[..., Later]) -> None:
+    def __init__(self, begin: Callable[..., CallFuture]) -> None:
         self.remote = begin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from weightsync.errors import ConfigError, PeerError
 from weightsync.hybrid.batch import balance, rows
 from weightsync.hybrid.following import KV_CACHE, WEIGHTS, GroupSync
 from weightsync.hybrid.generation import Answer, Begun, Generation, Prompt, batch_of, prompts_of
-from weightsync.hybrid.pending import Later, Method, Pending, has_died
+from weightsync.hybrid.pending import CallFuture, Method, Pending, has_died
 from weightsync.hybrid.pool import ENGINES, ResourcePool
 from weightsync.hybrid.worker_group import WorkerGroup
 
@@ -303,11 +303,11 @@ class RolloutGroup:
             self._pools.remove(pool)
             pool.release(ENGINES)
 
-    def _begin_generate(self, prompts: TensorDict, **sampling: Any) -> Later:
+    def _begin_generate(self, prompts: TensorDict, **sampling: Any) -> CallFuture:
         if not rows(prompts):
             raise ConfigError("a batch without rows has no prompts to answer")
         asked = Generation(prompts_of(prompts), partial(self._begin_answers, sampling))
-        return Later(asked, partial(batch_of, prompts))
+        return CallFuture(asked, partial(batch_of, prompts))
 
     def _begin_answers(self, sampling: dict[str, Any], prompts: dict[int, Prompt]) -> Begun:
         """Share prompts out over the engines that serve."""

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from weightsync.errors import ConfigError
 from weightsync.hybrid.batch import pack, unpack
 from weightsync.hybrid.dispatch import Call, Dispatch, Layout, dispatch_of
-from weightsync.hybrid.pending import Later, Method
+from weightsync.hybrid.pending import CallFuture, Method
 from weightsync.hybrid.pool import ResourcePool
 from weightsync.hybrid.processes import Processes
 from weightsync.hybrid.worker import Worker
@@ -89,7 +89,7 @@ class WorkerGroup:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begin(self, method: str, dispatch: Dispatch, *args: Any, **kwargs: Any) -> Later:
+    def _begin(self, method: str, dispatch: Dispatch, *args: Any, **kwargs: Any) -> CallFuture:
         call = Call(args, kwargs)
         calls = {rank: each for rank, each in enumerate(dispatch.split(self.layout, call)) if each is not None}
 
@@ -97,7 +97,7 @@ class WorkerGroup:
             by_rank = dict(zip(calls, map(unpack, results), strict=True))
             return dispatch.collect(self.layout, call, [by_rank.get(rank) for rank in range(self.layout.size)])
 
-        return Later(self.processes.begin(self.role, method, stored_once(calls)), collect)
+        return CallFuture(self.processes.begin(self.role, method, stored_once(calls)), collect)
 
 
 def stored_once(calls: dict[int, Call]) -> dict[int, tuple[tuple[Any, ...], dict[str, Any]]]:
