@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from weightsync.errors import ConfigError
-from weightsync.net.wire import MAX_TIMEOUT_S
+from weightsync.net import timeouts
 from weightsync.selection import TensorSelection
 
 _CHOICES = {
@@ -53,8 +53,10 @@ class WeightSyncConfig:
         for name, choices in _CHOICES.items():
             if (given := getattr(self, name)) not in (None, *choices):
                 raise ConfigError(f"{name}={given!r}; choose one of {', '.join(choices)}")
-        if not _is_number(self.timeout_s, float) or not 0 < self.timeout_s <= MAX_TIMEOUT_S:
-            raise ConfigError(f"timeout_s={self.timeout_s!r}; it must be positive seconds, {MAX_TIMEOUT_S:.0f} at most")
+        if not _is_number(self.timeout_s, float) or not 0 < self.timeout_s <= timeouts.MAX_TIMEOUT_S:
+            raise ConfigError(
+                f"timeout_s={self.timeout_s!r}; it must be positive seconds, {timeouts.MAX_TIMEOUT_S:.0f} at most"
+            )
         if self.hold_s is not None and (not _is_number(self.hold_s, float) or not self.hold_s > 0):
             raise ConfigError(f"hold_s={self.hold_s!r}; it must be positive seconds, or None for no limit")
         for name, unit in (("max_bytes", "bytes, such as 67108864 for 64 MiB"), ("vocab_size", "rows")):

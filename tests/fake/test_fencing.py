@@ -29,11 +29,11 @@ from weightsync import (
     WeightSyncError,
 )
 from weightsync.fleet import fleet
+from weightsync.net import timeouts
 from weightsync.net.authentication import FrameMac
 from weightsync.net.hold import Hold
 from weightsync.net.runtime import boot_id, started_ticks, this_process
 from weightsync.net.wire import POISONED
-from weightsync.worker import session as worker_session
 from weightsync.worker.session import WorkerSession
 
 TIMEOUT_S = 20.0
@@ -48,22 +48,22 @@ def engine() -> Iterator[RecordedEngine]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_session, "_PONG_S", 0.3)
-    monkeypatch.setattr(worker_session, "_GRACE_S", 0.0)
+    monkeypatch.setattr(timeouts, "HOLDER_ANSWER_S", 0.3)
+    monkeypatch.setattr(timeouts, "WORKER_GRACE_S", 0.0)
 
 
 @contextmanager
 def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Trainers that connect in this context answer nobody who asks whether they are alive, as if they were stopped."""
-    monkeypatch.setattr(fleet, "_PING_LOOK_S", 3600.0)
+    monkeypatch.setattr(timeouts, "LEASE_LOOK_S", 3600.0)
     yield
-    monkeypatch.setattr(fleet, "_PING_LOOK_S", 0.05)
+    monkeypatch.setattr(timeouts, "LEASE_LOOK_S", 0.05)
 
 
 def answers_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer that is asked whether it is alive answers soon, and has long to do so."""
-    monkeypatch.setattr(fleet, "_PING_LOOK_S", 0.05)
-    monkeypatch.setattr(worker_session, "_PONG_S", 30.0)
+    monkeypatch.setattr(timeouts, "LEASE_LOOK_S", 0.05)
+    monkeypatch.setattr(timeouts, "HOLDER_ANSWER_S", 30.0)
 
 
 def assert_serves(engine: RecordedEngine, seed: int, version: int) -> None:
@@ -100,7 +100,7 @@ class FailingInit(RecordedEngine):
 
 def test_what_a_worker_says_comes_before_what_its_failed_call_says(monkeypatch: pytest.MonkeyPatch) -> None:
     answers_are_heard(monkeypatch)
-    monkeypatch.setattr(fleet, "_NEWS_S", 30.0)
+    monkeypatch.setattr(timeouts, "WORKER_MESSAGE_S", 30.0)
     engine = FailingInit(ModuleHost(TinyEngineModel, checkpoint(1)))
     with (
         WeightSync("fsdp", "ipc", engine, timeout_s=60.0) as first,
@@ -173,8 +173,8 @@ def run_slowly(engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch, seconds:
 def test_worker_that_loads_for_longer_than_a_wait_is_waited_for(
     engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "_PING_LOOK_S", 0.05)
-    monkeypatch.setattr(worker_session, "_PING_LOOK_S", 0.05)
+    monkeypatch.setattr(timeouts, "LEASE_LOOK_S", 0.05)
+    monkeypatch.setattr(timeouts, "WORKER_LEASE_LOOK_S", 0.05)
     run_slowly(engine, monkeypatch, 2.2)
     with WeightSync("fsdp", "ipc", engine, max_bytes=64, timeout_s=1.5) as sync:
         sync.push(trainer_model(checkpoint(2)))
@@ -184,8 +184,8 @@ def test_worker_that_loads_for_longer_than_a_wait_is_waited_for(
 def test_worker_that_has_stopped_is_lost_though_its_engine_says_that_it_lives(
     engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "_PING_LOOK_S", 0.05)
-    monkeypatch.setattr(worker_session, "_PING_LOOK_S", 3600.0)
+    monkeypatch.setattr(timeouts, "LEASE_LOOK_S", 0.05)
+    monkeypatch.setattr(timeouts, "WORKER_LEASE_LOOK_S", 3600.0)
     run_slowly(engine, monkeypatch, 8.0)
     with WeightSync("fsdp", "ipc", engine, max_bytes=64, timeout_s=2.5) as sync:
         with pytest.raises(SyncTimeoutError, match=r"no answer from engine 0 worker tp=0 .*within 2\.5 s") as raised:
@@ -259,7 +259,7 @@ def test_trainer_that_answers_and_hangs_in_a_push_loses_its_engine(
     engine: RecordedEngine, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its main thread is in a deadlock, and another thread of its answers whoever asks."""
-    monkeypatch.setattr(fleet, "_PING_LOOK_S", 0.05)
+    monkeypatch.setattr(timeouts, "LEASE_LOOK_S", 0.05)
     hung, going_on = threading.Event(), threading.Event()
     outcome: list[WeightSyncError] = []
 
@@ -360,7 +360,7 @@ def test_trainer_that_stalls_before_the_commit_holds_the_engine_no_longer_than_a
         stalling = threading.Thread(target=push_first)
         stalling.start()
         until(lambda: session.receiver.state == POISONED)
-        until(lambda: not session._serving, timeout_s=2.0 * worker_session._PATIENCE - 4.0)
+        until(lambda: not session._serving, timeout_s=2.0 * timeouts.WORKER_PATIENCE - 4.0)
         monkeypatch.setattr(fleet.Fleet, "commit", commit)
     with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as second:
         second.push(trainer_model(checkpoint(3)))

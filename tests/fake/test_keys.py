@@ -76,7 +76,7 @@ def test_a_false_init_holds_an_engine_for_seconds_and_leads_nowhere(monkeypatch:
     """The caller gives an address of his own, where somebody listens who reads everything and answers at random."""
     if key:
         monkeypatch.setenv(KEY, key)
-    monkeypatch.setattr("weightsync.net.connection._GREETING_S", 1.0)
+    monkeypatch.setattr("weightsync.net.timeouts.GREETING_S", 1.0)
     session, received = WorkerSession(ModuleHost(TinyEngineModel, checkpoint(1))), b""
     with socket.create_server(("127.0.0.1", 0)) as server:
 

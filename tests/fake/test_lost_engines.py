@@ -15,8 +15,9 @@ from ranks import run_ranks
 from recorders import RecordedEngine
 
 from weightsync import ConfigError, EngineUnreachableError, SyncTimeoutError, WeightSync
-from weightsync.fleet import engine_handle, fleet, lost_engines
+from weightsync.fleet import engine_handle, lost_engines
 from weightsync.fleet.engine_call import BackgroundCall
+from weightsync.net import timeouts
 from weightsync.net.listener import Listener
 from weightsync.net.wire import POISONED
 
@@ -113,7 +114,7 @@ def test_engine_that_dies_and_leaves_its_call_unanswered_is_noticed(
     engines: list[MortalEngine], method: str, come: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So does vLLM's server when the process of its engine core is killed, and the workers' are not."""
-    monkeypatch.setattr(fleet, "_HEALTH_LOOK_S", 0.05)
+    monkeypatch.setattr(timeouts, "HEALTH_LOOK_S", 0.05)
     over = threading.Event()
 
     def call(engine: MortalEngine, info: dict[str, Any]) -> None:
@@ -170,7 +171,7 @@ def test_engine_that_a_rank_has_waited_for_is_named_where_it_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ranks know workers by their numbers alone."""
-    monkeypatch.setattr(engine_handle, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(timeouts, "ENGINE_ANSWER_S", 0.2)
     monkeypatch.setattr(engines[0], "is_alive", answers)
     error = SyncTimeoutError(f"{waiting_for[0]} did not take a chunk", who="trainer rank 1", waiting_for=waiting_for)
     assert engine_handle.find_lost([engine_handle.EngineHandle(engines[0])], error) == lost
@@ -180,7 +181,7 @@ def test_engine_that_a_rank_has_waited_for_is_named_where_it_does_not_answer(
 def test_answer_to_an_earlier_question_does_not_count(
     engines: list[MortalEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_handle, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(timeouts, "ENGINE_ANSWER_S", 0.5)
     begun, asked_again, over = threading.Event(), threading.Event(), threading.Event()
 
     def is_alive() -> bool:
@@ -204,7 +205,7 @@ def test_lost_engine_that_may_be_busy_stays_left_out_until_it_answers(
     engines: list[MortalEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a Ray actor that has stopped, and then goes on."""
-    monkeypatch.setattr(lost_engines, "_ANSWER_S", TIMEOUT_S)
+    monkeypatch.setattr(timeouts, "LOST_ENGINE_ANSWER_S", TIMEOUT_S)
     answers = [True, None, None]
     monkeypatch.setattr(engines[1], "is_alive", lambda: answers.pop())
     lost = lost_engines.LostEngines()
@@ -226,7 +227,7 @@ def test_engine_that_leaves_a_call_unanswered_is_not_waited_for_again(
     engines: list[MortalEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As vLLM does when its core is stopped: it says that it is alive, and answers nothing else."""
-    monkeypatch.setattr(fleet, "_FAREWELL_S", 60.0)
+    monkeypatch.setattr(timeouts, "FAREWELL_S", 60.0)
     over, model = threading.Event(), trainer_model(checkpoint(2))
     with WeightSync("fsdp", "ipc", engines, timeout_s=2.0) as sync:
         sync.push(model)

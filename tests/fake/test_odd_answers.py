@@ -210,7 +210,7 @@ class OneAtATime(RecordedEngine):
 
 @pytest.mark.parametrize("kind", [OneAtATime, RecordedEngine])
 def test_one_server_under_two_names_is_found_out(kind: type[RecordedEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.fleet.engine_handle._DOUBT_S", 0.5)
+    monkeypatch.setattr("weightsync.net.timeouts.DOUBT_S", 0.5)
     with ExitStack() as stack:
         servers = [FakeServer(kind(ModuleHost(TinyEngineModel, checkpoint(1))), 0) for _ in range(2)]
         for server in servers:
@@ -231,7 +231,7 @@ def test_one_server_under_two_names_is_found_out(kind: type[RecordedEngine], mon
 
 
 def test_an_engine_whose_workers_come_late_is_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.fleet.engine_handle._DOUBT_S", 0.1)
+    monkeypatch.setattr("weightsync.net.timeouts.DOUBT_S", 0.1)
     engines = [OneAtATime(ModuleHost(TinyEngineModel, checkpoint(1))) for _ in range(3)]
     init = engines[1].init
 

@@ -17,8 +17,8 @@ from recorders import RecordedEngine
 
 from weightsync import ConfigError, EngineError, EngineUnreachableError, WeightSync
 from weightsync.engines.base import SpmdPart
-from weightsync.fleet import engines_of_ranks
 from weightsync.fleet.engines_of_ranks import OwnEngine, RankEngine
+from weightsync.net import timeouts
 
 TIMEOUT_S = 30.0
 
@@ -145,7 +145,7 @@ def test_server_that_every_rank_names_is_one_engine() -> None:
 def test_call_that_workers_are_released_from_may_take_several_waits(
     method: str, arguments: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines_of_ranks, "_GRACE_S", 0.0)
+    monkeypatch.setattr(timeouts, "OTHER_RANK_GRACE_S", 0.0)
     answer: Future[Any] = Future()
     calls: Any = SimpleNamespace(send=lambda *_: answer)
     Timer(0.2, answer.set_result, [None]).start()

@@ -266,7 +266,7 @@ def test_an_engine_that_pauses_late_goes_on_when_the_push_has_failed_meanwhile(
         assert started.wait(TIMEOUT_S)
         raise MemoryError("no room for this chunk")
 
-    monkeypatch.setattr("weightsync.fleet.fleet._FAREWELL_S", 1.0)
+    monkeypatch.setattr("weightsync.net.timeouts.FAREWELL_S", 1.0)
     model, host = trainer_model(checkpoint(2)), ModuleHost(TinyEngineModel, checkpoint(1))
     with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
         sync.push(model)

@@ -19,8 +19,8 @@ from test_fused_quantize import assert_same_model
 from torch import nn
 
 from weightsync import DigestError, ProtocolError, WeightSync, WeightSyncError
+from weightsync.net import timeouts
 from weightsync.transports.base import Endpoint
-from weightsync.worker import session
 
 TIMEOUT_S = 30.0
 
@@ -141,7 +141,7 @@ def test_worker_that_fails_inside_of_post_processing_is_named_and_the_others_end
         ended.set()
         workers.abort()  # as the end of the process ends what its threads wait for
 
-    monkeypatch.setattr(session, "_GRACE_S", 0.5)
+    monkeypatch.setattr(timeouts, "WORKER_GRACE_S", 0.5)
     monkeypatch.setattr(other, "end_process", end)
     with WeightSync("fsdp", "ipc", engine, timeout_s=2.0) as sync:
         if when == "in a push":

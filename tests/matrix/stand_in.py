@@ -22,8 +22,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from weightsync.engines import LoraAdapter
-from weightsync.engines.calls import HEALTH_TIMEOUT_S, limit_s, too_late
+from weightsync.engines.calls import limit_s, too_late
 from weightsync.errors import EngineUnreachableError, WeightSyncError
+from weightsync.net import timeouts
 from weightsync.net.wire import CLEAN, POISONED
 
 HEADS, WIDTH, LAYERS, TP = 4, 6, 3, 2
@@ -252,7 +253,11 @@ class StandInEngine:
 
     def _call(self, address: str, method: str, *args: Any) -> Any:
         serving = {"init": "init_weight_transfer_engine", "update": "update_weights"}.get(method, method)
-        limit = min(self.timeout_s / 2, HEALTH_TIMEOUT_S) if method == "is_alive" else limit_s(serving, self.timeout_s)
+        limit = (
+            min(self.timeout_s / 2, timeouts.HEALTH_TIMEOUT_S)
+            if method == "is_alive"
+            else limit_s(serving, self.timeout_s)
+        )
         try:
             with Client(address, "AF_UNIX") as connection:
                 connection.send((method, args))

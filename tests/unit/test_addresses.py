@@ -77,7 +77,7 @@ def test_who_cannot_be_reached_is_named_with_both_ends() -> None:
 
 
 def test_who_does_not_answer_is_given_up_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.net.addresses.REACH_S", 0.2)
+    monkeypatch.setattr("weightsync.net.timeouts.REACH_S", 0.2)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         place = full.getsockname()
         waiting = [socket.socket() for _ in range(4)]  # more than the kernel keeps for those that do not accept

@@ -29,11 +29,10 @@ from weightsync.errors import (
     SyncTimeoutError,
     WeightSyncError,
 )
-from weightsync.fleet import fleet as fleet_module
 from weightsync.fleet.engine_call import BackgroundCall
 from weightsync.fleet.engine_handle import EngineHandle, Worker
 from weightsync.fleet.fleet import Fleet
-from weightsync.net import listener as listener_module
+from weightsync.net import timeouts
 from weightsync.net.authentication import FrameMac, greeting
 from weightsync.net.connection import Connection, dial
 from weightsync.net.listener import Listener
@@ -834,7 +833,7 @@ def test_newcomers_are_looked_at_while_answers_are_awaited(listener, keep):
 
 def test_the_end_of_a_call_wakes_the_hub(listener, keep, monkeypatch):
     """Without the wake it would sleep for a turn before it looked."""
-    monkeypatch.setattr(listener_module, "_TURN_S", 25.0)
+    monkeypatch.setattr(timeouts, "LISTENER_POLL_S", 25.0)
     ours, _ = two_workers(listener, keep)
     ended: list[float] = []
 
@@ -857,8 +856,8 @@ def test_the_end_of_a_call_wakes_the_hub(listener, keep, monkeypatch):
 
 def test_an_answer_that_comes_in_with_a_ping_wakes_the_hub(listener, keep, monkeypatch):
     """The thread that answers pings may read it after the hub has looked, and before it sleeps."""
-    monkeypatch.setattr(listener_module, "_TURN_S", 25.0)
-    monkeypatch.setattr(fleet_module, "_PING_LOOK_S", 3600.0)
+    monkeypatch.setattr(timeouts, "LISTENER_POLL_S", 25.0)
+    monkeypatch.setattr(timeouts, "LEASE_LOOK_S", 3600.0)
     (mine,), (worker,) = (each[:1] for each in two_workers(listener, keep))
     ranks = Ranks(5.0, ALONE)
     ranks.listener = listener

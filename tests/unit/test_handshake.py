@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from weightsync.errors import ConfigError, PeerError, ProtocolError, SyncTimeoutError, WeightSyncError
-from weightsync.net import authentication, connection
+from weightsync.net import authentication, timeouts
 from weightsync.net.authentication import ANSWER_BYTES, SEAL_BYTES, derive_keys, greeting, read_key, refuse_other_users
 from weightsync.net.connection import Connection, dial
 from weightsync.net.listener import Listener
@@ -186,7 +186,7 @@ def test_a_worker_tells_nothing_to_a_listener_without_the_key(keep, monkeypatch)
 
 
 def test_a_listener_that_says_nothing_holds_a_worker_for_seconds_at_most(keep, monkeypatch):
-    monkeypatch.setattr(connection, "_GREETING_S", 0.3)
+    monkeypatch.setattr(timeouts, "GREETING_S", 0.3)
     with socket.create_server((LOCAL, 0)) as server:
         started = time.monotonic()
         with pytest.raises(PeerError, match="did not answer a greeting"):
@@ -478,7 +478,7 @@ def test_a_process_without_descriptors_goes_on(listener, keep):
 
 
 def test_who_is_slow_to_introduce_itself_is_turned_away(listener, keep, monkeypatch):
-    monkeypatch.setattr("weightsync.net.listener._NEWCOMER_S", 0.2)
+    monkeypatch.setattr("weightsync.net.timeouts.NEWCOMER_S", 0.2)
     admission = Admission(listener, 1.5)
     strangers = [knock(listener, keep) for _ in range(3)]
     strangers[1].sendall(greeting(listener._key))

@@ -21,7 +21,9 @@ PURE = {
     "weightsync.errors": [],
     "weightsync.planning.layout": ["weightsync.errors"],
     "weightsync.planning.bucketing": ["weightsync.errors", "weightsync.planning.layout"],
+    "weightsync.net.timeouts": [],
     "weightsync.net.wire": [
+        "weightsync.net.timeouts",
         "weightsync.net.wire_memory",
         "weightsync.errors",
         "weightsync.planning.layout",

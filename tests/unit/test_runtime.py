@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from weightsync.net import runtime
+from weightsync.net import runtime, timeouts
 from weightsync.net.runtime import spawn
 
 TIMEOUT_S = 10.0
@@ -53,7 +53,7 @@ def test_a_call_does_not_wait_for_the_one_before_it() -> None:
 
 
 def test_a_thread_that_nobody_wants_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_KEPT_S", 0.2)
+    monkeypatch.setattr(timeouts, "IDLE_THREAD_S", 0.2)
     thread = run_one()
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()
@@ -62,7 +62,7 @@ def test_a_thread_that_nobody_wants_ends(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_thread_that_is_wanted_when_it_is_about_to_end_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_KEPT_S", 1.0)
+    monkeypatch.setattr(timeouts, "IDLE_THREAD_S", 1.0)
     thread = run_one()
     done = threading.Event()
     assert runtime._idle.pop() is thread  # as `spawn` does, which is then held up until the thread has given up

@@ -9,18 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 from weightsync.errors import EngineError, EngineUnreachableError, SyncTimeoutError, WeightSyncError
+from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
 
 EXTENSION_SINCE, PLUG_INS_SINCE = (0, 20), (0, 25)
 """The first releases of vLLM that the worker extension and the plug-in work in."""
 LOCAL = "127.0.0.1"
-HEALTH_TIMEOUT_S = 10.0
-"""At most half of `timeout_s`, so that two silences after each other are noticed by then."""
-_POLL_S = 0.1
-_SERVING_S = 3600.0
-"""`init` and `update` return when the trainer has released the workers, after any number of waits. So does a reset that
-is asked for meanwhile. Each of these waits has its own deadline, on the connections to the workers. This one is for an
-engine that never answers."""
 
 # What a call is named on the workers, with the plug-in and with the worker extension, to which an update is one call.
 PLUG_IN_METHODS = {
@@ -62,7 +56,7 @@ class CallLock:
     def acquire(self, doing: str) -> None:
         """Wait for the turn. Raises `SyncTimeoutError`, or `EngineUnreachableError` when the engine died."""
         deadline = Deadline(limit_s(doing, self._timeout_s) if doing == RESET else self._timeout_s)
-        while not self._lock.acquire(timeout=min(_POLL_S, deadline.left_s())):
+        while not self._lock.acquire(timeout=min(timeouts.CALL_POLL_S, deadline.left_s())):
             if self._died():
                 raise EngineUnreachableError(f"the engine died before {doing}; its log says why", who=self._who)
             if deadline.passed():
@@ -96,7 +90,7 @@ def wait(
     deadline = Deadline(limit_s(doing, timeout_s))
     ended = threading.Event()  # `concurrent.futures.wait` returns 0.05 ms later
     answer.add_done_callback(lambda _: ended.set())
-    while not ended.wait(min(_POLL_S, deadline.left_s())):
+    while not ended.wait(min(timeouts.CALL_POLL_S, deadline.left_s())):
         if died():
             raise EngineUnreachableError(f"the engine died in {doing}; its log says why", who=who)
         if deadline.passed():
@@ -144,7 +138,7 @@ def caches_not_reset(who: str) -> EngineError:
 
 def limit_s(doing: str, timeout_s: float) -> float:
     """Return how long to wait for the answer to this call."""
-    return max(_SERVING_S, timeout_s) if doing in _SERVING else timeout_s
+    return max(timeouts.SERVING_S, timeout_s) if doing in _SERVING else timeout_s
 
 
 def too_late(doing: str, timeout_s: float, who: str) -> SyncTimeoutError:

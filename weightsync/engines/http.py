@@ -22,7 +22,6 @@ from weightsync.engines.bound_modules import check_bound
 from weightsync.engines.calls import (
     EXTENSION_METHODS,
     EXTENSION_SINCE,
-    HEALTH_TIMEOUT_S,
     LOCAL,
     PLUG_INS_SINCE,
     STILL_ASLEEP,
@@ -40,7 +39,7 @@ from weightsync.errors import (
     UnsupportedError,
     WeightSyncError,
 )
-from weightsync.net.addresses import REACH_S
+from weightsync.net import timeouts
 from weightsync.net.fence import HEADER, STATUS, read_refusal
 from weightsync.net.runtime import Deadline
 from weightsync.net.wire import ADAPTER_MODULES, BACKEND, NEWEST, NOT_LOADED
@@ -250,7 +249,7 @@ class HttpEngine:
 
     def is_alive(self) -> bool:
         try:
-            status, _ = self._request("GET", _HEALTH, None, min(self.timeout_s / 2, HEALTH_TIMEOUT_S))
+            status, _ = self._request("GET", _HEALTH, None, min(self.timeout_s / 2, timeouts.HEALTH_TIMEOUT_S))
         except WeightSyncError:
             return False
         return status == 200
@@ -352,7 +351,7 @@ class HttpEngine:
         content = b"" if body is None else json.dumps(body).encode()
         headers = self._headers | ({} if body is None else {"Content-Type": "application/json"})
         headers |= {HEADER: self._session} if self._session and route != _HEALTH else {}
-        with closing(self._connection_class(*self._address, timeout=min(timeout_s, REACH_S))) as connection:
+        with closing(self._connection_class(*self._address, timeout=min(timeout_s, timeouts.REACH_S))) as connection:
             try:
                 connection.connect()
             except OSError as error:

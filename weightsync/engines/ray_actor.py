@@ -11,14 +11,12 @@ from functools import cached_property
 from typing import Any
 
 from weightsync.engines.async_llm import AsyncEngine
-from weightsync.engines.calls import HEALTH_TIMEOUT_S, LOCAL, CallLock, as_ours, limit_s, too_late
+from weightsync.engines.calls import LOCAL, CallLock, as_ours, limit_s, too_late
 from weightsync.engines.vllm_engine import Answer, VllmEngine, as_request, setup_of
 from weightsync.errors import ConfigError, EngineUnreachableError, SyncTimeoutError, WeightSyncError
+from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
 from weightsync.vllm.llm_object import died, front_of, vllm_class
-
-_SHORTEST_S, _LONGEST_S = 0.0005, 0.02
-"""Between two looks at what a call into an `AsyncLLM` has come to."""
 
 
 class RayEngine(VllmEngine):
@@ -56,7 +54,7 @@ class RayEngine(VllmEngine):
 
     def is_alive(self) -> bool | None:
         try:
-            return not self._ask(died, timeout_s=min(self.timeout_s / 2, HEALTH_TIMEOUT_S))
+            return not self._ask(died, timeout_s=min(self.timeout_s / 2, timeouts.HEALTH_TIMEOUT_S))
         except SyncTimeoutError:
             return None  # an actor that is busy does not answer, nor does one that has stopped
         except WeightSyncError:
@@ -80,13 +78,13 @@ class RayEngine(VllmEngine):
         if not self._is_async:
             return self._take_turn(doing, _call, front, method, args, kwargs)
         deadline = Deadline(limit_s(doing, self.timeout_s))
-        call, wait_s = secrets.token_hex(8), _SHORTEST_S
+        call, wait_s = secrets.token_hex(8), timeouts.RAY_POLL_S
         self._wait(self._remote(_begin, call, method, args, kwargs), doing, self.timeout_s)
         while not (answer := self._wait(self._remote(_look, call), doing, self.timeout_s)):
             if deadline.passed():
                 raise too_late(doing, deadline.timeout_s, self.name)
             time.sleep(wait_s)
-            wait_s = min(2 * wait_s, _LONGEST_S)
+            wait_s = min(2 * wait_s, timeouts.RAY_LONGEST_POLL_S)
         return answer[0]
 
     def _ask(self, question: Callable[[Any], Answer], timeout_s: float | None = None) -> Answer:

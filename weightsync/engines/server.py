@@ -12,11 +12,9 @@ from pathlib import Path
 
 from weightsync.engines import HttpEngine
 from weightsync.errors import EngineError, SyncTimeoutError
+from weightsync.net import timeouts
 from weightsync.net.child import Child, free_port
 from weightsync.net.runtime import Deadline
-
-_POLL_S = 0.2
-_PORT_TIMEOUT_S = 20.0
 
 
 class VllmServer:
@@ -107,9 +105,9 @@ class VllmServer:
         if child is None:
             return
         child.stop()
-        deadline = Deadline(_PORT_TIMEOUT_S)
+        deadline = Deadline(timeouts.SERVER_PORT_S)
         while self._taken() is not None and not deadline.passed():
-            time.sleep(_POLL_S)  # the kernel closes the sockets of killed processes in its own time
+            time.sleep(timeouts.SERVER_POLL_S)  # the kernel closes the sockets of killed processes in its own time
 
     def __enter__(self) -> VllmServer:
         self.start()
@@ -140,4 +138,4 @@ class VllmServer:
                     who=self.url,
                     waiting_for=[self.url],
                 )
-            time.sleep(_POLL_S)
+            time.sleep(timeouts.SERVER_POLL_S)

@@ -12,16 +12,11 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 
 from weightsync.errors import EngineError, WeightSyncError, wrap_exception
+from weightsync.net import timeouts
 from weightsync.net.listener import Listener
 from weightsync.net.runtime import Deadline, spawn
 
 logger = logging.getLogger(__name__)
-
-_ARRIVAL_S = 3.0
-"""How long a worker may take to connect once its engine says that it has been told to."""
-
-_EXIT_S = 10.0
-"""How long a process that exits waits for the calls of pushes that failed."""
 
 
 class BackgroundCall:
@@ -80,7 +75,7 @@ def wait_at_exit(calls: Sequence[BackgroundCall]) -> None:
 
 
 def _wait_for_owed() -> None:
-    if late := join([*_owed], (), Deadline(_EXIT_S)) - {""}:
+    if late := join([*_owed], (), Deadline(timeouts.EXIT_S)) - {""}:
         logger.warning("%s may stay paused until a push succeeds: a call has not ended", ", ".join(sorted(late)))
 
 
@@ -95,7 +90,7 @@ def make_arrival_check(
         for call in calls:
             if not call.is_alive():
                 since = returned.setdefault(call, time.monotonic())
-                if time.monotonic() - since > _ARRIVAL_S or deadline.passed():
+                if time.monotonic() - since > timeouts.WORKER_ARRIVAL_S or deadline.passed():
                     raise EngineError(
                         f"{call.name} returned, but no worker connected: the engine's weight transfer backend is not "
                         'weightsync. Start it with weight_transfer_config={"backend": "weightsync"}, and see its log. '

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from weightsync.engines import Engine
 from weightsync.errors import EngineError, EngineUnreachableError, FencedError, WeightSyncError
+from weightsync.net import timeouts
 from weightsync.net.connection import Connection, timed_out
 from weightsync.net.listener import Listener
 from weightsync.net.runtime import Deadline, submit
@@ -20,12 +21,6 @@ CALLER = "caller"
 """The pause of a caller that pauses and resumes engines itself."""
 _SILENT = 2
 """A busy server may not answer once."""
-_DOUBT_S = 3.0
-"""How long workers may take to come before another engine of the list may be the same one."""
-_FAREWELL_S = 3.0
-"""How long the farewell to a worker may take."""
-_ANSWER_S = 2.0
-"""How long an engine may take to show that it is alive, after an error that it may have caused."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ class EngineHandle:
         """Release the workers. Never raises."""
         for worker in self.workers:
             with suppress(WeightSyncError):  # it is gone
-                worker.connection.send(Release(), Deadline(_FAREWELL_S), "close")
+                worker.connection.send(Release(), Deadline(timeouts.ENGINE_FAREWELL_S), "close")
             worker.connection.close()
 
     def is_held(self) -> bool:
@@ -114,7 +109,9 @@ class EngineHandle:
 
     def is_stuck(self) -> bool:
         """Return whether a worker does not answer, though its engine may."""
-        return self.runs and any(worker.connection.seconds_since_read > _ANSWER_S for worker in self.workers)
+        return self.runs and any(
+            worker.connection.seconds_since_read > timeouts.ENGINE_ANSWER_S for worker in self.workers
+        )
 
     def check_health(self, timeout_s: float) -> None:
         """Raise when the engine has died though its workers may answer, or a worker does not for so long."""
@@ -255,7 +252,7 @@ def admit(
     second waiting. So engines whose workers are late may be others once more: those are released, and put in `early`.
     The worker then says what is wrong.
     """
-    doubt = Deadline(min(_DOUBT_S, deadline.timeout_s / 4))
+    doubt = Deadline(min(timeouts.DOUBT_S, deadline.timeout_s / 4))
 
     def look() -> None:
         check()
@@ -278,7 +275,7 @@ def find_lost(handles: Sequence[EngineHandle], error: WeightSyncError) -> list[s
     if not suspects and waiting_for and not any(name.startswith("trainer rank") for name in waiting_for):
         suspects = list(handles)  # ranks know workers by their numbers alone
     asked = {one: submit("health", one.engine.is_alive) for one in suspects if one.silent < _SILENT}
-    answered, _ = wait(asked.values(), _ANSWER_S)
+    answered, _ = wait(asked.values(), timeouts.ENGINE_ANSWER_S)
     alive = {one for one, answer in asked.items() if answer in answered and not answer.exception() and answer.result()}
     lost = [one.engine.name for one in suspects if one not in alive or one.is_stuck()]
     if lost and not any(name in str(error) for name in lost):

@@ -21,7 +21,7 @@ from typing import Any
 from msgspec import Struct
 
 from weightsync.engines.base import CalledEngine, Engine, SpmdPart
-from weightsync.engines.calls import HEALTH_TIMEOUT_S, LOCAL, as_ours, wait
+from weightsync.engines.calls import LOCAL, as_ours, wait
 from weightsync.errors import (
     ConfigError,
     EngineUnreachableError,
@@ -32,6 +32,7 @@ from weightsync.errors import (
     from_fields,
 )
 from weightsync.fleet import EngineList, connect, public_name
+from weightsync.net import timeouts
 from weightsync.net.addresses import address_facing, is_loopback
 from weightsync.net.connection import Connection
 from weightsync.net.ranks import Ranks
@@ -41,10 +42,6 @@ from weightsync.planning.layout import Count
 from weightsync.planning.wire_types import Plain
 
 _ROLE = "engines"
-_LOOK_S = 5.0
-"""How long a connection is looked at before it is looked at anew. Nothing depends on it."""
-_GRACE_S = 5.0
-"""How much longer than the engine's rank rank 0 waits, whose own error says more."""
 
 
 class EngineCall(Struct, frozen=True, forbid_unknown_fields=True):
@@ -177,13 +174,15 @@ class RankEngine(CalledEngine):
 
     def is_alive(self) -> bool:
         try:
-            return self._call("is_alive", timeout_s=min(self._timeout_s, HEALTH_TIMEOUT_S)) is True
+            return self._call("is_alive", timeout_s=min(self._timeout_s, timeouts.HEALTH_TIMEOUT_S)) is True
         except WeightSyncError:
             return False
 
     def _call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         answer = self._calls.send(self._number, method, args, self.name)
-        return wait(answer, method, (timeout_s or self._timeout_s) + _GRACE_S, self.name, lambda: False)
+        return wait(
+            answer, method, (timeout_s or self._timeout_s) + timeouts.OTHER_RANK_GRACE_S, self.name, lambda: False
+        )
 
 
 _METHODS = frozenset(name for name in vars(CalledEngine) if not name.startswith("_"))
@@ -211,7 +210,7 @@ class _Calls:
             if end is not None:
                 raise end
             call = EngineCall(number, engine, method, list(args))
-            self.connection.send(Value.of(call), Deadline(_GRACE_S), method)
+            self.connection.send(Value.of(call), Deadline(timeouts.OTHER_RANK_GRACE_S), method)
         except (WeightSyncError, OSError) as error:
             raise EngineUnreachableError(f"{self.connection.peer}, which has the engine, is gone", who=who) from error
         return answer
@@ -247,7 +246,9 @@ def _serve(engines: Sequence[Engine], connection: Connection) -> None:
         except Exception as problem:
             error = as_ours(problem, call.method, engines[call.engine].name).to_fields()
         with suppress(WeightSyncError, OSError):  # rank 0 is gone
-            connection.send(Value.of(EngineAnswer(call.number, value, error)), Deadline(_GRACE_S), call.method)
+            connection.send(
+                Value.of(EngineAnswer(call.number, value, error)), Deadline(timeouts.OTHER_RANK_GRACE_S), call.method
+            )
 
     with suppress(Exception):  # rank 0 is gone, or is no rank 0
         while True:
@@ -262,4 +263,4 @@ def _next(connection: Connection) -> Value:
     """Return the next message, however late it comes."""
     while True:
         with suppress(SyncTimeoutError):
-            return connection.expect(Value, Deadline(_LOOK_S), "call")
+            return connection.expect(Value, Deadline(timeouts.OTHER_RANK_LOOK_S), "call")

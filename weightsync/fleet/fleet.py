@@ -46,6 +46,7 @@ from weightsync.errors import (
 )
 from weightsync.fleet.engine_call import BackgroundCall, join, make_arrival_check, repeat, wait_at_exit
 from weightsync.fleet.engine_handle import EngineHandle, Worker, admit, find_lost
+from weightsync.net import timeouts
 from weightsync.net.addresses import is_loopback
 from weightsync.net.listener import Listener
 from weightsync.net.ranks import Ranks
@@ -72,20 +73,8 @@ from weightsync.planning.layout import Manifest
 M = TypeVar("M", bound=Message)
 _Method = Callable[[EngineHandle], None]
 
-_FAREWELL_S = 3.0
-"""How long an engine may take to end its calls after a failure."""
-_LEAST_S = 1.0
-"""How long all engines' next call may take at least, when those that were under way have taken all of that time."""
-_LOOK_S = 0.1
-"""How often a wait for an engine looks at the trainer's other ranks."""
-_PING_LOOK_S = 0.5
-"""How often a trainer that does something else looks whether a worker asks if it is alive."""
-_HEALTH_LOOK_S = 1.0
-"""How often an engine is asked during a push whether it is alive. vLLM leaves the calls of a dead one unanswered."""
 _REFUSALS = FencedError, EngineAsleepError, FrozenLostError
 """What a worker says before it leaves a push, so that the others' part of it breaks."""
-_NEWS_S = 0.5
-"""How long a worker's message may take to arrive, once its part of a transfer has broken or its call has failed."""
 
 
 class UpdateState(Enum):
@@ -134,8 +123,10 @@ class Fleet:
         self._over = False
         self._ended = threading.Event()
         self.add(engines)
-        spawn("lease", partial(repeat, weakref.WeakMethod(self._answer_pings), _PING_LOOK_S, self._ended))
-        spawn("health", partial(repeat, weakref.WeakMethod(self._ask_whether_alive), _HEALTH_LOOK_S, self._ended))
+        spawn("lease", partial(repeat, weakref.WeakMethod(self._answer_pings), timeouts.LEASE_LOOK_S, self._ended))
+        spawn(
+            "health", partial(repeat, weakref.WeakMethod(self._ask_whether_alive), timeouts.HEALTH_LOOK_S, self._ended)
+        )
 
     @property
     def paused_at(self) -> float:
@@ -245,7 +236,7 @@ class Fleet:
         if opening is None:
             return
         while opening.is_alive():  # each of its calls has a deadline of its own
-            opening.join(_LOOK_S)
+            opening.join(timeouts.CALL_LOOK_S)
             self._check_ranks()
         self._opening = None
         if opening.error is not None:
@@ -314,7 +305,7 @@ class Fleet:
         They are its `lost`, by name, and the others are its `survivors`.
         """
         if isinstance(error, PeerError) and self.state is UpdateState.DIRTY:
-            time.sleep(_NEWS_S)
+            time.sleep(timeouts.WORKER_MESSAGE_S)
         for worker in self.workers:
             worker.connection.is_open()  # takes in what it has said
         said = [worker.connection.reported() for worker in self.workers]
@@ -337,7 +328,7 @@ class Fleet:
         """
         state, self._over = self.state, True
         silent = {*getattr(error, "lost", []), *getattr(error, "waiting_for", [])}
-        deadline = Deadline(0.0 if silent.issuperset(one.engine.name for one in self.handles) else _FAREWELL_S)
+        deadline = Deadline(0.0 if silent.issuperset(one.engine.name for one in self.handles) else timeouts.FAREWELL_S)
         held = [one for one in self._active if one.is_held()]
         for one in self._active:
             one.mark_failed()
@@ -412,7 +403,7 @@ class Fleet:
                     phase="init",
                     waiting_for=[call.who or call.name for call in late],
                 )
-            late[0].join(min(_LOOK_S, deadline.left_s()))
+            late[0].join(min(timeouts.CALL_LOOK_S, deadline.left_s()))
 
     def _send(self, message: Message, deadline: Deadline, phase: str) -> None:
         for worker in self.workers:
@@ -435,7 +426,9 @@ class Fleet:
 
     def _check_everyone(self) -> None:
         self._check_ranks()
-        self._check_calls(_NEWS_S)  # a worker that turns this trainer away says why, and its call may then fail
+        self._check_calls(
+            timeouts.WORKER_MESSAGE_S
+        )  # a worker that turns this trainer away says why, and its call may then fail
         self._check_health()
 
     def _check_calls(self, news_s: float = 0.0) -> None:
@@ -460,7 +453,7 @@ class Fleet:
     ) -> set[str]:
         """Call this method with each of these engines. See `join` for the rest."""
         calls = [self._call(phase, one, method) for one in handles]
-        return join(calls, silent, Deadline(max(deadline.left_s(), _LEAST_S)))
+        return join(calls, silent, Deadline(max(deadline.left_s(), timeouts.NEXT_CALL_S)))
 
     def _call(self, phase: str, one: EngineHandle, method: _Method) -> BackgroundCall:
         call = BackgroundCall(self._listener, phase, one.call, method, who=one.engine.name)
@@ -470,7 +463,7 @@ class Fleet:
     def _wait(self, calls: Sequence[BackgroundCall], deadline: Deadline, phase: str, in_opening: bool = False) -> None:
         for call in calls:
             while call.is_alive() and not deadline.passed():
-                call.join(min(_LOOK_S, deadline.left_s()))
+                call.join(min(timeouts.CALL_LOOK_S, deadline.left_s()))
                 self._check_health()
                 if not in_opening:  # whose thread must not read the ranks' connections
                     self._check_ranks()

@@ -6,10 +6,8 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 
 from weightsync.engines.base import Engine
+from weightsync.net import timeouts
 from weightsync.net.runtime import submit
-
-_ANSWER_S = 0.2
-"""How long a push waits for those that it has asked. A host that is gone answers nothing, for many seconds."""
 
 
 class LostEngines:
@@ -33,7 +31,7 @@ class LostEngines:
             for one in engines
             if one.name in self.names
         }
-        wait([asked[name] for name in asked.keys() - self._asked.keys()], _ANSWER_S)
+        wait([asked[name] for name in asked.keys() - self._asked.keys()], timeouts.LOST_ENGINE_ANSWER_S)
         self._asked = {name: answer for name, answer in asked.items() if not answer.done()}
         self.names = {name for name, answer in asked.items() if name in self._asked or answer.result() is not True}
         return [one for one in engines if one.name not in self.names]

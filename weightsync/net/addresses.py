@@ -13,12 +13,11 @@ import socket
 import struct
 
 from weightsync.errors import ConfigError, PeerError
+from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
 
 HOST, PORTS = "WEIGHTSYNC_HOST", "WEIGHTSYNC_PORTS"
 LOOPBACK = "127.0.0.1"
-REACH_S = 5.0
-"""How long a host that is there may take to take a connection. Its kernel does that, however busy its processes are."""
 _BACKLOG = 1024
 _GET_ADDRESS = 0x8915
 """The kernel's SIOCGIFADDR."""
@@ -78,7 +77,7 @@ def listen(address: str) -> socket.socket:
 
 def reach(address: str, port: int, me: str, peer: str, deadline: Deadline) -> socket.socket:
     """Connect to where `peer` listens. Raises a `PeerError` within seconds that names both ends."""
-    limit_s = min(deadline.left_s(), REACH_S)
+    limit_s = min(deadline.left_s(), timeouts.REACH_S)
     try:
         return socket.create_connection((address, port), timeout=max(limit_s, 0.001))
     except OSError as error:

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from weightsync.net import timeouts
 from weightsync.net.runtime import spawn
 
-_FAREWELL_S = 20.0
 _LOG_LINES = 25
 _PARENT = "WEIGHTSYNC_PARENT"
-_LOOK_S = 0.5
 _TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
 """What a rank's child must not inherit. With the last one, torch waits for a store that torchrun would have opened."""
 
@@ -62,7 +61,7 @@ class Child:
             if self.process.poll() is None:
                 self.process.terminate()
                 with suppress(subprocess.TimeoutExpired):
-                    self.process.wait(_FAREWELL_S)
+                    self.process.wait(timeouts.CHILD_FAREWELL_S)
         finally:  # also after a second Ctrl-C
             with suppress(ProcessLookupError):  # nothing is left of it
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -80,9 +79,9 @@ def end_with_parent() -> None:
 
 def _end_after(parent: int) -> None:
     while os.getppid() == parent:
-        time.sleep(_LOOK_S)
+        time.sleep(timeouts.CHILD_LOOK_S)
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_FAREWELL_S)
+    time.sleep(timeouts.CHILD_FAREWELL_S)
     os.killpg(0, signal.SIGKILL)
 
 

@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from weightsync.errors import FencedError, PeerError, ProtocolError, SyncTimeoutError, WeightSyncError, from_fields
+from weightsync.net import timeouts
 from weightsync.net.addresses import host_port, reach
 from weightsync.net.authentication import SEAL_BYTES, FrameMac, authenticate
 from weightsync.net.runtime import Deadline
@@ -38,16 +39,16 @@ from weightsync.net.wire import (
 
 M = TypeVar("M", bound=Message)
 
-_GREETING_S = 10.0
-"""How long the other end may take until it has greeted. An engine does nothing else meanwhile."""
-_TRIES, _AGAIN_S = 3, 0.3
-_PONG_S = 1.0
+_TRIES = 3
 _MESSAGE_BYTES = 512
 """What the smallest message takes in memory while it waits."""
 _MOST_WAITING = 2
 """How many of the largest messages may wait. Each is asked for, so no peer of good faith has so many under way."""
-_HOST_S = 30.0
-_KEEPALIVE_S = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+_KEEPALIVE = {
+    socket.TCP_KEEPIDLE: timeouts.KEEPALIVE_IDLE_S,
+    socket.TCP_KEEPINTVL: timeouts.KEEPALIVE_INTERVAL_S,
+    socket.TCP_KEEPCNT: timeouts.KEEPALIVE_PROBES,
+}
 """A host that loses power closes no connection; the kernel asks after it, and gives it up after half a minute."""
 
 
@@ -62,7 +63,7 @@ class Connection:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE_S.items():
+        for option, value in _KEEPALIVE.items():
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self.peer = peer
         self.most_bytes = MAX_FRAME_BYTES
@@ -90,7 +91,7 @@ class Connection:
 
         The peer must read what it is sent by then. Its kernel alone answers while nothing is sent.
         """
-        limit_s = min(_HOST_S, timeout_s)
+        limit_s = min(timeouts.HOST_LOST_S, timeout_s)
         sixth_s = max(1, int(limit_s / 6))
         options = {
             socket.TCP_KEEPIDLE: 3 * sixth_s,
@@ -156,7 +157,7 @@ class Connection:
         """Take in what has arrived, without waiting; False where nothing had. Raises `PeerError` when the peer has
         closed, or what it reported before it went; `ProtocolError` when what arrived is no message."""
         something = self._read(phase)
-        self._pong(Deadline(_PONG_S), phase)
+        self._pong(Deadline(timeouts.PONG_SENT_S), phase)
         return something
 
     def _read(self, phase: str) -> bool:
@@ -184,7 +185,7 @@ class Connection:
                 if may_ask():
                     self._asked_at = time.monotonic()
                     with suppress(WeightSyncError):  # the thread that converses will find it out
-                        self._send(Ping(), Deadline(_PONG_S), "idle")
+                        self._send(Ping(), Deadline(timeouts.PONG_SENT_S), "idle")
 
     @property
     def seconds_since_read(self) -> float:
@@ -309,7 +310,7 @@ class Connection:
 
 def dial(host: str, port: int, token: str, hello: Hello, peer: str, deadline: Deadline) -> Connection:
     """Connect to the `Listener` that has this token, and say hello. Raises as `reach` and `authenticate` do."""
-    limit = Deadline(min(deadline.left_s(), _GREETING_S))
+    limit = Deadline(min(deadline.left_s(), timeouts.GREETING_S))
     certificates = read_certificates(is_listener=False)
     tries = 0
     while True:
@@ -323,7 +324,7 @@ def dial(host: str, port: int, token: str, hello: Hello, peer: str, deadline: De
             tries += 1
             if not isinstance(error, PeerError) or tries == _TRIES or limit.passed():
                 raise
-        time.sleep(_AGAIN_S)  # a flood of strangers may have taken its place
+        time.sleep(timeouts.DIAL_AGAIN_S)  # a flood of strangers may have taken its place
 
 
 def name_of(hello: Hello) -> str:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from msgspec import to_builtins
 
 from weightsync.errors import ConfigError, PeerError, ProtocolError, WeightSyncError
+from weightsync.net import timeouts
 from weightsync.net.addresses import address_facing, host_port, is_here, listen
 from weightsync.net.authentication import (
     GREETING_BYTES,
@@ -39,17 +40,10 @@ _REPLICAS = (
     "The replicas of a dense model under data parallelism do not know of each other: give each one's own address as an "
     "engine of its own"
 )
-_TURN_S = 0.5
-"""How long the hub sleeps at most before it looks again at what no socket tells it."""
 _HELLO_BYTES = 1 << 16
 """The largest frame of a newcomer before its `Hello` has come: strangers fill no memory."""
 _NEWCOMERS = 128
 """Who has not come in yet, at most. The oldest goes for the next one, and so strangers do not keep a worker out."""
-_NEWCOMER_S = 5.0
-"""How long a newcomer may take until its `Hello` has come."""
-_LEAST_S = 0.5
-"""How long a newcomer has at least. A worker on a busy machine must not lose its place to a flood of strangers."""
-_NO_ROOM_S = 0.05
 
 
 class Listener:
@@ -183,7 +177,7 @@ class Listener:
             self._turn_away(newcomer, "it did not introduce itself")
         listeners = self._listeners if self._has_room() else []
         everyone: list[Pollable] = [*connections, *listeners, *self._newcomers, self._wake_out]
-        readable = ready(everyone, select.POLLIN, min(deadline.left_s(), _TURN_S))
+        readable = ready(everyone, select.POLLIN, min(deadline.left_s(), timeouts.LISTENER_POLL_S))
         if self._wake_out in readable:
             self._wake_out.recv(4096)
         table = ConnectionTable()  # all that greet in this turn share one look
@@ -201,7 +195,10 @@ class Listener:
 
     def _has_room(self) -> bool:
         """Return whether another newcomer may come, for which the oldest may have to go."""
-        return len(self._newcomers) < _NEWCOMERS or self._newcomers[0].deadline.left_s() < _NEWCOMER_S - _LEAST_S
+        return (
+            len(self._newcomers) < _NEWCOMERS
+            or self._newcomers[0].deadline.left_s() < timeouts.NEWCOMER_S - timeouts.NEWCOMER_LEAST_S
+        )
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -211,7 +208,7 @@ class Listener:
         except OSError as error:  # this process has no descriptor left, which strangers can bring about
             for newcomer in [*self._newcomers]:
                 self._turn_away(newcomer, str(error))
-            time.sleep(_NO_ROOM_S)
+            time.sleep(timeouts.NO_ROOM_S)
             return
         if len(self._newcomers) == _NEWCOMERS:
             self._turn_away(self._newcomers[0], f"{_NEWCOMERS} others came after it")
@@ -289,7 +286,7 @@ class _UnauthenticatedPeer:
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         sock.setblocking(False)
-        self.peer, self.greeting, self.deadline = peer, b"", Deadline(_NEWCOMER_S)
+        self.peer, self.greeting, self.deadline = peer, b"", Deadline(timeouts.NEWCOMER_S)
         self.connection: Connection | None = None
         self._sock = sock
 

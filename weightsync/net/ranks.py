@@ -19,6 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from weightsync.errors import REFUSALS, ConfigError, PeerError, SyncTimeoutError, WeightSyncError, wrap_exception
+from weightsync.net import timeouts
 from weightsync.net.addresses import LOOPBACK, is_loopback, local_and_peer_address
 from weightsync.net.connection import Connection, dial
 from weightsync.net.ending import Ending
@@ -32,13 +33,6 @@ from weightsync.planning.wire_types import Plain
 
 ALONE = "alone"
 _ROLE = "rank"
-_VERDICT_S = 5.0
-"""How long rank 0's verdict on a failure may take to reach the others."""
-_ANSWER_S, _LOOK_S = 1.0, 0.01
-"""How long a rank that lives may take to say so, and how often rank 0 looks."""
-_PATIENCE = 8
-"""Between two steps rank 0 may wait this many times, for engines and for ranks. Each of its waits has a deadline of its
-own, and an error that says more than "no answer from rank 0", so the others give it this many times as long."""
 
 
 class Call(Struct, frozen=True, forbid_unknown_fields=True):
@@ -203,7 +197,11 @@ class Ranks:
         The other ranks wait `away_s` longer than usual, for what rank 0 does before.
         """
         if self.rank:
-            return self._peers[0].expect(Value, Deadline(_PATIENCE * self.timeout_s + away_s), phase).read(kind)
+            return (
+                self._peers[0]
+                .expect(Value, Deadline(timeouts.RANK_PATIENCE * self.timeout_s + away_s), phase)
+                .read(kind)
+            )
         self.hold.move()
         deadline, message = Deadline(self.timeout_s), Value.of(value)
         for connection in self.connections:
@@ -235,7 +233,7 @@ class Ranks:
             self._name_out_of_step(error)
         if is_untouched and self._may_keep and not self.rank:
             error.add_facts(kept=[secrets.token_hex(8)])
-        deadline = Deadline(_VERDICT_S)
+        deadline = Deadline(timeouts.VERDICT_S)
         for connection in self.connections:
             with suppress(WeightSyncError):  # it is gone, and knows
                 connection.send(Failure(error.to_fields()), deadline, "fail")
@@ -254,11 +252,11 @@ class Ranks:
         """Name in an error that blames rank 0, which is here and lives, the ranks that do not answer it."""
         if self.rank or "trainer rank 0" not in getattr(error, "waiting_for", []):
             return
-        deadline = Deadline(_ANSWER_S)
+        deadline = Deadline(timeouts.RANK_ANSWER_S)
         for connection in self.connections:
             connection.ask(lambda: True)
         while (silent := [each.peer for each in self.connections if each.seconds_since_read]) and not deadline.passed():
-            time.sleep(_LOOK_S)
+            time.sleep(timeouts.RANK_LOOK_S)
             for connection in self.connections:
                 connection.answer_pings()  # takes in answers, too
         if silent:
@@ -267,11 +265,11 @@ class Ranks:
 
     def _name_out_of_step(self, error: WeightSyncError) -> None:
         """Name in an error of rank 0, which has one rank's call, the other ranks that have made other calls too."""
-        calls, deadline = [*error.facts["calls"]], Deadline(_ANSWER_S)
+        calls, deadline = [*error.facts["calls"]], Deadline(timeouts.RANK_ANSWER_S)
         for connection in self.connections:
             # A rank that has made the same call says something as well, and goes on.
             while connection.is_open() and not connection.has_mail() and not deadline.passed():
-                time.sleep(_LOOK_S)
+                time.sleep(timeouts.RANK_LOOK_S)
             said = connection.reported()
             calls += [call for call in getattr(said, "calls", ()) if call not in calls]
         if len(calls) > len(error.facts["calls"]):

@@ -13,12 +13,10 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from weightsync.errors import PeerError, SyncTimeoutError
+from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
 
 ALL_PUSH = "every rank must call push, and none may take longer for its part"
-_POLL_S = 0.01
-_MOST_POLL_S = 0.1
-"""A store that serves many ranks is asked less and less often."""
 _NO = "! "
 """What a text begins with that says why nothing is offered."""
 
@@ -97,14 +95,14 @@ class Rendezvous:
 
     def _wait(self, key: str, who: str, deadline: Deadline) -> str:
         # A blocking `get` would keep other threads of this process from their store.
-        pause_s = _POLL_S
+        pause_s = timeouts.RENDEZVOUS_POLL_S
         with _store():
             while not self._store.check([key]):
                 if deadline.passed():
                     text = f"no answer from {who} within {deadline.timeout_s:g} s: {ALL_PUSH}"
                     raise SyncTimeoutError(text, phase="connect", waiting_for=[who])
                 time.sleep(pause_s)
-                pause_s = min(1.5 * pause_s, _MOST_POLL_S)
+                pause_s = min(1.5 * pause_s, timeouts.RENDEZVOUS_LONGEST_POLL_S)
             return str(self._store.get(key).decode())
 
 

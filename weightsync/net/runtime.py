@@ -11,12 +11,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from weightsync.net import timeouts
+
 if TYPE_CHECKING:  # the command imports this module and starts without torch
     import torch
 
 T = TypeVar("T")
-
-_KEPT_S = 10.0
 
 
 class Deadline:
@@ -107,7 +107,7 @@ class _Kept(threading.Thread):
     def run(self) -> None:
         while True:
             try:
-                name, function = self.work.get(timeout=_KEPT_S)
+                name, function = self.work.get(timeout=timeouts.IDLE_THREAD_S)
             except queue.Empty:
                 try:
                     _idle.remove(self)

@@ -11,16 +11,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import ConfigError, PeerError
+from weightsync.net import timeouts
 from weightsync.net.modes import PlainModes
 from weightsync.net.runtime import Deadline
 from weightsync.net.wire import MAX_VERSION
 
 if TYPE_CHECKING:
     from weightsync.net.ranks import Ranks
-
-_GRACE_S = 5.0
-_NEWS_S = 0.2
-"""How long the death of a rank may take to be seen on its connection."""
 
 
 class Timeline:
@@ -71,7 +68,7 @@ class Update:
 
     def deadline_after_workers(self) -> Deadline:
         """Return the deadline of a wait for workers that wait for other ranks themselves, and then say for which."""
-        return Deadline(self.timeout_s + min(_GRACE_S, self.timeout_s / 2))
+        return Deadline(self.timeout_s + min(timeouts.RANK_GRACE_S, self.timeout_s / 2))
 
     def wait(self, seconds: float) -> None:
         """Sleep for at most that long. Raise when a rank, a worker or an engine call has failed."""
@@ -92,7 +89,7 @@ class Update:
         try:
             yield
         except PeerError:
-            self.ranks.wait(_NEWS_S)
+            self.ranks.wait(timeouts.RANK_DEATH_S)
             raise
 
     def choose_version(self, newest: int) -> int:

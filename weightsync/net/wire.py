@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from weightsync.errors import ErrorFields, ProtocolError
+from weightsync.net import timeouts
 from weightsync.net.wire_memory import memory_bytes
 from weightsync.planning.layout import Box, Count, ShardLocation, TensorMeta
 from weightsync.planning.wire_types import ByteRange, ChunkLayout, Plain, Storage
@@ -26,8 +27,6 @@ PROTOCOL = 4
 CLEAN, POISONED = "CLEAN", "POISONED"
 """States of a worker's model. The version of an engine begins with the second one when a push into it has failed after
 its first bucket was announced."""
-MAX_TIMEOUT_S = 86400.0
-"""No trainer waits for longer than a day."""
 MAX_VERSION = 2**63 - 1
 """No version is larger: msgpack, and what counts versions elsewhere, take 64 bits."""
 MAX_FRAME_BYTES = 1 << 28
@@ -61,7 +60,7 @@ class InitInfo(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     host: str
     port: Annotated[int, Meta(ge=1, le=65535)]
     token: str
-    timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
+    timeout_s: Annotated[float, Meta(gt=0, le=timeouts.MAX_TIMEOUT_S)]
     process: Process
     asks: bool = False
 

@@ -49,6 +49,7 @@ from weightsync.errors import (
 from weightsync.fleet import EngineList
 from weightsync.fleet.engines_of_ranks import OtherRanks
 from weightsync.kernels.finite import find_non_finite
+from weightsync.net import timeouts
 from weightsync.net.addresses import is_here
 from weightsync.net.runtime import submit
 from weightsync.net.update import Update
@@ -69,8 +70,6 @@ _PRIVATE = "weightsync-lora-"
 _INCOMING = ".incoming-"
 _REMOVED = ".removed-"
 _FILE = "adapter_model.safetensors"
-_FAREWELL_S = 5.0
-"""How long engines may take to forget adapters that are no longer wanted."""
 
 
 @dataclass(frozen=True)
@@ -340,7 +339,7 @@ def _forgotten(engines: Sequence[AdapterEngine], adapters: Sequence[LoraAdapter]
         return not engine.adapters_in_use() & {adapter.name for adapter in adapters}
 
     answers = [submit("farewell", partial(forget, engine)) for engine in engines]
-    answered, late = wait(answers, _FAREWELL_S)
+    answered, late = wait(answers, timeouts.ADAPTER_FAREWELL_S)
     return not late and all(not answer.exception() and answer.result() for answer in answered)
 
 

@@ -14,13 +14,12 @@ from msgspec import Struct
 
 from weightsync.fleet.engine_handle import EngineHandle, Worker
 from weightsync.kernels.digest import SAMPLES, WHOLE
+from weightsync.net import timeouts
 from weightsync.planning.transfer_plan import TransferPlan
 from weightsync.transports.base import Transport
 
 _MOST = 4
 """Links at most: each may send the same bytes once more, and has two chunks of memory. More become one."""
-_PATIENCE = 7
-"""Rank 0 waits at most this many times as long as for anything else until every worker is done with its chunks."""
 
 
 @dataclass(eq=False)
@@ -47,7 +46,7 @@ class TransferSession:
     def done_s(self, timeout_s: float) -> float:
         """Return how long workers may take for these once rank 0 has sent its own part."""
         staged = sum(not self.plan.chunks[number].in_place for number in self.due)
-        return min(1 + staged, _PATIENCE) * timeout_s
+        return min(1 + staged, timeouts.WORKERS_DONE_PATIENCE) * timeout_s
 
     @property
     def nbytes(self) -> int:

@@ -21,27 +21,20 @@ import torch
 import torch.distributed as dist
 
 from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
+from weightsync.net import timeouts
 from weightsync.net.addresses import listen, local_and_peer_address, reach
 from weightsync.net.runtime import Deadline, spawn
 from weightsync.transports.base import Wait
 from weightsync.transports.gloo_port import GlooPort, meet_addresses
 
-_GPU_POLL_S = 0.00002
-"""A chunk takes NCCL less than a millisecond."""
-_LOOK_S = 0.01
-"""How often a wait for gloo, which ends at once, looks for bad news."""
-_MEET_POLL_S = 0.002
-_ARRIVED, _ARRIVAL_POLL_S = "arrived", 0.01
-"""The store's count of members that have come, and how often each asks for it."""
+_ARRIVED = "arrived"
 _ABSENT = "not all have met at {host}, which every one of them must reach"
 _UNCONNECTED = (
     "they have met at {host}, and cannot all reach each other. Does a firewall close ports that gloo or NCCL choose?"
 )
 _VISIT = timedelta(seconds=5)
-_LEAVE_S = 1.0
 _NO_NUMBER = 2**31 - 1
 """Of no chunk."""
-_PATIENCE = 8
 _NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
 """What the job's environment must not decide for a communicator. torch reads these in the group's constructor alone.
 
@@ -133,7 +126,7 @@ class Communicator:
                         phase="connect",
                         waiting_for=["the communicator's other members"],
                     )
-                wait(_MEET_POLL_S)
+                wait(timeouts.MEMBER_POLL_S)
             if self._error is not None:
                 raise PeerError(
                     f"the {self.size} members of a communicator did not come together: {self._error}", phase="connect"
@@ -157,7 +150,7 @@ class Communicator:
             while store.add(_ARRIVED, 0) < self.size:
                 if self.aborted.is_set():
                     return
-                time.sleep(_ARRIVAL_POLL_S)
+                time.sleep(timeouts.MEMBER_ARRIVAL_POLL_S)
             self._missing = _UNCONNECTED
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
@@ -173,7 +166,7 @@ class Communicator:
                 address = local_and_peer_address(host)[0]
                 options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
                 # Deadlines are kept here, and an operation may be posted long before its peer is told of it.
-                options._timeout = timedelta(seconds=_PATIENCE * deadline.timeout_s)
+                options._timeout = timedelta(seconds=timeouts.NCCL_PATIENCE * deadline.timeout_s)
                 with GlooPort(meet_addresses(store, self.rank, self.size, address), address) as port:
                     options._devices = [port.device]
                     self._group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
@@ -288,9 +281,9 @@ class Communicator:
             leaving = threading.Thread(target=_leave, args=(group, others), name="weightsync-gloo", daemon=True)
             leaving.start()
             # Most often there are none. An interpreter that ends meanwhile would abort the process.
-            leaving.join(_LEAVE_S)
+            leaving.join(timeouts.COMMUNICATOR_LEAVE_S)
             if leaving.is_alive():
-                atexit.register(leaving.join, _LEAVE_S)
+                atexit.register(leaving.join, timeouts.COMMUNICATOR_LEAVE_S)
 
 
 def _leave(group: list[Any], others: Sequence[int]) -> None:
@@ -375,10 +368,10 @@ class Pending:
                     waiting_for=self._waiting_for,
                 )
             if isinstance(self._work, _Watched):
-                self._work.done.wait(_LOOK_S)
+                self._work.done.wait(timeouts.GLOO_LOOK_S)
                 wait(0.0)
             else:
-                wait(_GPU_POLL_S)
+                wait(timeouts.NCCL_POLL_S)
         self._order(phase)
 
     def _order(self, phase: str) -> None:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from weightsync.errors import PlacementError, SyncTimeoutError
 from weightsync.kernels.copies import BatchedCopy
 from weightsync.kernels.digest import Digests, warm_up
+from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
 from weightsync.planning.layout import Box, Manifest, ShardLocation, coverage, itemsize, part_of, row_major
 from weightsync.planning.transfer_plan import TransferPlan
@@ -29,9 +30,6 @@ from weightsync.transports.base import (
     align,
     strided,
 )
-
-_SHORTEST_S = 0.00005
-_LONGEST_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -263,7 +261,7 @@ def _part(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
 
 def wait_until(late: Callable[[], list[str]], what: str, wait: Wait, deadline: Deadline) -> None:
     """Poll until no peer is late. Raises `SyncTimeoutError` that names the late ones, and what `wait` raises."""
-    pause_s = _SHORTEST_S
+    pause_s = timeouts.STAGING_POLL_S
     while waiting_for := late():
         if deadline.passed():
             raise SyncTimeoutError(
@@ -272,4 +270,4 @@ def wait_until(late: Callable[[], list[str]], what: str, wait: Wait, deadline: D
                 waiting_for=waiting_for,
             )
         wait(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_S)
+        pause_s = min(2 * pause_s, timeouts.STAGING_LONGEST_POLL_S)

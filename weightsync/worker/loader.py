@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from weightsync.errors import FrozenLostError, PeerError, ProtocolError, SyncTimeoutError, UnsupportedError
 from weightsync.kernels.digest import Digests, warm_up
+from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline, describe_device
 from weightsync.net.wire import CLEAN, POISONED, Connect, Done, Go, LoadPlan
 from weightsync.planning.layout import Manifest, ShardLocation
@@ -38,10 +39,6 @@ _NOTED_SAMPLE = 0
 """Which sample of the frozen parameters is compared. Sleep takes all of their memory, and any sample shows it."""
 Tell = Callable[[Exception], object]
 """Tells the trainer of an error before it is raised."""
-
-_STREAM_LOOK_S = 0.00005
-_LOOK_S = 0.05
-"""How often a worker looks whether the trainer has said what failed on another worker."""
 
 
 class Receiver:
@@ -378,13 +375,13 @@ def await_stream(device: torch.device, number: int, waiting_for: Sequence[str], 
                 phase="transfer",
                 waiting_for=[*waiting_for],
             )
-        wait(_STREAM_LOOK_S)
+        wait(timeouts.STREAM_POLL_S)
 
 
 def _await_cause(wait: Wait, deadline: Deadline) -> None:
     """Raise what the trainer says, which another worker has told what failed there."""
     while not deadline.passed():
-        wait(_LOOK_S)
+        wait(timeouts.CHUNK_LOOK_S)
     raise PeerError("another worker of this engine failed, and the trainer did not say why")
 
 

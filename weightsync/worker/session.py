@@ -36,6 +36,7 @@ from weightsync.errors import (
     WeightSyncError,
     wrap_exception,
 )
+from weightsync.net import timeouts
 from weightsync.net.connection import Connection, dial
 from weightsync.net.fence import TAKEN_OVER, VARIABLE, note_session, several_engines
 from weightsync.net.runtime import Deadline, boot_id, describe_device, is_running, spawn
@@ -65,17 +66,6 @@ from weightsync.worker.engine_model import EngineModel
 from weightsync.worker.loader import Receiver, Tell
 
 logger = logging.getLogger(__name__)
-
-_GRACE_S = 5.0
-"""How much longer than the trainer a worker waits, so that the trainer's error, which knows more, comes first."""
-_FAREWELL_S = 1.0
-_PING_LOOK_S = 0.5
-"""How often a worker that runs the plan looks whether the trainer asks if it is alive."""
-_PONG_S = 10.0
-"""How long the trainer that holds the engine has at most to show that it is alive, when another asks for the engine."""
-_PATIENCE = 8
-"""A worker that is ready or done may wait this many times as long: for workers that are served before it, or that have
-more to load, and for a trainer that is alive."""
 
 
 class WorkerSession:
@@ -184,7 +174,7 @@ class WorkerSession:
         """Tell a trainer what failed, if it is there. Return the error as a `WeightSyncError`."""
         problem = wrap_exception(error, who=self._name, phase=phase)
         with suppress(WeightSyncError):  # it is gone
-            connection.send(Failure(problem.to_fields()), Deadline(_FAREWELL_S), phase)
+            connection.send(Failure(problem.to_fields()), Deadline(timeouts.WORKER_FAREWELL_S), phase)
         return problem
 
     def _held_by_another(self, process: str, pong_s: float) -> EngineBusyError | None:
@@ -281,7 +271,7 @@ class WorkerSession:
         try:
             while True:
                 message = self._receive(connection, patience, phase)
-                patience = _PATIENCE if isinstance(message, (Ready, Go)) else 1
+                patience = timeouts.WORKER_PATIENCE if isinstance(message, (Ready, Go)) else 1
                 if isinstance(message, Release):
                     return
                 deadline = self._deadline()  # for what is asked for, however late it came
@@ -314,7 +304,7 @@ class WorkerSession:
 
     @staticmethod
     def _pong_s(timeout_s: float) -> float:
-        return min(_PONG_S, timeout_s / 2)
+        return min(timeouts.HOLDER_ANSWER_S, timeout_s / 2)
 
     def _answer(self, message: Message, wait: Wait, tell: Tell) -> Message:
         if not isinstance(message, Commit) and self._model.is_asleep():
@@ -338,7 +328,7 @@ class WorkerSession:
                 return Ready()
             case Go():
                 # Ranks wait for each other less long, and for a worker longer. It knows for which rank it waits.
-                chunk_s = self._timeout_s + min(_GRACE_S / 2, self._timeout_s / 4)
+                chunk_s = self._timeout_s + min(timeouts.WORKER_GRACE_S / 2, self._timeout_s / 4)
                 with self._attended():
                     self._loaded = self.receiver.run(message, wait, lambda: Deadline(chunk_s), tell)
                 return self._loaded
@@ -362,7 +352,7 @@ class WorkerSession:
         def attend() -> None:
             failed: Deadline | None = None
             try:
-                while not over.wait(_PING_LOOK_S):
+                while not over.wait(timeouts.WORKER_LEASE_LOOK_S):
                     connection.answer_pings()
                     if failed is None and (connection.was_told() or not connection.is_open()):
                         failed = self._deadline()
@@ -381,4 +371,4 @@ class WorkerSession:
             ended.wait()  # this thread must not take in what is waited for next
 
     def _deadline(self) -> Deadline:
-        return Deadline(self._timeout_s + _GRACE_S)
+        return Deadline(self._timeout_s + timeouts.WORKER_GRACE_S)
