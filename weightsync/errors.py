@@ -104,6 +104,7 @@ class ManifestError(WeightSyncError, ValueError):
         mismatched: dict[str, str] | None = None,
         who: str | None = None,
         phase: str | None = None,
+        **facts: Any,
     ) -> None:
         super().__init__(
             message,
@@ -112,6 +113,7 @@ class ManifestError(WeightSyncError, ValueError):
             missing=missing or [],
             unexpected=unexpected or [],
             mismatched=mismatched or {},
+            **facts,
         )
 
 

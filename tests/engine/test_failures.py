@@ -610,7 +610,7 @@ def _rank_0_dies(rank: int, url: str, where: str) -> None:
     if rank == 0 and where == "send":
         transport_of(trainer).before_chunk = lambda chunk: os._exit(0) if chunk == 3 else None
     if rank == 0 and where == "start":
-        trainer.sync._strategy._fleet.members[0].engine.update = lambda info: os._exit(0)
+        trainer.sync._strategy._fleet.handles[0].engine.update = lambda info: os._exit(0)
     error, seconds = push(trainer, "B")
     assert isinstance(error, PeerError), repr(error)
     assert "trainer rank 0" in str(error)
@@ -741,7 +741,7 @@ def test_caches_that_cannot_be_reset(served: Http, trainers: Trainers):
 
 def refuse_to_reset_once(side: Trainer) -> None:
     if side.rank == 0:
-        engine = side.sync._strategy._fleet.members[0].engine
+        engine = side.sync._strategy._fleet.handles[0].engine
 
         def reset_caches() -> None:
             del engine.reset_caches

@@ -50,9 +50,12 @@ def test_errors_survive_pickling(cls):
 @pytest.mark.parametrize("cls", ALL)
 def test_errors_survive_the_wire(cls):
     error = example(cls)
+    error.add_facts(lost=["engine 1"])
     message = decode(encode(Failure(error.to_fields()))[4:])
     assert isinstance(message, Failure)
-    assert_same(from_fields(message.error), error)
+    found = from_fields(message.error)
+    assert_same(found, error)
+    assert found.lost == ["engine 1"]
 
 
 @pytest.mark.parametrize("cls", ALL)
