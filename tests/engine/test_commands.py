@@ -23,7 +23,7 @@ def weightsync(
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_s)
 
 
-def test_doctor_pushes_to_an_engine_of_its_own_and_compares_it_with_a_cold_one_and_an_unquantised_one():
+def test_doctor_compares_an_engine_of_its_own_with_cold_and_unquantised_ones():
     """Without --quantization it stops before the comparisons."""
     run = weightsync("doctor", "--quantization", "weightsync_int8", timeout_s=500)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -59,7 +59,7 @@ def check_measured(found, printed: str):
     assert "in training" in printed
 
 
-def test_bench_measures_both_loops_checks_the_answers_and_tells_a_case_that_fails_with_its_log(tmp_path):
+def test_bench_measures_both_loops_checks_answers_and_reports_a_failed_case(tmp_path):
     options = ["--dtype", "float32", "--quantization", "none", "no_such_scheme"]
     done, (found, failed) = run(tmp_path, *options, environment=IN_CORE)
     assert done.returncode == 1

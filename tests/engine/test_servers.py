@@ -39,7 +39,7 @@ def first_norm() -> torch.Tensor:
     return live["model.norm.weight"].clone()
 
 
-def test_a_server_shares_its_memory_starts_anew_from_a_version_and_leaves_a_stale_file(
+def test_a_server_shares_memory_restarts_from_a_version_and_leaves_a_stale_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     from transformers import AutoModelForCausalLM

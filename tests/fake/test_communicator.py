@@ -122,7 +122,7 @@ def test_a_member_that_dies(kind: str, gone: int, tmp_path: Path):
     run_ranks(lose, 2, kind, gone, str(tmp_path), timeout_s=60)
 
 
-def test_the_jobs_environment_decides_neither_how_nccl_waits_nor_when_it_ends_the_process(
+def test_the_jobs_environment_does_not_decide_how_nccl_waits_or_aborts(
     monkeypatch: pytest.MonkeyPatch,
 ):
     settings = [f"TORCH_NCCL_{name}" for name in ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT")]

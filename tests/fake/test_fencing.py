@@ -339,7 +339,7 @@ def test_hold_lasts_while_a_push_moves_and_between_pushes(monkeypatch: pytest.Mo
         assert hold.lasts() is (hold is unlimited)
 
 
-def test_trainer_that_stalls_before_the_commit_holds_the_engine_no_longer_than_another(
+def test_trainer_that_stalls_before_the_commit_loses_the_engine_like_any_other(
     engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that is done waits long for other workers, but for no trainer that does not answer."""
@@ -396,7 +396,7 @@ class Plain(nn.Linear):
             self.weight.data.copy_(tensor)
 
 
-def test_memory_that_a_trainer_may_write_to_is_taken_back_before_another_has_the_engine() -> None:
+def test_memory_that_a_trainer_may_write_to_is_taken_back_before_the_next_trainer() -> None:
     engine = RecordedEngine(ModuleHost(Plain, {"weight": torch.ones(4, 4)}))
     session, live = engine.sessions[0], engine.hosts[0].live
     trainers, models, places = [], [], set()
@@ -441,7 +441,7 @@ def test_worker_that_cannot_take_its_memory_back_says_so_itself(monkeypatch: pyt
     engine.close()
 
 
-def test_memory_on_a_gpu_that_a_process_may_write_to_goes_to_nobody_else_while_it_lives() -> None:
+def test_gpu_memory_that_a_live_process_may_write_to_goes_to_nobody_else() -> None:
     session = WorkerSession(ModuleHost(Plain, {"weight": torch.ones(4, 4)}))
     session._model.device = torch.device("cuda")
     with subprocess.Popen(["sleep", "600"]) as writer:

@@ -311,7 +311,7 @@ def see_other_folders(rank: int, folder: Path) -> None:
         assert sync.push(model).version == 1
 
 
-def test_a_rank_that_does_not_see_the_folder_fails_the_push_before_an_engine_is_called(tmp_path: Path):
+def test_a_rank_without_the_folder_fails_the_push_before_an_engine_is_called(tmp_path: Path):
     run_ranks(see_other_folders, 2, tmp_path)
     assert names_in(tmp_path) == ["policy-1"]
     assert not list(tmp_path.glob(".incoming*"))

@@ -108,7 +108,7 @@ def fail_on_one(rank: int) -> None:
     engine.close()
 
 
-def test_failure_of_an_engine_of_another_rank_is_everybodys_and_the_next_push_heals_it() -> None:
+def test_failure_of_another_ranks_engine_is_everybodys_and_the_next_push_heals() -> None:
     run_ranks(fail_on_one, 2)
 
 

@@ -115,7 +115,7 @@ def test_writing_reaches_the_engine_and_is_its_next_version(engine: FakeEngine, 
         raise AssertionError("the body must not run")
 
 
-def test_a_body_that_raises_leaves_the_engine_paused_and_marked_until_the_next_writing(
+def test_a_raising_body_leaves_the_engine_paused_and_marked_until_it_is_rewritten(
     engine: FakeEngine, sync: WeightSync
 ):
     model = on_meta()

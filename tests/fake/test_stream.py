@@ -286,7 +286,7 @@ def test_ranks_give_the_same_stream_or_none(transport: str, kind: str) -> None:
     run_ranks(push_of_two_ranks, 2, transport, kind)
 
 
-def test_ranks_without_tensors_are_on_the_kind_of_device_that_the_others_hold_theirs_on() -> None:
+def test_ranks_without_tensors_take_the_kind_of_device_of_the_others() -> None:
     """Their process group says so where nobody's tensors do. A CPU's engine is not refused for their GPUs."""
 
     def rank(device: str, *names: str) -> Inventory:

@@ -82,7 +82,7 @@ def misplace(endpoints: list[Endpoint]) -> None:
     endpoints[0] = replace(endpoints[0], arrivals=tuple(arrivals))
 
 
-def test_worker_that_cannot_bind_does_not_leave_the_others_where_they_agree_on_shared_scales() -> None:
+def test_worker_that_cannot_bind_frees_those_that_agree_on_shared_scales() -> None:
     sharing = SharingWorkers(functools.partial(TinyEngineModel, tp=2), Attention)
     engine = RecordedEngine(*sharing.hosts(checkpoint(1)))
     transport = FaultyTransport("broadcast")
@@ -171,7 +171,7 @@ def without_rates(seed: int) -> nn.Module:
     return trainer_model({n: t[:0] if n.endswith("log_rate") else t for n, t in checkpoint(seed).items()})
 
 
-def test_worker_that_fails_at_once_does_not_leave_the_others_in_the_post_processing_of_what_does_not_travel(
+def test_worker_that_fails_at_once_frees_those_in_post_processing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, model = Workers(OfNothing).engine, without_rates(2)

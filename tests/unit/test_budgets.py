@@ -22,7 +22,7 @@ LIMITS = {
     "mean lines of a function": 8.2,
     "relative words in 100 words of docstrings and comments": 5.6,
     "lines of the longest docstring": 75,
-    "names of tests over 80 characters": 21,
+    "names of tests over 80 characters": 0,
     "lines of tests outside of tests/unit that touch private attributes": 187,
 }
 """Lower a limit when you improve its measure, never raise it. A mean is rounded to one digit."""

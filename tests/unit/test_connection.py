@@ -209,7 +209,7 @@ def test_many_frames_may_arrive_at_once(pair):
     assert [other.receive(Deadline(30), "test") for _ in range(100)] == [Commit(n) for n in range(100)]
 
 
-def test_a_frame_that_was_changed_ends_the_connection_though_the_thread_that_answers_pings_reads_it(pair):
+def test_a_changed_frame_that_the_ping_thread_reads_ends_the_connection(pair):
     one, other = pair
     changed = bytearray(sealed(one, encode(Commit(1))))
     changed[-1] ^= 1

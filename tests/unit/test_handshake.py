@@ -251,7 +251,7 @@ def test_the_user_at_the_other_end_is_looked_up(family, address, monkeypatch):
                 refuse_other_users(end, "a peer")
 
 
-def test_strangers_that_do_not_greet_are_not_looked_up_and_those_that_do_share_one_look(keep, monkeypatch):
+def test_silent_strangers_are_not_looked_up_and_others_share_one_look(keep, monkeypatch):
     """A look at the kernel's table takes 4 ms, and 28 ms with 10,000 connections."""
     reads, read_text = [], Path.read_text
 

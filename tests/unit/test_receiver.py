@@ -441,7 +441,7 @@ def test_what_post_processing_changes_cannot_be_exported():
         receiver.export()
 
 
-def test_exported_parameters_are_where_the_trainer_writes_and_a_push_is_a_mixture_until_its_commit():
+def test_exported_parameters_are_written_in_place_and_mixed_until_the_commit():
     tensors = {name: tensor for name, tensor in checkpoint(2).items() if "decay" not in name}
     host = ModuleHost(CopyingModel, {name: t for name, t in checkpoint(1).items() if "decay" not in name})
     receiver = Receiver(host)
@@ -600,7 +600,7 @@ def test_constants_of_the_loader_reach_an_engine_that_started_with_dummy_weights
 
 
 @pytest.mark.parametrize("max_bytes", [None, ONE_ROW])
-def test_the_native_loader_computes_what_a_cold_start_does_for_tied_and_repacked_modules(max_bytes: int | None):
+def test_the_native_loader_computes_tied_and_repacked_modules_as_a_cold_start(max_bytes: int | None):
     class Scaled(TinyEngineModel):
         """Every parameter is multiplied on the way in, the tied embedding too."""
 
@@ -615,7 +615,7 @@ def test_the_native_loader_computes_what_a_cold_start_does_for_tied_and_repacked
     assert_same(host.live, ModuleHost(Scaled, b, transpose).live)
 
 
-def test_a_tensor_that_the_native_loader_only_copies_comes_in_the_regions_that_are_read():
+def test_a_tensor_that_the_native_loader_copies_travels_as_the_regions_read():
     class Mixed(nn.Module):
         """Half of `bias` is copied, all of `weight` goes into arithmetic."""
 
@@ -847,7 +847,7 @@ def failing() -> Callable[[nn.Module], None]:
 
 
 @pytest.mark.parametrize("max_bytes", [None, ONE_ROW])
-def test_a_failed_post_process_leaves_every_module_old_or_new_and_the_next_push_heals(
+def test_a_failed_post_process_leaves_modules_whole_and_the_next_push_heals(
     failing: Any, max_bytes: int | None
 ):
     a, b = checkpoint(1), checkpoint(2)

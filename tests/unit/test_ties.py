@@ -47,7 +47,7 @@ def filled_from(trace: Trace) -> dict[str, list[str]]:
     return found
 
 
-def test_a_tensor_that_the_trainer_ties_fills_both_parameters_of_an_engine_that_does_not():
+def test_a_tied_tensor_fills_both_parameters_of_an_untied_engine():
     engine = Engine(tied=False)
     assert [*uncovered(engine, traced(engine, TIED))[0]] == ["head.weight"]
     trace = under_first_names(traced(engine, with_other_names(TIED)), TIED)

@@ -211,7 +211,7 @@ def test_workers_that_read_alike_are_a_chain_ordered_by_host():
     assert load == {("rank", 0): 128, ("chain", 0): 64, ("chain", 1): 64}, "however many engines there are"
 
 
-def test_workers_that_read_otherwise_become_one_chain_where_a_rank_would_send_more_than_the_model():
+def test_workers_share_one_chain_before_a_rank_sends_more_than_the_model():
     manifest = manifest_of(("a", (8, 4)))
     reads = [whole(manifest), *HALVES]
     (chain,) = choose_chains(manifest, by_rows("a", 8, 4, 1), reads, [0, 1, 1])
