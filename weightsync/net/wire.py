@@ -45,7 +45,13 @@ T = TypeVar("T")
 M = TypeVar("M", bound="Message")
 
 
-Process = Annotated[str, Meta(pattern=r"^[0-9a-f-]+:[0-9]+:[0-9]+$")]
+Sample = Annotated[int, Meta(ge=-1, le=15)]
+"""A sample's number, or -1 for all bytes."""
+Turn = Annotated[int, Meta(ge=-1)]
+"""The number of a push, from which each memory takes a sample of its own, or -1 for all bytes."""
+Role = Annotated[str, Meta(pattern=r"^(worker|rank|engines)\Z")]
+"""What connects. "engines" is a rank's second connection, for calls into the engines that it has."""
+Process = Annotated[str, Meta(pattern=r"^[0-9a-f-]+:[0-9]+:[0-9]+\Z")]
 """A process, as `runtime.this_process` names it."""
 
 
@@ -105,16 +111,16 @@ class Hello(Message, frozen=True):
     """First message of a peer that connects to trainer rank 0: an engine worker or another trainer rank."""
 
     protocol: int
-    role: str  # "worker", "rank", or "engines": a rank's second connection, for calls into the engines that it has
+    role: Role
     group: Count  # worker: the engine's number; rank: 0; engines: the rank's number
     rank: Count  # worker: its number in the engine; rank: its number among the trainer's ranks
     world: Count  # how many such peers the group has
     boot_id: str
-    device: str  # "cpu" or "cuda"
+    device: Annotated[str, Meta(pattern=r"^(cpu|cuda|)\Z")]  # "" of a rank
     gpu_uuid: str  # "" on a CPU
     name: str  # for people: "tp=1 pp=0 dp=0"
     version: Count  # worker: the last version that was committed, 0 when none; rank: 0
-    state: str  # worker: CLEAN or POISONED; rank: ""
+    state: Annotated[str, Meta(pattern=r"^(CLEAN|POISONED|)\Z")]  # "" of a rank
     update_open: bool  # worker: whether its engine has an update started and not finished; rank: False
 
 
@@ -204,8 +210,8 @@ class Go(Message, frozen=True):
     """To a worker: run the plan. From here on its weights are a mixture, until `Commit`."""
 
     version: Count
-    sample: int | None  # which sample of each run in the slots has a digest beside it; None: no run has one
-    place_sample: int | None  # which sample of what is read in place `digests` are of; -1: all bytes
+    sample: Sample | None  # which sample of each run in the slots has a digest beside it; None: no run has one
+    place_sample: Turn | None  # which sample of what is read in place `digests` are of; -1: all bytes
     digests: list[Count]  # of each rank's sample of its runs in `in_place`; empty when nothing is verified
 
 
