@@ -18,6 +18,7 @@ extras = {
     "dev": [
         "build>=1.2",
         "hypothesis>=6.100",
+        "msgpack>=1.0",
         "mypy>=1.13",
         "peft>=0.17",
         "pytest>=9.0",
