@@ -154,4 +154,5 @@ def test_queries_of_the_dashboard_find_what_happened(tmp_path: Path) -> None:
             sync.push(model)
             wait_until(lambda: the(found(address)["POISONED workers"][0]) == 0, "healed")
     exporter.shutdown()
+    exporter.server_close()
     thread.join()
