@@ -1,7 +1,7 @@
-"""Many copies in one go, between views of any strides and element sizes. Values are cast where dtypes differ.
+"""Batched copies between views of any strides and element sizes. Values are cast where dtypes differ.
 
-On a GPU all copies that are alike in dtypes and alignment take one launch. On a CPU, threads share runs of bytes. Torch
-makes the other copies, and is what both are tested against.
+On a GPU one launch makes all copies of equal dtypes and alignment. On a CPU threads share runs of bytes. Torch makes
+the other copies. Tests compare launches and threads with torch.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ import torch
 from weightsync.kernels.copies_cpu import Tiles, can_tile
 
 Copy = tuple[torch.Tensor, torch.Tensor, int]
-"""(target, source, link): views of equal shape. Copies of different `link` numbers come over different links, as from
-the memories of several GPUs. They are made at the same time, in proportion, so that no link is idle before the end."""
+"""(target, source, link): views of equal shape. `link` numbers the physical link that the source is read over, for
+example one for each other GPU's memory. Copies of all links advance in proportion, so no link is idle before the end.
+"""
 
 
 class BatchedCopy:
     """Many copies, prepared once for all runs over the same memory.
 
-    No two targets may overlap. All are on one device. Memory of other GPUs that is mapped for it counts as its own.
-    With `programs`, at most so many run on a GPU at once, and leave the rest of it to others.
+    No two targets may overlap. All targets and sources are on one device. Another GPU's memory counts as this device's
+    memory while it is mapped here.
+
+    programs: the most programs of a launch that run on the GPU at once. The rest of the GPU stays free for other work.
     """
 
     def __init__(self, copies: Sequence[Copy], programs: int | None = None) -> None:
@@ -41,7 +44,10 @@ class BatchedCopy:
         self._one_by_one = [copy[:2] for copy in left if not can_tile(*copy[:2])]
 
     def run(self) -> None:
-        """Copy what the sources hold now. On a GPU this is ordered on the current stream and returns at once."""
+        """Copy the current contents of the sources.
+
+        On a GPU the copies are queued on the current stream without waiting.
+        """
         if self._launches is not None:
             self._launches.run()
         if self._tiles is not None:
@@ -51,11 +57,11 @@ class BatchedCopy:
 
 
 Dimension = tuple[int, int, int]
-"""A size, and the strides of target and source."""
+"""(size, stride of target, stride of source)."""
 
 
 def collapse(target: torch.Tensor, source: torch.Tensor) -> list[Dimension]:
-    """Return the dimensions of both, outermost first, with those joined that are contiguous on both sides."""
+    """Return the dimensions of both views, outermost first. Dimensions that are contiguous on both sides are joined."""
     dims: list[Dimension] = []
     for size, to, of in zip(target.shape, target.stride(), source.stride(), strict=True):
         if size == 1:

@@ -1,7 +1,7 @@
 """The launches of `copies.BatchedCopy` on a GPU.
 
-A copy is cut into tiles of rows and columns. A program copies tiles one after another, in pieces as wide as the
-addresses and strides of both sides allow, up to 16 bytes.
+A copy is cut into tiles of rows and columns. A program copies one tile after another. Each load and store is as wide as
+the addresses and strides of both sides allow, up to 16 bytes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _VECTOR_BYTES = 16
 _TILE = 2048
 _COLUMNS = (64, 16)
-"""Widths of a tile, which has `_TILE` units. Nearly all copies of a model fit 64 columns, so they go into one launch.
-More widths would mean more launches. These run one after another, and a link that one of them does not use is idle."""
+"""Widths of a tile of `_TILE` units. Nearly all copies of a model fit 64 columns, so one launch makes them. More widths
+would need more launches. Launches run one after another, and each leaves the links that it does not use idle."""
 _WARPS = 2
 
 
 def can_launch(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Return whether a launch makes this copy: in GPU memory, and from a dtype that it casts as torch does."""
+    """Return whether a launch can make this copy: in memory of one GPU, with a cast that gives torch's values."""
     if source.device != target.device:
         return False
     alike = target.dtype == source.dtype and target.element_size() in _UNITS
@@ -41,11 +41,11 @@ def can_launch(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 class _Kind(NamedTuple):
-    """What the copies of one launch have in common.
+    """The properties that the copies of one launch share.
 
-    reads, writes: the types that sources are read as and targets are written in.
-    dense: whether the elements of a row are contiguous in both.
-    step: how many elements may be read and written at once. Rows start at multiples of it.
+    reads, writes: the dtypes in which sources are read and targets are written.
+    dense: whether the elements of a row are contiguous in source and target.
+    step: the number of elements that one access may read or write. Rows start at multiples of it.
     columns: the columns of a tile.
     """
 
@@ -84,7 +84,7 @@ def _copy(  # type: ignore[no-untyped-def]
             target = tl.multiple_of(target, step * (writes.primitive_bitwidth // 8))
             outer_to, outer_of = tl.multiple_of(outer_to, step), tl.multiple_of(outer_of, step)
             row_to, row_of = tl.multiple_of(row_to, step), tl.multiple_of(row_of, step)
-            columns = tl.multiple_of(columns, step)  # or the mask would be looked at for each element
+            columns = tl.multiple_of(columns, step)  # or Triton would evaluate the mask for each element
         across = tl.cdiv(columns, tile_columns).to(tl.int32)
         down = tl.cdiv(rows, tile_rows)
         outer = number // (across * down)
@@ -104,9 +104,9 @@ def _copy(  # type: ignore[no-untyped-def]
 
 
 class Launches:
-    """A table of all copies on the GPU, in grids of rows and columns, and one launch for those of a kind.
+    """The tables of all copies on the GPU, as grids of rows and columns, and one launch for each kind of copy.
 
-    programs: how many of a launch run at once at most.
+    programs: the most programs of a launch that run at once.
     """
 
     def __init__(self, copies: Sequence[Copy], programs: int | None = None) -> None:
@@ -139,7 +139,7 @@ class Launches:
             self._launches.append((grid, (*on_gpu, len(of_tile)), constants))
         with torch.cuda.device(self._device):
             for grid, arguments, constants in self._launches:
-                _copy.warmup(*arguments, **constants, grid=grid)  # compiled now, and not in the first push
+                _copy.warmup(*arguments, **constants, grid=grid)  # compile now, not during the first push
 
     def run(self) -> None:
         with torch.cuda.device(self._device):
@@ -148,7 +148,7 @@ class Launches:
 
 
 def _shards(target: torch.Tensor, source: torch.Tensor) -> list[tuple[_Kind, list[int], int]]:
-    """Cut a copy into grids of at most three dimensions: the kind, the fields of the table, and the number of tiles."""
+    """Cut a copy into grids of at most three dimensions. Return (kind, fields of the table, tiles) of each."""
     *outer, (size, to, of) = collapse(target, source)
     sizes = [target.element_size(), source.element_size()]
     addresses = [target.data_ptr(), source.data_ptr()]
@@ -158,7 +158,7 @@ def _shards(target: torch.Tensor, source: torch.Tensor) -> list[tuple[_Kind, lis
     down, tile_rows = outer[-1][0] if outer else 1, _TILE // _COLUMNS[0]
     if down * -(-(size // width) // tile_rows) >= -(-down // tile_rows) * -(-size // width):
         return _grids(target, source, [*outer, (size, to, of)], addresses)
-    # A few long rows fill a tile better when each of them is cut into rows itself, and what is left.
+    # A few long rows leave most rows of a tile empty. Cut each long row into rows of the tile's width, and a rest.
     found = _grids(target, source, [*outer, (size // width, width * to, width * of), (width, to, of)], addresses)
     if rest := size % width:
         strides = zip(addresses, sizes, (to, of), strict=True)
@@ -170,13 +170,13 @@ def _shards(target: torch.Tensor, source: torch.Tensor) -> list[tuple[_Kind, lis
 def _grids(
     target: torch.Tensor, source: torch.Tensor, dims: Sequence[Dimension], addresses: Sequence[int]
 ) -> list[tuple[_Kind, list[int], int]]:
-    """Return the grids of these dimensions at these addresses."""
+    """Return (kind, fields of the table, number of tiles) of each grid of these dimensions at these addresses."""
     outer, (columns, *column_strides) = list(dims[:-1]), dims[-1]
     dense = column_strides == [1, 1]
     sizes = [target.element_size(), source.element_size()]
     if target.dtype == source.dtype:
         unit = sizes[0]
-        if dense:  # as bytes, in the widest units that fit both sides
+        if dense:  # copied as bytes, in the widest unit that divides all addresses, strides and sizes
             nbytes = [columns * unit, *(stride * unit for _, *strides in outer for stride in strides)]
             unit = max(n for n in _UNITS if not any(value % n for value in (*addresses, *nbytes)))
             columns = nbytes[0] // unit
@@ -185,7 +185,7 @@ def _grids(
         units = [unit, unit]
     else:
         reads, writes, units = _DTYPES[source.dtype], _DTYPES[target.dtype], sizes
-    step = _VECTOR_BYTES // max(units)  # as many on both sides, or the values would have to change threads
+    step = _VECTOR_BYTES // max(units)  # equal on both sides, or Triton would move the values between threads
     places = zip(addresses, units, ([dim[1 + side] for dim in outer] for side in (0, 1)), strict=True)
     if (
         not dense
@@ -210,7 +210,7 @@ def _grids(
 
 
 def _spread(links: torch.Tensor) -> torch.Tensor:
-    """Return an order of tiles in which those of each link are spread evenly over all."""
+    """Return an order of all tiles that spreads the tiles of each link evenly."""
     if len(numbers := links.unique()) == 1:
         return torch.arange(len(links))
     at = torch.empty(len(links), dtype=torch.float64)

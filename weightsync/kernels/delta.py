@@ -1,11 +1,11 @@
-"""Bytes written as their difference from other bytes that the reader has. Lossless, for bytes of any dtype.
+"""A lossless encoding of bytes of any dtype as the difference from a base that the reader has.
 
-Bytes are taken as 16-bit words, in blocks. Of each block the words that have changed are written, as three planes:
-where they are, and the low and the high bytes of their differences. Where they are is written as the number of equal
-words before each, or as a mask with a bit for each word, whichever is shorter. A step of an optimizer changes bfloat16
-values by a few units in the last place, so the planes of differences deflate well. docs/wire.md has the layout.
+Bytes are read as 16-bit words, in blocks. The changed words of each block are written as three planes: their positions,
+and the low and the high bytes of their differences. Positions are either the number of equal words before each changed
+word, or a mask of one bit for each word. The shorter form is written. A step of an optimizer changes bfloat16 values by
+a few units in the last place, so the planes of differences deflate well. docs/wire.md has the layout.
 
-Pure, for CPUs and GPUs alike. Only a CPU's planes are deflated.
+Pure, for CPUs and GPUs alike. Only the planes of a CPU are deflated.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import torch
 from weightsync.errors import ProtocolError
 
 BLOCK_WORDS = 1 << 20
-"""Bounds the scratch memory to a few times 2 MiB, which stays in a CPU's cache."""
+"""Words of a block. A block bounds the scratch memory to a few times 2 MiB, which a CPU's cache holds."""
 _MOST_EQUAL = 255
-"""Equal words before a changed one, at most. Behind more of them an equal word is written, with the difference 0."""
+"""Most equal words before a changed word. After more of them an equal word is written, with the difference 0."""
 _PLANES = 3
 _GATHER_BITS = 0x0102040810204080
 _TRIED_BYTES = 1 << 16
 
 
 def encode(new: torch.Tensor, base: torch.Tensor, bytes_per_s: float = 0.0) -> torch.Tensor | None:
-    """Return `new` as its difference from `base`: None when that is not shorter than `new`.
+    """Return the difference of `new` from `base`, or None if it is not shorter than `new`.
 
-    Both are contiguous 1-D uint8 tensors of the same even size. A plane is deflated when that saves more bytes per
-    second than `bytes_per_s`, the speed of the link.
+    Both are contiguous 1-D uint8 tensors of the same even size. A plane is deflated if that saves more bytes per second
+    than `bytes_per_s`, the speed of the link.
     """
     words, old = (each.view(torch.int16).split(BLOCK_WORDS) for each in (new, base))
     parts = [_changed(these, those) for these, those in zip(words, old, strict=True)]
@@ -46,9 +46,9 @@ def encode(new: torch.Tensor, base: torch.Tensor, bytes_per_s: float = 0.0) -> t
 
 
 def decode(encoded: torch.Tensor, base: torch.Tensor) -> None:
-    """Turn `base`, in place, into what `encode(new, base)` was called with.
+    """Turn `base` in place into the `new` of the `encode(new, base)` that returned `encoded`.
 
-    Raises `ProtocolError`, before anything is written, for what `encode` returns for no bytes of this size.
+    Raises `ProtocolError`, before anything is written, if `encode` returns `encoded` for no bytes of this size.
     """
     blocks = base.view(torch.int16).split(BLOCK_WORDS)
     parts = _parse(encoded, [block.numel() for block in blocks])
@@ -59,7 +59,7 @@ def decode(encoded: torch.Tensor, base: torch.Tensor) -> None:
 
 
 class _Block(NamedTuple):
-    """The changed words of one block. `differences` are folded: 0, -1, 1, -2 ... are 0, 1, 2, 3 ..."""
+    """The changed words of one block. `differences` are folded: 0, -1, 1, -2 ... become 0, 1, 2, 3 ..."""
 
     is_mask: bool
     positions: torch.Tensor
@@ -67,7 +67,7 @@ class _Block(NamedTuple):
 
     @property
     def row(self) -> int:
-        """What the head says of this block."""
+        """The number in the head for this block: twice the count of changed words, plus 1 for a mask."""
         return 2 * self.differences.numel() + self.is_mask
 
     def where(self, words: int) -> torch.Tensor:
@@ -77,7 +77,7 @@ class _Block(NamedTuple):
         return (self.positions.to(torch.int64) + 1).cumsum(0) - 1
 
     def fits(self, words: int) -> bool:
-        """Return whether the positions are of that many words, and lie in a block of `words`."""
+        """Return whether there is one position for each difference, and all positions lie in a block of `words`."""
         count = self.differences.numel()
         if not self.is_mask:
             return int(self.positions.sum()) + count <= words
@@ -106,7 +106,7 @@ def _changed(words: torch.Tensor, old: torch.Tensor) -> _Block:
 
 
 def _folded(differences: torch.Tensor) -> torch.Tensor:
-    """Return the words with the small ones of either sign made small numbers without a sign."""
+    """Return signed words folded into unsigned words: a small magnitude of either sign becomes a small number."""
     return (differences << 1) ^ (differences >> 15)
 
 
@@ -115,21 +115,21 @@ def _signed(folded: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(mask: torch.Tensor) -> torch.Tensor:
-    """Return a bit for each bool, padded to bytes, the first in the lowest bit."""
+    """Return one bit for each bool, padded to whole bytes. The first bool is the lowest bit."""
     bools = torch.zeros(-(-mask.numel() // 8), 8, dtype=torch.uint8, device=mask.device)
     bools.view(-1)[: mask.numel()] = mask
-    # The product has each byte's lowest bit once in its highest byte, at the place of the byte's number.
+    # The multiplication moves byte n's lowest bit to bit n of the highest byte.
     return ((bools.view(torch.int64).view(-1) * _GATHER_BITS) >> 56).to(torch.uint8)
 
 
 def _unpacked(bits: torch.Tensor) -> torch.Tensor:
-    """Return a byte for each bit."""
+    """Return one byte for each bit."""
     bytes_of = (torch.arange(256).view(-1, 1) >> torch.arange(8) & 1).to(torch.uint8).view(torch.int64).view(-1)
     return bytes_of.to(bits.device)[bits.int()].view(torch.uint8)
 
 
 def _deflated(plane: torch.Tensor, bytes_per_s: float) -> torch.Tensor:
-    """Return the plane deflated where that pays, judged by its first bytes, and else as it is."""
+    """Return the plane deflated if that pays, judged by its first bytes. Return it unchanged otherwise."""
     if plane.is_cuda or not plane.numel():
         return plane
     data = plane.numpy().data
@@ -144,13 +144,13 @@ def _deflated(plane: torch.Tensor, bytes_per_s: float) -> torch.Tensor:
 
 
 def _deflate(data: memoryview) -> bytes:
-    # The planes have no repetitions but runs. What looks for others takes longer, and finds codes that are worse.
+    # The planes repeat only as runs. A search for other matches takes longer and ends in longer codes.
     deflater = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_RLE)
     return deflater.compress(data) + deflater.flush()
 
 
 def _inflated(stored: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """Return a plane of this size. One that is stored in as many bytes is not deflated."""
+    """Return a plane of `nbytes`. A plane that is stored in exactly `nbytes` is not deflated."""
     if stored.numel() == nbytes:
         return stored
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
@@ -164,7 +164,7 @@ def _inflated(stored: torch.Tensor, nbytes: int) -> torch.Tensor:
 
 
 def _parse(encoded: torch.Tensor, blocks: list[int]) -> Iterator[_Block]:
-    """Return what is written of each block, once all of it is known to be in bounds."""
+    """Return the blocks of a difference. Raise `ProtocolError` if any number in it is out of bounds."""
     nhead = 4 * (_PLANES + len(blocks))
     if encoded.numel() < nhead:
         raise ProtocolError(f"a difference of {encoded.numel()} bytes has no room for the head of {nhead}")

@@ -1,11 +1,11 @@
-"""A digest of bytes that notices what a wrong plan does to them: shifted, swapped, repeated or stale blocks.
+"""A digest of bytes that notices the damage of a wrong plan: shifted, swapped, repeated or stale blocks.
 
-Not cryptographic. The bytes are read as 64-bit words w[0], w[1], ...; the digest is sum(w[i] * k[i]) modulo 2**64.
-Every weight k[i] is odd, so that no single wrong word goes unnoticed. It depends on i, so that the order counts. Sums
-may be taken in any order, so a CPU and a GPU agree to the bit.
+Not cryptographic. The bytes are read as 64-bit words w[0], w[1], ... The digest is sum(w[i] * k[i]) modulo 2**64. Every
+weight k[i] is odd, so a single wrong word always changes the digest. k[i] depends on i, so the order of words counts.
+The order of the additions does not, so a CPU and a GPU agree to the bit.
 
-A digest of all bytes takes a CPU about twice as long as a copy, so there are samples too. A sample takes the same share
-of each whole MiB, and all bytes after the last whole MiB. Its digest is the sum over those words alone.
+A digest of all bytes takes a CPU longer than a copy, so there are also samples. A sample takes the same share of each
+whole MiB, and all bytes after the last whole MiB. Its digest is the sum over these words alone.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from weightsync.errors import ProtocolError
 
 WHOLE = -1
-"""In place of a sample's number: all bytes."""
+"""The sample number that stands for all bytes."""
 SAMPLES = 16
-"""Samples 0 to 15 have 64 KiB of each MiB."""
+"""The number of samples. Each of samples 0 to 15 has 64 KiB of each MiB."""
 MIB = 1 << 20
 _BLOCK_BYTES = 1 << 19
 _BLOCK_WORDS = _BLOCK_BYTES // 8
@@ -31,7 +31,11 @@ MASK = (1 << 64) - 1
 
 
 def share(sample: int) -> tuple[int, int]:
-    """Return which bytes of each whole MiB are in a sample: the first one, and how many. Raises `ProtocolError`."""
+    """Return (first byte, number of bytes) that a sample takes of each whole MiB.
+
+    Raises:
+        ProtocolError: there is no such sample.
+    """
     if sample == WHOLE:
         return 0, MIB
     if 0 <= sample < SAMPLES:
@@ -66,16 +70,16 @@ def digest(data: torch.Tensor, sample: int = WHOLE) -> int:
 
 
 class Digests:
-    """The digests of many contiguous 1-D uint8 tensors, for as long as these stay where they are."""
+    """The digests of many contiguous 1-D uint8 tensors. The tensors must keep their addresses."""
 
     def __init__(self, runs: Sequence[torch.Tensor]) -> None:
         self._runs = list(runs)
         self._numbers: dict[torch.device, list[int]] = {}  # of the runs on each device
         for number, run in enumerate(self._runs):
             self._numbers.setdefault(run.device, []).append(number)
-        self._launches: dict[tuple[torch.device, int], Any] = {}  # by device, and bytes of each MiB
+        self._launches: dict[tuple[torch.device, int], Any] = {}  # by device, and by bytes of each MiB
         for device in self._numbers:
-            if device.type == "cuda":  # now: the first use must not wait for what a stream waits for
+            if device.type == "cuda":  # prepare now: at the first use, copying the table would wait for the stream
                 from weightsync.kernels.digest_triton import Launch
 
                 for nbytes in (MIB, MIB // SAMPLES):
@@ -97,7 +101,7 @@ class Digests:
     def write(self, sample: int, out: torch.Tensor) -> None:
         """Write `digest(run, sample)` of each run, in order, into `out`, an int64 tensor on the device of all runs.
 
-        On a GPU this is ordered on the current stream and returns at once.
+        On a GPU the work is queued on the current stream without waiting.
         """
         share(sample)
         devices = {out.device, *self._numbers}
@@ -110,9 +114,9 @@ class Digests:
             self._write(out.device, sample, out)
 
     def compare(self, sample: int, expected: torch.Tensor) -> torch.Tensor:
-        """Return a bool for each run: whether its digest differs from the one in `expected`, which `write` made.
+        """Return a bool for each run: True if its digest differs from its number in `expected`, as `write` wrote it.
 
-        On a GPU this is ordered on the current stream and returns at once.
+        On a GPU the work is queued on the current stream without waiting.
         """
         found = torch.empty_like(expected)
         self.write(sample, found)
@@ -130,7 +134,7 @@ class Digests:
 
 
 def warm_up(device: torch.device) -> None:
-    """Compile now what the first digest on this device would wait for."""
+    """Compile the kernels for this device now. The first digest would otherwise wait for the compiler."""
     if device.type == "cuda":
         from weightsync.kernels import digest_triton
 
@@ -140,7 +144,7 @@ def warm_up(device: torch.device) -> None:
 def _sum(rows: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor) -> int:
     """Return the sum of all words of `rows`, each times its column's weight and its row's scale."""
     if rows.data_ptr() % 8 or rows.storage_offset() % 8:
-        rows = rows.clone()  # only whole words of a storage can be viewed as words
+        rows = rows.clone()  # torch views bytes as words only at whole words of a storage
     return int((torch.mv(rows.view(torch.int64), weights) * scales).sum())
 
 
@@ -155,7 +159,7 @@ def _weights() -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _scales(count: int) -> torch.Tensor:
-    """Return the scales of the first blocks: powers of an odd number, which are odd and do not repeat for long."""
+    """Return the scales of the first blocks: powers of an odd number. They are odd and repeat only after very many."""
     values, power = [], 1
     for _ in range(count):
         values.append(signed(power))
@@ -164,5 +168,5 @@ def _scales(count: int) -> torch.Tensor:
 
 
 def signed(value: int) -> int:
-    """Return the same 64 bits as torch's int64 has them."""
+    """Return the int64 with the same 64 bits."""
     return value - (1 << 64) if value >> 63 else value

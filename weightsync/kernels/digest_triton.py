@@ -1,6 +1,6 @@
-"""The launch of `digest.Digests` on a GPU: the same numbers, of many runs of bytes at once, and no scratch memory.
+"""The launch of `digest.Digests` on a GPU: equal digests, many runs of bytes at once, no scratch memory.
 
-A program takes a chunk of at most 64 KiB, inside one block, and works out the weights of its words itself.
+A program reads a chunk of at most 64 KiB within one block. It computes the weights of its words itself.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Launch:
         self._tables = [(own.to(self._device), _constants(n, chunk_bytes)) for own, n in by_unit if len(own)]
 
     def run(self, first: int, out: torch.Tensor) -> None:
-        """Write the digest of each run into `out`, of the sample that begins `first` bytes into each MiB."""
+        """Write each run's digest of the sample that begins `first` bytes into each MiB into `out`."""
         out.zero_()
         with torch.cuda.device(self._device):
             for table, constants in self._tables:
@@ -90,7 +90,7 @@ class Launch:
 
 
 def warm_up(device: torch.device) -> None:
-    """Compile what digests of aligned runs need, which are nearly all."""
+    """Compile the kernel for aligned runs. Nearly all runs are aligned."""
     numbers = torch.zeros(_FIELDS, dtype=torch.int64, device=device)
     with torch.cuda.device(device):
         _sum.warmup(numbers, numbers, 0, **_constants(8, _CHUNK_BYTES), grid=(1,))
@@ -109,10 +109,10 @@ def _constants(unit: int, chunk_bytes: int) -> dict[str, Any]:
 
 
 def _chunks(address: torch.Tensor, nbytes: torch.Tensor, sampled: bool, chunk_bytes: int) -> torch.Tensor:
-    """Return a row for each chunk of runs with these addresses and sizes.
+    """Return one row for each chunk of runs with these addresses and sizes.
 
-    Its fields: address in sample 0, whether it moves with the sample, number of the first word, number of words, number
-    of the run, and the bytes after the last whole word.
+    Fields of a row: address in sample 0, whether the chunk moves with the sample, number of its first word, number of
+    its words, number of the run, and bytes after the last whole word.
     """
     whole = nbytes // MIB if sampled else torch.zeros_like(nbytes)
     rest = nbytes - whole * MIB

@@ -1,7 +1,7 @@
-"""Which tensors hold NaN or infinity, at the speed of memory.
+"""A search for tensors that hold NaN or infinity, at the speed of memory.
 
-A sum is as finite as what it sums, unless it overflows, so that one pass without a temporary finds nearly all tensors
-to be finite. The others are looked at more closely.
+The sum of a tensor is finite if all its elements are, unless the sum overflows. One pass of sums, without temporaries,
+therefore clears nearly all tensors. Only tensors with a sum that is not finite are searched element by element.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def find_non_finite(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def sum_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor of floats, in float32 or wider. Does not wait for its GPU."""
-    if tensor.dtype.itemsize == 1:  # float8, which torch does not sum
+    if tensor.dtype.itemsize == 1:  # float8: torch cannot sum it
         tensor = tensor.to(torch.bfloat16)
     if tensor.dtype is torch.float64:
         return tensor.sum()
-    # On a CPU a sum in another dtype is one of a copy in that dtype, and that of float16 would soon overflow.
+    # On a CPU, `sum(dtype=...)` first copies the tensor. float16 needs that copy, or its sum would soon overflow.
     return tensor.sum(dtype=torch.float32) if tensor.is_cuda or tensor.dtype is torch.float16 else tensor.sum().float()
 
 

@@ -1,12 +1,12 @@
-"""Weights in 8 bits, as vLLM makes them: float8 (e4m3) and int8, with the scales that turn them back. And MXFP4.
+"""Weights in 8 bits, as vLLM makes them: float8 (e4m3) and int8, each with its scales. MXFP4 too.
 
 `values * scale` is roughly the weight again. All arithmetic is in float32, for weights in bfloat16, float16 or float32.
-A row or a block does not depend on its neighbours. A weight is taken in strips, so that its whole is never copied.
-Pure, for CPUs and GPUs alike, with the same results.
+A row or a block does not depend on its neighbours. A weight is taken in strips, so no copy of the whole weight is made.
+Pure, with equal results on CPUs and GPUs.
 
-Mind the last bit. A value half-way between two others depends on whether it is divided by a scale or multiplied by its
-reciprocal, and vLLM does both. On a GPU, torch multiplies by the reciprocal also where a tensor is divided by a Python
-number, so divisors are tensors here.
+Mind the last bit. Division by a scale and multiplication by its reciprocal round some values differently, and vLLM does
+both. On a GPU, torch also multiplies by the reciprocal when a tensor is divided by a Python number. Divisors are
+therefore tensors here.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ MX_BLOCK = 32
 """Columns that share a scale in MXFP4."""
 _FP4_MAX = 6.0
 _BETWEEN_FP4 = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Half-way between the magnitudes of 4-bit floats (e2m1): 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
+"""The midpoints between the magnitudes of 4-bit floats (e2m1): 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
 _STRIP_ELEMENTS = 1 << 24
-"""Bounds the scratch memory: 64 MiB of float32, or one row, or one row of blocks."""
+"""Elements of a strip. A strip bounds the scratch memory to 64 MiB of float32, or one row, or one row of blocks."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """Symmetric 8-bit values, with one float32 scale for each row of a weight, an output channel, or for all of it.
+    """A symmetric 8-bit format, with one float32 scale for each row (output channel) of a weight or one for all of it.
 
-    The scales have the shape (rows, 1), as checkpoints have them (`weight_scale`), or (1,).
+    The scales have the shape (rows, 1), as in checkpoints (`weight_scale`), or (1,).
 
-    multiplies: a value is multiplied by the reciprocal of its scale, instead of divided by the scale.
+    multiplies: whether a value is multiplied by the reciprocal of its scale instead of divided by the scale.
     """
 
     dtype: torch.dtype
@@ -45,13 +45,13 @@ class Form:
     multiplies: bool = False
 
     def scale(self, maxima: torch.Tensor) -> torch.Tensor:
-        """Return the scales of rows, or weights, with the largest magnitudes `maxima`: float32, of the same shape."""
+        """Return the float32 scales of rows, or of weights, from their largest magnitudes. Shapes are equal."""
         return (maxima / torch.full_like(maxima, self.largest)).clamp_min_(self.smallest_scale)
 
     def values(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Return the 8-bit values of a 2-D `weight` with its `scale`, which has those of all its rows.
+        """Return the 8-bit values of a 2-D `weight` with the scales of all its rows.
 
-        It may be some of the columns alone, and with one scale any part of the weight.
+        `weight` may be a part of the columns. With one scale it may be any part of the weight.
         """
         found = torch.empty(weight.shape, dtype=self.dtype, device=weight.device)
         for rows in _strips(weight, 1):
@@ -72,16 +72,17 @@ class Form:
 
 
 fp8_per_channel = Form(torch.float8_e4m3fn, FP8_MAX, 1.0 / (FP8_MAX * 512.0))
-"""As vLLM's `quantization="fp8_per_channel"`, and its `scaled_fp8_quant` with a scale for each token."""
+"""The format of vLLM's `quantization="fp8_per_channel"`, and of its `scaled_fp8_quant` with a scale for each token."""
 
 int8_per_channel = Form(torch.int8, 127.0, 0.0)
-"""Rounded to the nearest, to even half-way; -128 is not used. vLLM's own int8 for experts does this in the weight's
-dtype, so that it is the same for float32 alone. Its `scaled_int8_quant`, made for activations, has the same scales, but
-multiplies: by the reciprocal of the scale on CPUs, by 127 over the maximum on GPUs."""
+"""Values rounded to the nearest, to even half-way, and never -128. vLLM's own int8 for experts rounds in the weight's
+dtype, so its values are equal for float32 alone. vLLM's `scaled_int8_quant`, made for activations, has the same scales.
+It multiplies: by the scale's reciprocal on CPUs, by 127 over the maximum on GPUs."""
 
 fp8_per_tensor = Form(torch.float8_e4m3fn, FP8_MAX, 0.0, per_row=False, multiplies=True)
-"""As vLLM's `quantization="fp8"`, its `scaled_fp8_quant` with a scale for the tensor, which multiplies by the
-reciprocal. Like there, a weight of zeros has scale 0 and values 448, since it is the kernel that finds no number."""
+"""The format of vLLM's `quantization="fp8"`: `scaled_fp8_quant` with one scale for the tensor, multiplied by its
+reciprocal. A weight of zeros has scale 0 and values 448, as in vLLM: 0 times infinity is NaN, and the kernel stores
+NaN as 448."""
 
 
 def row_maxima(weight: torch.Tensor) -> torch.Tensor:
@@ -93,9 +94,9 @@ def row_maxima(weight: torch.Tensor) -> torch.Tensor:
 def fp8_per_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the float8 values of a 2-D weight, and a scale for each block of 128 by 128.
 
-    Blocks at the end may be smaller. Scales are float32, of shape (blocks down, blocks across), as checkpoints have
-    them (`weight_scale_inv`). The values are those of vLLM's `quantization="fp8_per_block"` on a CPU. On a GPU vLLM
-    lets torch's compiler choose how to divide, and the last bit may differ.
+    Blocks at the end may be smaller. Scales are float32, of shape (blocks down, blocks across), as in checkpoints
+    (`weight_scale_inv`). The values are those of vLLM's `quantization="fp8_per_block"` on a CPU. On a GPU, torch's
+    compiler chooses how vLLM divides, and the last bit may differ.
     """
     rows, columns = weight.shape
     down, across = -(-rows // BLOCK), -(-columns // BLOCK)
@@ -118,14 +119,16 @@ def fp8_per_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the 4-bit floats of a weight, and a power of two for each 32 columns of a row (OCP Microscaling, MXFP4).
 
-    Both are uint8. Of a weight of shape (..., columns) the values have the shape (..., columns / 32, 16), two in a byte
-    with the first in the lower half, and the scales (..., columns / 32), as exponents with a bias of 127. GPT-OSS's
-    checkpoints have them so. The bits are those that transformers gives a bfloat16 weight: the scale is the least that
-    lets the largest value in, and half-way values go away from zero. Holds 16 bytes of scratch for each element.
+    Both are uint8, laid out as in GPT-OSS's checkpoints. For a weight of shape (..., columns), values have the shape
+    (..., columns / 32, 16). A byte holds two values, the first in its lower half. Scales have the shape (..., columns /
+    32) and are exponents with a bias of 127.
+
+    The bits equal those of transformers for a bfloat16 weight. A scale is the least power of two that keeps the largest
+    value in range. Half-way values are rounded away from zero. Takes 16 bytes of scratch memory for each element.
     """
     groups = weight.float().contiguous().unflatten(-1, (-1, MX_BLOCK))
     maxima = groups.abs().amax(-1)
-    mantissa = 0x7FFFFF  # which is rounded up, into the exponent
+    mantissa = 0x7FFFFF  # adding it rounds any mantissa other than 0 up into the exponent
     exponents = (maxima / torch.full_like(maxima, _FP4_MAX)).view(torch.int32).add_(mantissa) >> 23
     scaled = groups * ((254 - exponents) << 23).view(torch.float32).unsqueeze(-1)
     between = torch.tensor(_BETWEEN_FP4, dtype=torch.float32, device=weight.device)

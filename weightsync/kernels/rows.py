@@ -1,8 +1,8 @@
-"""Quantise the weights of many modules in one go: from where they arrive into the tensors that kernels work with.
+"""Quantisation of many modules' weights at once, from received rows into the tensors that kernels read.
 
-A row is read once, and its 8-bit values and its scale are written: no copy of a weight is made on the way. Where rows
-share a scale, or workers do, a first pass finds the largest magnitudes. On a GPU all modules together take one launch
-for each pass and width; on a CPU, and to check the other, plain torch does the same.
+A row is read once. Its 8-bit values and its scale are written directly, so no weight is copied. If rows or workers
+share a scale, a first pass finds the largest magnitudes. On a GPU one launch for each pass and width covers all
+modules. On a CPU plain torch does the same, and tests compare the GPU with it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import torch
 from weightsync.kernels.quantize import Form, row_maxima
 
 MAX_COLUMNS = 1 << 16
-"""Of a row on a GPU: it must fit into registers."""
+"""Most columns of a row on a GPU: a row must fit into registers."""
 
 AllReduceMax = Callable[[torch.Tensor], None]
-"""Replace each of a vector's numbers by the largest that any worker has in its place. Collective among workers."""
+"""A function that replaces each number of a vector by the largest of all workers in its place.
+
+Collective: every worker calls it."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Job:
 
     shards: (first row, rows of the source), together all rows of the weight.
     values: the 8-bit target, of shape (rows, columns).
-    scale: the float32 target, of shape (rows,), or (1,) where all rows share one.
+    scale: the float32 target, of shape (rows,), or (1,) if all rows share one scale.
 
     Rows are dense, in sources and in values.
     """
@@ -39,7 +41,7 @@ class Job:
 
 
 class RowQuantiser:
-    """All that never changes between two runs over the same memory is worked out here, once."""
+    """A quantisation of the same memory, prepared once for all runs."""
 
     def __init__(self, form: Form, jobs: Sequence[Job], share: AllReduceMax | None = None) -> None:
         self._form, self._jobs, self._share = form, list(jobs), share
@@ -53,7 +55,7 @@ class RowQuantiser:
             self._launches = Launches(form, self._jobs, first)
 
     def run(self) -> None:
-        """Quantise what the sources hold now. With `share`, collective: every worker runs the same jobs."""
+        """Quantise the current contents of the sources. With `share`, collective: every worker runs the same jobs."""
         if self._launches is None:
             self._run_in_torch()
         elif self._form.per_row and self._share is None:

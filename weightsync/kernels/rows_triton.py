@@ -1,7 +1,7 @@
 """The launches of `rows.RowQuantiser` on a GPU.
 
-A program takes one row and has it in registers: it is read once for its maximum and its values. All arithmetic is that
-of `quantize.py`, rounded as IEEE 754 says, which is what vLLM's kernels are compiled to as well.
+A program holds one row in registers, so the row is read once for its maximum and its values. The arithmetic is that of
+`quantize.py`, rounded as IEEE 754 says. vLLM's kernels are compiled to the same rounding.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _rows(  # type: ignore[no-untyped-def]
 
 
 class Launches:
-    """A table of all rows on the GPU, and one launch for those of equal width and kind."""
+    """A table of all rows on the GPU, and one launch for each width, dtype and alignment."""
 
     def __init__(self, form: Form, jobs: Sequence[Job], first: Sequence[int]) -> None:
         self._form = form
@@ -130,12 +130,15 @@ class Launches:
         self._values = _DTYPES[jobs[0].values.dtype]
 
     def maxima(self, out: torch.Tensor) -> None:
-        """Write the largest magnitude of each row, counted over all jobs, or of each job. `out` has zeros."""
+        """Write the largest magnitude of each row, counted over all jobs, or of each job. `out` holds zeros."""
         self._launch(_MAXIMA, out)
 
     def quantise(self, scales: torch.Tensor | None) -> None:
-        """Write the values with these scales of all rows, or of all jobs, or, for None, with each row's own; and the
-        scales of rows."""
+        """Write the values, and with a scale for each row the scales.
+
+        scales: one for each row of all jobs, or one for each job. None: each row's own scale is computed in the same
+        launch.
+        """
         if scales is None:
             self._launch(_ALL_AT_ONCE, torch.empty(0, dtype=torch.float32, device=self._device))
         else:
@@ -166,5 +169,8 @@ class Launches:
 
 
 def _aligned(rows: torch.Tensor) -> bool:
-    """Return whether every row starts where a GPU can read or write 16 bytes at once, 16 elements after another row."""
+    """Return whether a GPU can access 16 bytes at once at the start of every row.
+
+    Length and stride of a row must also be multiples of 16 elements.
+    """
     return rows.data_ptr() % _VECTOR_BYTES == 0 and rows.stride(0) % 16 == 0 and rows.shape[1] % 16 == 0
