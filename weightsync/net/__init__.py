@@ -1,1 +1,1 @@
-"""Who talks: connections between trainer ranks and engine workers, their keys, messages and deadlines."""
+"""Connections between trainer ranks and engine workers: their keys, messages and deadlines."""

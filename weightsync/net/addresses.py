@@ -1,7 +1,7 @@
-"""The addresses and ports at which processes of other hosts reach this one, and how this one reaches theirs.
+"""Addresses and ports at which processes of other hosts reach this one, and connections to theirs.
 
-The routing table says which of this host's addresses another one is answered from. $WEIGHTSYNC_HOST says it where the
-table is wrong, and $WEIGHTSYNC_PORTS which ports a firewall lets through.
+The kernel's routing table gives the address of this host that faces another host. $WEIGHTSYNC_HOST overrides the table.
+$WEIGHTSYNC_PORTS names the ports that a firewall lets through.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _GET_ADDRESS = 0x8915
 
 
 def address_facing(host: str) -> str:
-    """Return the address of this host to offer to `host`: $WEIGHTSYNC_HOST, or that of the interface on the way there.
+    """Return the address of this host to offer to `host`: $WEIGHTSYNC_HOST, or the address of the interface facing it.
 
-    Raises `OSError` when no route exists, `ConfigError` where the variable names nothing of this host's.
+    Raises `OSError` when no route exists, `ConfigError` when $WEIGHTSYNC_HOST resolves to no address.
     """
     return _said() or local_and_peer_address(host)[0]
 
 
 def local_and_peer_address(host: str) -> tuple[str, str]:
-    """Return this host's and the other's address on the way to `host`. Raises `OSError` where there is no way."""
+    """Return both addresses of a route to `host`: this host's, then the other's. Raises `OSError` without a route."""
     problem = OSError(f"{host} has no address")
     for family, kind, protocol, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
         with socket.socket(family, kind, protocol) as probe:
             try:
-                probe.connect(place)  # sends nothing: it only asks the routing table
+                probe.connect(place)  # UDP: sends nothing, only consults the routing table
             except OSError as error:
                 problem = error
                 continue
@@ -56,14 +56,14 @@ def is_loopback(address: str) -> bool:
 
 
 def host_port(address: str, port: int) -> str:
-    """Return an address with a port as people write it."""
+    """Return "address:port", with an IPv6 address in brackets."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def listen(address: str) -> socket.socket:
-    """Listen at an address of this host: at the first free port of $WEIGHTSYNC_PORTS, or at any.
+    """Listen at an address of this host, on the first free port of $WEIGHTSYNC_PORTS, or on any port if it is unset.
 
-    Raises `ConfigError` where no such port is free, or the address is not this host's.
+    Raises `ConfigError` when no such port is free, or the address is not this host's.
     """
     family, problem = socket.AF_INET6 if ":" in address else socket.AF_INET, None
     for port in _ports(os.environ[PORTS]) if os.environ.get(PORTS) else (0,):
@@ -76,7 +76,7 @@ def listen(address: str) -> socket.socket:
 
 
 def reach(address: str, port: int, me: str, peer: str, deadline: Deadline) -> socket.socket:
-    """Connect to where `peer` listens. Raises a `PeerError` within seconds that names both ends."""
+    """Connect to `peer`, which listens at this address. Raise a `PeerError` within seconds; it names both ends."""
     limit_s = min(deadline.left_s(), timeouts.REACH_S)
     try:
         return socket.create_connection((address, port), timeout=max(limit_s, 0.001))
@@ -91,7 +91,7 @@ def reach(address: str, port: int, me: str, peer: str, deadline: Deadline) -> so
 
 
 def _said() -> str | None:
-    """Return the address that $WEIGHTSYNC_HOST says, if any."""
+    """Return the address in $WEIGHTSYNC_HOST, which may name an interface. None: the variable is unset."""
     said = os.environ.get(HOST, "").strip()
     if not said:
         return None
@@ -107,7 +107,7 @@ def _said() -> str | None:
 
 
 def _address_of(interface: str) -> str:
-    """Return the IPv4 address of an interface, or its first IPv6 address that other hosts can reach."""
+    """Return the IPv4 address of an interface, or else its first IPv6 address that is not link-local."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             found = fcntl.ioctl(any_socket, _GET_ADDRESS, struct.pack("256s", interface.encode()))

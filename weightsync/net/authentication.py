@@ -1,11 +1,11 @@
-"""Who may talk: how two ends of a connection prove to each other that they belong together.
+"""Mutual authentication of the two ends of a connection.
 
     dialer      greeting: a tag, and a nonce
     listener    greeting, and its proof
     dialer      Hello, and from here on both send frames with a seal each
 
-Proof and seals need the session's token and, where one is set, the key that trainer and engines share. Without a key
-both ends must be processes of one user on one host. Until a peer has proven itself, no more is read of it than this.
+Proof and seals are made from the session's token and the key of $WEIGHTSYNC_KEY, if one is set. Without a key both ends
+must be processes of one user on one host. Nothing else is read from a peer before it has proven itself.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _LEAST_KEY_BYTES = 32
 
 
 def read_key() -> bytes:
-    """Return the key that trainer and engines share, empty where none is set.
+    """Return the key shared by trainer and engines. Empty: none is set.
 
-    Raises `ConfigError` for a key that is too short, or a file that others may read.
+    Raises `ConfigError` for a key that is too short, and for a key file that is unreadable or open to other users.
     """
     key = os.environ.get(KEY, "").strip().encode()
     if not key and (path := os.environ.get(KEY_FILE)):
@@ -61,13 +61,13 @@ def read_key() -> bytes:
 
 
 class FrameMac:
-    """The seals of one direction of a connection. Each is of one frame and its place in the order of frames."""
+    """The seals of one direction of a connection. A seal authenticates one frame and the frame's number."""
 
     def __init__(self, key: bytes) -> None:
         self._key, self._count = key, 0
 
     def of(self, *frame: bytes) -> bytes:
-        """Return the seal of the next frame, which may come in parts."""
+        """Return the seal of the next frame, given in one or more parts."""
         seal = hashlib.blake2b(self._count.to_bytes(8, "little"), digest_size=SEAL_BYTES, key=self._key)
         for part in frame:
             seal.update(part)
@@ -76,12 +76,15 @@ class FrameMac:
 
 
 def greeting(key: bytes) -> bytes:
-    """Return a greeting, another one each time."""
+    """Return a greeting with a new nonce."""
     return (_WITH_KEY if key else _WITHOUT_KEY) + secrets.token_bytes(32)
 
 
 def derive_keys(key: bytes, token: str, dialer: bytes, listener: bytes) -> tuple[bytes, FrameMac, FrameMac]:
-    """Return the listener's proof, and the seals of the dialer's and of the listener's frames, after two greetings."""
+    """Return the listener's proof, the seals of the dialer's frames, and the seals of the listener's frames.
+
+    dialer, listener: their greetings.
+    """
     secret = hmac.digest(key, token.encode(), "sha256")
     labels = b"listener's proof", b"dialer's frames", b"listener's frames"
     proof, sent, received = (hmac.digest(secret, label + dialer + listener, "sha256") for label in labels)
@@ -89,7 +92,7 @@ def derive_keys(key: bytes, token: str, dialer: bytes, listener: bytes) -> tuple
 
 
 def explain_mismatch(greeting: bytes, key: bytes) -> str:
-    """Return why a peer with this greeting cannot prove itself, as far as the greeting tells."""
+    """Return a reason, for people, why a peer with this greeting cannot prove itself."""
     if greeting[:16] not in TAGS:
         return "it is no weightsync"
     if greeting[:16] == (_WITH_KEY if key else _WITHOUT_KEY):
@@ -98,9 +101,9 @@ def explain_mismatch(greeting: bytes, key: bytes) -> str:
 
 
 def authenticate(sock: socket.socket, token: str, peer: str, deadline: Deadline) -> tuple[FrameMac, FrameMac]:
-    """Greet the listener at the other end of a new socket. Return the seals of what is sent, and of what comes.
+    """Greet the listener at the other end of a new socket. Return the seals of sent and of received frames.
 
-    Raises `ProtocolError` unless the listener proves itself, `PeerError` when it goes away or says nothing.
+    Raises `ProtocolError` unless the listener proves itself, `PeerError` when it closes the socket or does not answer.
     """
     key = read_key()
     mine, answer = greeting(key), b""
@@ -125,18 +128,18 @@ def authenticate(sock: socket.socket, token: str, peer: str, deadline: Deadline)
 
 
 class ConnectionTable:
-    """The kernel's tables of this host's TCP connections, each read once, when it is first asked.
+    """The kernel's tables of this host's TCP connections, each read once, on its first use.
 
-    A table of ten thousand connections takes the kernel many milliseconds. Peers that are looked up at once share one.
+    The kernel takes many milliseconds for a table of ten thousand connections. Look-ups of one turn share a table.
     """
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
 
     def user_of(self, local: tuple[str, int], remote: tuple[str, int]) -> int | None:
-        """Return the user of the end of a connection that is `local` to it. None: the connection is not listed.
+        """Return the user id that owns the end of a connection with these addresses. None: it is not listed.
 
-        Raises `OSError`.
+        Raises `OSError` when the table cannot be read.
         """
         path = "/proc/net/tcp6" if ":" in local[0] else "/proc/net/tcp"
         if path not in self._texts:
@@ -162,7 +165,7 @@ def refuse_other_users(sock: socket.socket, peer: str, table: ConnectionTable | 
 
 
 def _as_listed(host: str, port: int) -> str:
-    """Return an address as /proc/net/tcp or tcp6 has it: in words of the machine's byte order."""
+    """Return an address as /proc/net/tcp and tcp6 write it: 32-bit words in the machine's byte order."""
     data = ipaddress.ip_address(host).packed
     words = [data[start : start + 4] for start in range(0, len(data), 4)]
     return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words) + f":{port:04X}"

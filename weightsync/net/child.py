@@ -1,4 +1,4 @@
-"""A process that this process starts, and ends by its process id."""
+"""Child processes of this process."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from weightsync.net.runtime import spawn
 _LOG_LINES = 25
 _PARENT = "WEIGHTSYNC_PARENT"
 _TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
-"""What a rank's child must not inherit. With the last one, torch waits for a store that torchrun would have opened."""
+"""Variables that a rank's child must not inherit. With the last one set, torch waits for torchrun's store."""
 
 
 class Child:
-    """A process in a session of its own, started at once. What it prints is added to its log.
+    """A process in a session of its own, started at once. Its output is appended to `log`.
 
-    shows: its standard output is this process's, and only what it prints to standard error is logged.
+    shows: the child writes its standard output to this process's, and only its standard error to the log.
 
-    `stop` ends it. Where this process is killed before that, a child that has called `end_with_parent` ends itself.
+    `stop` ends the child. If this process is killed first, a child that called `end_with_parent` ends itself.
     """
 
     def __init__(
@@ -41,37 +41,37 @@ class Child:
                 stdout=None if shows else file,
                 stderr=file,
                 env={**inherited, **environment, _PARENT: str(os.getpid())},
-                start_new_session=True,  # a Ctrl-C reaches this process alone, which ends its children in order
+                start_new_session=True,  # or Ctrl-C would reach the child too, before this process stops it
             )
 
     def exit_report(self) -> str | None:
-        """Return how the process ended, with the end of its log. None: it lives."""
+        """Return the exit code as text, with the end of the log. None: the process runs."""
         code = self.process.poll()
         return None if code is None else f"{self.name} ended with exit code {code}. {self.log_end()}"
 
     def log_end(self) -> str:
-        """Return the last lines of the log, with an introduction."""
+        """Return the last lines of the log, under a heading."""
         lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
         shown = "\n".join(f"  | {line}" for line in lines) or "  | (empty)"
         return f"The end of its log, {self.log}:\n{shown}"
 
     def stop(self) -> None:
-        """End the process, and all that it has started."""
+        """End the process with SIGTERM, and its process group with SIGKILL. Wait for the process."""
         try:
             if self.process.poll() is None:
                 self.process.terminate()
                 with suppress(subprocess.TimeoutExpired):
                     self.process.wait(timeouts.CHILD_FAREWELL_S)
         finally:  # also after a second Ctrl-C
-            with suppress(ProcessLookupError):  # nothing is left of it
+            with suppress(ProcessLookupError):  # the group is empty
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
 def end_with_parent() -> None:
-    """Have this process and all that it has started end when the process whose `Child` it is has ended.
+    """End this process group when the parent process exits.
 
-    Does nothing in a process that is no `Child`. Returns at once.
+    Returns at once: a thread watches the parent. Does nothing in a process that is no `Child`.
     """
     if (parent := os.environ.pop(_PARENT, None)) is not None:
         spawn("parent", lambda: _end_after(int(parent)))
@@ -86,7 +86,7 @@ def _end_after(parent: int) -> None:
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that no process listens on at this moment."""
+    """Return a free port of the loopback interface. Another process may take it at any time."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,9 +1,9 @@
 """Messages over TCP, with a deadline on every wait.
 
 Trainer rank 0 listens (`Listener`). Every engine worker and every other trainer rank connects to it (`dial`). The
-socket of a peer that dies is closed, so no wait lasts longer than the peer. A wait that runs out names the peers that
-have not answered.
-This module knows nothing about what the messages mean.
+kernel closes the socket of a peer that dies, so every wait for this peer ends at once. The error of a timeout names the
+peers that have not answered.
+This module knows nothing about the meaning of messages.
 """
 
 from __future__ import annotations
@@ -41,25 +41,26 @@ M = TypeVar("M", bound=Message)
 
 _TRIES = 3
 _MESSAGE_BYTES = 512
-"""What the smallest message takes in memory while it waits."""
+"""Memory of the smallest message in the inbox."""
 _MOST_WAITING = 2
-"""How many of the largest messages may wait. Each is asked for, so no peer of good faith has so many under way."""
+"""Size of the inbox, in messages of the largest size. Messages answer requests, so an honest peer sends fewer."""
 _KEEPALIVE = {
     socket.TCP_KEEPIDLE: timeouts.KEEPALIVE_IDLE_S,
     socket.TCP_KEEPINTVL: timeouts.KEEPALIVE_INTERVAL_S,
     socket.TCP_KEEPCNT: timeouts.KEEPALIVE_PROBES,
 }
-"""A host that loses power closes no connection; the kernel asks after it, and gives it up after half a minute."""
+"""TCP keepalive: a host that loses power closes no connection. The kernel gives it up after half a minute."""
 
 
 class Connection:
-    """One connection. Frames go out whole and come in whole.
+    """One connection to a peer. Frames are sent and received whole.
 
-    One thread converses. Others may call `ask`, `answer_pings`, `is_open` and `reported`.
+    One thread, the owner, sends and receives messages. Other threads may call `ask`, `answer_pings`, `is_open` and
+    `reported`.
     """
 
     def __init__(self, sock: socket.socket, peer: str, sent: FrameMac, received: FrameMac) -> None:
-        """Take a socket on which both ends have greeted each other, and the seals of what is sent and what comes."""
+        """Take an authenticated socket, and the seals of sent and of received frames."""
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -67,17 +68,17 @@ class Connection:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self.peer = peer
         self.most_bytes = MAX_FRAME_BYTES
-        """The largest frame that may come."""
+        """Size of the largest frame that the peer may send."""
         self.holds: Callable[[], bool] = lambda: True
-        """What this end says of itself in a `Pong`."""
+        """The value of `holds` in this end's `Pong`."""
         self.peer_holds = True
-        """What the peer has said last."""
+        """`holds` in the peer's last `Pong`."""
         self._sock, self._sent, self._received = sock, sent, received
         self._buffer = bytearray()
         self._inbox: deque[Message] = deque()
         self._waiting_bytes = 0
         self._broken: ProtocolError | None = None
-        """What was wrong with a frame that has come. Nothing behind it is read, by whichever thread."""
+        """The first invalid frame's error. After it no thread reads this socket."""
         self._reading, self._sending = threading.RLock(), threading.Lock()
         self._owes_pong = self._has_answered = False
         self._asked_at: float | None = None
@@ -87,9 +88,9 @@ class Connection:
         return self._sock.fileno()
 
     def watch_host(self, timeout_s: float) -> None:
-        """Give the connection up when the peer's host is silent for `timeout_s`, or half a minute.
+        """Give the connection up when the peer's host is silent for `timeout_s`, or for half a minute if that is less.
 
-        The peer must read what it is sent by then. Its kernel alone answers while nothing is sent.
+        The peer must read all sent data by then. Without unread data its kernel alone answers, to keepalive.
         """
         limit_s = min(timeouts.HOST_LOST_S, timeout_s)
         sixth_s = max(1, int(limit_s / 6))
@@ -102,9 +103,12 @@ class Connection:
             self._sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, message: Message, deadline: Deadline, phase: str) -> None:
-        """Send one message, taking in meanwhile what the peer sends: two that send at once do not block each other.
-        Raises `PeerError` when the peer is gone, or what it reported before it went, and `SyncTimeoutError` when it
-        does not read."""
+        """Send one message.
+
+        While the socket's buffer is full this reads from the peer: two ends that send at once would otherwise block
+        each other. Raises `SyncTimeoutError` when the peer does not read. When the peer is gone, raises the error that
+        it reported, or `PeerError`.
+        """
         with self._sending:
             self._send(message, deadline, phase)
         self._pong(deadline, phase)
@@ -125,7 +129,7 @@ class Connection:
     def receive(self, deadline: Deadline, phase: str) -> Message:
         """Return the next message.
 
-        A `Failure` is the last message, and is raised as the error that it carries; see `send`.
+        Raises the error of a `Failure`, always a peer's last message. Raises also as `send` does.
         """
         while not self._inbox:
             if self._broken is not None:
@@ -138,15 +142,17 @@ class Connection:
         return self._inbox.popleft()
 
     def expect(self, kind: type[M], deadline: Deadline, phase: str) -> M:
-        """Return the next message, which must be a `kind`. Raises `ProtocolError` for any other."""
+        """Return the next message, which must be a `kind`. Raises `ProtocolError` for another kind."""
         message = self.receive(deadline, phase)
         if not isinstance(message, kind):
             raise ProtocolError(f"{self.peer} sent {type(message).__name__}, expected {kind.__name__}", phase=phase)
         return message
 
     def check(self, phase: str, wait_s: float = 0.0) -> None:
-        """Look for bad news without consuming any message: raises what the peer reported or that it is gone. For
-        loops that wait for something else; this call sleeps for `wait_s` before it looks."""
+        """Raise the error that the peer has reported, or `PeerError` when it is gone. Consume no message.
+
+        For loops that wait for something else. The call sleeps for `wait_s` first.
+        """
         if wait_s:
             time.sleep(wait_s)
         self.read(phase)
@@ -154,8 +160,11 @@ class Connection:
             raise error
 
     def read(self, phase: str) -> bool:
-        """Take in what has arrived, without waiting; False where nothing had. Raises `PeerError` when the peer has
-        closed, or what it reported before it went; `ProtocolError` when what arrived is no message."""
+        """Read arrived bytes without waiting. Return whether there were any.
+
+        Raises `ProtocolError` for an invalid frame. When the peer has closed, raises the error that it reported, or
+        `PeerError`.
+        """
         something = self._read(phase)
         self._pong(Deadline(timeouts.PONG_SENT_S), phase)
         return something
@@ -176,33 +185,35 @@ class Connection:
             return True
 
     def ask(self, may_ask: Callable[[], bool]) -> None:
-        """Ask the peer whether it is alive, unless it owes the answer. From any thread; never raises.
+        """Send a `Ping`, unless the peer owes a `Pong`. From any thread. Never raises.
 
-        may_ask: what the thread that converses sends behind its change is not followed by a question.
+        may_ask: called under the send lock. False: send no `Ping`. So none follows a message that the owner sends after
+        it has made `may_ask` false.
         """
         if self._asked_at is None and not self._sending.locked():
-            with self._sending:  # and no `acquire`: a signal might come before its `try`
+            with self._sending:  # not `acquire` and `try`: a signal between the two would leave the lock held
                 if may_ask():
                     self._asked_at = time.monotonic()
-                    with suppress(WeightSyncError):  # the thread that converses will find it out
+                    with suppress(WeightSyncError):  # the owner's next call raises it
                         self._send(Ping(), Deadline(timeouts.PONG_SENT_S), "idle")
 
     @property
     def seconds_since_read(self) -> float:
-        """For how long the peer has owed the answer to `ask`."""
+        """Seconds since the unanswered `Ping` of `ask`, 0.0 when there is none."""
         return 0.0 if (asked_at := self._asked_at) is None else time.monotonic() - asked_at
 
     def answer_pings(self) -> bool:
-        """Answer a peer that asks whether this process is alive. From any thread; never raises.
+        """Read arrived bytes, and answer the peer's `Ping`. From any thread. Never raises.
 
-        Return whether anything was taken in, which the thread that converses may be about to wait for.
+        Returns whether anything was read or has failed. The owner must then be woken: its `poll` no longer sees these
+        bytes.
         """
-        with suppress(WeightSyncError):  # the thread that converses will find it out
+        with suppress(WeightSyncError):  # the owner's next call raises it
             return self.read("idle")
         return True
 
     def _pong(self, deadline: Deadline, phase: str) -> None:
-        # A thread that is in the middle of a frame answers when that is out.
+        # A thread that is sending a frame holds the lock, and answers after the frame.
         if self._owes_pong and not self._sending.locked():
             with self._sending:
                 self._owes_pong = False
@@ -216,7 +227,7 @@ class Connection:
                 end = PREFIX_BYTES + frame_length(prefix, self.most_bytes)
                 if len(self._buffer) < end + SEAL_BYTES:
                     break
-                body = bytes(memoryview(self._buffer)[PREFIX_BYTES:end])  # a plan has no room for a copy more
+                body = bytes(memoryview(self._buffer)[PREFIX_BYTES:end])  # one copy, since plans are large
                 seal = bytes(self._buffer[end : end + SEAL_BYTES])
                 del self._buffer[: end + SEAL_BYTES]
                 if not hmac.compare_digest(self._received.of(prefix, body), seal):
@@ -225,7 +236,7 @@ class Connection:
                 if isinstance(message, Ping):
                     self._owes_pong = True
                     continue
-                if isinstance(message, Pong):  # which may come late, when no answer is awaited any more
+                if isinstance(message, Pong):  # it may be late: no thread waits for it any more
                     self._has_answered, self._asked_at, self.peer_holds = True, None, message.holds
                     continue
                 self._waiting_bytes = end + _MESSAGE_BYTES + (self._waiting_bytes if self._inbox else 0)
@@ -238,13 +249,13 @@ class Connection:
             raise
 
     def pop(self) -> Message | None:
-        """Return a message that has already been read, if any."""
+        """Return the next message in the inbox, or None. Does not read the socket."""
         return self._inbox.popleft() if self._inbox else None
 
     def reported(self) -> WeightSyncError | None:
-        """Return the failure that the peer has reported, if it has already been read.
+        """Return the error of a `Failure` in the inbox, or else of an invalid frame, if any. Does not read the socket.
 
-        That this process was fenced off explains whatever else was reported.
+        A `FencedError` comes first, since it is the cause of any other failure.
         """
         causes = [from_fields(message.error) for message in tuple(self._inbox) if isinstance(message, Failure)]
         return next(
@@ -253,30 +264,30 @@ class Connection:
 
     @property
     def broken(self) -> ProtocolError | None:
-        """Return what was wrong with a frame that has come, if so. The peer did not send it."""
+        """The error of an invalid frame, if one has arrived. An honest peer never sends one."""
         return self._broken
 
     def was_told(self) -> bool:
-        """Return whether the peer has reported a failure that has already been read."""
+        """Return whether the inbox has a `Failure`."""
         return any(isinstance(message, Failure) for message in tuple(self._inbox))
 
     def has_mail(self) -> bool:
-        """Return whether `pop` would give a message."""
+        """Return whether the inbox has a message."""
         return bool(self._inbox)
 
     def is_open(self) -> bool:
-        """Return whether the peer still holds its end, as far as can be known without waiting."""
+        """Return whether both ends are open, as far as can be known without waiting."""
         if self._closed:
             return False
         try:
             while self.read("idle"):
-                pass  # that it has gone comes behind all that it has said
+                pass  # EOF arrives after the peer's last message
         except WeightSyncError:
             return False
         return True
 
     def answers(self, timeout_s: float) -> bool:
-        """Return whether the peer's process is there and runs, which it says within `timeout_s`."""
+        """Return whether the peer's process answers a `Ping` within `timeout_s`."""
         deadline = Deadline(timeout_s)
         try:
             self._has_answered = False
@@ -295,9 +306,9 @@ class Connection:
             hang_up(self._sock)
 
     def _gone(self, phase: str, error: OSError | None = None) -> WeightSyncError:
-        """Return why the peer is gone.
+        """Return the error that the peer reported, or else a `PeerError`.
 
-        What it said before it went is the better cause, and may not have been read yet.
+        Reads the rest of the socket first: a `Failure` that names the cause may be there.
         """
         with suppress(OSError, ProtocolError), self._reading:
             while data := self._sock.recv(1 << 20):
@@ -309,7 +320,7 @@ class Connection:
 
 
 def dial(host: str, port: int, token: str, hello: Hello, peer: str, deadline: Deadline) -> Connection:
-    """Connect to the `Listener` that has this token, and say hello. Raises as `reach` and `authenticate` do."""
+    """Connect to the `Listener` of this token, and send `hello`. Raises as `reach` and `authenticate` do."""
     limit = Deadline(min(deadline.left_s(), timeouts.GREETING_S))
     certificates = read_certificates(is_listener=False)
     tries = 0
@@ -324,17 +335,20 @@ def dial(host: str, port: int, token: str, hello: Hello, peer: str, deadline: De
             tries += 1
             if not isinstance(error, PeerError) or tries == _TRIES or limit.passed():
                 raise
-        time.sleep(timeouts.DIAL_AGAIN_S)  # a flood of strangers may have taken its place
+        time.sleep(timeouts.DIAL_AGAIN_S)  # in a flood of connections the listener may have dropped this one
 
 
 def name_of(hello: Hello) -> str:
-    """Return who has introduced itself so, for people."""
+    """Return the peer's name for people, from its `Hello`."""
     return f"engine {hello.group} worker {hello.name}" if hello.role == "worker" else f"trainer rank {hello.rank}"
 
 
 def hang_up(sock: socket.socket) -> None:
-    """Close a socket though a forked child, such as a data loader's worker, may have a copy of its descriptor."""
-    with suppress(OSError):  # the other end was faster
+    """Shut a socket down and close it.
+
+    `close` alone sends no EOF while a forked child, such as a data loader's worker, has a copy of the descriptor.
+    """
+    with suppress(OSError):  # the other end has closed first
         sock.shutdown(socket.SHUT_RDWR)
     sock.close()
 
@@ -344,9 +358,9 @@ class Pollable(Protocol):
 
 
 def ready(sources: Collection[Pollable], events: int, wait_s: float) -> list[Pollable]:
-    """Return those of `sources` that can be read or written, or are broken, within `wait_s`.
+    """Wait for `events` for at most `wait_s`. Return the sources that have any, or are broken.
 
-    `select` cannot look at descriptors over 1023, which a process that holds an engine has.
+    Uses `poll`: `select` takes no descriptor over 1023, and a process with an engine has such descriptors.
     """
     poll = select.poll()
     numbered = {source.fileno(): source for source in sources}

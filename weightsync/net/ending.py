@@ -1,4 +1,4 @@
-"""Work that is done to its end though a signal interrupts the thread that waits for it."""
+"""Work that a signal to the main thread cannot interrupt."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _TRIES = 3
 
 
 class Ending(Generic[T]):
-    """What must be done when a step has failed, once.
+    """Work to do once, after a step has failed.
 
-    Python raises `KeyboardInterrupt`, and what other signals raise, in the main thread. So the work runs in another
-    one there, and the main thread waits, however often it is interrupted.
+    Python runs signal handlers, such as the one raising `KeyboardInterrupt`, in the main thread. So the main thread has
+    another thread do the work. It waits for the end, however often it is interrupted.
     """
 
     def __init__(self, work: Callable[[], T]) -> None:
@@ -26,9 +26,9 @@ class Ending(Generic[T]):
         self._working = threading.Lock()
 
     def result(self) -> T:
-        """Return what the work returns, or raise what it raises, or what has interrupted the wait.
+        """Do the work unless it is done, and return its result. Safe from any thread, any number of times.
 
-        It may be called again, and does the work if it is not done. Safe from any thread.
+        Raises the work's exception. An exception that interrupted the wait is raised in its place.
         """
         if threading.current_thread() is not threading.main_thread():
             self._do()

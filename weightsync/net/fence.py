@@ -1,8 +1,8 @@
-"""The fence in a call to an engine's HTTP server: which trainer's session the call is of.
+"""The fence of an engine's HTTP server: the server refuses calls of any trainer's session but the last.
 
-vLLM's own routes, such as /sleep and /update_weight_version, never reach a worker, so that no worker can refuse them.
-The engine's worker 0 notes in a file which sessions have had the engine. The server reads that file, and refuses a call
-of any session but the last one. A trainer that stopped answering thus cannot pause or mark the engine of the next one.
+vLLM's own routes, such as /sleep and /update_weight_version, never reach a worker, so no worker can refuse them. The
+engine's worker 0 writes each new session into a file, and the server compares every call with the file's last session.
+Without the fence a trainer that had hung could still pause or mark an engine taken over by another trainer.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from pathlib import Path
 from weightsync.errors import EngineError, FencedError
 
 VARIABLE = "WEIGHTSYNC_FENCE"
-"""Set in an engine's environment, it names the file. `weightsync.vllm.serve` sets it."""
+"""Name of the environment variable with the file's path. `weightsync.vllm.serve` sets it in an engine's environment."""
 HEADER = "WeightSync-Session"
-"""The header of a call that has the session."""
+"""The HTTP header with a call's session."""
 STATUS = 409
-"""The status of the answer to a call that is refused."""
+"""The HTTP status of a refusal."""
 TAKEN_OVER = "another trainer has taken over this engine, since this one did not answer"
 _MOST = 64
-"""How many sessions the file remembers. A call of an older one is refused too, with less to say."""
+"""Most sessions in the file. A call of an older session is refused too, with the error for an unknown trainer."""
 
 
 def note_session(path: str, session: str) -> None:
-    """Note in the engine's file that a session has the engine now. Raises `OSError`."""
+    """Append a session to the engine's file: it has the engine now. Raises `OSError`."""
     sessions = [*_sessions(path), session][-_MOST:]
     draft = Path(f"{path}.{secrets.token_hex(4)}")
     draft.write_text("\n".join(sessions))
-    draft.replace(path)  # the server reads the old file, or the new one
+    draft.replace(path)  # atomic: the server reads the old file or the new one, never a part
 
 
 def refusal(path: str, session: str) -> EngineError | None:
-    """Return why the engine of this file must refuse a call of this session. None: the session has the engine."""
+    """Return the error that refuses a call of this session. None: the session is the last in the engine's file."""
     sessions = _sessions(path)
     if sessions and sessions[-1] == session:
         return None
@@ -40,7 +40,7 @@ def refusal(path: str, session: str) -> EngineError | None:
 
 
 def several_engines() -> EngineError:
-    """Return the error of a trainer's call that has come to an engine which does not know the trainer."""
+    """Return the error for a call to an engine that has not met the calling trainer."""
     return EngineError(
         "this call has come to another engine than the one whose workers have met the trainer, and was refused. A load "
         "balancer behind the address, or replicas, would leave engines half updated: give each engine's own address, "
@@ -49,7 +49,7 @@ def several_engines() -> EngineError:
 
 
 def read_refusal(answer: object) -> EngineError | None:
-    """Return the error in the parsed body of a refusal, None for the body of another program."""
+    """Return the error in the parsed body of a refusal. None: another program wrote the body."""
     said = answer.get("error") if isinstance(answer, dict) else None
     if not isinstance(said, dict) or said.get("by") != HEADER:
         return None
@@ -58,7 +58,7 @@ def read_refusal(answer: object) -> EngineError | None:
 
 
 def write_refusal(error: EngineError) -> dict[str, dict[str, str]]:
-    """Return the body of a refusal, in the form that vLLM gives to errors."""
+    """Return the body of a refusal, in the form of vLLM's errors."""
     return {"error": {"message": str(error), "type": type(error).__name__, "by": HEADER}}
 
 

@@ -1,20 +1,20 @@
-"""How long a trainer keeps the engines that it is connected to, where another trainer asks for them."""
+"""The trainer's hold on its engines, when another trainer asks for them."""
 
 from __future__ import annotations
 
 import time
 
 _STALLED = 2
-"""A push that has not moved for this many timeouts is stuck. None of rank 0's waits lasts longer than one."""
+"""A push is stuck after this many timeouts without progress. Each of rank 0's waits ends after one."""
 
 
 class Hold:
-    """The clock of trainer rank 0's main thread, which another thread reads to answer for it.
+    """The time of rank 0's last progress. The main thread sets it, and the thread that answers `Ping` reads it.
 
-    A process that answers is not yet one that works: its main thread may be in a deadlock. So an answer says whether
-    the trainer keeps its engines. It does while a push moves, and between two pushes.
+    A `Pong` shows only a running process: its main thread may be in a deadlock. So `Pong.holds` tells whether the
+    trainer keeps its engines. It does while its push makes progress, and between two pushes.
 
-    idle_s: for how long between two pushes. None: until the trainer closes its `WeightSync`, or ends.
+    idle_s: longest hold between two pushes. None: until the trainer closes its `WeightSync`, or ends.
     """
 
     def __init__(self, timeout_s: float, idle_s: float | None = None) -> None:
@@ -23,15 +23,15 @@ class Hold:
         self._moved_at = time.monotonic()
 
     def begin(self) -> None:
-        """Note that the main thread begins a push."""
+        """Record the start of a push."""
         self._moved_at, self._is_pushing = time.monotonic(), True
 
     def move(self) -> None:
-        """Note that the main thread runs."""
+        """Record progress of the main thread."""
         self._moved_at = time.monotonic()
 
     def end(self) -> None:
-        """Note that the push has ended, in whichever way."""
+        """Record the end of a push, successful or not."""
         self._moved_at, self._is_pushing = time.monotonic(), False
 
     def lasts(self) -> bool:

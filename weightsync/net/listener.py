@@ -1,6 +1,7 @@
-"""Where the trainer's rank 0 listens: who comes in, who is turned away, and the answers of those who are in.
+"""Rank 0's listening sockets: the admission of peers, and the collection of their answers.
 
-A peer that connects is a stranger until it has proven itself. It gets little memory, little time and no message.
+A peer that connects is a newcomer until it has proven itself. A newcomer gets little memory, little time and no
+message.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ _REPLICAS = (
     "engine of its own"
 )
 _HELLO_BYTES = 1 << 16
-"""The largest frame of a newcomer before its `Hello` has come: strangers fill no memory."""
+"""Size of a newcomer's largest frame before its `Hello`. Strangers then cannot fill the memory."""
 _NEWCOMERS = 128
-"""Who has not come in yet, at most. The oldest goes for the next one, and so strangers do not keep a worker out."""
+"""Most newcomers at a time. The next one replaces the oldest, so strangers cannot keep a worker out."""
 
 
 class Listener:
-    """Where trainer rank 0 listens. Peers prove that they know this hub's token, and the key where one is set.
+    """Rank 0's listening sockets. Peers must prove that they know its token, and the key if one is set.
 
-    refused: why the last newcomer was turned away, for people. A stranger may have caused it.
+    refused: the reason, for people, why the last newcomer was turned away. That newcomer may have been a stranger.
     """
 
     def __init__(self) -> None:
@@ -66,10 +67,10 @@ class Listener:
         self._wake_out.setblocking(False)
 
     def listen(self, host: str) -> tuple[str, int]:
-        """Listen at the address that `host` can reach, once per address; gives (address, port).
+        """Listen at the address that faces `host`, unless that is done already. Return (address, port).
 
-        Raises `ConfigError` for another host when there is no key, and as `addresses.listen` does; `OSError` when there
-        is no way to `host`.
+        Raises `ConfigError` for another host when no key is set, and as `addresses.listen` does. Raises `OSError` when
+        there is no route to `host`.
         """
         address = address_facing(host)
         if not self._key and not is_here(host):
@@ -82,7 +83,7 @@ class Listener:
         return self.listening[address]
 
     def invitation(self, session: str, engine: int, host: str, timeout_s: float) -> dict[str, Any]:
-        """Return the `InitInfo` of an engine on `host`, as plain values. Raises as `listen` does."""
+        """Return the `InitInfo` for an engine on `host`, as plain values. Raises as `listen` does."""
         address, port = self.listen(host)
         info: dict[str, Any] = to_builtins(
             InitInfo(session, engine, address, port, self.token, timeout_s, this_process())
@@ -90,20 +91,25 @@ class Listener:
         return info
 
     def reset_role(self, role: str) -> None:
-        """Admit peers of this role anew, though others of the same numbers have come before."""
+        """Allow peers of this role to connect again with numbers that were admitted before."""
         self._admitted = {key for key in self._admitted if key[0] != role}
 
     def wake(self) -> None:
-        """Make a running `admit` or `collect` look again at what other threads may change. From any thread; returns at
-        once, and never raises."""
-        with suppress(OSError):  # there is no room for more, or the hub has been closed
+        """Wake a running `admit` or `collect`, so that it calls `check` and reads inboxes again.
+
+        From any thread. Returns at once and never raises.
+        """
+        with suppress(OSError):  # the pipe is full, so a wake-up is pending; or the listener is closed
             self._wake_in.send(b"x")
 
     def admit(
         self, role: str, group: int, deadline: Deadline, phase: str, check: Callable[[], None]
     ) -> list[tuple[Hello, Connection]]:
-        """Wait for every peer of a group, in rank order; they say themselves how many they are. `check` is called at
-        every turn and may raise. Whatever is raised here is told to those who have come."""
+        """Wait for all peers of a group, and return them in rank order. `Hello.world` gives their number.
+
+        `check` is called in every turn of the wait, and may raise. A `WeightSyncError` raised here is also sent to the
+        connected peers of all groups.
+        """
         try:
             return self._admit(role, group, deadline, phase, check)
         except WeightSyncError as error:
@@ -146,8 +152,11 @@ class Listener:
         phase: str,
         check: Callable[[], None] | None = None,
     ) -> list[M]:
-        """One message of `kind` from each of `peers`, in their order. The first `Failure`, or the first peer that
-        goes away, is raised at once; so is what `check`, called at every turn, raises."""
+        """Return one message of `kind` from each of `peers`, in their order.
+
+        Raises at once for the first `Failure` and for the first peer that disconnects. `check` is called in every turn
+        of the wait, and may raise.
+        """
         answers: dict[Connection, M] = {}
         watched = list(peers)
         while True:
@@ -169,10 +178,10 @@ class Listener:
                 except PeerError:
                     if connection not in owing or not connection.has_mail():
                         raise
-                    watched.remove(connection)  # what it said before it went may be all that is owed
+                    watched.remove(connection)  # its last message may be the one of `kind`
 
     def _poll_once(self, connections: list[Connection], deadline: Deadline) -> list[Connection]:
-        """Wait until something can be read or `wake` is called; introduce newcomers; give the readable channels."""
+        """Wait until a socket is readable or `wake` is called. Serve newcomers. Return the readable connections."""
         for newcomer in [newcomer for newcomer in self._newcomers if newcomer.deadline.passed()]:
             self._turn_away(newcomer, "it did not introduce itself")
         listeners = self._listeners if self._has_room() else []
@@ -180,7 +189,7 @@ class Listener:
         readable = ready(everyone, select.POLLIN, min(deadline.left_s(), timeouts.LISTENER_POLL_S))
         if self._wake_out in readable:
             self._wake_out.recv(4096)
-        table = ConnectionTable()  # all that greet in this turn share one look
+        table = ConnectionTable()  # one for all greetings of this turn: reading it is slow
         for newcomer in [newcomer for newcomer in self._newcomers if newcomer in readable]:
             has_greeted = newcomer.connection is not None
             self._introduce(newcomer)
@@ -194,7 +203,7 @@ class Listener:
         return [connection for connection in connections if connection in readable]
 
     def _has_room(self) -> bool:
-        """Return whether another newcomer may come, for which the oldest may have to go."""
+        """Return whether to accept a newcomer, possibly in place of the oldest one."""
         return (
             len(self._newcomers) < _NEWCOMERS
             or self._newcomers[0].deadline.left_s() < timeouts.NEWCOMER_S - timeouts.NEWCOMER_LEAST_S
@@ -204,8 +213,8 @@ class Listener:
         try:
             sock, address = listener.accept()
         except (BlockingIOError, ConnectionError):
-            return  # the newcomer has gone again
-        except OSError as error:  # this process has no descriptor left, which strangers can bring about
+            return  # the newcomer has closed already
+        except OSError as error:  # no file descriptor is left, perhaps for too many strangers
             for newcomer in [*self._newcomers]:
                 self._turn_away(newcomer, str(error))
             time.sleep(timeouts.NO_ROOM_S)
@@ -215,7 +224,7 @@ class Listener:
         try:
             sock = wrap(sock, self._certificates, is_listener=True)
         except OSError:
-            return  # the newcomer has gone again
+            return  # the newcomer has closed already
         self._newcomers.append(_UnauthenticatedPeer(sock, host_port(*address[:2])))
 
     def _turn_away(self, newcomer: _UnauthenticatedPeer, why: str) -> None:
@@ -224,10 +233,10 @@ class Listener:
         newcomer.close()
 
     def _introduce(self, newcomer: _UnauthenticatedPeer) -> None:
-        """Read a newcomer's greeting, and answer it; or read its `Hello`.
+        """Read a newcomer's greeting and answer it, or read its `Hello`.
 
-        A newcomer that cannot prove itself is turned away without a message. One that can and may not take part is told
-        why, and the reason is raised.
+        A newcomer that cannot prove itself is turned away without a message. A proven peer with an unfit `Hello` is
+        sent a `Failure`. The same `ProtocolError` is raised here.
         """
         try:
             if newcomer.connection is None:
@@ -237,7 +246,7 @@ class Listener:
             connection.read("connect")
             hello = connection.pop()
         except BlockingIOError:
-            return  # what has come was of TLS itself
+            return  # only TLS's own records have arrived
         except (WeightSyncError, OSError) as error:
             self._turn_away(newcomer, f"{explain_mismatch(newcomer.greeting, self._key)} ({error})")
             return
@@ -282,7 +291,7 @@ class Listener:
 
 
 class _UnauthenticatedPeer:
-    """Who has connected and has not come in. `connection` is there once its greeting was answered."""
+    """A newcomer. `connection` is None until its greeting is answered."""
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         sock.setblocking(False)
@@ -294,9 +303,9 @@ class _UnauthenticatedPeer:
         return self._sock.fileno()
 
     def answer(self, key: bytes, token: str) -> None:
-        """Read what has come of a greeting, and answer a whole one.
+        """Read arrived bytes of the greeting, and answer it when it is complete.
 
-        Raises `OSError`, `PeerError`, and `ProtocolError` for what is no greeting.
+        Raises `ProtocolError` for bytes of another protocol, `PeerError` at EOF, and `OSError`.
         """
         data = self._sock.recv(GREETING_BYTES - len(self.greeting))
         if not data:
@@ -307,12 +316,12 @@ class _UnauthenticatedPeer:
         if len(self.greeting) == GREETING_BYTES:
             mine = greeting(key)
             proof, received, sent = derive_keys(key, token, self.greeting, mine)
-            self._sock.sendall(mine + proof)  # which a new socket has room for
+            self._sock.sendall(mine + proof)  # does not block: a new socket's buffer has room
             self.connection = Connection(self._sock, self.peer, sent, received)
             self.connection.most_bytes = _HELLO_BYTES
 
     def refuse_other_users(self, table: ConnectionTable) -> None:
-        """Raise `ProtocolError` unless it is a process of this user on this host."""
+        """Raise `ProtocolError` unless the newcomer is a process of this user on this host."""
         refuse_other_users(self._sock, self.peer, table)
 
     def close(self) -> None:

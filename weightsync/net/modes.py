@@ -1,4 +1,4 @@
-"""What the caller's thread is inside of, such as `torch.autocast`, and a push is not."""
+"""A push outside of the torch modes of its caller's thread, such as `torch.autocast`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 class PlainModes:
-    """A context in which torch computes as in a new thread, whatever the caller has entered.
+    """A context in which torch computes as in a new thread, regardless of the caller's modes.
 
-    Autocast would merge adapters in another dtype. Tensors that are made in inference mode cannot be written outside of
-    it, so that the next push would fail. A default device would take the memory that is meant for a CPU. A mode of
-    operators, such as `FakeTensorMode`, would see the push's own. What holds for the whole process, such as the default
-    dtype, stays: other threads compute meanwhile.
+    Autocast would merge adapters in another dtype. A tensor made in inference mode cannot be written outside of it, so
+    the next push would fail. A default device would move CPU buffers to a GPU. A dispatch mode, such as
+    `FakeTensorMode`, would intercept the push's operators. Settings of the whole process, such as the default dtype,
+    stay: other threads compute meanwhile.
     """
 
     def __init__(self) -> None:
@@ -29,12 +29,12 @@ class PlainModes:
         self.leave()
 
     def leave(self) -> None:
-        """Leave the context, if it was not left."""
+        """Leave the context, unless it is left already."""
         self._entered.close()
 
     @contextmanager
     def left(self) -> Iterator[None]:
-        """Leave the context meanwhile: the body is the caller's."""
+        """Leave the context while the body, the caller's code, runs."""
         self.leave()
         try:
             yield
@@ -49,5 +49,5 @@ class PlainModes:
             for kind in ("cpu", "cuda"):
                 entered.enter_context(torch.autocast(kind, enabled=False))
             if torch.empty(0).device.type != "cpu":
-                entered.enter_context(torch.device("cpu"))  # only then, since it makes each call of torch slower
+                entered.enter_context(torch.device("cpu"))  # not always: it makes every call of torch slower
             self._entered = entered.pop_all()

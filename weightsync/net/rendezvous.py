@@ -1,7 +1,7 @@
-"""How the other trainer ranks learn where rank 0 listens: through the store of the default process group.
+"""Rank 0's address, given to the other trainer ranks through the store of the default process group.
 
-Rank 0 numbers its offers, and each other rank takes them one by one, as it would collective calls. What rank 0 has
-given up fails on the rank that comes late as well. The training job's own collectives stay in step, since none is used.
+Rank 0 numbers its offers, one for each call, and each other rank takes them in order. An offer that rank 0 has given up
+raises on a late rank, too. No collective operation is used, so the training job's own collectives stay in step.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from weightsync.net.runtime import Deadline
 
 ALL_PUSH = "every rank must call push, and none may take longer for its part"
 _NO = "! "
-"""What a text begins with that says why nothing is offered."""
+"""Prefix of a text in the place of an offer: the reason why there is none."""
 
 
 class Rendezvous:
-    """The ranks of a process group, or of the default one, at the default store. Raises `PeerError` where the store is
-    gone."""
+    """The ranks of a process group, or of the default group, at the default store.
+
+    Every method raises `PeerError` when the store is gone.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         name = "weightsync" if group is None else f"weightsync/{group.group_name}"
         self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-        self._calls: list[str] = []  # which rank's, and which of its calls
+        self._calls: list[str] = []  # "rank/number of the rank's offer"
 
     def hosts(self, deadline: Deadline) -> list[str]:
-        """Return the address that each other rank has said, on rank 0. Waits for those that have not come yet."""
+        """Return each other rank's own address, in rank order. Called on rank 0. Waits for ranks that are late."""
         return [self._wait(f"host/{rank}", f"trainer rank {rank}", deadline) for rank in range(1, self.size)]
 
     def invite(self, lost: Sequence[int], what: str) -> None:
-        """Begin the next offer to each of these ranks, on rank 0. They wait for what `say` says.
+        """Begin the next offer to each `lost` rank. Called on rank 0. These ranks wait for `publish`.
 
-        what: rank 0's call, as another rank compares it with its own.
+        what: rank 0's call, `Call.what()`. Each rank compares it with its own.
         """
         with _store():
             self._calls = [f"{rank}/{self._store.add(f'calls/{rank}', 1)}" for rank in lost]
@@ -46,24 +48,32 @@ class Rendezvous:
                 self._store.set(f"what/{call}", what)
 
     def publish(self, offer: str, refusal: str = "") -> None:
-        """Make the offer, or say why there is none, on rank 0."""
+        """Make the offer, or give the reason why there is none. Called on rank 0."""
         with _store():
             for call in self._calls:
                 self._store.set(f"offer/{call}", _NO + refusal if refusal else offer)
 
     def check(self, offer: str) -> None:
-        """Raise what kept a rank from taking the offer, if anything did, on rank 0."""
+        """Raise `PeerError` when a rank has reported that it cannot connect. Called on rank 0."""
         with _store():
             why = self._store.get(f"lost/{offer}").decode() if self._store.check([f"lost/{offer}"]) else ""
         if why:
             raise PeerError(why, phase="connect")
 
     def fetch(self, host: str, deadline: Deadline, what: str, hears: bool) -> str:
-        """Return the next offer to this rank, on another rank. `host` is this rank's address, `what` is its call.
+        """Return the next offer to this rank. Called on another rank than 0.
 
-        Rank 0 may have given an offer up. Where its call was the same, this rank has come late: `PeerError` with rank
-        0's reason is raised, if this rank `hears`. Other offers that were given up are left out. Raises
-        `SyncTimeoutError` where there is none.
+        Offers that rank 0 has given up are passed over, except in the case below.
+
+        Args:
+            host: this rank's address.
+            deadline: the time until which this rank waits for an offer.
+            what: this rank's call, `Call.what()`.
+            hears: raise rank 0's reason for an offer that it gave up.
+
+        Raises:
+            PeerError: `hears`, and rank 0 has given up the offer of the same call: this rank is late.
+            SyncTimeoutError: rank 0 made no offer.
         """
         with _store():
             self._store.set(f"host/{self.rank}", host)
@@ -81,7 +91,7 @@ class Rendezvous:
                     raise
 
     def report_failure(self, why: str) -> None:
-        """Tell rank 0 why this rank cannot come. Raises `PeerError` when rank 0 has given up by itself."""
+        """Tell rank 0 why this rank cannot connect. Raises `PeerError` when rank 0 has given up by itself."""
         offer = self._offer()
         with _store():
             self._store.set(f"lost/{offer}", why)
@@ -94,7 +104,7 @@ class Rendezvous:
         return offer
 
     def _wait(self, key: str, who: str, deadline: Deadline) -> str:
-        # A blocking `get` would keep other threads of this process from their store.
+        # Polls: a blocking `get` holds the store's lock, and other threads of this process use the store.
         pause_s = timeouts.RENDEZVOUS_POLL_S
         with _store():
             while not self._store.check([key]):

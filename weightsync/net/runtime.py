@@ -1,4 +1,4 @@
-"""What a process needs to know of itself and its machine: deadlines, threads, devices, other processes."""
+"""Deadlines, threads, and the identity of hosts, devices and processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """A moment in the future. `Deadline(30.0)` is 30 seconds from now. Every wait has one."""
+    """A moment in the future. `Deadline(30.0)` is 30 seconds from now. Every wait has a deadline."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -48,9 +48,9 @@ def describe_device(device: torch.device) -> tuple[str, str]:
 
 
 def started_ticks(pid: int) -> int | None:
-    """Return when a process of this host was started, in clock ticks since boot, or None when it does not run.
+    """Return the start time of a process of this host in clock ticks since boot. None: it does not run.
 
-    Two processes that have the same pid after each other differ in it.
+    Two processes with the same pid, one after the other, have different start times.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -61,21 +61,21 @@ def started_ticks(pid: int) -> int | None:
 
 
 def this_process() -> str:
-    """Return a name of this process that no other has: "boot id:pid:clock ticks of its start"."""
+    """Return this process's unique name: "boot id:pid:clock ticks of its start"."""
     return f"{boot_id()}:{os.getpid()}:{started_ticks(os.getpid())}"
 
 
 def is_running(process: str) -> bool:
-    """Return whether a process that `this_process` named runs on this host."""
+    """Return whether a process runs on this host. Its name is that of `this_process`."""
     boot, pid, ticks = process.split(":")
     return boot == boot_id() and str(started_ticks(int(pid))) == ticks
 
 
 def spawn(name: str, function: Callable[[], None]) -> None:
-    """Run `function`, which must not raise, in a daemon thread of this name. Raises `RuntimeError` without a thread.
+    """Run `function`, which must not raise, in a daemon thread of this name.
 
-    Threads are kept for the next call. In a process with an in-process engine, starting a thread takes longer than
-    most engine calls. The interpreter does not wait for these threads when it exits.
+    Threads are kept for later functions: starting a thread beside an in-process engine takes longer than most engine
+    calls. The interpreter does not wait for these threads when it exits. Raises `RuntimeError` when no thread starts.
     """
     try:
         thread = _idle.pop()
@@ -86,7 +86,7 @@ def spawn(name: str, function: Callable[[], None]) -> None:
 
 
 def submit(name: str, function: Callable[[], T]) -> Future[T]:
-    """Run `function` as `spawn` does, and return what will have what it returns or raises."""
+    """Run `function` as `spawn` does, and return a future of its result or exception."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -111,7 +111,7 @@ class _Kept(threading.Thread):
             except queue.Empty:
                 try:
                     _idle.remove(self)
-                except ValueError:  # `spawn` has taken this thread just now
+                except ValueError:  # `spawn` has just taken this thread, and puts a function into its queue
                     name, function = self.work.get()
                 else:
                     return

@@ -1,4 +1,4 @@
-"""TLS under the connections to trainer rank 0, by certificates of one authority. Both ends show theirs."""
+"""TLS under the connections to trainer rank 0. Both ends show a certificate of one authority."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SET_THEM = f"Set {CERT}, {KEY} and {CA} on trainer and engine to certificates of
 
 
 def read_certificates(is_listener: bool) -> ssl.SSLContext | None:
-    """Return what connections are made with at this end, None where none of the variables is set.
+    """Return the TLS context of this end. None: none of the three variables is set.
 
-    Raises `ConfigError` where some are missing, or name no certificates.
+    Raises `ConfigError` when one of them is missing, or names no usable file.
     """
     paths = [os.environ.get(name) for name in VARIABLES]
     if not any(paths):
@@ -30,20 +30,20 @@ def read_certificates(is_listener: bool) -> ssl.SSLContext | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_listener else ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(ca)
-        context.load_cert_chain(cert, key, password="")  # or a key with a password would be asked for at the terminal
+        context.load_cert_chain(cert, key, password="")  # None would prompt at the terminal for a key's password
     except OSError as error:
         raise ConfigError(f"cannot use {CERT}={cert}, {KEY}={key}, {CA}={ca}: {error}. {SET_THEM}") from error
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # An address says nothing of a job's hosts. A peer with any certificate of this authority may talk.
+    # A job's hosts have no fixed names to check. Any certificate of this authority is accepted.
     context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
     context.sslsocket_class = TlsSocket
     return context
 
 
 def wrap(sock: socket.socket, context: ssl.SSLContext | None, is_listener: bool) -> socket.socket:
-    """Return a connected socket under TLS, the plain one without a context.
+    """Return a connected socket wrapped in TLS. Without a context, return the socket itself.
 
-    The ends meet in the first call that sends or receives.
+    The first send or receive does the handshake.
     """
     if context is None:
         return sock
@@ -51,7 +51,7 @@ def wrap(sock: socket.socket, context: ssl.SSLContext | None, is_listener: bool)
 
 
 class TlsSocket(ssl.SSLSocket):
-    """A socket under TLS that raises what a plain one raises where it would block. Threads may share it."""
+    """A TLS socket for several threads. It raises `BlockingIOError` where it would block, as a plain socket does."""
 
     def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
         with self._turn():
@@ -63,7 +63,8 @@ class TlsSocket(ssl.SSLSocket):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        # OpenSSL has one state for both directions, and `SSLSocket` has no place for attributes before it is made.
+        # OpenSSL has one state for both directions, so threads take turns. `SSLSocket` offers no hook to create the
+        # lock earlier: it has no usable constructor.
         with self.__dict__.setdefault("_lock", threading.Lock()):
             try:
                 yield

@@ -1,6 +1,6 @@
-"""One collective step of the trainer's ranks, such as a push: its ranks, its phases, its deadline.
+"""One collective step of the trainer's ranks, such as a push: its ranks, its phases, its deadlines.
 
-Everything that waits during a push gets an `Update`, and nothing else of `WeightSync`.
+Code that waits during a push gets the `Update`, and nothing else of `WeightSync`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 class Timeline:
-    """The phase that an error happened in, and when each phase began and ended."""
+    """The current phase, for errors, and the start and end of each phase."""
 
     def __init__(self) -> None:
         self.phase = "connect"
         self.started_ns = time.time_ns()
         self.spans: list[tuple[str, int, int]] = []
         self.sent_s: list[float] = []
-        """Rank 0: how long each rank has sent."""
+        """Each rank's seconds of sending, in rank order. Empty on other ranks than 0."""
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Enter a phase. Return to the outer one on success, and keep the inner one when an exception leaves."""
+        """Enter a phase. Return to the outer phase on success. Keep this phase when the body raises."""
         outer, self.phase = self.phase, phase
         started_ns = time.time_ns()
         try:
@@ -45,11 +45,12 @@ class Timeline:
 class Update:
     """One collective step on one trainer rank.
 
-    Of `ranks` a transport uses `rank`, `size`, `host`, `gather`, `broadcast` and `wait`.
+    A transport uses `rank`, `size`, `host`, `gather`, `broadcast` and `wait` of `ranks`, and nothing else.
 
-    `check` raises when an engine worker or an engine call has failed; rank 0 sets it once there are engines. `label` is
-    what engines report in the place of the version. `modes` are left for what is the caller's. `report` is the
-    `PushReport` of a step that has no return value.
+    check: raises when an engine worker or an engine call has failed. Rank 0 sets it once there are engines.
+    label: the text that engines report in place of the version, or None.
+    modes: the step's `PlainModes`. A call of the caller's code leaves them.
+    report: the `PushReport` of a step without a return value.
     """
 
     def __init__(self, ranks: Ranks, timeout_s: float, version: int | None = None) -> None:
@@ -63,28 +64,31 @@ class Update:
         self.report: Any = None
 
     def deadline(self) -> Deadline:
-        """Return the deadline of a wait that begins now."""
+        """Return the deadline of a wait that starts now."""
         return Deadline(self.timeout_s)
 
     def deadline_after_workers(self) -> Deadline:
-        """Return the deadline of a wait for workers that wait for other ranks themselves, and then say for which."""
+        """Return a later deadline, for a wait for workers that themselves wait for other ranks.
+
+        A worker's own timeout then comes first, and its error names the rank.
+        """
         return Deadline(self.timeout_s + min(timeouts.RANK_GRACE_S, self.timeout_s / 2))
 
     def wait(self, seconds: float) -> None:
-        """Sleep for at most that long. Raise when a rank, a worker or an engine call has failed."""
+        """Sleep for this time. Raise when a rank, a worker or an engine call has failed."""
         self.ranks.wait(seconds)
         self.check()
 
     def barrier(self, phase: str) -> None:
-        """Return once every rank has come. Collective. Raise when a rank has failed before."""
+        """Return once every rank has called this. Collective. Raise when a rank has failed."""
         self.ranks.gather(None, phase)
         self.ranks.broadcast(None, phase)
 
     @contextmanager
     def blaming_ranks(self) -> Iterator[None]:
-        """Raise the death of a rank in place of a `PeerError` that it has caused.
+        """Raise the death of a rank in place of the body's `PeerError`, if the dead rank caused it.
 
-        A transfer breaks, and a worker says so, before or after the rank's own connection is seen to close.
+        A dead rank also breaks the transfer. A worker may report this before the EOF of the rank's own connection.
         """
         try:
             yield
@@ -93,9 +97,9 @@ class Update:
             raise
 
     def choose_version(self, newest: int) -> int:
-        """Return the version that was asked for, or the one after `newest`.
+        """Return the requested version, or else `newest` + 1.
 
-        Raises `ConfigError` when the one that was asked for is not newer, or no further one can be.
+        Raises `ConfigError` when the requested version is not over `newest`, or the result is over `MAX_VERSION`.
         """
         version = newest + 1 if self.version is None else self.version
         if version > MAX_VERSION:

@@ -1,20 +1,20 @@
-"""How much memory a message takes, found before any of it is made."""
+"""An upper bound of a message's memory, computed from its bytes before any object is made."""
 
 from __future__ import annotations
 
 _SLOT = 8
-"""Every value takes a place in what holds it."""
+"""Size of a pointer: each value has one in its container."""
 _SHORT, _INTEGER, _LONG, _FLOAT, _ARRAY, _EMPTY_MAP, _SMALL_MAP, _MAP, _ENTRY = 28, 32, 36, 24, 56, 64, 248, 184, 64
 _SMALL = 5
-"""A map of at most so many entries has one size."""
+"""Most entries of a map with the smallest table: up to here every map has the same size."""
 _ASCII, _WIDE = 49, 76
 _SPECIAL = 0
 _STEP = [1] * 256
-"""The bytes of a value by its first byte. Arrays and maps are their heads alone. `_SPECIAL`: it has to be looked at."""
+"""Encoded bytes of a value, by its first byte. Only the head of an array or a map counts. `_SPECIAL`: computed."""
 _COST = [_SLOT] * 256
-"""The bytes that CPython needs for a value, by its first byte. One-byte integers from -5 on are there already."""
+"""Bytes of memory of a value in CPython, by its first byte. CPython shares the integers from -5 to 256: no memory."""
 _STRINGS, _MAPS = {0xD9: 1, 0xDA: 2, 0xDB: 4}, {0xDE: 2, 0xDF: 4}
-"""How many bytes of length follow the first byte."""
+"""Bytes of the length field after the first byte."""
 
 for _first in range(0x80, 0xA0):
     _COST[_first] += _ARRAY if _first >= 0x90 else _MAP + _ENTRY * (_first & 15)
@@ -42,9 +42,9 @@ for _first, (_step, _cost) in {
 
 
 def memory_bytes(body: bytes, most_bytes: int) -> int:
-    """Return at least as many bytes as the values in this msgpack take in CPython. Stops when it is over `most_bytes`.
+    """Return an upper bound of the memory that these msgpack values take in CPython. Stops once over `most_bytes`.
 
-    What a message may not have, such as byte strings, counts as if each of its bytes were a value: it is not read.
+    Types that no message has, such as byte strings, are not parsed. Each of their bytes counts as a value.
     """
     at, total, end = 0, 0, len(body)
     while at < end and total <= most_bytes:
@@ -64,7 +64,7 @@ def memory_bytes(body: bytes, most_bytes: int) -> int:
             size = int.from_bytes(body[at : at + _STRINGS[first]], "big")
             at += _STRINGS[first]
         text = body[at : at + size]
-        if size > 1:  # every single character is there already
+        if size > 1:  # CPython shares the strings of one character
             total += _ASCII + size if text.isascii() else _WIDE + 4 * size
         at += size
     return total
