@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 from weightsync.errors import ConfigError
 from weightsync.net import timeouts
 from weightsync.selection import TensorSelection
 
-_CHOICES = {
-    "pause": ("keep", "wait", "abort", "caller"),
-    "verify": ("sampled", "full", "none"),
-    "on_engine_failure": ("raise", "drop"),
-    "non_finite": ("warn", "refuse", "ignore"),
-}
+BackendName = Literal["fsdp", "deepspeed", "megatron", "stream"]
+BucketerName = Literal["module", "threshold", "parameter"]
+Pause = Literal["keep", "wait", "abort", "caller"]
+Verify = Literal["sampled", "full", "none"]
+Quantize = Literal["fp8", "int8"]
+OnEngineFailure = Literal["raise", "drop"]
+Encoding = Literal["auto", "delta"]
+NonFinite = Literal["warn", "refuse", "ignore"]
+
+_CHOICES = {"pause": Pause, "verify": Verify, "on_engine_failure": OnEngineFailure, "non_finite": NonFinite}
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ class WeightSyncConfig:
     ranks: str | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
+        for name, kind in _CHOICES.items():
+            choices = get_args(kind)
             if (given := getattr(self, name)) not in (None, *choices):
                 raise ConfigError(f"{name}={given!r}; choose one of {', '.join(choices)}")
         if not _is_number(self.timeout_s, float) or not 0 < self.timeout_s <= timeouts.MAX_TIMEOUT_S:

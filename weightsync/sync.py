@@ -8,14 +8,25 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from weightsync import telemetry
-from weightsync.config import WeightSyncConfig, read_config
+from weightsync.config import (
+    BackendName,
+    BucketerName,
+    Encoding,
+    NonFinite,
+    OnEngineFailure,
+    Pause,
+    Quantize,
+    Verify,
+    WeightSyncConfig,
+    read_config,
+)
 from weightsync.engines import LoraAdapter
 from weightsync.errors import ConfigError, FrozenLostError, WeightSyncError
 from weightsync.fleet import EngineList
@@ -124,25 +135,25 @@ class WeightSync:
 
     def __init__(
         self,
-        backend: str | ShardSource,
+        backend: BackendName | ShardSource,
         transport: str | Transport | StrategyOption = "ipc",
         engine: Any = None,
         *,
-        bucketer: str | Bucketer | None = None,
+        bucketer: BucketerName | Bucketer | None = None,
         max_bytes: int | None = None,
         selection: TensorSelection | None = None,
-        pause: str | None = None,
+        pause: Pause | None = None,
         timeout_s: float = 300.0,
         hold_s: float | None = None,
-        verify: str | None = None,
-        quantize: str | None = None,
-        on_engine_failure: str | None = None,
-        encoding: str | None = None,
-        non_finite: str | None = None,
+        verify: Verify | None = None,
+        quantize: Quantize | None = None,
+        on_engine_failure: OnEngineFailure | None = None,
+        encoding: Encoding | None = None,
+        non_finite: NonFinite | None = None,
         progress: bool | None = None,
         megatron_bridge: Any = None,
         vocab_size: int | None = None,
-        ranks: str | ProcessGroup | None = None,
+        ranks: Literal["alone"] | ProcessGroup | None = None,
         stream_tensors: Mapping[str, Any] | None = None,
     ) -> None:
         given: dict[str, Any] = {

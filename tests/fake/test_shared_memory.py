@@ -115,9 +115,7 @@ def test_writing_reaches_the_engine_and_is_its_next_version(engine: FakeEngine, 
         raise AssertionError("the body must not run")
 
 
-def test_a_raising_body_leaves_the_engine_paused_and_marked_until_it_is_rewritten(
-    engine: FakeEngine, sync: WeightSync
-):
+def test_a_raising_body_leaves_the_engine_paused_and_marked_until_it_is_rewritten(engine: FakeEngine, sync: WeightSync):
     model = on_meta()
     sync.attach(model)
     with pytest.raises(WeightSyncError, match=r"ValueError: half of it \[trainer rank 0, phase write\]"):

@@ -847,9 +847,7 @@ def failing() -> Callable[[nn.Module], None]:
 
 
 @pytest.mark.parametrize("max_bytes", [None, ONE_ROW])
-def test_a_failed_post_process_leaves_modules_whole_and_the_next_push_heals(
-    failing: Any, max_bytes: int | None
-):
+def test_a_failed_post_process_leaves_modules_whole_and_the_next_push_heals(failing: Any, max_bytes: int | None):
     a, b = checkpoint(1), checkpoint(2)
     host = ModuleHost(TinyEngineModel, a, failing)
     trainer = MemoryTrainer(host, tensors=a, max_bytes=max_bytes)

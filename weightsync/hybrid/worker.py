@@ -10,7 +10,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from weightsync.config import WeightSyncConfig
+from weightsync.config import BackendName, WeightSyncConfig
 from weightsync.engines.ray_actor import RayEngine
 from weightsync.hybrid.batch import pack, unpack
 from weightsync.hybrid.dispatch import Place
@@ -34,7 +34,7 @@ class Worker:
     roles: the other workers of this process, by the names of their classes.
     """
 
-    backend: str = "fsdp"
+    backend: BackendName = "fsdp"
     model: Model
     rank: int
     world_size: int
@@ -76,7 +76,7 @@ class Worker:
 class FollowedSync:
     """A `WeightSync` whose engines the controller names. They keep these names in errors and reports."""
 
-    def __init__(self, backend: str, transport: Any, options: dict[str, Any], rank: int) -> None:
+    def __init__(self, backend: BackendName, transport: Any, options: dict[str, Any], rank: int) -> None:
         self._engines: dict[str, RayEngine] = {}
         self._timeout_s = options.get("timeout_s", WeightSyncConfig.timeout_s)
         # Rank 0 alone calls engines.

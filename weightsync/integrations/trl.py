@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from weightsync.config import check_count
+from weightsync.config import BackendName, check_count
 from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.strategies import demands_of
 from weightsync.sync import WeightSync
@@ -63,7 +63,7 @@ def attach(trainer: Any, transport: Any = "ipc", **options: Any) -> WeightSync:
         from weightsync.vllm.plugin import plug_into
 
         plug_into(generation.llm)
-    backend = "deepspeed" if trainer.is_deepspeed_enabled else "fsdp"
+    backend: BackendName = "deepspeed" if trainer.is_deepspeed_enabled else "fsdp"
     sync = WeightSync(backend, transport, generation.llm if colocated else client and client.base_url, **options)
 
     def sync_weights() -> None:

@@ -19,6 +19,7 @@ import ray
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
+from weightsync.config import BackendName
 from weightsync.errors import ConfigError, EngineUnreachableError, first_few
 from weightsync.strategies import demands_of
 from weightsync.sync import WeightSync
@@ -80,7 +81,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
                 "`update_weights`, which calls build_topology and init_process_group"
             )
         if self._sync is None:
-            backend = "fsdp" if isinstance(weights, torch.nn.Module) else "stream"
+            backend: BackendName = "fsdp" if isinstance(weights, torch.nn.Module) else "stream"
             self._sync = WeightSync(backend, self._transport, self._replicas, **self._options)
         report = await self._sync.push_async(weights, label=global_steps)
         return report.metrics()

@@ -153,8 +153,9 @@ def _make_push(
     else:
         transport: Any = CheckpointTransport(folder / "pushed") if case.transport == "checkpoint" else case.transport
         targets = [engine.target for engine in engines] or None
+        backend: Any = source_of(case.backend)
         options: Any = {"bucketer": case.bucketer, "max_bytes": max_bytes, "timeout_s": timeout_s, "progress": False}
-        sync = WeightSync(source_of(case.backend), transport, targets, **options)
+        sync = WeightSync(backend, transport, targets, **options)
 
         def phases() -> Seconds:
             return {name: value for name, value in vars(sync.push(model)).items() if name.endswith("_s")}
