@@ -1,4 +1,4 @@
-"""The weight sources: which tensors a trainer has, under their checkpoint names, and where their bytes lie."""
+"""The weight sources. Each lists a trainer's tensors under their checkpoint names, and this rank's shards of them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def open_source(
     stream_tensors: Mapping[str, Any] | None = None,
     ranks: Any = None,
 ) -> ShardSource:
-    """Return the weight source of a trainer backend. `backend` may be one itself.
+    """Return the weight source of a trainer backend. `backend` may be a source itself.
 
     `bridge` and `vocab_size` are for "megatron", `stream_tensors` for "stream" (see `WeightSync`). Raises `ConfigError`
-    for an unknown backend, and for options that have no effect with this one.
+    for an unknown backend, and for options without effect for this backend.
     """
     if backend != "megatron" and (bridge is not None or vocab_size is not None):
         raise ConfigError(f'megatron_bridge and vocab_size are for backend="megatron"; this is backend={backend!r}')

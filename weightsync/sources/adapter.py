@@ -1,6 +1,6 @@
-"""The adapter of a model that PEFT has wrapped, without its base: the factors as `save_pretrained` would name them.
+"""The adapter of a model that PEFT has wrapped, without its base. Its factors have the names of `save_pretrained`.
 
-They are read where the trainer's parameters are read: FSDP2's shards, ZeRO-3's partitions, whole tensors. Nothing is
+The factors are read like the trainer's parameters: FSDP2's shards, ZeRO-3's partitions, whole tensors. Nothing is
 gathered here.
 """
 
@@ -24,14 +24,16 @@ from weightsync.sources.peft import Adapter
 
 _FILE_PREFIX = "base_model.model."
 _KEEPS_BASE = ("gaussian", "eva", "orthogonal")
-"""What `init_lora_weights` may be, beside true and false: other ways to begin change the weights of the base, which
-the engine has from its checkpoint."""
+"""Values of `init_lora_weights`, beside true and false, that leave the base unchanged. Other values change the weights
+of the base, and the engine has these from its checkpoint.
+"""
 
 
 @dataclass(frozen=True)
 class Lora:
-    """An adapter: what this rank holds of its factors, all their names and shapes, and PEFT's config of it, which has a
-    `save_pretrained`."""
+    """An adapter: all names and shapes of its factors, this rank's shards of them, and PEFT's config (with
+    `save_pretrained`).
+    """
 
     manifest: Manifest
     shards: list[TensorShard]
@@ -40,12 +42,14 @@ class Lora:
 
 @torch.no_grad()
 def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> Lora:
-    """Read the active adapter of `model` as `source` reads. Local, not collective.
+    """Read the active adapter of `model` with the readers of `source`. Local, not collective.
 
-    The views stay valid until the trainer moves its storages. Raises `ConfigError` for a model without exactly one
-    active adapter, and `ManifestError` where the selection gives two tensors one name. Raises `UnsupportedError`, with
-    all reasons, for one that is not plain LoRA or that vLLM cannot serve. An engine whose base is pushed too may have
-    one that has changed.
+    The views stay valid until the trainer moves its storages. With `base_is_pushed` the base may train, and its weights
+    may differ from the checkpoint.
+
+    Raises `ConfigError` for a model without exactly one active adapter. Raises `ManifestError` if the selection gives
+    two tensors one name. Raises `UnsupportedError`, with all reasons, for an adapter that is not plain LoRA or that
+    vLLM cannot serve.
     """
     model = one_module(model)
     own = modules(model)
@@ -124,7 +128,7 @@ def _active(layers: dict[str, Adapter]) -> str:
 
 
 def _config(model: nn.Module, name: str) -> Any:
-    """Return PEFT's config of adapter `name`, wherever around the model it is kept."""
+    """Return PEFT's config of adapter `name`. Any wrapper of the model may have it."""
     _, shells = next(walk_shells(model))
     for shell in shells:
         configs = getattr(shell, "peft_config", None)

@@ -1,4 +1,7 @@
-"""What a trainer backend answers: which tensors there are, under their checkpoint names, and where their bytes lie."""
+"""The interface of a weight source, and the parts that all sources share.
+
+A weight source lists a trainer's tensors under their checkpoint names and gives this rank's shards of them.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ if TYPE_CHECKING:
     from weightsync.planning.layout import Box, Manifest, TensorMeta
 
 Pairs: TypeAlias = "Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]"
-"""Checkpoint names and whole tensors, one after the other."""
+"""Checkpoint names and whole tensors, one pair after the other."""
 Model: TypeAlias = "nn.Module | Sequence[nn.Module] | Pairs | Callable[[], Pairs] | None"
-"""What is pushed: one module, the chunks of a pipeline rank in their order, or a stream."""
+"""The argument of `push`: one module, the chunks of a pipeline rank in their order, or a stream."""
 
 
 def one_module(model: Model) -> nn.Module:
-    """Return the model of a backend that has no chunks. Raises `ConfigError` for anything but one module."""
+    """Return the model of a backend that has no chunks. Raise `ConfigError` for anything but one module."""
     if isinstance(model, nn.Module):
         return model
     if isinstance(model, Sequence):
@@ -42,11 +45,13 @@ def one_module(model: Model) -> nn.Module:
 class TensorShard:
     """One rank's region of one tensor.
 
-    meta: the full shape, and the dtype that the trainer holds.
-    tensor: a detached view of the trainer's memory, on CPU or CUDA, of shape `box.size`. It may be strided.
-    trains: False for what training does not change, a parameter that needs no gradient. Buffers count as trained.
-    compute: None, or what each push calls for new values, in their own memory, after `ShardSource.gather`. Only shape,
-        dtype and device of `tensor` count then.
+    Attributes:
+        meta: The full shape, and the dtype of the trainer's tensor.
+        box: The region within the full shape.
+        tensor: A detached view of the trainer's memory, on CPU or CUDA, of shape `box.size`. It may be strided.
+        trains: False for a parameter that needs no gradient. Buffers count as trained.
+        compute: None, or a function that returns this push's values in memory of their own. Each push calls it after
+            `ShardSource.gather`. Of `tensor` only shape, dtype and device count then.
     """
 
     meta: TensorMeta
@@ -56,49 +61,67 @@ class TensorShard:
     compute: Callable[[], torch.Tensor] | None = None
 
     def values(self) -> torch.Tensor:
-        """Return what the shard holds now. After `ShardSource.gather` where it is computed."""
+        """Return the shard's current values. A shard with `compute` needs `ShardSource.gather` before."""
         return self.tensor if self.compute is None else self.compute()
 
 
 @runtime_checkable
 class ShardSource(Protocol):
-    """One trainer backend.
+    """One trainer backend. Implement it to push from a trainer that weightsync does not know.
 
-    `manifest` and `shards` are local, not collective, but for those of a stream. No forward or backward may be
-    running. The trainer's pending GPU work need not have finished.
+    `manifest` and `shards` are local, except those of a stream, which are collective. No forward or backward may be
+    running. The trainer's GPU work may still be queued.
     """
 
     def manifest(self, model: Model) -> Manifest:
-        """Return every tensor that this rank knows of: full shapes, the trainer's dtypes, in the model's export order.
+        """Return every tensor that this rank knows, with full shape and the trainer's dtype, in the model's export
+        order.
 
-        A pipeline stage knows its own tensors. A push delivers the union of all ranks' manifests. Raises one
-        `UnsupportedError` that lists all tensors that cannot be read.
+        A pipeline stage knows its own tensors. A push delivers the union of all ranks' manifests.
+
+        Args:
+            model: The model that the user pushes.
+
+        Raises:
+            UnsupportedError: Some tensors cannot be read. One error lists them all.
         """
 
     def shards(self, model: Model) -> list[TensorShard]:
-        """Return what this rank holds, in the manifest's order. It may be nothing.
+        """Return this rank's shards in the manifest's order. The list may be empty.
 
-        The list is the same object as the last time for as long as nothing has moved, which makes a push cheap. All
-        ranks' shards together cover each tensor. Replicas (HSDP, DDP, buffers) each report their own. The views stay
-        valid until the trainer moves its storages. Raises as `manifest` does.
+        All ranks' shards together cover each tensor. Replicas (HSDP, DDP, buffers) each report their own.
+
+        Args:
+            model: The model that the user pushes.
+
+        Returns:
+            The list object of the last call for as long as no tensor has moved: a push then skips planning. The views
+            stay valid until the trainer moves its storages.
+
+        Raises:
+            UnsupportedError: As `manifest` does.
         """
 
     def gather(self, names: Sequence[str]) -> None:
-        """Fetch from other ranks what the `compute` of these tensors' shards needs. Collective.
+        """Fetch from other ranks the values that `compute` of these tensors' shards needs. Collective.
 
-        Every trainer rank calls this at each push, for one group of tensors after the other. It may drop what an
-        earlier call fetched. The last call has no names: the push needs no more.
+        Every trainer rank calls this at each push, for one group of tensors after the other. A call may drop the values
+        that an earlier call fetched.
+
+        Args:
+            names: The tensors of the next group. The last call of a push has no names.
         """
 
     def close(self) -> None:
-        """Drop the model. The source may be used again afterwards."""
+        """Drop the model. The source can be used again afterwards."""
 
 
 def no_barrier() -> None:
-    """Do what a source's attribute `barrier` does outside of pushes: nothing.
+    """Do nothing: the attribute `barrier` of a source outside of pushes.
 
-    A source whose `gather` takes collectives of the training job has this attribute, and calls it before. In a push it
-    returns once every rank has come. Otherwise a rank that fails would leave the others waiting in a collective.
+    A source has this attribute if its `gather` runs collectives of the training job, and calls it first. During a push
+    `barrier` returns after every rank has called it. Without it, ranks would wait in a collective for a rank that
+    failed.
     """
 
 
@@ -106,14 +129,14 @@ Found = TypeVar("Found")
 
 
 class Memo(Generic[Found]):
-    """What was read of a model, for as long as nothing of it moves."""
+    """A value that was read from a model, valid until something in the model moves."""
 
     def __init__(self) -> None:
         self._found: Found | None = None
         self._marks: object = None
 
     def of(self, marks: object, read: Callable[[], Found]) -> Found:
-        """Return what `read` gave last if `marks` equal those of then, else what it gives now. None equals nothing."""
+        """Return the last value of `read` if `marks` equal the last ones, else call `read`. None equals nothing."""
         if self._found is None or marks is None or marks != self._marks:
             self._marks = None  # `read` may raise
             self._found = read()
@@ -125,7 +148,7 @@ class Memo(Generic[Found]):
 
 
 class LocalSource(ABC):
-    """A `ShardSource` that reads what this rank holds, anew only when something has moved."""
+    """A `ShardSource` that reads this rank's tensors again only after a tensor has moved."""
 
     def __init__(self, selection: TensorSelection) -> None:
         self.selection = selection
@@ -134,7 +157,7 @@ class LocalSource(ABC):
 
     @abstractmethod
     def _marks(self, model: Model) -> object:
-        """Return what is equal as long as nothing of the model has moved, or None if only `_read` can tell."""
+        """Return a value that stays equal until a tensor of the model moves, or None if only `_read` can tell."""
 
     @abstractmethod
     def _read(self, model: Model) -> tuple[Manifest, list[TensorShard]]:
@@ -159,16 +182,16 @@ class LocalSource(ABC):
 
 
 class LastShards:
-    """The shards that were given last, and where each of them lay then."""
+    """The last shards, and the address of each at that time."""
 
     def __init__(self) -> None:
         self.shards: list[TensorShard] = []
         self._places: list[Any] = []
 
     def of(self, shards: list[TensorShard]) -> list[TensorShard]:
-        """Return the list of the last call if `shards` has the same tensors at the same places, else `shards`.
+        """Return the list of the last call if `shards` has the same tensors at the same addresses, else `shards`.
 
-        Places are compared as they were noted: storage that is resized moves under the tensors of both lists.
+        The addresses are compared with noted ones. Resizing a storage moves the tensors of both lists.
         """
         if shards is not self.shards:
             places = list(map(_place, shards))

@@ -1,22 +1,22 @@
 """The weight source for DeepSpeed: ZeRO 0 to 3, from `deepspeed.initialize`'s engine or from its module.
 
-Where the truth lies:
+The memory that is read:
 
-- ZeRO 0, 1 and 2 leave the module's parameters whole on every rank, in the dtype in which the model computes. Before
-  `step` returns, each rank has copied its part of the float32 masters into them and gathered the others' parts. They
-  are read as those of a plain module.
-- ZeRO-3 keeps one flat partition of each parameter on a rank, `ds_tensor`, padded so that all are of one size. `step`
-  writes it from the float32 masters, also where parameters or optimizer states are offloaded to the CPU.
-- With ZeRO-3 the parameter itself is empty or a copy gathered from the partitions: for a forward, by the user, or for
-  good when it is small (`ds_persist`). `step` drops these copies and gathers the small ones anew at its end. Only a
-  `GatheredParameters` with a `modifier_rank` writes back. So partitions are read, and copies never.
+- ZeRO 0, 1 and 2 leave the module's parameters whole on every rank, in the model's compute dtype. Before `step`
+  returns, each rank has copied its part of the float32 masters into them and gathered the others' parts. This source
+  reads them like a plain module's.
+- ZeRO-3 keeps one flat partition of each parameter on a rank, `ds_tensor`, padded to equal size. `step` writes it from
+  the float32 masters, also if parameters or optimizer states are offloaded to the CPU.
+- With ZeRO-3 the parameter itself is empty, or a copy gathered from the partitions. A forward or the user gathers it,
+  and a small one stays gathered (`ds_persist`). `step` drops these copies and gathers the small ones anew at its end.
+  Only a `GatheredParameters` with a `modifier_rank` writes back. So this source reads partitions and never copies.
 - The secondary partitions of ZeRO++ (`zero_hpz_partition_size`) and its quantised gathers (`zero_quantized_weights`)
   are copies too.
 
-Merging an adapter of PEFT's takes its whole factors. This source gathers them out of the partitions itself, since
-`GatheredParameters` changes what DeepSpeed knows to be gathered.
+Merging an adapter of PEFT's takes its whole factors. This source gathers them from the partitions itself.
+`GatheredParameters` would change DeepSpeed's record of gathered parameters.
 
-The masters are not read. A push sends what a checkpoint in the model's own dtype has.
+The masters are not read. A push sends the values of a checkpoint in the model's own dtype.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from weightsync.sources.module_tree import walk
 class DeepSpeedSource(ModuleSource):
     """Tensors of a model under DeepSpeed's ZeRO 0, 1, 2 or 3. See `ShardSource`.
 
-    Nothing is gathered but the factors of adapters, and DeepSpeed's state stays as it is. Push outside of
-    `GatheredParameters`, after `step`.
+    Only the factors of adapters are gathered. DeepSpeed's state stays unchanged. Push outside of `GatheredParameters`,
+    after `step`.
     """
 
     def local(self, tensors: list[Any]) -> list[torch.Tensor] | None:
@@ -61,7 +61,7 @@ class DeepSpeedSource(ModuleSource):
         return [*whole, *(param.ds_tensor for param in partitioned)]
 
     def readers(self, model: nn.Module) -> Iterator[NamedReader]:
-        pipeline = getattr(sys.modules.get("deepspeed"), "PipelineModule", ())  # nothing to look for if not imported
+        pipeline = getattr(sys.modules.get("deepspeed"), "PipelineModule", ())  # () if not imported
         for prefix, module in walk(model):
             if isinstance(module, pipeline):
                 raise UnsupportedError("DeepSpeed's PipelineModule numbers its layers, and has no checkpoint names")
@@ -97,13 +97,13 @@ class DeepSpeedSource(ModuleSource):
 
 
 def _is_settled(param: Any) -> bool:
-    """Return whether its partition can be read, as far as that changes while training goes on."""
+    """Return whether a partition is readable now, by the two states that change while training goes on."""
     depth = getattr(param, "_ds_z3_gathered_param_context_depth", 0)
     return depth == 0 and param.ds_tensor.status.name == "AVAILABLE"
 
 
 def _read_partition(param: Any) -> LocalParam:
-    """Read this rank's partition of a parameter: a range of its elements, or none when all of it is padding."""
+    """Read this rank's partition of a parameter: a range of its elements, or none if the partition is all padding."""
     partition = param.ds_tensor
     if getattr(param, "_ds_z3_gathered_param_context_depth", 0) > 0:
         raise UnsupportedError("it may be about to change; push outside of `GatheredParameters`")
@@ -126,8 +126,8 @@ def _read_partition(param: Any) -> LocalParam:
 
 
 def _gathered(params: list[Any], group: Any, device: torch.device) -> list[torch.Tensor]:
-    """Return all of each of these partitioned parameters, which stay as they are. Collective in `group`."""
-    # Partitions that are offloaded lie where the group cannot send them.
+    """Return each of these partitioned parameters whole, and leave the parameters unchanged. Collective in `group`."""
+    # Move offloaded partitions to the GPU: the group cannot send CPU memory.
     mine = torch.cat([param.ds_tensor.to(device) for param in params])
     theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(theirs, mine, group)
@@ -137,9 +137,9 @@ def _gathered(params: list[Any], group: Any, device: torch.device) -> list[torch
 
 
 def held_range(numel: int, world: int, rank: int) -> tuple[int, int, int]:
-    """Return which of `numel` elements over `world` ranks `rank` holds: start, stop, and elements with padding.
+    """Return the range of `numel` elements that `rank` of `world` ranks holds: start, stop, and elements with padding.
 
-    All partitions are of one size. Padding is at the end, and may be the whole of the last ones.
+    All partitions have one size. Padding is at the end, and can fill the last partitions.
     """
     padded = -(-numel // world)
     start = min(rank * padded, numel)

@@ -1,4 +1,4 @@
-"""A weight source that knows which of its tensors hold NaN or infinity."""
+"""A weight source that finds the tensors with NaN or infinity."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from weightsync.planning.layout import Manifest
 from weightsync.sources.base import Model, ShardSource, TensorShard
 
 _TURNS = 16
-"""A GPU copies as fast as it looks. In a push that looked at every tensor, looking would take as long as all else."""
+"""A GPU reads for a check at the speed of a copy. Checking every tensor would double the time of a push."""
 
 
 class FiniteSource:
-    """The tensors of `source`, and what of them is not finite. See `ShardSource`.
+    """The tensors of `source`, checked for NaN and infinity. See `ShardSource`.
 
-    What lies in the trainer's memory is looked at when that is asked for. What is computed is looked at as it is.
+    Tensors in the trainer's memory are checked by `non_finite`. Computed tensors are checked when they are computed.
 
-    takes_turns: of the tensors on GPUs, look at all of them the first time, and then at a sixteenth each time, in turn.
+    takes_turns: Check all tensors on GPUs the first time, and then a sixteenth each time, in turn.
     """
 
     def __init__(self, source: ShardSource, *, takes_turns: bool = False) -> None:
@@ -51,7 +51,7 @@ class FiniteSource:
         return self._shards
 
     def shards_of(self, names: Collection[str]) -> list[TensorShard]:
-        """Return the computed ones of the shards that were given last, of these tensors."""
+        """Return the last shards of these tensors that have `compute`."""
         return [shard for shard in self._shards if shard.compute is not None and shard.meta.name in names]
 
     def gather(self, names: Sequence[str]) -> None:
@@ -62,9 +62,10 @@ class FiniteSource:
         self._source.close()
 
     def non_finite(self, left_out: Collection[str] = ()) -> list[str]:
-        """Return the tensors that are not finite, of the shards that were given last. Waits for their GPU.
+        """Return the names of tensors with NaN or infinity among the last shards. Waits for their GPU.
 
-        Of those that are computed, what was computed since counts. The names in `left_out` do not.
+        For computed tensors, the values computed since the last call count. Tensors in the trainer's memory named in
+        `left_out` are not checked.
         """
         lying = [
             shard
@@ -78,7 +79,7 @@ class FiniteSource:
         return list(dict.fromkeys(found))
 
     def _is_due(self, number: int, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is to be looked at this time."""
+        """Return whether it is a tensor's turn to be checked."""
         if not (self._takes_turns and self._looks and tensor.is_cuda):
             return True
         return number % _TURNS == self._looks % _TURNS

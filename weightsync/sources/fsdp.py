@@ -1,12 +1,12 @@
 """The weight source for FSDP2, FSDP1, DDP and plain modules.
 
-Where the truth lies: an optimizer updates the shards, so the shards are read, never a gathered copy.
+An optimizer updates the shards, so this source reads the shards and never a gathered copy.
 
-- FSDP2 leaves a module gathered after some forwards (its root, `reshard_after_forward=False`), in the compute dtype,
-  and stale after the next optimizer step. `settle` puts such a module back in its sharded state. The next forward
-  gathers it anew.
-- FSDP1 keeps its shards in flat parameters. With `use_orig_params=True` the module's own parameters are views of them
-  and may have been given other storage. FSDP1 takes that over at the next forward, and this source reads it.
+- FSDP2 leaves a module gathered after some forwards (its root, `reshard_after_forward=False`). The gathered copy has
+  the compute dtype, and is stale after the next optimizer step. `reshard` puts such a module back in its sharded state.
+  The next forward gathers it again.
+- FSDP1 keeps its shards in flat parameters. With `use_orig_params=True` the module's own parameters are views of them,
+  and the user may have assigned other storage. FSDP1 copies that storage at the next forward, so this source reads it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from weightsync.sources.module_tree import walk
 class FsdpSource(ModuleSource):
     """Tensors of a model under FSDP2 (`fully_shard` on any mesh), FSDP1, DDP, or none of them. See `ShardSource`.
 
-    FSDP2 modules that are gathered are put back in their sharded state (see this file's head); nothing else changes.
+    Gathered FSDP2 modules are put back in their sharded state (see this file's head). Nothing else changes.
     """
 
     def reshard(self, found: list[nn.Module]) -> None:
@@ -59,15 +59,15 @@ class FsdpSource(ModuleSource):
 
     def local(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
         if any(issubclass(kind, DTensor) for kind in {*map(type, tensors)}):
-            # `to_local` takes longer than all else here.
+            # `to_local` takes longer than the rest of this function.
             tensors = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        # One that DeepSpeed has partitioned is refused when it is read, and since then lies elsewhere.
+        # No check for ZeRO-3 here. Partitioning moves a tensor, so the source reads it again, and `read` refuses it.
         return None if self._is_flat else plain(tensors)
 
     def readers(self, model: nn.Module) -> Iterator[NamedReader]:
         flattened = _flattened(model)
         for prefix, module in walk(model):
-            # With use_orig_params=False these are no longer parameters of the module; their order is still known.
+            # With use_orig_params=False these are no longer parameters of the module. The handle still has their order.
             flat = flattened[id(module)]
             for name, (handle, index) in flat.items():
                 yield prefix + name, partial(_read_flat, handle, index)
@@ -135,8 +135,9 @@ def _with_local_start(ranges: list[tuple[int, int]]) -> list[tuple[int, int, int
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A mesh dimension that shards a tensor dimension into `chunks`, of which this rank has number `index`.
-    `split_factor` is that of `_StridedShard`; 1 is a plain `Shard`."""
+    """A mesh dimension that shards a tensor dimension into `chunks`. This rank has chunk number `index`. `split_factor`
+    is `_StridedShard`'s, and 1 for a plain `Shard`.
+    """
 
     chunks: int
     index: int
@@ -144,11 +145,11 @@ class Cut:
 
 
 def held_ranges(length: int, cuts: Sequence[Cut]) -> list[tuple[int, int]]:
-    """Return what is left of a dimension of `length` after `cuts`, in mesh order: (start, size) in local order.
+    """Return the rest of a dimension of `length` after `cuts`, in mesh order: (start, size) in local order.
 
-    `_StridedShard` says that mesh dimensions to its right were applied before it, as tensor parallelism before FSDP. If
-    its split factor tells which, the cuts are made in that order and one range is left. Otherwise it is split into
-    `split_factor` blocks, and one chunk is taken from each.
+    `_StridedShard` means that mesh dimensions to its right were applied before it, as tensor parallelism before FSDP.
+    If its split factor identifies them, the cuts are made in that order and one range is left. Otherwise it is split
+    into `split_factor` blocks, and one chunk is taken from each.
     """
     ranges = [(0, length)] if length > 0 else []
     for cut in _in_order_of_application(cuts) or cuts:
@@ -160,7 +161,7 @@ def held_ranges(length: int, cuts: Sequence[Cut]) -> list[tuple[int, int]]:
 
 
 def _in_order_of_application(cuts: Sequence[Cut]) -> list[Cut] | None:
-    """Return the cuts as plain ones, the first applied first, or None when the split factors fit no such order."""
+    """Return the cuts as plain ones, the first applied first, or None if the split factors fit no such order."""
     order: list[Cut] = []
     for cut in reversed(cuts):
         shards_before = list(accumulate((c.chunks for c in order), lambda a, b: a * b, initial=1))
@@ -171,7 +172,7 @@ def _in_order_of_application(cuts: Sequence[Cut]) -> list[Cut] | None:
 
 
 def _chunk(start: int, size: int, chunks: int, index: int) -> tuple[int, int]:
-    """Return (start, size) of chunk number `index` as `torch.chunk` cuts: all of one size but the last ones."""
+    """Return (start, size) of chunk number `index` as `torch.chunk` cuts: equal sizes, except for the last chunks."""
     each = -(-size // chunks)
     first = min(index * each, size)
     return start + first, min(each, size - first)
@@ -188,8 +189,8 @@ def _slice(ranges: list[tuple[int, int]], start: int, size: int) -> list[tuple[i
     return found
 
 
-# --- FSDP1: flat parameters. FlatParamHandle and its metadata are private to torch, and the only way to know where an
-# --- original parameter lies without gathering it.
+# --- FSDP1: flat parameters. FlatParamHandle and its metadata are private to torch. No public function places an
+# --- original parameter without gathering it.
 
 
 def _flattened(model: nn.Module) -> dict[int, dict[str, tuple[Any, int]]]:
@@ -210,7 +211,7 @@ def _flattened(model: nn.Module) -> dict[int, dict[str, tuple[Any, int]]]:
 
 
 def _read_flat(handle: Any, index: int) -> LocalParam:
-    """Read parameter number `index` of a flat parameter: this rank's shard has a range of its elements, or none."""
+    """Read parameter number `index` of a flat parameter. This rank's shard has a range of its elements, or none."""
     flat = handle.flat_param
     info, shard, shape = flat._param_infos[index], flat._shard_param_infos[index], tuple(flat._shapes[index])
     if flat._param_extensions[index] is not None:

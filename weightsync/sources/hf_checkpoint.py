@@ -1,9 +1,9 @@
-"""The tensors of a transformers model as its checkpoint has them, which is what engines load.
+"""The tensors of a transformers model as its checkpoint has them. Engines load the checkpoint's form.
 
-Since transformers 5 a model's own tensors may have other names than its checkpoint's, and be several of them in one.
-All experts of a layer are one `experts.gate_up_proj`, where the checkpoint has a `gate_proj` and an `up_proj` of each.
-`save_pretrained` undoes that. No table of names says what it would write. Its conversion is run once over tensors
-without storage, and the result tells where each lies.
+Since transformers 5 a model's tensors can differ from its checkpoint's in name and number. All experts of a layer are
+one `experts.gate_up_proj`, and the checkpoint has a `gate_proj` and an `up_proj` for each expert. `save_pretrained`
+converts back. No table gives the names that it writes. So its conversion is run once over tensors without storage, and
+the result gives each tensor's place.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from weightsync.sources.module_tree import as_built, unwrapped
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The region `into` of a tensor of the checkpoint, which is the region `box` of one of the model's.
+    """One region (`box`) of a tensor of the model, saved as the region `into` of a tensor of the checkpoint.
 
-    Dimension i of the first runs along dimension `dims[i]` of the second. Where that is None it has length 1.
+    Dimension i of `into` runs along dimension `dims[i]` of `box`. If `dims[i]` is None, dimension i has length 1.
     """
 
     meta: TensorMeta
@@ -40,27 +40,28 @@ class Saved:
 
 
 _Cut = tuple[int, Box, tuple[int, ...], int]
-"""Number of a part, a region of it, and that region's strides and offset in a tensor that the trainer holds."""
+"""Number of a part, a region of it, and the region's strides and offset in a trainer's tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedParts:
-    """The tensors of the checkpoint that one of the model's tensors holds, in the order in which they are saved."""
+    """The checkpoint's parts of one of the model's tensors, in the order in which they are saved."""
 
     parts: tuple[Saved, ...]
     _cuts: dict[tuple[Box, tuple[int, ...]], list[_Cut]] = field(default_factory=dict)
 
     def are_the_whole(self) -> bool:
-        """Return whether this is the model's tensor as it is, though perhaps under another name."""
+        """Return whether a checkpoint tensor equals this tensor, apart from its name."""
         return all(
             part.box == part.into == Box.full(part.meta.shape) and part.dims == tuple(range(len(part.dims)))
             for part in self.parts
         )
 
     def cut(self, held: Iterable[tuple[Box, torch.Tensor]]) -> list[tuple[TensorMeta, Box, torch.Tensor]]:
-        """Return what the tensors `held`, regions of the model's tensor, have of the parts, in the parts' order.
+        """Return the regions of the parts that the tensors `held` contain, in the parts' order.
 
-        Each is a tensor of the checkpoint, a region of it, and this region as a view of a tensor in `held`.
+        `held` has regions of the model's tensor. Each result is a tensor of the checkpoint, a region of it, and this
+        region as a view of a tensor in `held`.
         """
         views = [
             (number, region, torch.as_strided(tensor, region.size, stride, tensor.storage_offset() + offset))
@@ -71,16 +72,16 @@ class SavedParts:
         return [(self.parts[number].meta, region, view) for number, region, view in views]
 
     def _cuts_of(self, box: Box, stride: tuple[int, ...]) -> list[_Cut]:
-        if (box, stride) not in self._cuts:  # worked out once, for a model can have tens of thousands of parts
+        if (box, stride) not in self._cuts:  # kept, for a model can have tens of thousands of parts
             found = (_cut(number, part, box, stride) for number, part in enumerate(self.parts))
             self._cuts[box, stride] = [cut for cut in found if cut is not None]
         return self._cuts[box, stride]
 
 
 def manifest_of(saved: Iterable[SavedParts], tied: Iterable[tuple[str, str]] = ()) -> Manifest:
-    """Return the tensors of the checkpoint, each once, though several of the model's may be in it.
+    """Return the tensors of the checkpoint, each once. Several of the model's tensors may be parts of one.
 
-    `tied` are (other name, name) of those that the model has twice.
+    `tied` has (other name, name) of each tensor that the model has twice.
     """
     metas = dict.fromkeys(part.meta for parts in saved for part in parts.parts)
     names = {meta.name for meta in metas}
@@ -88,10 +89,10 @@ def manifest_of(saved: Iterable[SavedParts], tied: Iterable[tuple[str, str]] = (
 
 
 def saved_form(model: nn.Module, tensors: Sequence[TensorMeta], selection: TensorSelection) -> list[SavedParts]:
-    """Return the tensors of the checkpoint that each of the model's `tensors` holds, without those that are excluded.
+    """Return, for each of the model's `tensors`, its parts in the checkpoint, without excluded ones.
 
-    The tensors have the names that `walk` gives them. A model that is not from transformers is saved as it is. Raises
-    one `UnsupportedError` that lists every tensor that is not in the checkpoint as it stands.
+    `tensors` have the names that `walk` gives them. A model that is not from transformers is saved unchanged. Raises
+    one `UnsupportedError` that lists every tensor whose values the checkpoint does not contain unchanged.
     """
     return [
         SavedParts(tuple(part for part in parts if not selection.excludes(part.meta.name)))
@@ -110,7 +111,7 @@ def _follow(model: nn.Module, tensors: Sequence[TensorMeta]) -> Iterable[list[Sa
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
-        return as_they_are  # transformers 4, whose models have the tensors of their checkpoints
+        return as_they_are  # transformers 4: models have the tensors of their checkpoints
     if not isinstance(model, PreTrainedModel):
         return as_they_are
     with Aliases() as aliases:
@@ -148,9 +149,9 @@ def _follow(model: nn.Module, tensors: Sequence[TensorMeta]) -> Iterable[list[Sa
 
 
 class Aliases(TorchDispatchMode):
-    """A mode in which a clone is the tensor itself, so that its storage tells what it was made from.
+    """A mode in which a clone is the tensor itself, so that its storage identifies the tensor that was cloned.
 
-    It notes the parts of a tensor that is put together, and the storages that are written to.
+    It notes the parts of a tensor that `cat` or `stack` joins, and the storages that are written to.
     """
 
     def __init__(self) -> None:
@@ -176,21 +177,24 @@ class Aliases(TorchDispatchMode):
                 Box(tuple(start if d == dim else 0 for d in range(part.dim())), tuple(part.shape))
                 for part, start in zip(parts, starts, strict=False)
             ]
-            self._joined[_storage(result)] = result, list(zip(parts, boxes, strict=True))  # kept, as is its identity
+            self._joined[_storage(result)] = result, list(zip(parts, boxes, strict=True))  # keeps the ids in use
         return result
 
     def parts(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Box]]:
-        """Return the tensors that `tensor` was put together of, each with the region that it is. Mostly itself."""
+        """Return the tensors that were joined to `tensor`, each with its region in it.
+
+        A tensor that was not joined is its own only part.
+        """
         whole, parts = self._joined.get(_storage(tensor), (None, []))
         as_joined = whole is not None and (whole.shape, whole.stride()) == (tensor.shape, tensor.stride())
         return parts if as_joined else [(tensor, Box.full(tuple(tensor.shape)))]
 
 
 def _region(shape: tuple[int, ...], view: torch.Tensor) -> tuple[Box, tuple[int | None, ...]] | None:
-    """Return the region of a contiguous tensor of `shape` that a view of it is, and its dimensions that the view's run
-    along.
+    """Return the region of a contiguous tensor of `shape` that `view` covers, and its dimension for each view
+    dimension.
 
-    Return None when the view is no region, such as every second row.
+    Return None if the view is no region, such as every second row.
     """
     if tuple(view.shape) == shape and view.is_contiguous():
         return Box.full(shape), tuple(range(len(shape)))
@@ -211,7 +215,7 @@ def _region(shape: tuple[int, ...], view: torch.Tensor) -> tuple[Box, tuple[int 
 
 
 def _cut(number: int, saved: Saved, box: Box, stride: tuple[int, ...]) -> _Cut | None:
-    """Cut part `saved` within region `box` of the model's tensor from a tensor of that region with strides `stride`."""
+    """Cut part `saved` from a tensor with strides `stride`, which holds the region `box` of the model's tensor."""
     if (common := saved.box.intersect(box)) is None:
         return None
     offset = sum((inner - outer) * step for inner, outer, step in zip(common.start, box.start, stride, strict=True))

@@ -1,9 +1,9 @@
 """The weight source for Megatron-core `GPTModel`s under tensor, pipeline, expert and data parallelism.
 
-A rank reports the regions of the checkpoint's tensors that its parameters hold, where they lie: a pipeline stage those
-of its layers, an expert-parallel rank those of its experts. What is read is the model's own parameters, in the dtype
-of the model, never the fp32 masters of the optimizer. Everything is found in the module tree, its configuration and
-its process groups, whichever layer specification made it; nothing of Megatron is imported.
+A rank reports the regions of the checkpoint's tensors that its parameters hold. A pipeline stage reports its layers,
+and an expert-parallel rank its experts. The source reads the model's parameters in the model's dtype, never the fp32
+masters of the optimizer. It uses the module tree, its configuration and its process groups, for any layer
+specification. It imports nothing of Megatron.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _REFUSED_OPTIONS = {
 
 
 class MegatronSource(LocalSource):
-    """The tensors of a `GPTModel`, or of the list of its chunks where pipeline stages are interleaved.
+    """The tensors of a `GPTModel`, or of the list of its chunks if pipeline stages are interleaved.
 
-    The model may be in wrappers (`Float16Module`, `DistributedDataParallel`). A parameter that is not known can be
-    excluded by Megatron's name for it. Layers that predict one token more have the names of DeepSeek-V3's checkpoints.
+    The model may be in wrappers (`Float16Module`, `DistributedDataParallel`). An unknown parameter can be excluded by
+    Megatron's name for it. Layers for multi-token prediction have the names of DeepSeek-V3's checkpoints.
 
-    bridge: the family whose checkpoint names are used, as `model_type` of its Hugging Face configuration. None takes
-        the names that all families but Mixtral have.
-    vocab_size: rows of the embedding and the output layer that the checkpoint has. None means all, with the padding.
+    bridge: the family for the checkpoint names, as `model_type` of its Hugging Face configuration. None takes the names
+        of all families but Mixtral.
+    vocab_size: the checkpoint's rows of the embedding and the output layer. None means all, with the padding.
     """
 
     def __init__(self, selection: TensorSelection, *, bridge: str | None = None, vocab_size: int | None = None) -> None:
@@ -107,7 +107,7 @@ def _sources(chunk: nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tenso
 
 
 def _chunks(model: Model) -> list[nn.Module]:
-    """Return the `GPTModel`s of this rank, without wrappers. Raises for a model, list or mesh that cannot be right."""
+    """Return the `GPTModel`s of this rank, without wrappers. Raise for a wrong model, list or mesh."""
     given = list(model) if isinstance(model, Sequence) else [one_module(model)]
     if not given:
         raise ConfigError("push was given an empty list, expected the chunks of this rank's model")
@@ -150,7 +150,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _shard(chunk: Any, group_name: str, option: str) -> GroupPlace:
-    """Return this rank's place in a process group. Raises `ConfigError` for a size that the model was not built for."""
+    """Return this rank's place in a process group. Raise `ConfigError` if the model was built for another size."""
     expected = getattr(chunk.config, option, None) or 1
     group = getattr(chunk.pg_collection, group_name, None)
     shard = WHOLE if group is None else GroupPlace(group.rank(), group.size())
@@ -169,7 +169,7 @@ def _shard(chunk: Any, group_name: str, option: str) -> GroupPlace:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """What a parameter holds: spans one after the other along `dim` of `view`."""
+    """The content of a parameter: spans one after the other along `dim` of `view`."""
 
     spans: list[Span]
     view: torch.Tensor
@@ -184,7 +184,7 @@ _LEGACY_EXPERTS = re.compile(r"mlp\.experts\.weight([12])")
 
 
 class _Reader:
-    """Reads the parameters of one chunk. Raises `ConfigError` for a mesh that is not the model's."""
+    """A reader of one chunk's parameters. Making it raises `ConfigError` for a mesh that is not the model's."""
 
     def __init__(self, chunk: Any, family: Family, vocab_size: int | None) -> None:
         self._chunk = chunk
@@ -203,8 +203,9 @@ class _Reader:
             )
 
     def read(self, name: str, tensor: torch.Tensor) -> list[tuple[TensorMeta, list[tuple[Box, torch.Tensor]]]]:
-        """Return the checkpoint tensors in parameter `name`, and this rank's regions of each. Raises
-        `UnsupportedError`.
+        """Return the checkpoint tensors in parameter `name`, each with this rank's regions of it.
+
+        Raises `UnsupportedError`.
         """
         if type(tensor.detach()) is not torch.Tensor:  # DTensors of Megatron-FSDP, fp8 weights of Transformer Engine
             kind = type(tensor.detach()).__name__
@@ -246,7 +247,7 @@ class _Reader:
             layer = self._chunk.decoder.layers[int(match[1])]
             stacks = self._layer_stacks(layer, match[2], local)
         elif (match := _MTP_LAYER.fullmatch(name)) is not None:
-            layer = self._chunk.mtp.layers[int(match[1])].transformer_layer  # its number goes on from the decoder's
+            layer = self._chunk.mtp.layers[int(match[1])].transformer_layer  # its number continues the decoder's
             stacks = self._mtp_stacks(layer, match[2], local)
         else:
             layer = stacks = None
@@ -261,7 +262,7 @@ class _Reader:
         return [_Stack(share(padded(name, self._vocab_size, self._chunk.vocab_size), self._tp), local)]
 
     def _mtp_stacks(self, layer: Any, name: str, local: torch.Tensor) -> list[_Stack] | None:
-        """Return spans of a layer that predicts one token more, as DeepSeek-V3's checkpoints have it."""
+        """Return the stacks of a layer for multi-token prediction, under the names of DeepSeek-V3's checkpoints."""
         module, leaf = _module_and_leaf(name)
         if module in MTP_NORMS:
             return [_replicated(f"{MTP_NORMS[module]}.{leaf}", local)]
@@ -271,7 +272,7 @@ class _Reader:
         return self._layer_stacks(layer, inside, local) if inside != name else None
 
     def _layer_stacks(self, layer: Any, name: str, local: torch.Tensor) -> list[_Stack] | None:
-        """Return spans under names relative to the layer, or None for a parameter that is not known."""
+        """Return the stacks under names relative to the layer, or None for an unknown parameter."""
         module, leaf = _module_and_leaf(name)
         latent = bool(getattr(self._config, "multi_latent_attention", False))
         if leaf not in ("weight", "bias"):
@@ -309,17 +310,17 @@ class _Reader:
         return _Stack(stack if len(local) == total else share(stack, self._tp), local)
 
     def _mlp(self, layer: Any, module: str) -> str:
-        """Return the checkpoint's name of the MLP that Megatron's linear `module` is in."""
+        """Return the checkpoint's name of the MLP around Megatron's linear `module`."""
         if module.startswith("mlp.linear"):
             return "mlp"
-        # Qwen2-MoE, with a gate, has one of them; the DeepSeek family, without, calls it "experts".
+        # Qwen2-MoE has a gate and the singular name. The DeepSeek family has no gate and the plural.
         return "mlp.shared_expert" if layer.mlp.shared_experts.use_shared_expert_gate else "mlp.shared_experts"
 
     def _gate_up(self, gate: str, up: str) -> list[str]:
         return [gate, up] if self._config.gated_linear_unit else [up]
 
     def _row_parallel(self, name: str, local: torch.Tensor, shard: GroupPlace) -> _Stack:
-        if local.dim() == 1:  # a bias, which is added after the sum over ranks
+        if local.dim() == 1:  # a bias is whole: it is added after the sum over ranks
             return _replicated(name, local)
         return _Stack(side_by_side([name], local.shape[1], shard), local, 1)
 
@@ -333,7 +334,7 @@ class _Reader:
         if (match := _GROUPED_EXPERT.fullmatch(name)) is not None:
             return [self._expert(layer, int(match[2]), match[1], local)]
         if (match := _LEGACY_EXPERTS.fullmatch(name)) is not None:
-            # Experts one after the other, each transposed; the shape of the parameter does not show it.
+            # Experts one after the other, each transposed. The parameter's own shape is (hidden, -1) or (-1, hidden).
             count, hidden = len(layer.mlp.local_expert_indices), self._config.hidden_size
             shape = (count, hidden, -1) if match[1] == "1" else (count, -1, hidden)
             experts = local.view(shape).transpose(1, 2)
@@ -341,7 +342,7 @@ class _Reader:
         return None
 
     def _expert(self, layer: Any, number: int, linear: str, weight: torch.Tensor) -> _Stack:
-        """Return linear 1 or 2 of the rank's expert `number`, with a weight that has rows of outputs."""
+        """Return linear 1 or 2 of the rank's expert `number`. Rows of `weight` are outputs."""
         family = self._family
         expert = f"{family.moe}.experts.{layer.mlp.local_expert_indices[number]}"
         if linear == "2":

@@ -1,7 +1,7 @@
 """The weight source for Megatron models that a bridge exports: Megatron-Bridge, mbridge, or one with their interface.
 
-A bridge gathers whole tensors, one after the other, by collectives of the training job. Its export is a stream, which
-every rank advances alike.
+A bridge gathers whole tensors, one after the other, by collectives of the training job. Its export is a stream. Every
+rank advances it alike.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from weightsync.sources.stream import StreamSource
 class BridgeSource(StreamSource):
     """The tensors that a bridge exports from a Megatron model. See `ShardSource`.
 
-    Unlike those of other sources, `manifest` and `shards` are collective. The first call for a model runs an export for
-    the names and shapes alone.
+    `manifest` and `shards` are collective, unlike other sources'. The first call for a model runs an export for the
+    names and shapes alone.
 
     bridge: an object with `export_hf_weights(chunks, cpu=False, show_progress=False)`, as Megatron-Bridge's
         `AutoBridge`, or `export_weights(chunks)`, as mbridge's `Bridge`. Either gives pairs of a checkpoint name and a
         whole tensor, on every rank and in the same order each time.
 
-    Rank 0 holds one group of tensors, and what the bridge exports before the rest of that group. The training job's own
-    collectives carry the tensors. Where the bridge itself fails on one rank, the others notice it only when these time
+    Rank 0 holds one group of tensors, and the tensors that the bridge exports between them. The training job's own
+    collectives carry the tensors. If the bridge fails on one rank, the others notice it when these collectives time
     out. Raises `ConfigError` for an object without either interface, and as `StreamSource` does.
     """
 
@@ -53,7 +53,7 @@ class BridgeSource(StreamSource):
         self._chunks = []
 
     def _export_of(self, model: Model) -> Callable[[], Any]:
-        """Return what starts an export. Forget what was learnt of another model."""
+        """Return a function that starts an export. Forget the names and shapes of another model."""
         chunks = list(model) if isinstance(model, Sequence) else [model]
         if [id(chunk) for chunk in chunks] != [id(chunk) for chunk in self._chunks]:
             self.close()

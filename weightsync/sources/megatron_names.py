@@ -1,7 +1,8 @@
-"""Which checkpoint tensors a parameter of a Megatron-core `GPTModel` is made of, and in which order. Pure.
+"""The checkpoint tensors in each parameter of a Megatron-core `GPTModel`, and their order. Pure.
 
-Megatron keeps several checkpoint tensors in one parameter, stacked along the dimension that tensor parallelism cuts:
-q, k and v by query group, gate and up, and an embedding with padding below. `Span`s say what lies in such a stack.
+Megatron keeps several checkpoint tensors in one parameter, stacked along the dimension that tensor parallelism cuts. It
+stacks q, k and v by query group, gate above up, and padding below an embedding. A list of `Span`s describes such a
+stack.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from weightsync.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`length` rows of the checkpoint tensor `name` from row `start` on; the whole tensor has `total` rows. Rows are
-    those along the dimension that is cut. Without a name they are padding, which does not travel."""
+    """`length` rows of the checkpoint tensor `name` from row `start` on. The whole tensor has `total` rows.
+
+    Rows are counted along the cut dimension. A span without a name is padding, and does not travel.
+    """
 
     name: str | None
     total: int
@@ -39,9 +42,9 @@ def whole(name: str, total: int) -> list[Span]:
 
 
 def share(stack: Sequence[Span], shard: GroupPlace) -> list[Span]:
-    """Return what a rank holds of a stack that is cut into equal parts.
+    """Return one rank's part of a stack that is cut into equal parts.
 
-    A span of which it holds nothing stays, with length 0, so that every rank knows every tensor.
+    A span outside of the part stays with length 0, so that every rank knows every tensor.
     """
     each = sum(span.length for span in stack) // shard.size
     low, high = shard.rank * each, (shard.rank + 1) * each
@@ -71,19 +74,19 @@ def by_query_group(names: tuple[str, str, str], heads: int, groups: int, head_di
 
 
 def side_by_side(names: Sequence[str], local: int, shard: GroupPlace) -> list[Span]:
-    """Return a rank's stack of `local` rows, with its share of each tensor (gate and up). All are equally large."""
+    """Return a rank's stack of `local` rows: its share of each tensor (gate and up). All tensors are equally large."""
     each = local // len(names)
     return [Span(name, each * shard.size, each * shard.rank, each) for name in names]
 
 
 def padded(name: str, total: int, padded_total: int) -> list[Span]:
-    """Return the stack of an embedding with `total` rows that count."""
+    """Return the stack of an embedding with `total` rows of values, and padding up to `padded_total` rows."""
     return [*whole(name, total), Span(None, 0, 0, padded_total - total)]
 
 
 @dataclass(frozen=True)
 class Family:
-    """What the checkpoints of a family call the parts of a mixture of experts; all else has the same name in all."""
+    """A family's checkpoint names for the parts of a mixture of experts. All other names are common to all families."""
 
     moe: str = "mlp"
     gate: str = "gate_proj"
@@ -98,11 +101,11 @@ FAMILIES = {
     ),
     "mixtral": Family(moe="block_sparse_moe", gate="w1", up="w3", down="w2"),
 }
-"""By `model_type` of the Hugging Face configuration."""
+"""Families by `model_type` of the Hugging Face configuration."""
 
 
 def family_of(name: str | None) -> Family:
-    """Return the names of a family, or the usual ones for None. Raises `ConfigError` for one that is not known."""
+    """Return the names of a family, or the usual ones for None. Raise `ConfigError` for an unknown family."""
     if name is None:
         return _USUAL
     if name not in FAMILIES:
@@ -112,7 +115,7 @@ def family_of(name: str | None) -> Family:
     return FAMILIES[name]
 
 
-# Modules of a transformer layer, and what checkpoints call them.
+# Modules of a transformer layer, and their names in checkpoints.
 
 NORMS = {
     "input_layernorm": "input_layernorm",
@@ -122,7 +125,7 @@ NORMS = {
     "pre_mlp_layernorm": "post_attention_layernorm",
     "mlp.linear_fc1.layer_norm": "post_attention_layernorm",
 }
-"""With those that Transformer Engine fuses into the linear that follows."""
+"""Norms, including the norms that Transformer Engine fuses into the next linear."""
 
 LATENT_NORMS = {
     **NORMS,
@@ -131,20 +134,20 @@ LATENT_NORMS = {
     "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
     "self_attention.linear_kv_up_proj.layer_norm": "self_attn.kv_a_layernorm",
 }
-"""Those of a layer with multi-latent attention."""
+"""Norms of a layer with multi-latent attention."""
 
 MTP_NORMS = {"enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_head.norm"}
-"""Those around a layer of multi-token prediction."""
+"""Norms around a layer of multi-token prediction."""
 
 LATENT_BY_HEAD = {
     "self_attention.linear_q_proj": "self_attn.q_proj",
     "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
     "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
 }
-"""Cut by rows. Their rotary part is interleaved here as in checkpoints."""
+"""Linears that are cut by rows. Their rotary part is interleaved, as in checkpoints."""
 
 LATENT_DOWN = {
     "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
     "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
 }
-"""Cut by rows in local layer specs, whole on every rank in those of Transformer Engine."""
+"""Linears that are cut by rows in local layer specs, and whole on every rank in Transformer Engine's."""

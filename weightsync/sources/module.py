@@ -1,4 +1,4 @@
-"""Reading the tensors of a module tree, for every backend whose model is one `nn.Module` per rank."""
+"""The source for every backend with one `nn.Module` per rank."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ ON_META = "it is on the meta device and has no values; materialise it first (`to
 
 @dataclass(frozen=True, slots=True)
 class LocalParam:
-    """One tensor of the model, and the parts of it that this rank holds.
+    """One tensor of the model, and this rank's parts of it.
 
-    Tied tensors have the same `identity`. `trains` is that of `TensorShard`. `adapter` is added to the parts.
+    Tied tensors have the same `identity`. `trains` is as in `TensorShard`. `adapter` is added to the parts.
     """
 
     shape: tuple[int, ...]
@@ -47,22 +47,22 @@ class LocalParam:
 _SHAPE, _DTYPE, _LAYOUT, _TRAINS = map(attrgetter, ("shape", "dtype", "layout", "requires_grad"))
 
 NamedReader: TypeAlias = tuple[str, Callable[[], LocalParam]]
-"""A checkpoint name, and a function that reads the tensor behind it or raises `UnsupportedError`."""
+"""A checkpoint name, and a function that reads its tensor or raises `UnsupportedError`."""
 
 
 class ModuleSource(LocalSource):
     """A `ShardSource` of one module tree.
 
-    It applies the selection, lets tied tensors travel once under their first name, and refuses in one error all that
-    cannot be read. Adapters of PEFT's are added to what `readers` reads.
+    It applies the selection and sends tied tensors once, under their first name. It refuses all unreadable tensors in
+    one error. PEFT's adapters are added to the values of `readers`.
     """
 
     def __init__(self, selection: TensorSelection) -> None:
         super().__init__(selection)
         self.barrier = no_barrier
-        self._adapters: dict[str, Adapter] = {}  # by name of the tensor that it is added to
-        self._whole: dict[torch.Tensor, torch.Tensor] = {}  # the factors of the last `gather`, by what this rank has
-        self._wrapped = False  # PEFT has wrapped layers, whose state is not only in their tensors
+        self._adapters: dict[str, Adapter] = {}  # by name of the weight
+        self._whole: dict[torch.Tensor, torch.Tensor] = {}  # the last `gather`'s whole factors, by this rank's factor
+        self._wrapped = False  # PEFT has wrapped layers: their state is not only in tensors
         self._changed: Memo[dict[str, str]] = Memo()
         self._saved: Memo[list[list[SavedParts]]] = Memo()
 
@@ -72,21 +72,21 @@ class ModuleSource(LocalSource):
 
     @abstractmethod
     def read(self, tensor: torch.Tensor) -> LocalParam:
-        """Return what this rank holds of a parameter. Raises `UnsupportedError` for one that cannot be read."""
+        """Return this rank's part of a parameter. Raise `UnsupportedError` if it cannot be read."""
 
     @abstractmethod
     def whole(self, tensors: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """Return all of each of these parameters, which `read` can read. Collective where any is sharded."""
+        """Return each of these parameters whole. `read` can read them all. Collective if any is sharded."""
 
     def reshard(self, found: list[nn.Module]) -> None:
-        """Bring the tensors of the model, which has these modules, to where `readers` reads them."""
+        """Put the tensors of a model with the modules `found` into the state that `readers` reads."""
 
     def local(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return this rank's memory of these tensors, in any order, or None if memory alone does not tell."""
+        """Return this rank's memory of these tensors, in any order, or None if addresses alone do not show a change."""
         return None
 
     def sketch(self, model: Model) -> list[TensorShard]:
-        """Return the shards of a model on the `meta` device: what this rank will hold, without values."""
+        """Return the shards of a model on the `meta` device: this rank's future regions, without values."""
         return self._read(model, on_meta=True)[1]
 
     def _marks(self, model: Model) -> object:
@@ -122,14 +122,14 @@ class ModuleSource(LocalSource):
         self._adapters, self._whole = {}, {}
 
     def settings(self) -> list[Any]:
-        """Return what decides beside tensors what is read: the adapters that are active, and their scaling."""
+        """Return the state beside tensors that decides the result: the active adapters and their scaling."""
         return [
             (name, [(active, adapter.scaling(active)) for active in adapter.names()])
             for name, adapter in self._adapters.items()
         ]
 
     def gather(self, names: Sequence[str]) -> None:
-        self._whole = {}  # the factors for the names before are let go first
+        self._whole = {}  # free the factors of the last names first
         adapters = dict.fromkeys(self._adapters[name] for name in names if name in self._adapters)
         with torch.no_grad():
             self._whole = self.whole([factor for adapter in adapters for factor in adapter.active_factors()])
@@ -140,9 +140,9 @@ class ModuleSource(LocalSource):
     def _as_saved(
         self, model: nn.Module, on_meta: bool
     ) -> tuple[list[tuple[LocalParam, SavedParts]], list[tuple[str, str]]]:
-        """Return what this rank holds of each of the model's tensors, and what these are in the checkpoint.
+        """Return this rank's part of each of the model's tensors, with its parts in the checkpoint.
 
-        The second list has (other name, name), in the checkpoint, of each tensor that is tied and saved as it is.
+        The second list has (other name, name), in the checkpoint, of each tied tensor that is saved unchanged.
         """
         tensors, tied = self._tensors(model, on_meta)
         of_name = {name: TensorMeta(name, held.shape, held.dtype) for name, held in tensors}
@@ -167,8 +167,10 @@ class ModuleSource(LocalSource):
 
     @torch.no_grad()
     def _tensors(self, model: nn.Module, on_meta: bool) -> tuple[list[tuple[str, LocalParam]], dict[str, str]]:
-        """Return the tensors that travel, each once, with what this rank holds of them, and their first names by every
-        other name that they have."""
+        """Return the tensors that travel, each once, with this rank's part.
+
+        The second result has the first name of each tied tensor by its other names.
+        """
         found: dict[str, LocalParam] = {}
         first: dict[Hashable, str] = {}
         others: dict[str, str] = {}
@@ -205,9 +207,9 @@ class ModuleSource(LocalSource):
         return list(found.items()), others
 
     def _adapted(self, name: str, held: LocalParam, adapters: dict[str, Adapter]) -> LocalParam:
-        """Return `held` with its adapter, if `name` is the weight of a layer that has one.
+        """Return `held` with its adapter, if `name` is the weight of a layer with an adapter.
 
-        Raises `UnsupportedError` for an adapter that cannot be added, also for another tensor of its layer.
+        Raises `UnsupportedError` for an adapter that cannot be added, also if `name` is another tensor of its layer.
         """
         for end in (at + 1 for at, letter in enumerate(name) if letter == "."):
             if (adapter := adapters.get(name[:end])) is not None:
@@ -220,7 +222,7 @@ class ModuleSource(LocalSource):
     def buffers(
         self, prefix: str, module: nn.Module, read: Callable[[torch.Tensor], LocalParam]
     ) -> Iterator[NamedReader]:
-        """Yield the module's own persistent buffers, or none where the selection says so."""
+        """Yield the module's own persistent buffers, or none if the selection has no buffers."""
         for name, buffer in module._buffers.items():
             if buffer is not None and self.selection.buffers and name not in module._non_persistent_buffers_set:
                 yield prefix + name, partial(read, buffer)
@@ -229,10 +231,10 @@ class ModuleSource(LocalSource):
 def fingerprint(
     found: list[nn.Module], local: Callable[[list[torch.Tensor]], list[torch.Tensor] | None]
 ) -> list[Any] | None:
-    """Return what is equal as long as the model that has these modules is as it was, or None when `local` gives None.
+    """Return a value that stays equal until the model with these modules changes, or None if `local` returns None.
 
-    It has the modules, and of each tensor its identity, the place that `local` gives for it, and whether it trains.
-    Every push waits for it. So it has lists of one thing each, made and compared without a line of Python per tensor.
+    It has the modules, and each tensor's identity, its address from `local`, and whether it trains. Every push waits
+    for it. So it consists of one list per property, and making and comparing it runs no Python per tensor.
     """
     places: list[Any] = []
     tensors: list[torch.Tensor | None] = []
@@ -264,13 +266,13 @@ def fingerprint(
 
 
 def plain(tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Return the tensors, if all of them are plain memory."""
+    """Return the tensors if all are plain memory, else None."""
     memory = {*map(type, tensors)} <= {nn.Parameter, torch.Tensor} and {*map(_LAYOUT, tensors)} <= {torch.strided}
     return tensors if memory else None
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
-    """Return the layers that PEFT has wrapped, by the prefix of their tensors' names, one `Adapter` for each layer."""
+    """Return an `Adapter` for each layer that PEFT has wrapped, by the prefix of its tensors' names."""
     known: dict[nn.Module, Adapter | None] = {}
     found: dict[str, Adapter] = {}
     for prefix, shells in walk_shells(model):
@@ -283,7 +285,7 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
 
 
 def refusal(refused: dict[str, str]) -> UnsupportedError:
-    """Return one error for all tensors that cannot be read, whose text has a line for each reason."""
+    """Return one error for all tensors that cannot be read. Its text has one line per reason."""
     names: dict[str, list[str]] = {}
     for name, reason in refused.items():
         names.setdefault(reason, []).append(name)
@@ -295,7 +297,7 @@ def refusal(refused: dict[str, str]) -> UnsupportedError:
 
 
 def read_whole(tensor: torch.Tensor) -> LocalParam:
-    """Read a tensor that this rank has all of."""
+    """Read a tensor that is whole on this rank."""
     values = readable(tensor)
     shape = tuple(values.shape)
     parts = [(Box.full(shape), values)] if values.numel() > 0 else []
@@ -303,12 +305,12 @@ def read_whole(tensor: torch.Tensor) -> LocalParam:
 
 
 def trains(tensor: torch.Tensor) -> bool:
-    """Return whether training may change it: a parameter that takes a gradient, or any buffer."""
+    """Return whether training may change a tensor: a parameter that takes a gradient, or any buffer."""
     return tensor.requires_grad or not isinstance(tensor, nn.Parameter)
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, detached. Raises `UnsupportedError` when it is not plain memory with values in it."""
+    """Return the tensor, detached. Raise `UnsupportedError` if it is not plain memory with values."""
     if is_lazy(tensor):
         raise UnsupportedError("it is not initialised yet; run a forward first")
     values = tensor.detach()
@@ -327,7 +329,7 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_of(values: torch.Tensor, shape: tuple[int, ...]) -> Hashable:
-    """Return what is equal for two tensors of full shape `shape` that lie in the same memory."""
+    """Return a value that is equal for two tensors of full shape `shape` in the same memory."""
     at = values.untyped_storage()._cdata, values.storage_offset()
     return *at, shape, tuple(values.shape), values.stride(), values.dtype
 
@@ -343,7 +345,7 @@ def flat_parts(shape: tuple[int, ...], start: int, values: torch.Tensor) -> list
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Return torch's name of the tensor's dtype. Raises `UnsupportedError` for one that does not travel."""
+    """Return torch's name of the tensor's dtype. Raise `UnsupportedError` for a dtype that does not travel."""
     name = str(tensor.dtype).removeprefix("torch.")
     try:
         itemsize(name)

@@ -11,8 +11,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from weightsync.sources.peft import wrapped_module
 
-# FSDP1, torch.compile and activation checkpointing put a module under one of these names in a module of their own.
-# The `module` of DDP and DeepSpeed is not here: it is a name that models use too.
+# FSDP1, torch.compile and activation checkpointing put a module under one of these names in a module of their own. The
+# `module` of DDP and DeepSpeed is not here: models use that name too.
 _WRAPPED_AS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 
 
@@ -22,9 +22,10 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """Return the module's class without those that `fully_shard` and `replicate` put in front of it.
+    """Return the module's class without the classes that `fully_shard` and `replicate` put in front of it.
 
-    They change a module's class to FSDPLlamaModel(FSDPModule, LlamaModel), which transformers and engines do not know.
+    They change a module's class to FSDPLlamaModel(FSDPModule, LlamaModel). transformers and engines do not know such a
+    class.
     """
     kind = type(module)
     while len(kind.__bases__) == 2 and kind.__bases__[0].__module__.startswith("torch.distributed."):
@@ -35,11 +36,12 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 def as_built(
     module: nn.Module, prefix: str = "", own: Mapping[str, Mapping[str, torch.Tensor]] | None = None
 ) -> nn.Module:
-    """Return the tree of modules without wrappers, and with the classes that they had before `fully_shard`.
+    """Return the tree of modules without wrappers, and with their classes from before `fully_shard`.
 
-    transformers does not recognise a class that is not its own. The modules are new and share what they hold.
+    transformers recognises its own classes only. The modules are new objects and share all attributes with the old
+    ones.
 
-    own: tensors that take the place of a module's own, by the module's prefix and their names in it.
+    own: tensors that replace a module's own, by the module's prefix and their names in it.
     """
     module = unwrapped(module)
     kind = own_class(module)
@@ -52,7 +54,7 @@ def as_built(
     if own is not None:
         others = own.get(prefix, {})
         twin._buffers = {name: others.get(name, buffer) for name, buffer in module._buffers.items()}
-        # FSDP1 may have taken parameters out of the module, which then has them as attributes.
+        # FSDP1 may have turned parameters into plain attributes of the module.
         theirs = {name: tensor for name, tensor in others.items() if name not in twin._buffers}
         twin._parameters = {**module._parameters, **theirs}  # type: ignore[dict-item]
         for name in theirs:
@@ -61,7 +63,7 @@ def as_built(
 
 
 def _shells(module: nn.Module) -> list[nn.Module]:
-    """Return the module, what it wraps, what that wraps, and so on. The last one is the model's own."""
+    """Return the module, the module that it wraps, and so on. The last one is the model's own."""
     shells = [module]
     while True:
         names = ("module",) if _holds_a_module(module) else _WRAPPED_AS
@@ -73,14 +75,14 @@ def _shells(module: nn.Module) -> list[nn.Module]:
 
 
 def _holds_a_module(module: nn.Module) -> bool:
-    """Return whether the module is a trainer's wrapper around the one that it calls `module`."""
-    # Who has not imported DeepSpeed has no engine of it.
+    """Return whether the module is a trainer's wrapper with its inner module in the attribute `module`."""
+    # If DeepSpeed is not imported, no module is its engine.
     engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", ())
     return isinstance(module, (DistributedDataParallel, DataParallel, engine))
 
 
 def modules(model: nn.Module) -> list[nn.Module]:
-    """Return `model.modules()`, in another order and a fifth of the time.
+    """Return `model.modules()` in another order, and faster.
 
     A module that is registered twice comes twice.
     """
@@ -101,7 +103,7 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def walk_shells(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, list[nn.Module]]]:
-    """Yield what `walk` yields, but each module with its wrappers around it, the outermost first."""
+    """Yield the prefixes of `walk`, each with the module and its wrappers, the outermost first."""
     shells = _shells(model)
     yield prefix, shells
     for name, child in shells[-1]._modules.items():

@@ -1,8 +1,8 @@
 """Models that PEFT has wrapped: the base model under its own names, and its weights with the LoRA adapters added.
 
-`merge_and_unload` of a copy would give the same weights, to the bit. The product of an adapter's factors is PEFT's own
-code, run over the whole factors, because a product of fewer rows need not round alike. Each shard gets its region of
-that product. The trainer's base weights and adapters are only read, so there is nothing to unmerge, and nothing drifts.
+The weights equal those of `merge_and_unload` on a copy, to the bit. PEFT's own code multiplies an adapter's whole
+factors, because a product of fewer rows can round differently. Each shard gets its region of that product. The
+trainer's base weights and adapters are only read, so there is nothing to unmerge, and nothing drifts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Shape: TypeAlias = "tuple[int, ...]"
 
 
 def wrapped_module(module: nn.Module) -> nn.Module | None:
-    """Return the module that a wrapper of PEFT's computes with, adapters aside, or None for any other module."""
-    if "peft" not in sys.modules:  # who has not imported it has no wrapper of it
+    """Return the module inside a wrapper of PEFT's, without adapters, or None for any other module."""
+    if "peft" not in sys.modules:  # not imported: no wrappers
         return None
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
@@ -44,9 +44,9 @@ def wrapped_module(module: nn.Module) -> nn.Module | None:
 
 
 def adapter_of(module: nn.Module) -> Adapter | None:
-    """Return what PEFT adds to the weights of the module that `module` wraps, or None when it is no layer of PEFT's.
+    """Return the adapter around the module that `module` wraps, or None if PEFT did not make `module`.
 
-    Raises `UnsupportedError` for a model whose kind of adapter is no part of any weight, as with prompts.
+    Raises `UnsupportedError` for a model with adapters that change no weight, such as prompts.
     """
     if "peft" not in sys.modules:
         return None
@@ -65,13 +65,13 @@ def adapter_of(module: nn.Module) -> Adapter | None:
 
 
 class Adapter:
-    """One layer that PEFT has put around one of the model's: the active adapters' part of its weight."""
+    """One layer of the model that PEFT has wrapped: the active adapters' part of its weight."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
 
     def names(self) -> list[str]:
-        """Return the adapters to add, in order: none when they are disabled, or merged into the base.
+        """Return the adapters to add, in order: none if they are disabled, or merged into the base.
 
         Raises `UnsupportedError` for all but plain LoRA on a linear layer or an embedding.
         """
@@ -106,9 +106,9 @@ class Adapter:
         return active
 
     def check(self, names: list[str], shape: tuple[int, ...], shape_of: Callable[[torch.Tensor], Shape]) -> None:
-        """Raise `UnsupportedError` when these adapters cannot be added to a weight of `shape`.
+        """Raise `UnsupportedError` if these adapters cannot be added to a weight of `shape`.
 
-        `shape_of` returns the full shape of a factor, or raises for one that the backend cannot read.
+        `shape_of` returns the full shape of a factor, or raises if the backend cannot read the factor.
         """
         for name in names:
             try:
@@ -122,17 +122,16 @@ class Adapter:
                 )
 
     def active_factors(self) -> list[torch.Tensor]:
-        """Return the factors of the adapters to add, as this rank has them."""
+        """Return this rank's factors of the adapters to add."""
         factors = self._factors()
         return [factor for name in self.names() for factor in factors[name]]
 
     @torch.no_grad()
     def add_to(self, values: torch.Tensor, box: Box, whole: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Return a copy of `values`, the region `box` of the base weight, with that of each active adapter added as
-        PEFT does.
+        """Return a copy of `values`, the region `box` of the base weight, plus the same region of each active adapter.
 
-        `whole` has all of each factor, by what `active_factors` gives. Uses memory for the whole product, in the
-        factors' dtype.
+        The sum rounds as PEFT's. `whole` maps each of `active_factors` to the whole factor. Uses memory for the whole
+        product, in the factors' dtype.
         """
         from peft.tuners.lora.layer import Embedding
 
@@ -154,11 +153,11 @@ class Adapter:
         return {"lora_embedding_A": layer.lora_embedding_A, "lora_embedding_B": layer.lora_embedding_B}
 
     def scaling(self, name: str) -> tuple[int, float]:
-        """Return the rank of adapter `name`, and what the product of its factors is multiplied by."""
+        """Return the rank of adapter `name`, and the multiplier of its factors' product."""
         return int(self._layer.r[name]), float(self._layer.scaling[name])
 
     def _product(self, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Compute what PEFT would add to the whole weight, from the whole factors: its own code, on a stand-in."""
+        """Compute PEFT's addition to the whole weight from the whole factors. PEFT's own code runs on a stand-in."""
         linear = {"lora_A": {name: SimpleNamespace(weight=a)}, "lora_B": {name: SimpleNamespace(weight=b)}}
         embedding = {"lora_embedding_A": {name: a}, "lora_embedding_B": {name: b}}
         stand_in = SimpleNamespace(**{**vars(self._layer), **linear, **embedding})
@@ -166,7 +165,7 @@ class Adapter:
         return product
 
     def _factors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Return A and B of each adapter, active or not, as this rank has them."""
+        """Return this rank's A and B of each adapter, active or not."""
         layer = self._layer
         pairs = {name: (layer.lora_A[name].weight, layer.lora_B[name].weight) for name in layer.lora_A}
         return pairs | {

@@ -1,10 +1,10 @@
-"""Weights that travel in 8 bits: a source around another, which quantises when its tensors are sent.
+"""Weights that travel in 8 bits: a source around another source, that quantises tensors when they are sent.
 
-A linear's weight becomes two tensors, as in checkpoints of compressed-tensors: `....weight` in float8 or int8, and
-`....weight_scale`, one float32 number for each row. A row's scale needs the largest magnitude of the whole row. If no
-rank cuts rows (FSDP2, and Megatron's column-parallel layers) each rank finds it alone. If a rank does (ZeRO-3, FSDP1,
-Megatron's row-parallel layers) the ranks find the maxima together, in `gather`. What is sent is what
-`weightsync.kernels.quantize` makes of the whole weight, to the bit.
+A linear's weight becomes two tensors, as in checkpoints of compressed-tensors. `....weight` is float8 or int8, and
+`....weight_scale` has one float32 number for each row. A row's scale needs the largest magnitude of the whole row. If
+no rank cuts rows (FSDP2, Megatron's column-parallel layers), each rank finds it alone. Otherwise (ZeRO-3, FSDP1,
+Megatron's row-parallel layers) the ranks find the maxima together, in `gather`. The values equal
+`weightsync.kernels.quantize` of the whole weight, to the bit.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _FROM = ("bfloat16", "float16", "float32")
 
 
 class QuantizingSource:
-    """The tensors of `source`, with the weights that `selection` says in 8 bits. See `ShardSource`.
+    """The tensors of `source`, with the weights in 8 bits that `selection.quantizes` names. See `ShardSource`.
 
-    form: "fp8" or "int8", both with one scale for each output channel. largest: called as `largest(values)` on every
-    rank alike, it replaces each of `values` by the largest that any rank gives.
+    form: "fp8" or "int8", both with one scale for each output channel.
+    largest: Replaces each of `values` by the largest of any rank's. Every rank calls `largest(values)` alike.
 
     A float32 weight is rounded to bfloat16 first, as on its way to an engine that quantises itself. So both give the
     same bits. `selection.dtypes` may name another dtype for a weight, float32 too.
@@ -53,10 +53,10 @@ class QuantizingSource:
         self._selection = selection
         self._largest = largest
         self._form: Form = FORMS[form]
-        self._made: set[str] = set()  # names that `source` does not know
-        self._inner: list[TensorShard] | None = None  # what `source` holds
-        self._last = LastShards()  # what is made of that
-        self._held: dict[str, dict[Box, TensorShard]] = {}  # what is quantised, by name of the weight
+        self._made: set[str] = set()  # names of scales: `source` does not know them
+        self._inner: list[TensorShard] | None = None  # the last shards of `source`
+        self._last = LastShards()  # the shards made of `_inner`
+        self._held: dict[str, dict[Box, TensorShard]] = {}  # shards to quantise, by name of the weight
         self._scales: dict[tuple[str, Box], torch.Tensor] = {}  # of the rows of `_held`, of the last `gather`
         self._stand_ins: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -99,13 +99,14 @@ class QuantizingSource:
                 compute = partial(self._values_of, meta.name, box)
                 found.append(TensorShard(weight, box, self._stand_in(weight, box, piece), piece.trains, compute))
             for box, piece in own.items():
-                # The rank with a row's first element gives its scale, so that no two ranks give it in different boxes.
+                # The rank with a row's first element gives its scale. Otherwise two ranks would give it in different
+                # boxes.
                 if box.start[1] == 0 and not self._selection.excludes(scale.name):
                     rows = Box((box.start[0], 0), (box.size[0], 1))
                     compute = partial(self._scale_of, meta.name, box)
                     found.append(TensorShard(scale, rows, self._stand_in(scale, rows, piece), piece.trains, compute))
         self._inner = inner
-        return self._last.of(found)  # stand-ins stay where they are, wherever the weights go
+        return self._last.of(found)  # stand-ins do not move with the weights
 
     def close(self) -> None:
         self._inner, self._last, self._held, self._scales = None, LastShards(), {}, {}
@@ -133,14 +134,14 @@ class QuantizingSource:
         return len(meta.shape) == 2 and self._selection.quantizes(meta.name)
 
     def _metas(self, meta: TensorMeta) -> tuple[TensorMeta, TensorMeta]:
-        """Return the two tensors that travel in the place of a weight."""
+        """Return the two tensors that travel in place of a weight."""
         return (
             TensorMeta(meta.name, meta.shape, _name(self._form)),
             TensorMeta(f"{meta.name}_scale", (meta.shape[0], 1), "float32"),
         )
 
     def _stand_in(self, meta: TensorMeta, box: Box, piece: TensorShard) -> torch.Tensor:
-        """Return a tensor of this shape, dtype and device, which stays where it is when the trainer's tensor moves."""
+        """Return a tensor of this shape, dtype and device. It does not move with the trainer's tensor."""
         key = getattr(torch, meta.dtype), piece.tensor.device
         if key not in self._stand_ins:
             self._stand_ins[key] = torch.empty((), dtype=key[0], device=key[1])
@@ -152,7 +153,7 @@ class QuantizingSource:
         return max((piece.meta.shape[0] for box, piece in held.items() if box.size[1] < piece.meta.shape[1]), default=0)
 
     def _source_dtype(self, meta: TensorMeta) -> str:
-        """Return the dtype that a weight is rounded to before it is quantised."""
+        """Return the dtype of a weight before quantisation. The weight is rounded to it."""
         return self._selection.wire_dtype(meta.name) or ("bfloat16" if meta.dtype == "float32" else meta.dtype)
 
     def _read(self, piece: TensorShard) -> torch.Tensor:
@@ -167,13 +168,13 @@ class QuantizingSource:
         return self._scale(name, box, self._read(self._held[name][box])) if known is None else known
 
     def _scale(self, name: str, box: Box, weight: torch.Tensor) -> torch.Tensor:
-        if (name, box) not in self._scales:  # of whole rows; those of cut ones were found by `gather`
+        if (name, box) not in self._scales:  # of whole rows: `gather` finds the scales of cut rows
             self._scales[name, box] = self._form.scale(row_maxima(weight))
         return self._scales[name, box]
 
 
 def pairs(manifest: Manifest) -> list[tuple[str, str]]:
-    """Return the names of each weight that is quantised, and of its scales."""
+    """Return the names of each quantised weight and of its scales."""
     kinds = {_name(form) for form in FORMS.values()}
     return [
         (meta.name, f"{meta.name}_scale")

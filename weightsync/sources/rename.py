@@ -1,4 +1,4 @@
-"""Tensors that travel under other names than a source gives them."""
+"""A source of tensors with new names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RenamingSource:
         self._selection = selection
         self._inner: list[TensorShard] | None = None
         self._shards: list[TensorShard] = []
-        self._given: dict[str, str] = {}  # the source's name, by the one that travels
+        self._given: dict[str, str] = {}  # the source's name, by the new name
 
     def manifest(self, model: Model) -> Manifest:
         self._given = {}
@@ -54,5 +54,5 @@ class RenamingSource:
 
 
 def renamed(source: ShardSource, selection: TensorSelection) -> ShardSource:
-    """Return a source of the names that `selection` gives."""
+    """Return a source with the names of `selection.rename`."""
     return source if selection.rename is None else RenamingSource(source, selection)

@@ -1,8 +1,8 @@
-"""Modules whose `state_dict` gives other values than their tensors have, such as a norm that is kept around zero.
+"""Modules with a `state_dict` that computes values, such as a norm that is kept around zero.
 
 A checkpoint has the values of `state_dict`, and engines load these. Hooks that rename, copy or reshard give the tensors
-themselves. So no list says which hooks do what. A copy of the modules holds stand-ins without storage, and what its
-`state_dict` gives is looked for among these.
+unchanged. No list tells them from hooks that compute. So a copy of the modules holds stand-ins without storage, and the
+tensors of its `state_dict` are compared with these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHANGED = (
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """Return what a module does to its `state_dict` beside what every module does."""
+    """Return a module's hooks and overrides of `state_dict`. A plain module has none."""
     found = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
     for name in ("state_dict", "_save_to_state_dict"):
         own = vars(module).get(name, getattr(type(module), name))
@@ -37,7 +37,7 @@ def hooks_of(module: nn.Module) -> list[Any]:
 def changed_when_saved(
     model: nn.Module, tensors: Mapping[str, tuple[Hashable, tuple[int, ...], torch.dtype]]
 ) -> dict[str, str]:
-    """Return the names whose values `state_dict` computes, each with the reason why it cannot be pushed.
+    """Return the names with values that `state_dict` computes, each with the reason why it cannot be pushed.
 
     tensors: identity, full shape and dtype of each tensor by its name in the checkpoint.
     """
@@ -61,7 +61,7 @@ def changed_when_saved(
             try:
                 with copies:
                     saved = as_built(module, prefix, own).state_dict(prefix=prefix)
-            except Exception:  # what reads values finds none in a stand-in
+            except Exception:  # a hook reads values, and a stand-in has none
                 with copies:
                     saved = as_built(module).state_dict(prefix=prefix)
         except Exception as error:
@@ -77,7 +77,7 @@ def changed_when_saved(
 
 
 def _outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that do more than others, each with its prefix, without those inside of another."""
+    """Yield the modules with hooks, each with its prefix, without modules inside of another one."""
     last = None
     for prefix, module in walk(model):
         if (last is None or not prefix.startswith(last)) and hooks_of(module):
@@ -93,7 +93,7 @@ def _tensors(model: nn.Module, at: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class _Copies(Aliases):
-    """A mode in which a copy that loses nothing is the tensor itself."""
+    """A mode in which a lossless copy is the tensor itself."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -105,7 +105,7 @@ class _Copies(Aliases):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def are_same(self, saved: Any, stand_in: torch.Tensor, real: torch.Tensor | None) -> bool:
-        """Return whether what was saved is the tensor that was there, as it was."""
+        """Return whether `saved` is the unchanged tensor."""
         if not isinstance(saved, torch.Tensor):
             return False
         return any(
@@ -116,7 +116,7 @@ class _Copies(Aliases):
 
 
 def memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return where a tensor lies, and in which order."""
+    """Return a tensor's place in memory and its order of elements."""
     shape = tensor.shape
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     storage = int(local.untyped_storage()._cdata)

@@ -1,7 +1,7 @@
-"""The weight source of a stream: pairs of a checkpoint name and a whole tensor, which come one after the other.
+"""The weight source of a stream: pairs of a checkpoint name and a whole tensor, one pair after the other.
 
-A stream runs along with the push: it is advanced until it has given all of the next bucket, and rank 0 lets go of the
-bucket before. So the model never is in memory as a whole. Tensors of a stream cannot be mapped, and are staged.
+A push advances the stream until it has given all of the next bucket. Rank 0 then frees the bucket before. So the whole
+model is never in memory. Tensors of a stream cannot be mapped, and are staged.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ _Arrival = tuple[TensorMeta, torch.Tensor]
 
 
 class StreamSource:
-    """The tensors of a stream. See `ShardSource`, whose `model` is the stream of one push.
+    """The tensors of a stream. See `ShardSource`. Its `model` is the stream of one push.
 
-    tensors: what streams give, in their order: the `shape` and `dtype` of each name. None learns it from the first one.
-        An iterator can be read once only, so that what it gives is kept in CPU memory for that push.
-
+    tensors: the `shape` and `dtype` of each name in the order of the streams. None: the first stream is read for them.
+        An iterator can be read only once, so its tensors are kept in CPU memory for that push.
     ranks: as for `WeightSync`.
 
-    Rank 0's tensors travel. Another rank gives the same stream, which is advanced as rank 0's is and dropped, or None.
-    Streams of lists and dicts may differ from push to push. Any other must give what the first one gave. A first tensor
-    that differs is found in `shards`, and any later one in `gather`. A tensor keeps its values until it has been sent.
-    Raises `ConfigError` for a selection that has no effect.
+    Rank 0's tensors travel. Another rank gives the same stream or None. Its stream is advanced with rank 0's, and its
+    tensors are dropped.
+
+    Streams of lists and dicts may differ from push to push. Any other stream must give the same tensors as the first.
+    `shards` finds a first tensor that differs, and `gather` any later one. A tensor must keep its values until it has
+    been sent. Raises `ConfigError` for a selection without effect.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class StreamSource:
     def _forget_run(self) -> None:
         """Drop the stream of the push before."""
         self._coming: Iterator[_Arrival] | None = None  # None: this rank's stream gives nothing
-        self._at = 0  # how many of the known tensors have come
+        self._at = 0  # number of known tensors that have come
         self._bucket: tuple[str, ...] = ()
         self._arrived: dict[str, torch.Tensor] = {}
 
@@ -116,7 +117,7 @@ class StreamSource:
         self.barrier()
         if self._coming is None:
             return
-        # Without names the push needs no more, and the stream is run to its end.
+        # Without names the push needs no more: run the stream to its end.
         end = 1 + (max(self._places.get(name, -1) for name in names) if names else len(self._known))
         while self._at < end:
             arrival = next(self._coming, None)
@@ -137,7 +138,7 @@ class StreamSource:
         return self._arrived[name]
 
     def _check(self, meta: TensorMeta, at: int) -> None:
-        """Raise `ManifestError` for a tensor that is not the one of this number."""
+        """Raise `ManifestError` if tensor number `at` of the stream is not `meta`."""
         expected = self._known[at] if at < len(self._known) else None
         if meta != expected:
             raise ManifestError(
@@ -148,13 +149,13 @@ class StreamSource:
             )
 
     def _learn(self, model: Model) -> None:
-        """Learn what streams give, where that is not known or may have changed."""
+        """Read the stream's names and shapes if they are unknown or may have changed."""
         is_listed = isinstance(model, (Mapping, Sequence, ItemsView))
         if self._has_learnt and not is_listed:
             return
         known = [] if is_listed else self._given
         if not known:
-            # An iterator that was read for its names is gone, on every rank alike.
+            # Reading an iterator for its names uses it up, on every rank alike.
             kept: deque[_Arrival] | None = deque() if isinstance(model, Iterator) else None
             names: set[str] = set()
             for meta, tensor in self._pairs(model):
@@ -178,7 +179,7 @@ class StreamSource:
         self._has_learnt = True
 
     def _pairs(self, stream: Any) -> Iterator[_Arrival]:
-        """Yield what a stream gives, without what the selection excludes. Raise for what is not a whole tensor."""
+        """Yield the tensors of a stream, without excluded ones. Raise for anything but a whole tensor."""
         if isinstance(stream, nn.Module):
             raise ConfigError(
                 'backend="stream" takes (name, tensor) pairs and not a module: push model.state_dict(), or choose the '
@@ -206,7 +207,7 @@ def _arrival(name: str, tensor: torch.Tensor) -> _Arrival:
 
 
 def _all_of(kept: deque[_Arrival], coming: Iterable[_Arrival] = ()) -> Iterator[_Arrival]:
-    """Yield what was kept, which is let go, and what is coming."""
+    """Yield the kept tensors and free each, then the coming ones."""
     while kept:
         yield kept.popleft()
     yield from coming
