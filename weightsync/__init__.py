@@ -68,7 +68,7 @@ __all__ = [
     "save",
 ]
 
-# Names that need torch, which takes seconds to import: the command line must answer `--help` without it.
+# Names with an import of torch. It takes seconds, and the command line must answer `--help` without it.
 _LAZY = {
     "CheckpointTransport": "weightsync.strategies.restart",
     "LoraAdapter": "weightsync.engines",
@@ -80,7 +80,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module of a name of `_LAZY` when the name is first asked for."""
+    """Import the module of a name of `_LAZY` on its first use."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_LAZY[name]), name)

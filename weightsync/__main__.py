@@ -1,8 +1,8 @@
-"""`python -m weightsync`, where the console script is not on the path."""
+"""`python -m weightsync`, for a path without the console script."""
 
 import sys
 
 from weightsync.tools.cli import main
 
-if __name__ == "__main__":  # a process that is spawned imports this module, too
+if __name__ == "__main__":  # spawned child processes import this module too
     sys.exit(main())

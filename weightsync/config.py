@@ -24,14 +24,16 @@ _CHOICES = {"pause": Pause, "verify": Verify, "on_engine_failure": OnEngineFailu
 
 @dataclass(frozen=True)
 class WeightSyncConfig:
-    """The options of a `WeightSync`, as YAML, hydra and command lines fill them. `WeightSync.from_config` takes it.
+    """The options of a `WeightSync` in a form for YAML, hydra and command lines. `WeightSync.from_config` takes it.
 
-    `WeightSync` says what each option means, and has the same defaults. The annotations name what a file can hold.
+    `WeightSync` documents each option, and has the same defaults. The annotations are the types that a file can hold.
     Objects, such as an `LLM`, are given to `from_config` beside the config.
 
-    selection: a `TensorSelection`, or a mapping of its options.
+    Attributes:
+        selection: A `TensorSelection`, or a mapping of its options.
 
-    Raises `ConfigError` for a value that an option cannot have.
+    Raises:
+        ConfigError: A value outside of an option's range.
     """
 
     backend: str
@@ -71,7 +73,7 @@ class WeightSyncConfig:
 
 
 def read_config(config: WeightSyncConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that a config has, by name. Raises `ConfigError` for what is no option."""
+    """Return the options of a config by name. Raises `ConfigError` for an unknown option."""
     if isinstance(config, WeightSyncConfig):
         return dict(vars(config))
     if not isinstance(config, Mapping):
@@ -88,7 +90,7 @@ def _selection(given: Any) -> TensorSelection:
 
 
 def _known(what: str, of: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass that are given. Raise `ConfigError` for anything else."""
+    """Return the given fields of a dataclass. Raise `ConfigError` for an unknown name."""
     names = [each.name for each in fields(of)]
     if unknown := [str(name) for name in given if name not in names]:
         raise ConfigError(f"{what} has no {', '.join(unknown)}; its fields are {', '.join(names)}")

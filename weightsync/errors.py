@@ -11,15 +11,15 @@
     |   +-- EngineBusyError                        another trainer holds the engine
     |   +-- FencedError                            another trainer has taken the engine over
     |   +-- EngineAsleepError                      the engine's weights are put to sleep
-    |   +-- FrozenLostError                        the engine has lost what only the first push sends
+    |   +-- FrozenLostError                        the engine has lost tensors that only the first push sends
     +-- PeerError              (ConnectionError)   a trainer rank or an engine worker went away
     +-- SyncTimeoutError       (TimeoutError)      a wait passed its deadline
-    +-- ProtocolError          (RuntimeError)      a message that does not follow docs/wire.md, or a stranger
-    +-- DigestError            (RuntimeError)      bytes arrived, and they are not the bytes that were sent
+    +-- ProtocolError          (RuntimeError)      a message breaks docs/wire.md, or a peer is a stranger
+    +-- DigestError            (RuntimeError)      the received bytes differ from the sent bytes
 
-Each error is also the builtin that fits, so `except TimeoutError` works. Each keeps its facts as attributes. Errors
-survive pickling, which a caller's process pool needs, and the wire (`to_fields`, `from_fields`). Every trainer rank
-raises the first cause, as the same class.
+Each error is also the matching builtin, so `except TimeoutError` works. Each keeps its facts as attributes. Errors
+survive pickling, for a caller's process pool, and the wire (`to_fields`, `from_fields`). Every trainer rank raises the
+first cause, as the same class.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 _MOST = 5
-"""How many names a message lists of each kind; all are in the error's attributes."""
+"""Most names of each kind in a message. The error's attributes have all names."""
 
 
 class ErrorFields(Struct, frozen=True, forbid_unknown_fields=True):
-    """An error as it travels. `kind` is the name of its class."""
+    """The form of an error on the wire. `kind` is the name of its class."""
 
     kind: str
     message: str
@@ -47,9 +47,12 @@ class ErrorFields(Struct, frozen=True, forbid_unknown_fields=True):
 class WeightSyncError(Exception):
     """Base of every error that weightsync raises on purpose.
 
-    who: the trainer rank or engine worker that failed ("trainer rank 1", "engine 0 worker tp=1"), or None.
-    phase: what that participant was doing ("plan", "transfer", "load", "commit", ...), or None. docs/failures.md lists
-        the phases.
+    Attributes:
+        message: The text, without `who` and `phase`. `str()` adds them.
+        who: The failed trainer rank or engine worker ("trainer rank 1", "engine 0 worker tp=1"), or None.
+        phase: The activity of that rank or worker ("plan", "transfer", "load", "commit", ...), or None.
+            docs/failures.md lists the phases.
+        facts: The attributes of `add_facts`, by name.
     """
 
     def __init__(self, message: str, *, who: str | None = None, phase: str | None = None, **facts: Any) -> None:
@@ -61,7 +64,7 @@ class WeightSyncError(Exception):
         self.add_facts(**facts)
 
     def add_facts(self, **facts: Any) -> None:
-        """Add attributes that travel with the error."""
+        """Add attributes. They travel with the error."""
         self.facts |= facts
         for name, value in facts.items():
             setattr(self, name, value)
@@ -74,8 +77,8 @@ class WeightSyncError(Exception):
         return _rebuild, (type(self), self.to_fields())
 
     def to_fields(self) -> ErrorFields:
-        """Return the error as it travels."""
-        text = self.message.encode(errors="replace").decode()  # a text of another program may not be one in UTF-8
+        """Return the error in its form for the wire."""
+        text = self.message.encode(errors="replace").decode()  # other programs may put lone surrogates into a text
         return ErrorFields(type(self).__name__, text, self.who, self.phase, self.facts)
 
 
@@ -86,9 +89,10 @@ class ConfigError(WeightSyncError, ValueError):
 class ManifestError(WeightSyncError, ValueError):
     """Tensors that do not fit the engine's model. Nothing was written.
 
-    missing: the names that the engine needs and the trainer does not have.
-    unexpected: the names that the engine has no place for.
-    mismatched: what is wrong with a tensor, by name: its shape, its dtype, or that it is written twice.
+    Attributes:
+        missing: Names that the engine needs and the trainer does not have.
+        unexpected: The trainer's names without a place in the engine.
+        mismatched: The fault of a tensor, by name: its shape, its dtype, or a second write of it.
     """
 
     missing: list[str]
@@ -118,17 +122,17 @@ class ManifestError(WeightSyncError, ValueError):
 
 
 class NonFiniteError(WeightSyncError, ValueError):
-    """Tensors that hold NaN or infinity. Nothing was written. `tensors` are their names."""
+    """Tensors with NaN or infinity. Nothing was written. `tensors` are their names."""
 
     tensors: list[str]
 
 
 REFUSALS = ConfigError, ManifestError, NonFiniteError
-"""What may be raised before a call has changed anything."""
+"""Errors that may be raised before a call has changed anything."""
 
 
 class UnsupportedError(WeightSyncError, NotImplementedError):
-    """Something that weightsync does not cover, with the reason and the way out."""
+    """A model, layer or machine that weightsync does not cover. The message has the reason and the way out."""
 
 
 class PlacementError(WeightSyncError, ValueError):
@@ -139,28 +143,31 @@ class PlacementError(WeightSyncError, ValueError):
 
 
 class EngineError(WeightSyncError, RuntimeError):
-    """An engine call that the engine refused or broke in."""
+    """An engine call that the engine refused, or an engine that broke during the call."""
 
 
 class EngineUnreachableError(EngineError, ConnectionError):
-    """An engine that has died, or an address at which nothing answers."""
+    """A dead engine, or an address without an answer."""
 
 
 class EngineBusyError(EngineError):
-    """An engine that another trainer is connected to."""
+    """An engine that is connected to another trainer."""
 
 
 class FencedError(EngineError):
-    """An engine that another trainer has taken over, since this one did not answer. Nothing of the engine was touched
-    after that. Push again once the other trainer has closed its `WeightSync`."""
+    """An engine that another trainer has taken over, because this trainer did not answer.
+
+    This trainer changed nothing in the engine after that. Push again once the other trainer has closed its
+    `WeightSync`.
+    """
 
 
 class EngineAsleepError(EngineError):
-    """An engine whose weights are put to sleep (vLLM's sleep levels 1 and 2). Nothing was written into it."""
+    """An engine with sleeping weights (vLLM's sleep levels 1 and 2). Nothing was written into it."""
 
 
 class FrozenLostError(EngineError):
-    """An engine that has lost what later pushes do not send. `WeightSync.push` sends everything then."""
+    """An engine that has lost frozen tensors. `WeightSync.push` then sends all tensors."""
 
 
 class PeerError(WeightSyncError, ConnectionError):
@@ -168,17 +175,17 @@ class PeerError(WeightSyncError, ConnectionError):
 
 
 class SyncTimeoutError(WeightSyncError, TimeoutError):
-    """A wait that passed its deadline. `waiting_for` names who had not answered yet."""
+    """A wait that passed its deadline. `waiting_for` names the ranks, workers or engines without an answer."""
 
     waiting_for: list[str]
 
 
 class ProtocolError(WeightSyncError, RuntimeError):
-    """A message that does not follow docs/wire.md, such as one with an unknown field; or a peer that is a stranger."""
+    """A message that breaks docs/wire.md, such as one with an unknown field, or a peer without the key."""
 
 
 class DigestError(WeightSyncError, RuntimeError):
-    """Bytes that arrived and are not the bytes that were sent."""
+    """Received bytes that differ from the sent bytes."""
 
 
 def _classes() -> dict[str, type[WeightSyncError]]:
@@ -192,11 +199,11 @@ def _classes() -> dict[str, type[WeightSyncError]]:
 
 
 def from_fields(fields: ErrorFields) -> WeightSyncError:
-    """Return the error that `to_fields` described. An unknown class becomes a `WeightSyncError` that names it."""
+    """Return the error of `to_fields`. An unknown class becomes a `WeightSyncError` that names it."""
     cls = _classes().get(fields.kind)
     if cls is None:
         cls, fields = WeightSyncError, replace(fields, message=f"{fields.kind}: {fields.message}")
-    # A fact becomes an attribute, and must not take the place of what every error has.
+    # A fact becomes an attribute, and must not hide a method or attribute of its class.
     facts = {name: fact for name, fact in fields.facts.items() if name != "facts" and not hasattr(cls, name)}
     try:
         return _rebuild(cls, replace(fields, facts=facts))
@@ -209,15 +216,15 @@ def _rebuild(cls: type[WeightSyncError], fields: ErrorFields) -> WeightSyncError
 
 
 def first_few(names: Sequence[str]) -> str:
-    """Return the first names, as a message has them, and how many more there are."""
+    """Return the first names for a message, and the number of further names."""
     return ", ".join(names[:_MOST]) + (f", and {len(names) - _MOST} more" if len(names) > _MOST else "")
 
 
 def wrap_exception(error: BaseException, *, who: str, phase: str) -> WeightSyncError:
     """Return any exception as a `WeightSyncError`.
 
-    A `WeightSyncError` keeps its class and gains the `who` and `phase` that it lacked. The message for any other
-    exception names the original class.
+    A `WeightSyncError` keeps its class, and gets `who` and `phase` if it has none. The message for any other exception
+    names its original class.
     """
     if isinstance(error, WeightSyncError):
         error.who = error.who or who

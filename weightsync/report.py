@@ -1,4 +1,4 @@
-"""What a push did and how long it took."""
+"""The report of a push: its sizes and seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from tqdm import tqdm
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """One engine worker's share of a push: bytes written to its model, and its own seconds."""
+    """One engine worker's share of a push.
+
+    Attributes:
+        name: The worker's name.
+        nbytes: Bytes written to its model.
+        transfer_s, verify_s, load_s: Its own seconds.
+    """
 
     name: str
     nbytes: int
@@ -23,21 +29,24 @@ class WorkerReport:
 class PushReport:
     """One push, the same on every trainer rank. Seconds are of rank 0's clock.
 
-    nbytes: the size of the weights in the dtypes that travel, each tensor counted once.
-    chunks: how many chunks they travelled in.
-    sent_bytes: how many bytes the trainer's ranks have sent. Zero where workers read them themselves.
-    plan_s: agreeing on what travels and how; near zero when nothing has moved.
-    control_s: everything before the engines were told to go and after the last of them was done, `plan_s` included.
-    gather_s: rank 0's part of sending.
-    transfer_s, verify_s, load_s: those of the slowest worker. They overlap with `gather_s`.
-    pause_s: from when an engine says that it is paused until all generate again, which may begin during `plan_s`.
-    total_s: the whole call.
-    load_paths: how many of the engines' modules took each load path: "in_place", "fused_quantize", "reload",
-        "native_loader".
-    left_out: the names of the engines that do not serve this version, since they were lost.
+    Attributes:
+        version: The version of the weights.
+        nbytes: The size of the weights in their dtypes on the wire, each tensor counted once.
+        chunks: The number of chunks.
+        sent_bytes: Bytes sent by the trainer's ranks. Zero if workers read them themselves.
+        plan_s: Agreeing on the tensors and their paths. Near zero when no tensor has moved.
+        control_s: Everything before the engines start the transfer and after the last engine is done, `plan_s`
+            included.
+        gather_s: Rank 0's part of sending.
+        transfer_s, verify_s, load_s: Seconds of the slowest worker. They overlap with `gather_s`.
+        pause_s: From the first engine's confirmed pause until all engines generate again. It may begin during `plan_s`.
+        total_s: The whole call.
+        load_paths: The number of engine modules on each load path: "in_place", "fused_quantize", "reload",
+            "native_loader".
+        workers: One row for each worker. A push of an adapter has one row for each engine.
+        left_out: The names of lost engines, without this version.
 
-    A push of an adapter pauses nothing, and has a row for each engine in `workers`. A restart's `control_s`, `load_s`
-    and `pause_s` are the seconds of the restart.
+    A push of an adapter pauses nothing. A restart's `control_s`, `load_s` and `pause_s` are the seconds of the restart.
     """
 
     version: int
@@ -65,7 +74,7 @@ class PushReport:
         )
 
     def metrics(self, prefix: str = "weightsync/") -> dict[str, float]:
-        """Return the report as numbers by name, such as "weightsync/total_s", for a tracker of experiments."""
+        """Return the report as numbers by name, such as "weightsync/total_s", for an experiment tracker."""
         numbers: dict[str, float] = {
             name: float(value) for name, value in vars(self).items() if isinstance(value, (int, float))
         }
@@ -80,7 +89,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Return a size such as "16.38 GB", in decimal units, as storage and network speeds are given in."""
+    """Return a size such as "16.38 GB", in decimal units, like the speeds of storage and networks."""
     size = float(nbytes)
     for unit in ("B", "kB", "MB"):
         if size < 1000:
@@ -93,10 +102,10 @@ _BAR_AFTER_S = 1.0
 
 
 class Progress(tqdm):  # type: ignore[misc]
-    """The numbers of a push's chunks, and a bar that follows their iteration.
+    """The chunk numbers of a push, with a progress bar over their iteration.
 
-    The bar shows itself once a push has lasted a second. It never does when standard error is no terminal
-    (`show=None`), with `show=False`, or on ranks that are not `here`.
+    The bar appears after a second. It never does if standard error is no terminal (`show=None`), with `show=False`, or
+    on ranks that are not `here`.
     """
 
     def __init__(self, show: bool | None, title: str, numbers: Sequence[int], here: bool) -> None:

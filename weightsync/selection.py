@@ -1,4 +1,4 @@
-"""Which tensors travel, how often, and in which dtype."""
+"""The selection of tensors: which tensors travel, how often, and in which dtype."""
 
 from __future__ import annotations
 
@@ -20,30 +20,33 @@ UNQUANTIZED = (
     "*_gate.weight",
     "*router*",
 )
-"""Two-dimensional weights that quantised checkpoints leave as they are: embeddings, output layers and routers."""
+"""Two-dimensional weights that quantised checkpoints leave unquantised: embeddings, output layers and routers."""
 
 
 @dataclass(frozen=True)
 class TensorSelection:
-    """Which tensors travel, and as what.
+    """The tensors that travel, and their form.
 
-    Patterns are shell patterns on checkpoint names (`*.mlp.gate.weight`), case sensitive. `*` matches dots too. Raises
-    `ConfigError` for anything but a sequence of strings.
+    Patterns are shell patterns on checkpoint names (`*.mlp.gate.weight`), case sensitive. `*` matches dots too.
 
-    exclude: tensors that are never pushed.
-    buffers: whether persistent buffers travel. The others never do.
-    dtypes: pattern to torch's dtype name on the wire, in place of the narrower of the trainer's and the engine's. The
-        first match counts. Raises `ConfigError` for a dtype that does not exist.
-    unquantized: with `WeightSync(quantize=...)`, the two-dimensional tensors `....weight` that travel as they are. All
-        others of these are quantised. It must be what the engine's checkpoint has left as it is.
-    frozen: tensors that the first push sends and later pushes do not, until the `WeightSync` is closed or a push fails.
-        A frozen tensor that changes after all is not noticed. One that shares an engine parameter with something that
-        trains, or a module that must be loaded whole, still travels. Where an engine has lost weights in between, as in
-        vLLM's sleep at level 2, a push sends everything. With verify="none" that is not noticed.
-    only_trained: whether parameters that need no gradient, and have no adapter, are frozen as well.
-    rename: regular expression to what takes the place of each match in a name, in this order; or a function that
-        returns the new name. `exclude` is of the names before, all other patterns are of those after. Where a push
-        copies weights or saves them.
+    Args:
+        exclude: Tensors that are never pushed.
+        buffers: Whether persistent buffers travel. Other buffers never do.
+        frozen: Tensors that only the first push sends. The first push after a failed push or `close` sends them again.
+            A changed frozen tensor is not noticed. A frozen tensor still travels if it shares an engine parameter with
+            a trained one, or lies in a module that is loaded whole. A push sends everything to engines that have lost
+            weights, as in vLLM's sleep at level 2. With verify="none" such a loss is not noticed.
+        only_trained: Whether parameters without a gradient and without an adapter are frozen too.
+        dtypes: Pattern to torch's dtype name on the wire. Default: the narrower of the trainer's and the engine's
+            dtype. The first match counts.
+        unquantized: With `WeightSync(quantize=...)`, the two-dimensional tensors `....weight` that travel unquantised.
+            All others of these are quantised. Match the tensors that the engine's checkpoint leaves unquantised.
+        rename: Regular expression to the replacement of each match in a name, in this order. Or a function that returns
+            the new name. `exclude` matches old names, all other patterns match new names. For pushes that copy weights
+            or save them.
+
+    Raises:
+        ConfigError: Patterns that are no sequence of strings, an unknown dtype, or an invalid `rename`.
     """
 
     exclude: Sequence[str] = ()
@@ -75,11 +78,11 @@ class TensorSelection:
                 raise ConfigError(f"rename[{pattern!r}]={replacement!r}: {error}") from None
 
     def unmatched_patterns(self, names: Sequence[str]) -> list[str]:
-        """Return the patterns of `frozen` and `dtypes` that match none of the names, most likely by a typo."""
+        """Return the patterns of `frozen` and `dtypes` without a match in the names. Most are typing errors."""
         return [pattern for pattern in (*self.frozen, *self.dtypes) if not fnmatch.filter(names, pattern)]
 
     def renamed(self, name: str) -> str:
-        """Return the name under which `name` travels. Raises `ConfigError` where a function returns none."""
+        """Return the name of `name` on the wire. Raises `ConfigError` if the `rename` function returns no string."""
         if self.rename is None:
             return name
         if isinstance(self.rename, Mapping):
@@ -96,20 +99,20 @@ class TensorSelection:
         return any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def freezes(self, name: str, trains: bool) -> bool:
-        """Return whether only the first push sends `name`, which `trains` or does not."""
+        """Return whether only the first push sends `name`. `trains` says whether the tensor is trained."""
         return (self.only_trained and not trains) or any(fnmatchcase(name, pattern) for pattern in self.frozen)
 
     def wire_dtype(self, name: str) -> str | None:
-        """Return the dtype that `name` is declared to travel in, or None."""
+        """Return the declared dtype of `name` on the wire, or None."""
         return next((dtype for pattern, dtype in self.dtypes.items() if fnmatchcase(name, pattern)), None)
 
     def quantizes(self, name: str) -> bool:
-        """Return whether `name`, if it has two dimensions, is quantised where weights are."""
+        """Return whether a push with `quantize` quantises `name`, if it has two dimensions."""
         return name.endswith(".weight") and not any(fnmatchcase(name, pattern) for pattern in self.unquantized)
 
 
 def _patterns(name: str, given: object) -> tuple[str, ...]:
-    """Return patterns as a tuple. Raise `ConfigError` for one string, which would be read letter by letter."""
+    """Return patterns as a tuple. Raise `ConfigError` for a single string: its letters would be the patterns."""
     if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(each, str) for each in given):
         raise ConfigError(f'{name}={given!r}; expected a sequence of patterns, such as {name}=("*.mlp.*",)')
     return tuple(given)

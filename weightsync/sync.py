@@ -1,4 +1,4 @@
-"""The trainer's one object, `WeightSync`, and its options."""
+"""`WeightSync`, the trainer's one object, and its options."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ from weightsync.transports.base import Transport
 logger = logging.getLogger(__name__)
 
 _SHARED_BY_RANKS = ("backend", "transport", "verify", "quantize", "on_engine_failure", "encoding", "non_finite")
-"""The options of which every rank uses its own. Of `selection` too, and what then differs is named by tensor."""
+"""Options used by every rank. Ranks compare them. `selection` is not compared: a later error names the differing
+tensors."""
 
 
 @dataclass
 class _Step:
-    """One call that no other may come in between. A signal may interrupt it at any moment."""
+    """One call of `WeightSync`. Calls do not overlap. A signal may interrupt a call at any line."""
 
     is_over: bool = False
     next: dict[int, _Step] = field(default_factory=dict)
@@ -64,73 +65,72 @@ class WeightSync:
             train_step(model, batch)
             report = sync.push(model)      # every trainer rank calls this
 
-    When `push` returns, every engine answers as an engine that was started cold from these weights. When it raises, it
-    raises the first cause on every rank. Each engine is then as it was, or paused and marked `POISONED` until a push
-    succeeds.
+    When `push` returns, every engine answers like an engine started cold from these weights. When `push` raises, every
+    rank raises the first cause. Each engine is then unchanged, or paused and marked `POISONED` until a push succeeds.
 
-    backend: how the trainer holds its weights. "fsdp" stands for FSDP2, FSDP1, DDP and plain modules, "deepspeed" for
-        ZeRO 0 to 3, "megatron" for a Megatron-core `GPTModel` or the list of its chunks. "stream" takes pairs of a
-        checkpoint name and a whole tensor, one after the other. A `ShardSource` of your own works too.
-    transport: "ipc" (engines on this host) or "broadcast" (any host). "cuda_ipc" and "nccl" do the same and refuse
-        CPU tensors. `CheckpointTransport(folder)` leaves a checkpoint of each version behind. "lora", or
-        `LoraTransport(...)`, pushes a LoRA adapter alone, under a new name each time. "single_copy", or
-        `SingleCopyTransport(...)`, makes the model's parameters the engine's own memory: see `attach` and `writing`.
-        A `Transport` of your own, or the name of one in the entry point group "weightsync.transports", works too.
-    engine: an `LLM`, an `AsyncLLM`, a Ray actor handle of either, an "http://..." address, a
-        `weightsync.engines.server.VllmServer`, an object with the methods of `weightsync.engines.Engine`, or a list of
-        these; or a callable that returns them, or the `Path` of a file of addresses, which each push reads anew. None
-        means $WEIGHTSYNC_ENGINE, or else http://localhost:8000. Rank 0 gives what every process can reach, and the
-        other ranks give the same or None. What lives in a rank's process, such as an `LLM`, that rank gives.
-    bucketer: "module", "threshold" or "parameter", or an object with a `bucket` method. It decides the order in which
-        tensors travel and which travel together. None means modules for ipc, and full buckets for everything else and
-        for backend="megatron".
-    max_bytes: the largest chunk, 256 MiB when None. Both ends of a transfer hold two chunks. "parameter" takes none:
-        its chunks are whole tensors.
-    selection: which tensors travel, how often, and in which dtype. None means all of them, at every push, in the
-        narrower of the trainer's and the engine's dtype.
-    pause: what happens to running requests. "keep", the default, freezes them and recomputes their KV cache with the
-        new weights. "wait" lets them finish first, "abort" ends them. "caller": the caller has paused every engine, and
-        resumes it after the push. An engine that says that it generates is refused.
-    timeout_s: the timeout of each wait, the wait for all ranks to call `push` included. Ranks other than 0 may wait a
-        few times longer, because rank 0 performs several waits for them.
-    hold_s: how long the engines stay this trainer's after a push, where another trainer asks for them. None, the
-        default: until `close`, or the end of the process. Give more than the longest time between two pushes: a trainer
-        that hangs there cannot be told from one that computes. A push that has not moved for twice `timeout_s` keeps no
-        engine.
-    verify: which bytes are compared by digests before the push commits. "full": all. "sampled", the default: all in
-        the first push, then a sixteenth of what travels, in turn. Memory that workers read in place is proven in full
-        when it is mapped, and by a small sample in each push. "none": nothing. Weights that another thread writes while
-        a push reads them are a mixture. "full" finds all such writes. "sampled" finds those that torch counts, and so
-        none through `.data`. Neither finds them in a stream.
-    quantize: "fp8" or "int8". The weights of linear layers travel in 8 bits, with one scale for each output channel
-        (`...weight_scale`). The engine must have been started from a compressed-tensors checkpoint of that kind
-        (FP8-dynamic, W8A8-int8). See `TensorSelection.unquantized`. None: weights travel unquantised. An engine that
-        quantises does so itself, with the same outcome.
-    on_engine_failure: what a push does when an engine of several is lost. "raise", the default, raises, and leaves the
-        others paused and `POISONED`; `leave_out_lost` lets the next push go on without it. "drop" pushes again, at
-        once, to those that are left, but raises where a stream is an iterator. `PushReport.left_out` names the lost
-        ones. A later push includes them when they answer again.
-    encoding: with transport="broadcast" and tensors on CPUs. "auto" sends what has changed since the last push, where
-        the link is so slow that this is faster. "delta" does so over any link. Both ends keep what was sent last:
-        docs/deltas.md says how much memory that takes. None, the default, sends everything.
-    non_finite: what becomes of tensors that hold NaN or infinity. "warn", the default, pushes them, and logs their
-        names once the engines generate again. On GPUs each push but the first looks at a sixteenth of the tensors, in
-        turn. "refuse" raises `NonFiniteError` before an engine is paused, and looks at all. "ignore" does not look.
-        Adapters of "lora" are refused in any case.
-    progress: a progress bar on rank 0 for long pushes. None means only on a terminal.
-    megatron_bridge: for backend="megatron", the family whose checkpoint names are used ("mixtral"). None means that the
-        names follow from the model, as for all known families but Mixtral. Any other family needs an object that
-        exports the model, such as Megatron-Bridge's `AutoBridge` or mbridge's `Bridge`. It gathers every tensor.
-    vocab_size: for backend="megatron", how many rows of the embedding the checkpoint has. None means all rows, with
-        Megatron's padding.
-    ranks: which processes push together, as "every rank" and "rank 0" mean here. None: the default process group, or
-        this process where there is none. A process group: its ranks alone. "alone": this process, which must hold whole
-        tensors; so one rank of a job, or each for itself, may push.
-    stream_tensors: for backend="stream", what streams give, in their order: an object with `shape` and `dtype` for each
-        name, such as a tensor on the meta device. None learns it from the first stream, which is read twice, or is kept
-        in CPU memory where it is an iterator. Every rank gives the same.
+    Args:
+        backend: "fsdp" (FSDP2, FSDP1, DDP, plain modules), "deepspeed" (ZeRO 0 to 3), "megatron" (a Megatron-core
+            `GPTModel` or the list of its chunks), "stream" (pairs of a checkpoint name and a whole tensor), or a
+            `ShardSource`.
+        transport: "ipc" (engines on this host) or "broadcast" (any host). "cuda_ipc" and "nccl" are the same, and
+            refuse CPU tensors. `CheckpointTransport(folder)` also keeps a checkpoint of each version. "lora", or
+            `LoraTransport(...)`, pushes a LoRA adapter alone, under a new name each time. "single_copy", or
+            `SingleCopyTransport(...)`, makes the model's parameters the engine's own memory: see `attach` and
+            `writing`. A `Transport`, or its name in the entry point group "weightsync.transports", works too.
+        engine: An `LLM`, an `AsyncLLM`, a Ray actor handle of either, an "http://..." address, a
+            `weightsync.engines.server.VllmServer`, a `weightsync.engines.Engine`, or a list of these. Or a callable
+            that returns them, or the `Path` of a file of addresses: each push reads it anew. None: $WEIGHTSYNC_ENGINE,
+            or else http://localhost:8000. Rank 0 gives the engines that every process can reach. Other ranks give the
+            same or None. A rank gives the engines inside its own process, such as an `LLM`.
+        bucketer: "module", "threshold", "parameter", or an object with a `bucket` method. It decides the order of the
+            tensors and their grouping. None: modules for ipc. Full buckets for other transports and backend="megatron".
+        max_bytes: The largest chunk. None: 256 MiB. Both ends of a transfer hold two chunks. "parameter" refuses it:
+            its chunks are whole tensors.
+        selection: Which tensors travel, how often, and in which dtype. None: all tensors, at every push, in the
+            narrower of the trainer's and the engine's dtype.
+        pause: "keep", the default, freezes running requests and recomputes their KV cache with the new weights. "wait"
+            lets them finish first. "abort" ends them. "caller": the caller pauses every engine before the push and
+            resumes it afterwards. An engine that reports that it generates is refused.
+        timeout_s: The timeout of each wait, including the wait for all ranks to call `push`. Ranks other than 0 may
+            wait a few times longer, because rank 0 performs several waits for them.
+        hold_s: Seconds after a push during which no other trainer gets the engines. None, the default: until `close` or
+            the end of the process. Give more than the longest time between two pushes: a hanging trainer looks like a
+            computing one. A push without progress for twice `timeout_s` keeps no engine.
+        verify: Bytes compared by digests before the push commits. "full": all bytes. "sampled", the default: all in the
+            first push, then a sixteenth, in turn. Memory that workers read in place is checked in full when it is
+            mapped, then by a small sample in each push. "none": no bytes. If another thread writes weights during a
+            push, engines get a mixture. "full" finds all such writes. "sampled" finds the writes that torch counts, so
+            none through `.data`. Neither finds them in a stream.
+        quantize: "fp8" or "int8". The weights of linear layers travel in 8 bits, with one scale for each output channel
+            (`...weight_scale`). The engine must run a compressed-tensors checkpoint of that kind (FP8-dynamic,
+            W8A8-int8). See `TensorSelection.unquantized`. None: unquantised. An engine that quantises on loading gives
+            the same result.
+        on_engine_failure: The action when one of several engines is lost. "raise", the default, raises. The other
+            engines stay paused and `POISONED`, and `leave_out_lost` lets the next push go on. "drop" pushes at once to
+            the remaining engines, but raises for an iterator as stream. `PushReport.left_out` names the lost engines. A
+            later push includes an engine when it answers again.
+        encoding: For transport="broadcast" and CPU tensors. "delta" sends the changes since the last push. "auto" does
+            so when this is faster over the link. Both ends keep the bytes of the last push: see docs/deltas.md. None:
+            sends everything.
+        non_finite: The action for tensors with NaN or infinity. "warn", the default, pushes them and logs their names
+            once the engines generate again. It checks GPU tensors in full in the first push, then a sixteenth, in turn.
+            "refuse" checks all, and raises `NonFiniteError` before an engine is paused. "ignore" checks none. "lora"
+            refuses in any case.
+        progress: Whether rank 0 shows a progress bar for long pushes. None: only on a terminal.
+        megatron_bridge: For backend="megatron", the family of the checkpoint names ("mixtral"). None: the model
+            decides, for all known families but Mixtral. Other families need an object that exports the model, such as
+            Megatron-Bridge's `AutoBridge` or mbridge's `Bridge`. It gathers every tensor.
+        vocab_size: For backend="megatron", the rows of the checkpoint's embedding. None: all rows, with Megatron's
+            padding.
+        ranks: The processes that push together: the docs' "every rank" and "rank 0". None: the default process group,
+            or this process if there is none. A process group: its ranks alone. "alone": this process, which must hold
+            whole tensors. One rank of a job may push so, or each rank for itself.
+        stream_tensors: For backend="stream", an object with `shape` and `dtype` for each name, in the stream's order,
+            such as a tensor on the meta device. None: learned from the first stream. That stream is read twice, or kept
+            in CPU memory if it is an iterator. Every rank gives the same.
 
-    Raises `ConfigError` for options that cannot work together, and for an option that would have no effect.
+    Raises:
+        ConfigError: Options that cannot work together, or an option without effect.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class WeightSync:
         self._drops = on_engine_failure == "drop"
         self._lost: list[str] = []
         self._step = _Step(is_over=True)
-        self._process: int | None = None  # whose connections these are
+        self._process: int | None = None  # the process that connected
         options = Options(**vars(config), source=source, engines=EngineList(engine, timeout_s))
         self._strategy = open_strategy(transport, options)
         shared = {name: given[name] for name in _SHARED_BY_RANKS}
@@ -198,25 +198,35 @@ class WeightSync:
 
     @classmethod
     def from_config(cls, config: WeightSyncConfig | Mapping[str, Any], **objects: Any) -> WeightSync:
-        """Return the `WeightSync` of a config, such as one that OmegaConf has read.
+        """Return the `WeightSync` of a config, such as one read by OmegaConf.
 
-        `objects` are options that no file holds, such as `engine=llm`, and take the place of the config's. Raises
-        `ConfigError` as `WeightSync` does, and for a field that is no option.
+        Args:
+            config: The options, or a mapping of them by name.
+            objects: Options that a file cannot hold, such as `engine=llm`. They override the config's.
+
+        Raises:
+            ConfigError: As `WeightSync` does, and for an unknown field.
         """
         return cls(**{**read_config(config), **objects})
 
     def push(self, model: Model, version: int | None = None, *, label: object = None) -> PushReport:
-        """Make every engine serve the weights that `model` has now. Collective: every trainer rank calls this.
+        """Make every engine serve the current weights of `model`. Collective: every trainer rank calls this.
 
-        With backend="stream" `model` is the stream of this push: a list, a dict, a function that returns an iterable,
-        or an iterator. Rank 0's is sent. The other ranks give the same, since giving may take collectives, or None.
+        Blocks until every engine serves them.
 
-        Blocks until every engine serves them. `version` must be greater than any that an engine has had, from earlier
-        trainers too. None takes the next. `label` is what engines report with their answers in the place of the
-        version, such as the trainer's step, and may repeat.
+        Args:
+            model: The model. With backend="stream" the stream of this push: a list, a dict, a function that returns an
+                iterable, or an iterator. Rank 0's stream is sent. Other ranks give the same stream, because reading it
+                may run collectives, or None.
+            version: A number greater than every earlier version of the engines, other trainers' included. None: the
+                next.
+            label: Text reported by engines in place of the version, such as the trainer's step. It may repeat.
 
-        Returns the same report on every rank. Raises the same `WeightSyncError` on every rank; docs/failures.md says
-        what each leaves behind.
+        Returns:
+            The report, the same on every rank.
+
+        Raises:
+            WeightSyncError: The same on every rank. docs/failures.md lists the state of the engines after each.
         """
         refused = ""
         if label is not None and (str(label).startswith(POISONED) or not self._strategy.takes_labels):
@@ -240,10 +250,10 @@ class WeightSync:
                 self.leave_out_lost()
 
     async def push_async(self, model: Model, version: int | None = None, *, label: object = None) -> PushReport:
-        """Push as `push` does, in a thread, while the event loop goes on. Collective, with ranks that call `push` too.
+        """Push as `push` does, in a thread, while the event loop goes on. Collective, also with ranks that call `push`.
 
-        The model must not change meanwhile. What the caller's current stream of a GPU has queued is waited for. A task
-        that is cancelled ends when the push has ended. Raises as `push` does.
+        The model must not change meanwhile. The push starts after the work queued on the caller's current GPU stream. A
+        cancelled task ends when the push has ended. Raises as `push` does.
         """
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
@@ -259,15 +269,24 @@ class WeightSync:
             raise
 
     def catch_up(self, model: Model) -> PushReport | None:
-        """Push the version of the last push to the engines that lack it, while the others generate on. Collective.
+        """Push the last version to the engines without it, while the other engines generate on. Collective.
 
             sync.engines.add("http://10.0.0.7:8000")
             sync.catch_up(model)
 
-        Without it, the next push reaches them as well. Blocks until they serve it. `model` must be as it was pushed,
-        else `ConfigError` is raised before anything is written. torch counts most writes. Digests find the others: of a
-        4 KiB block of each tensor until the first `catch_up`, of all bytes after it or with verify="full".
-        Returns the report, of these engines alone, or None where none lacks it. Raises as `push` does.
+        Without this call, the next push reaches them as well. Blocks until they serve the version.
+
+        Args:
+            model: The model, unchanged since the last push. torch's version counters find most changes. Digests find
+                the others: of a 4 KiB block of each tensor until the first `catch_up`. After it, or with verify="full",
+                of all bytes.
+
+        Returns:
+            The report of these engines alone, or None if every engine has the version.
+
+        Raises:
+            ConfigError: The model has changed. Nothing was written.
+            WeightSyncError: As `push` does.
         """
         with self._collective("catch_up") as update:
             report = update.report = self._strategy.catch_up(update, model)
@@ -275,13 +294,16 @@ class WeightSync:
 
     @property
     def engines(self) -> EngineList:
-        """The engines, to add some and to remove some. Raises `ConfigError` where the transport has one engine."""
+        """The engines, to add some and to remove some. Raises `ConfigError` if the transport has one fixed engine."""
         return self._strategy.engines
 
     def leave_out_lost(self) -> list[str]:
-        """Leave the engines that the last push has lost out of the next ones, until these answer again.
+        """Leave the engines lost by the last push out of later pushes, until these engines answer again.
 
-        Returns their names. Not collective, but every rank calls it.
+        Not collective, but every rank calls it.
+
+        Returns:
+            The names of these engines.
         """
         lost, self._lost = self._lost, []
         if lost:
@@ -289,46 +311,52 @@ class WeightSync:
         return lost
 
     def attach(self, model: nn.Module) -> None:
-        """Make the parameters of `model`, which is on the meta device, views of the engine's. Collective.
+        """Make the parameters of `model` views of the engine's parameters. Collective.
 
         Call it once, with transport="single_copy". Rank i gets worker i's parameters, with the engine's values. Writes
-        to them are writes to the engine, so do them inside of `writing()`. Buffers get the values that
-        `from_pretrained` gives them, and requires_grad stays what it is.
+        to them are writes to the engine, so do them inside of `writing()`. Buffers get the values of `from_pretrained`.
+        `requires_grad` stays as it is.
 
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
             sync.attach(model)
 
-        For an engine with tensor parallelism, call `parallelize_module` on the model first. Raises the same
-        `WeightSyncError` on every rank, and the engine is then as it was.
+        Args:
+            model: A model on the meta device. For an engine with tensor parallelism, call `parallelize_module` on it
+                first.
+
+        Raises:
+            WeightSyncError: The same on every rank. The engine is then unchanged.
         """
         with self._collective("attach") as update:
             self._strategy.attach(update, model)
 
     @contextmanager
     def writing(self, version: int | None = None) -> Iterator[None]:
-        """Pause generation while the attached model is written, with transport="single_copy". Collective.
+        """Pause generation while the trainer writes the attached model, with transport="single_copy". Collective.
 
             with sync.writing():
                 optimizer.step()
 
-        Afterwards the engine serves what was written, as the next version. The body must take less than `timeout_s`.
+        Afterwards the engine serves the written weights, as the next version. The body must take less than `timeout_s`.
         An exception in the body is raised on every rank. It leaves the engine paused and `POISONED` until the next
-        `writing()` succeeds. `last_report` says how long it took: `pause_s` with the body, `total_s` without.
+        `writing()` succeeds. `last_report` has the times: `pause_s` includes the body, `total_s` does not.
         """
         with self._collective("writing", version) as update, self._strategy.writing(update):
             yield
 
     @property
     def adapter(self) -> LoraAdapter | None:
-        """Return the adapter that was pushed last, with a `LoraTransport`. It is the same on every rank."""
+        """The adapter of the last push with a `LoraTransport`, the same on every rank."""
         return self._strategy.adapter
 
     def close(self) -> None:
         """Disconnect from the engines. Not collective. Another trainer may push afterwards.
 
-        Workers keep the memory that they have mapped until a trainer calls them next. Raises `ConfigError` in a process
-        that was forked from the one that is connected.
+        Workers keep mapped memory until the next trainer calls them.
+
+        Raises:
+            ConfigError: This process was forked from the connected process.
         """
         self._check_process()
         if (unended := self._ranks.unended) is not None and self._step.is_over:
@@ -340,7 +368,7 @@ class WeightSync:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process in (None, os.getpid()):  # else a forked process leaves a block of its parent's
+        if self._process in (None, os.getpid()):  # else a forked child leaves its parent's `with` block
             self.close()
 
     @contextmanager
@@ -368,7 +396,7 @@ class WeightSync:
                 telemetry.push_failed(timeline, error)
             raise
         finally:
-            step.is_over = True  # also where a signal has interrupted one of the lines that say so
+            step.is_over = True  # also if a signal interrupted one of the assignments above
         if update.report is not None:
             self.last_report = update.report
             if self._ranks.rank == 0:
@@ -376,7 +404,7 @@ class WeightSync:
 
     @contextmanager
     def _spending(self, model: Model) -> Iterator[None]:
-        """Note in an error of the body that rank 0's stream cannot be read again. Every rank then raises it."""
+        """Mark an error of the body as `spent` if rank 0's stream cannot be read again. Every rank then raises it."""
         try:
             yield
         except WeightSyncError as error:
@@ -385,7 +413,7 @@ class WeightSync:
             raise
 
     def _check_process(self) -> None:
-        """Raise `ConfigError` in a process that was forked from the one that is connected, and shares its sockets."""
+        """Raise `ConfigError` in a forked child of the connected process: both would use the same sockets."""
         if self._process not in (None, os.getpid()):
             raise ConfigError(
                 f"this WeightSync is connected by process {self._process}, from which this process, {os.getpid()}, was "
@@ -393,11 +421,11 @@ class WeightSync:
             )
 
     def _take_turn(self, step: _Step) -> None:
-        """Begin a step where the last one is over. No lock: an interrupted thread might keep it."""
+        """Begin a step if the last step is over. No lock: an interrupted thread might never release it."""
         last = self._step
         while last.next:
             last = last.next[0]
-        # Two threads may come here at once, and a dict lets one of them in.
+        # Two threads may get here at once. `dict.setdefault` is atomic and lets one of them in.
         if not last.is_over or last.next.setdefault(0, step) is not step:
             raise ConfigError("this WeightSync is pushing already, in another thread or task: wait for that push first")
         self._step = step
@@ -408,5 +436,5 @@ class WeightSync:
 
 
 def _told(option: object) -> str:
-    """Return an option as ranks compare it: an object, which is another one in each process, by its type."""
+    """Return an option in comparable form. An object differs in each process and is compared by its type."""
     return repr(option) if isinstance(option, str | None) else type(option).__qualname__

@@ -1,8 +1,8 @@
-"""What operators watch: Prometheus metrics of pushes, on both sides, and OpenTelemetry spans.
+"""Metrics and spans for operators: Prometheus metrics of pushes, on both sides, and OpenTelemetry spans.
 
-Metrics go into prometheus_client's registry of this process, or into the files of $PROMETHEUS_MULTIPROC_DIR, as all
-of its metrics do. A process that serves those serves these. Spans go to the tracer provider that the trainer has set
-up. Where a package is not installed, nothing is kept. docs/metrics.md lists all names.
+Metrics go into prometheus_client's registry of this process, or into the files of $PROMETHEUS_MULTIPROC_DIR. Whatever
+exposes prometheus_client's registry exposes these metrics. Spans go to the trainer's tracer provider. If a package is
+not installed, its part does nothing. docs/metrics.md lists all names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WORKER_PHASES = ("transfer", "verify", "load")
 
 
 def push_succeeded(step: Timeline, report: PushReport) -> None:
-    """Note a push. Rank 0 calls it."""
+    """Record a push. Rank 0 calls it."""
     if (metrics := _metrics(_TrainerMetrics)) is not None:
         for phase in _PHASES:
             metrics.push_seconds.labels(phase).observe(getattr(report, f"{phase}_s"))
@@ -38,14 +38,14 @@ def push_succeeded(step: Timeline, report: PushReport) -> None:
 
 
 def push_failed(step: Timeline, error: WeightSyncError) -> None:
-    """Note a push that has failed. Rank 0 calls it."""
+    """Record a failed push. Rank 0 calls it."""
     if (metrics := _metrics(_TrainerMetrics)) is not None:
         metrics.push_failures.labels(type(error).__name__, error.phase or "").inc()
     _trace(step, error)
 
 
 def engine_serves(worker: str, version: int, loaded: Done | None = None) -> None:
-    """Note on a worker which version it serves, and what of it this push has loaded."""
+    """Record a worker's version, and its bytes and seconds of this push in `loaded`."""
     if (metrics := _metrics(_EngineMetrics)) is None:
         return
     metrics.engine_version.labels(worker).set(version)
@@ -57,9 +57,9 @@ def engine_serves(worker: str, version: int, loaded: Done | None = None) -> None
 
 
 def engine_failed(worker: str, error: WeightSyncError | None, poisoned: bool) -> None:
-    """Note on a worker that a push has failed, and whether its weights are a mixture.
+    """Record a failed push on a worker, and whether its weights are a mixture.
 
-    error: None for a push that has failed elsewhere, where it is counted.
+    error: None if the push failed elsewhere: the failure is counted there.
     """
     if (metrics := _metrics(_EngineMetrics)) is not None:
         if error is not None:
@@ -68,7 +68,7 @@ def engine_failed(worker: str, error: WeightSyncError | None, poisoned: bool) ->
 
 
 class _TrainerMetrics:
-    """What rank 0 tells. An engine's process that made these would say of pushes that there were none."""
+    """Rank 0's metrics. An engine's process must not create them: it would report zero pushes."""
 
     def __init__(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram
@@ -89,7 +89,7 @@ class _TrainerMetrics:
 
 
 class _EngineMetrics:
-    """What a worker tells."""
+    """A worker's metrics."""
 
     def __init__(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram
@@ -119,8 +119,8 @@ class _EngineMetrics:
 
 
 def _metrics(side: type) -> Any:
-    """Return this side's metrics of this process, or None where prometheus_client is not installed."""
-    with _MAKING:  # its registry takes each name once
+    """Return this side's metrics of this process, or None if prometheus_client is not installed."""
+    with _MAKING:  # prometheus_client's registry refuses a second metric of the same name
         return _make_metrics(side)
 
 
@@ -130,14 +130,14 @@ def _make_metrics(side: type) -> Any:
         return side()
     except ImportError:
         return None
-    except Exception:  # of prometheus_client, as where its folder is gone; a push and an engine go on without it
+    except Exception:  # prometheus_client's own errors, such as a missing folder, must not end a push or an engine
         logger.exception("no metrics of pushes are kept in this process")
         return None
 
 
 @cache
 def _tracer() -> Any:
-    """Return the tracer, or None where opentelemetry is not installed."""
+    """Return the tracer, or None if opentelemetry is not installed."""
     try:
         from opentelemetry import trace
     except ImportError:
@@ -146,7 +146,7 @@ def _tracer() -> Any:
 
 
 def _trace(step: Timeline, outcome: PushReport | WeightSyncError) -> None:
-    """Record the spans of a push that has ended, below the span that is current here."""
+    """Record the spans of a finished push, below the current span."""
     tracer = _tracer()
     if tracer is None:
         return

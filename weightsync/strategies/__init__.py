@@ -10,7 +10,7 @@ from weightsync.strategies.base import Options, UpdateStrategy
 
 
 def open_strategy(transport: Any, options: Options) -> UpdateStrategy:
-    """Return the strategy that `transport` stands for: a name, an option object, or a `Transport`.
+    """Return the strategy of `transport`: a name, an option object, or a `Transport`.
 
     Raises `ConfigError` for anything else, and for options that the strategy cannot work with.
     """
@@ -26,19 +26,19 @@ def open_strategy(transport: Any, options: Options) -> UpdateStrategy:
     if hasattr(transport, "open"):
         strategy: UpdateStrategy = transport.open(options)
         return strategy
-    # A stream gives everything once, so that all engines share one session.
+    # A stream gives everything once, so all engines share one session.
     has_others = isinstance(transport, str) and not isinstance(options.source, StreamSource)
     return CopyWeights(options, open_transport(transport), partial(open_transport, transport) if has_others else None)
 
 
 def demands_of(transport: Any) -> str | None:
-    """Return what a transport demands of its caller beside `push`, as `StrategyOption.demands` has it."""
+    """Return a transport's demands on its caller besides `push`, as in `StrategyOption.demands`."""
     demands: str | None = getattr(_option_of(transport), "demands", None)
     return demands
 
 
 def _option_of(transport: Any) -> Any:
-    """Return the option that a strategy's name stands for, and anything else as it is."""
+    """Return the option object of a strategy's name. Return anything else as it is."""
     match transport:
         case "single_copy":
             from weightsync.strategies.shared_memory import SingleCopyTransport

@@ -1,4 +1,4 @@
-"""What a strategy is: one way to make engines serve a new version of the weights."""
+"""The interface of a strategy: one way to make engines serve a new version of the weights."""
 
 from __future__ import annotations
 
@@ -30,47 +30,59 @@ from weightsync.transports.base import LocalTensor
 logger = logging.getLogger(__name__)
 
 OF_COPIES = ("bucketer", "max_bytes", "verify", "on_engine_failure", "encoding")
-"""The options of pushes that copy weights alone."""
+"""Options with an effect only on pushes that copy weights."""
 
 
 @dataclass(frozen=True)
 class Options(WeightSyncConfig):
-    """What `WeightSync` was given, checked. None stands for what the user left out."""
+    """The checked options of a `WeightSync`. None: the user left the option out.
+
+    Attributes:
+        source: The weight source of `backend`.
+        engines: The engines of `engine`.
+    """
 
     source: ShardSource = field(kw_only=True)
     engines: EngineList = field(kw_only=True)
 
     def refuse(self, strategy: str, *names: str) -> None:
-        """Raise `ConfigError` for those of the named options that were given: they have no effect on `strategy`."""
+        """Raise `ConfigError` if the user gave any of the named options. They have no effect on `strategy`."""
         if given := [name for name in names if getattr(self, name) is not None]:
             raise ConfigError(f"{', '.join(given)}: no effect with {strategy}; leave out what is given for it")
 
     def refuse_selection(self, strategy: str, *names: str) -> None:
-        """Raise `ConfigError` for those of the selection's named options that were given."""
+        """Raise `ConfigError` if the user gave any of the named options of the selection."""
         unset = TensorSelection()
         if given := [name for name in names if getattr(self.selection, name) != getattr(unset, name)]:
             raise ConfigError(f"TensorSelection({', '.join(given)}): no effect with {strategy}; leave it out")
 
 
 class UpdateStrategy(ABC):
-    """One way to make engines serve a new version. `run`, `attach` and `writing` are collective; `explain` and `reset`
-    are called on every rank after a failure, `close` on any rank at any time."""
+    """One way to make engines serve a new version.
+
+    Every rank calls `run`, `catch_up`, `attach` and `writing` together. Every rank calls `explain` and `reset` after a
+    failure. Any rank may call `close` at any time.
+    """
 
     adapter: LoraAdapter | None = None
-    """The adapter that was pushed last, where the strategy pushes adapters."""
+    """The adapter of the last push, if the strategy pushes adapters."""
     takes_labels = False
-    """Whether engines can report something else than the version."""
+    """Whether engines can report a label in place of the version."""
 
     @abstractmethod
     def run(self, update: Update, model: Model) -> PushReport:
-        """Make every engine serve `model` as it is now. Raises `WeightSyncError`; `reset` is called next."""
+        """Make every engine serve the current weights of `model`. Collective.
+
+        Raises:
+            WeightSyncError: Any failure. Every rank calls `reset` next.
+        """
 
     def is_untouched(self) -> bool:
-        """Return whether a call that was refused now has changed nothing on any rank. Rank 0 is asked."""
+        """Return whether a refusal at this point would leave every rank unchanged. Called on rank 0."""
         return False
 
     def withdraw(self) -> bool:
-        """Resume engines that a refused call has paused. Return whether all are as they were. Must not raise."""
+        """Resume engines paused by a refused call. Return whether all engines are as before. Must not raise."""
         return True
 
     def explain(self, error: WeightSyncError) -> WeightSyncError:
@@ -79,7 +91,8 @@ class UpdateStrategy(ABC):
 
     @abstractmethod
     def reset(self, error: WeightSyncError) -> None:
-        """Undo what can be undone after a failure on any rank, and mark the rest. Must not raise; takes seconds."""
+        """Undo the update after a failure on any rank, and mark engines with mixed weights. Takes seconds, must not
+        raise."""
 
     @abstractmethod
     def close(self) -> None:
@@ -87,34 +100,48 @@ class UpdateStrategy(ABC):
 
     @property
     def engines(self) -> EngineList:
-        """Return the engines, which may change."""
+        """The list of engines. The user may change it. Raises `ConfigError` if the engine is fixed."""
         raise ConfigError("one engine, which does not change, is what this transport pushes to")
 
     def leave_out(self, engines: Sequence[str]) -> None:
-        """Push to all but the engines of these names, until they answer again."""
+        """Push to all engines but these, until they answer again.
+
+        Args:
+            engines: Names of engines.
+
+        Raises:
+            ConfigError: The strategy does not copy weights.
+        """
         raise ConfigError("engines can be left out of pushes that copy weights, and of no others")
 
     def catch_up(self, update: Update, model: Model) -> PushReport | None:
-        """Push the version that other engines have to those that lack it. Collective, as `run`."""
+        """Push the last version to the engines without it. Collective.
+
+        Returns:
+            The report, or None if every engine has the version.
+
+        Raises:
+            ConfigError: The strategy does not copy weights, or the model has changed.
+        """
         raise ConfigError("engines can catch up with pushes that copy weights, and with no others")
 
     def attach(self, update: Update, model: nn.Module) -> None:
-        """Make the parameters of `model` the engine's own."""
+        """Make the parameters of `model` views of the engine's own. Collective."""
         raise ConfigError('attach is for WeightSync(backend, transport="single_copy")')
 
     def writing(self, update: Update) -> AbstractContextManager[None]:
-        """Return a context in which the attached model may be written; `update.report` is set when it is left."""
+        """Return a context for writes to the attached model. Its exit sets `update.report`. Collective."""
         raise ConfigError('writing is for WeightSync(backend, transport="single_copy"), after attach')
 
 
 class FleetStrategy(UpdateStrategy):
-    """A strategy that keeps the engines' workers connected from one push to the next."""
+    """A strategy with connections to the engines' workers that last from one push to the next."""
 
     takes_labels = True
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._fleet: Fleet | None = None  # rank 0's
+        self._fleet: Fleet | None = None  # rank 0 only
         self._failed: Fleet | None = None
         self._lost = LostEngines()
         self._others = OtherRanks(options.engines, options.timeout_s)
@@ -142,14 +169,14 @@ class FleetStrategy(UpdateStrategy):
         self._others.close()
 
     def _find_engines(self) -> list[Engine]:
-        """Return all engines that are not lost, on rank 0."""
+        """Return all engines but the lost ones, on rank 0."""
         engines = join([*self._options.engines.engines(), *self._others.engines])
         if not (present := self._lost.present(engines)):
             raise EngineUnreachableError(f"all engines are lost: {', '.join(one.name for one in engines)}")
         return present
 
     def _open_fleet(self, update: Update) -> Fleet:
-        """Rank 0: return the engines, which are not called yet where there was no fleet."""
+        """Return the fleet, on rank 0. Make it if there is none, without a call to an engine."""
         options, ranks = self._options, update.ranks
         if self._fleet is None:
             pause = options.pause or "keep"
@@ -159,7 +186,7 @@ class FleetStrategy(UpdateStrategy):
         return self._fleet
 
     def _sync_engines(self, update: Update) -> bool:
-        """Give the fleet the engines that there are now, on rank 0. Return whether it had them."""
+        """Update the fleet to the current list of engines, on rank 0. Return whether the list was unchanged."""
         fleet = self._fleet
         if fleet is None:
             return False
@@ -181,21 +208,26 @@ class FleetStrategy(UpdateStrategy):
 
 
 class StrategyOption(Protocol):
-    """What `WeightSync(transport=...)` takes beside a name: it knows the strategy that it is for.
+    """An option object for `WeightSync(transport=...)`, in place of a name. It opens its own strategy.
 
-    demands: what a caller has to do beside `push`: "writing" for steps inside of `writing()`, "adapter" for requests
-        that name an adapter, "server" for an engine that weightsync itself has started. None: nothing.
+    Attributes:
+        demands: The caller's duty besides `push`. "writing": run steps inside of `writing()`. "adapter": name an
+            adapter in each request. "server": use an engine started by weightsync. None: no duty.
     """
 
     @property
     def demands(self) -> str | None: ...
 
     def open(self, options: Options) -> UpdateStrategy:
-        """Return the strategy. Raises `ConfigError` for options that it cannot work with."""
+        """Return the strategy.
+
+        Raises:
+            ConfigError: Options that the strategy cannot work with.
+        """
 
 
 def locate(shards: Sequence[TensorShard], rank: int) -> dict[ShardLocation, LocalTensor]:
-    """Return where this rank has each of its shards, and what is there. Its storages are numbered from 1."""
+    """Return the location and tensor of each of this rank's shards. Its storages are numbered from 1."""
     numbers: dict[int, int] = {}
     located: dict[ShardLocation, LocalTensor] = {}
     for shard in shards:
@@ -215,7 +247,7 @@ def locate(shards: Sequence[TensorShard], rank: int) -> dict[ShardLocation, Loca
 
 
 def warn_of_kept(plans: Sequence[LoadPlan]) -> None:
-    """Warn of what no push changes in an engine that drafts tokens."""
+    """Warn of parameters in an engine's drafter that no push changes."""
     if kept := list(dict.fromkeys(param for plan in plans for param in plan.kept)):
         logger.warning(
             "%d parameters of the engine's drafter keep their values, such as %s: no tensor of the trainer is for "

@@ -1,8 +1,8 @@
-"""How bytes reach an engine: `ipc` (shared memory of one host), `nccl` (any hosts), `files` (a folder that all see).
+"""The built-in transports: `ipc` (shared memory of one host), `nccl` (any hosts), `files` (a shared folder).
 
-A transport of another package has an entry point in the group "weightsync.transports". Its name is what users give
-`WeightSync(transport=...)`. It refers to a pair: a function from the name to the trainer's end, and one from a worker's
-device to its end, such as `ENDS` in the modules here.
+A transport of another package has an entry point in the group "weightsync.transports". Users give its name to
+`WeightSync(transport=...)`. The entry point refers to a pair of functions, such as `ENDS` in the modules here. The
+first makes the trainer's end from the name. The second makes a worker's end from its device.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def open_transport(transport: object) -> Transport:
 
 
 def open_receiver(name: str, device: torch.device) -> TransportReceiver:
-    """Return the worker's end of the transport that a `Connect` message names. Raises `ProtocolError`."""
+    """Return the worker's end of the transport named in a `Connect` message. Raises `ProtocolError` for an unknown
+    name."""
     if (found := _find(name)) is None:
         raise ProtocolError(
             f"the trainer asks for transport {name!r}, which this side does not know; install its package beside the "

@@ -1,20 +1,20 @@
-"""What a transport is: how the bytes of a push reach the engines' workers. One file has both ends.
+"""The interface of a transport: it carries the bytes of a push to the engines' workers. One file has both ends.
 
-    once, and again when what travels or who receives has changed
-        rank 0          route        may these ranks reach these workers, and how
-        every rank      prepare      allocate; say what each worker needs to read this rank's bytes
+    once, and again after a change of the tensors or the receivers
+        rank 0          route        return the chains of workers, or refuse
+        every rank      prepare      allocate; return each worker's data for reading this rank's bytes
         every rank      connect      meet the workers, while `TransportReceiver.connect` runs on each of them
     every push
-        every rank      look         prove and publish what is read in place, before any worker may read
+        every rank      prepare_push digest, publish the bytes read in place, before any worker may read
         every rank      send         this rank's part of the plan, chunk by chunk, paced by the transport itself
         every worker    chunks       the same chunks in the same order, as each becomes readable
-        rank 0          complete     every worker has committed to the version
+        rank 0          on_commit    note that every worker has loaded the version
     at any time
         any             abort, close
 
-Bytes lie in *storages*: runs of bytes with a number, of a trainer rank. No message is sent for a chunk: the ends pace
-each other, by matching sends and receives, by counters in shared memory, or by what is on the disk. A transport knows
-nothing about weight sources, models or engines.
+Bytes lie in *storages*: numbered runs of bytes of a trainer rank. No message is sent for a chunk. The ends pace each
+other by matching sends and receives, by counters in shared memory, or by files. A transport knows nothing about weight
+sources, models or engines.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ from weightsync.planning.transfer_plan import Chain, TransferPlan
 from weightsync.planning.wire_types import ByteRange, ChunkLayout, ReadRegions, Storage
 
 ALIGN_BYTES = 256
-"""Where tensors start in a slot; covers every dtype and the widest vector load."""
+"""Alignment of tensors in a slot. It covers every dtype and the widest vector load."""
 SLOTS = 2
 """Chunks in memory at once: one being read, one being filled."""
 DIGEST_BYTES = 8
-"""A run's digest follows its last byte, as a little-endian 64-bit integer."""
+"""Size of a run's digest. It follows the run's last byte, as a little-endian 64-bit integer."""
 
 Wait = Callable[[float], None]
-"""What a wait calls while it waits: sleep for at most that many seconds, and raise when there is bad news."""
+"""A function called during waits. It sleeps for at most that many seconds, and raises if a peer has failed."""
 
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """What this rank has at one location.
+    """This rank's tensor at one location.
 
-    `tensor` is where it lies. With `compute`, `tensor` has the shape, dtype and device alone, and the values are made
-    anew for each push, after `LocalTensors.gather` of the tensor's name.
+    Attributes:
+        tensor: The tensor. With `compute`, only its shape, dtype and device count.
+        compute: Returns the values, anew in each push. Call `LocalTensors.gather` with the tensor's name before.
     """
 
     tensor: torch.Tensor
@@ -59,11 +60,14 @@ class LocalTensor:
 
 @dataclass(frozen=True)
 class LocalTensors:
-    """Everything that this rank holds, by where it lies.
+    """All tensors of this rank, by location.
 
-    `gather` is collective among the ranks: it fetches what `compute` of the named tensors needs, and may forget what it
-    fetched before. A transport calls it in `send` before each chunk, with the names that the push has not had yet.
-    `model` is what was pushed.
+    Attributes:
+        at: The tensors.
+        gather: Fetches the inputs of `compute` for the named tensors from other ranks. Collective. It may forget
+            earlier inputs. A transport calls it in `send` before each chunk, with the names that this push has not
+            gathered yet.
+        model: The pushed model.
     """
 
     at: Mapping[ShardLocation, LocalTensor]
@@ -73,11 +77,12 @@ class LocalTensors:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What one worker is told. `storages` come from every rank, the rest from rank 0 alone.
+    """Data for one worker. `storages` come from every rank, the rest from rank 0 alone.
 
-    storages: [rank, storage, kind, fields] of what the worker maps.
-    arrivals: one for each chunk of the plan.
-    fields: what else `TransportReceiver.connect` needs.
+    Attributes:
+        storages: [rank, storage, kind, fields] of each storage that the worker maps.
+        arrivals: One layout for each chunk of the plan.
+        fields: Further plain values for `TransportReceiver.connect`.
     """
 
     storages: list[Storage] = field(default_factory=list)
@@ -86,23 +91,27 @@ class Endpoint:
 
 
 class Transport(ABC):
-    """The trainer's end. Every rank has one, made for one connection to the engines."""
+    """The trainer's end. Every rank has one, for one connection to the engines.
+
+    Attributes:
+        name: The name in the entry point group, or of a built-in transport. Workers find their end by it.
+    """
 
     name: str
     owner: object = None
-    """Who has connected it, until who has aborts it."""
+    """The strategy that connected this transport. None after it lets the transport go."""
     keeps_frozen: bool = True
-    """False: what is frozen travels in every push too."""
+    """Whether workers keep frozen tensors from the first push. False: frozen tensors travel in every push too."""
     min_chunk_bytes: int = 1
-    """What a chunk must have for its time to pass that of its messages, known to rank 0 after `route`."""
+    """Least size of a chunk whose bytes take longer than its messages. Rank 0 sets it in `route`."""
     encodings: tuple[str, ...] = ()
-    """The values of `encoding` that it knows."""
+    """The accepted values of `encoding`."""
     encoding: str | None = None
-    """How what travels is written. Set before `route`; None stands for bytes as they are."""
+    """The encoding of the bytes on the wire. Set before `route`. None: unencoded."""
     sent_bytes: int = 0
-    """How many bytes the last `send` of this rank has sent. Zero where workers read them themselves."""
+    """Bytes sent by this rank's last `send`. Zero if workers read them themselves."""
     newest_version: int = 0
-    """The newest version that outlives engines, known to rank 0 after `prepare`. A push must be newer."""
+    """The newest version that outlives engines. Rank 0 sets it in `prepare`. A push must have a newer version."""
 
     @abstractmethod
     def route(
@@ -113,23 +122,35 @@ class Transport(ABC):
         locations: Sequence[ShardLocation],
         reads: Sequence[ReadRegions],
     ) -> tuple[Chain, ...]:
-        """Return the chains along which bytes go from these ranks to these workers; none where workers map memory.
+        """Return the chains of workers along which the ranks' bytes travel. Rank 0 calls it. It sends nothing.
 
-        Rank 0 calls it; it sends nothing.
+        Args:
+            ranks: The ranks' machines, in rank order.
+            workers: The workers' machines, in the order of their numbers.
+            manifest: All tensors of the push.
+            locations: The locations of all ranks' shards.
+            reads: The regions read by each worker.
 
-        Raises `PlacementError` when the ranks cannot reach the workers this way.
+        Returns:
+            The chains. Empty if workers map the ranks' memory.
+
+        Raises:
+            PlacementError: The ranks cannot reach the workers over this transport.
         """
 
     def can_map(self, tensor: LocalTensor) -> bool:
-        """Return whether workers can read this tensor where it lies. Without chains alone."""
+        """Return whether a worker that maps memory can read this tensor at its own address.
+
+        Every rank calls it, before `route`. The answer has no effect if `route` returns chains.
+        """
         return False
 
     @abstractmethod
     def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
         """Allocate, and return one endpoint for each worker. Collective.
 
-        The tensors stay valid, at the same addresses, until the next `prepare`. What an earlier call allocated is let
-        go.
+        The tensors stay valid, at the same addresses, until the next `prepare`. Release the allocations of earlier
+        calls.
         """
 
     def connect(self, deadline: Deadline) -> None:
@@ -137,32 +158,42 @@ class Transport(ABC):
         return
 
     def in_place(self) -> list[ByteRange]:
-        """Return the runs of this rank that workers read in place, which `prepare_push` digests. After `prepare`."""
+        """Return this rank's byte ranges that workers read in place. Called after `prepare`. `prepare_push` digests
+        them."""
         return []
 
     def prepare_push(self, sample: int | None) -> int:
-        """Make what is read in place readable by others, and return the digest of this rank's sample of it.
+        """Publish this rank's bytes that workers read in place, and return the digest of its sample of them.
 
-        Every rank has called it, perhaps more than once, before any rank sends and before any worker may read. What a
-        push needs and may not get, such as room on a disk, is taken here: the engines are untouched when it raises.
-        `sample` is `WHOLE` for all bytes, None for no digest.
+        Every rank calls it, perhaps more than once, before any rank sends and before any worker may read. Acquire
+        everything that may be missing here, such as room on a disk. The engines are untouched when it raises.
+
+        Args:
+            sample: The number of the sample. `WHOLE`: all bytes. None: no digest.
         """
         return 0
 
     def drop_workers(self, workers: Collection[int]) -> bool:
-        """Send nothing to these workers from now on, whose engines have left. Every rank calls it, rank 0 first.
+        """Send nothing to these workers from now on. Their engines have left. Every rank calls it, rank 0 first.
 
-        Return False where that cannot be done: those that stay are then connected anew.
+        Returns:
+            False if the transport cannot do this. The remaining workers are then connected anew.
         """
         return False
 
     @abstractmethod
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
-        """Send this rank's part of these chunks, the whole push. Every rank calls it; it returns once the bytes may be
-        changed again, or sooner where workers read in place.
+        """Send this rank's part of these chunks. Every rank calls it, once in a push.
 
-        Each run's digest of `sample` is written behind the run; none is with `sample` None. Waits with `update.wait`.
-        Raises what that raises, and `SyncTimeoutError` when no chunk moves within the timeout.
+        Return once the tensors may be changed again, or sooner if workers read in place. Wait with `update.wait`.
+
+        Args:
+            chunks: The numbers of all chunks of the push, in order.
+            sample: The sample whose digest follows each run. None: no digests.
+
+        Raises:
+            SyncTimeoutError: No chunk moved within the timeout.
+            WeightSyncError: The error of `update.wait`.
         """
 
     def on_commit(self, version: int) -> None:
@@ -171,57 +202,73 @@ class Transport(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Release everything and break every wait. From any thread, in any state, more than once."""
+        """Release everything and break every wait. Called from any thread, in any state, more than once."""
 
 
 class TransportReceiver(ABC):
-    """The worker's end, made for one worker's device."""
+    """The worker's end, for one worker's device."""
 
     copy_programs: int | None = None
-    """How many programs of a GPU copy out of a chunk at most, so that the transport's own kernels are not held up."""
+    """Most GPU programs (blocks) of a kernel that copies out of a chunk. More would delay the transport's own
+    kernels."""
     waiting_for: Sequence[str] = ("trainer ranks",)
-    """What people call those that a GPU may wait for when chunks come late, the nearest first."""
+    """Peers that a GPU may wait for when chunks come late, as named in errors, the nearest first."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @abstractmethod
     def connect(self, storages: list[Storage], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
-        """Map or join what the endpoints name. What was connected before is let go, or used again where it is the same.
+        """Map or join the endpoints' storages.
 
-        Raises `PlacementError` when that cannot be done.
+        Release earlier connections, or use unchanged ones again.
+
+        Args:
+            storages: The storages of all ranks, from `Endpoint.storages`.
+            fields: `Endpoint.fields`.
+            wait: Called during waits. It raises if a peer has failed.
+            deadline: The deadline of the whole call.
+
+        Raises:
+            PlacementError: A storage cannot be mapped or joined.
         """
 
     @abstractmethod
     def storage(self, rank: int, storage: int) -> torch.Tensor:
-        """Return a storage's bytes, a 1-D uint8 tensor at a fixed address. A chunk's bytes are there once `chunks` has
-        yielded its number."""
+        """Return a storage's bytes, a 1-D uint8 tensor at a fixed address.
+
+        The bytes of a chunk are valid once `chunks` has yielded its number.
+        """
 
     @abstractmethod
     def chunks(self, numbers: Sequence[int], wait: Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
-        """Yield the number of each chunk of one whole push, in this order, once its bytes can be read.
+        """Yield the number of each chunk, in this order, once its bytes can be read.
 
-        On a GPU they can be read by what follows on the current stream.
+        On a GPU, later work on the current stream can read them. The request for the next chunk releases the memory of
+        the last one, in the order of the device's current stream. If the iterator is not exhausted, the push failed.
 
-        A chunk's memory may be reused once the next one is asked for, in the order of the device's current stream.
-        `deadline()` gives the deadline of each wait. An iterator that is not exhausted means that the push failed.
+        Args:
+            numbers: The numbers of all chunks of one push.
+            wait: Called during waits. It raises if a peer has failed.
+            deadline: Returns the deadline of a wait that begins now.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Unmap, leave. More than once.
+        """Unmap storages and leave. Called more than once.
 
-        After a failure the current stream of a GPU may still read what `storage` gave, or wait for what never comes.
+        After a failure the GPU's current stream may still read the tensors of `storage`, or wait for bytes that never
+        come.
         """
 
 
 def align(nbytes: int) -> int:
-    """Return the next multiple of what every region in a slot begins at."""
+    """Return the next multiple of `ALIGN_BYTES`."""
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def strided(data: torch.Tensor, dtype: str, offset: int, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """Return a view into a storage's bytes (1-D uint8), with offset and strides in elements of `dtype`."""
+    """Return a view of a storage's bytes (1-D uint8). Offset and strides are in elements of `dtype`."""
     kind: torch.dtype = getattr(torch, dtype)
     whole = data[: data.numel() // kind.itemsize * kind.itemsize].view(kind)
     if offset < 0 or offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) >= max(whole.numel(), 1):
