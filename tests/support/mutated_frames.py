@@ -17,25 +17,21 @@ import random
 import resource
 import sys
 import time
-import tracemalloc
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, module_of
 
 from weightsync import WeightSync
-from weightsync.errors import ErrorFields, ProtocolError, WeightSyncError
+from weightsync.errors import ErrorFields, WeightSyncError
 from weightsync.net.authentication import GREETING_BYTES, FrameMac, authenticate, derive_keys, greeting
 from weightsync.net.connection import Connection
 from weightsync.net.listener import Listener, _UnauthenticatedPeer
 from weightsync.net.runtime import Deadline
 from weightsync.net.wire import (
     CLEAN,
-    FREE_BYTES,
-    MEMORY_FACTOR,
     PREFIX_BYTES,
     PROTOCOL,
     Commit,
@@ -391,24 +387,6 @@ def kind(message: Message) -> str:
     return type(message).__name__
 
 
-def trace(frames: Iterable[bytes]) -> None:
-    """Raise when reading one of these takes more memory than it may."""
-    # Once for all: a thread that runs while tracemalloc stops may end the interpreter, which is CPython's gh-128679.
-    tracemalloc.start()
-    try:
-        for frame in frames:
-            tracemalloc.reset_peak()
-            held = tracemalloc.get_traced_memory()[0]
-            with contextlib.suppress(ProtocolError):
-                message = decode(frame[PREFIX_BYTES:])
-                if isinstance(message, Value):
-                    message.read()
-            peak = tracemalloc.get_traced_memory()[1] - held
-            assert peak < (MEMORY_FACTOR + 2) * len(frame) + 2 * FREE_BYTES, f"{len(frame)} bytes took {peak}"
-    finally:
-        tracemalloc.stop()
-
-
 def run(examples: int, seed: int, seconds: float = float("inf")) -> dict[str, Any]:
     """Say so many spoilt things, for so long at most. Return the outcomes, by state."""
     draw, started = random.Random(seed), time.monotonic()
@@ -424,8 +402,6 @@ def run(examples: int, seed: int, seconds: float = float("inf")) -> dict[str, An
         ends = stack.enter_context(contextlib.closing(Ends(draw, asked, answered)))
         # A worker loads a model, which takes as long as ten of the other states.
         names = [name for name in ends.states for _ in range(1 if name.startswith("worker: before") else 10)]
-        spoilt = (ends._mutate.frames(draw.choice([*asked, *answered]))[1] for _ in range(0, examples, _TRACE_EVERY))
-        trace(chain.from_iterable(spoilt))
         for number in range(examples):
             # The same state many times in a row: what leads to it is said once.
             name = names[(number >> 8) % len(names)]

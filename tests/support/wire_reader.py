@@ -13,7 +13,6 @@ from typing import Any
 import msgpack
 
 MOST_BODY_BYTES = 268435456
-COUNTED_FROM_BYTES = 16384
 MOST_DEPTH = 10
 
 Form = Callable[[Any], bool]
@@ -244,38 +243,7 @@ def read_body(body: bytes) -> tuple[str, dict[str, Any]]:
             raise RefusedError(f"{name}.{field} is of another form")
     if msgpack.packb({"t": name, **content}) != body:
         raise RefusedError(f"{name} is not in its shortest form, or has a key twice")
-    if len(body) > COUNTED_FROM_BYTES and memory_bytes({"t": name, **content}) > 16 * len(body) + 1048576:
-        raise RefusedError(f"{name} has too many small parts")
     return name, content
-
-
-def memory_bytes(value: Any) -> int:
-    """Count a value and all that lies in it, as the table of docs/wire.md counts them."""
-    size = 8 + own_bytes(value)
-    if type(value) is list:
-        size += sum(map(memory_bytes, value))
-    if type(value) is dict:
-        size += sum(memory_bytes(key) + memory_bytes(inner) for key, inner in value.items())
-    return size
-
-
-def own_bytes(value: Any) -> int:
-    match value:
-        case bool() | None:
-            return 0
-        case int():
-            return (
-                0 if -5 <= value < 256 else 28 if 0 < value < 1 << 16 else 32 if -(1 << 31) <= value < 1 << 32 else 36
-            )
-        case float():
-            return 24
-        case str():
-            size = len(value.encode())
-            return 0 if size <= 1 else 49 + size if value.isascii() else 76 + 4 * size
-        case list():
-            return 56
-        case _:
-            return 64 if not value else 248 if len(value) <= 5 else 184 + 64 * len(value)
 
 
 def check_connect(fields: dict[str, Any]) -> None:

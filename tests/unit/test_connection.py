@@ -38,7 +38,7 @@ from weightsync.net.connection import Connection, dial
 from weightsync.net.listener import Listener
 from weightsync.net.ranks import ALONE, Ranks
 from weightsync.net.runtime import Deadline
-from weightsync.net.wire import PROTOCOL, Commit, Failure, Hello, Message, Release, Value, encode
+from weightsync.net.wire import PROTOCOL, Commit, Failure, Hello, Message, Release, Value, decode, encode
 
 LOCAL = "127.0.0.1"
 HELLO = Hello(
@@ -207,6 +207,19 @@ def test_many_frames_may_arrive_at_once(pair):
     one, other = pair
     raw(one).send(sealed(one, *(encode(Commit(n)) for n in range(100))))
     assert [other.receive(Deadline(30), "test") for _ in range(100)] == [Commit(n) for n in range(100)]
+
+
+def test_no_frame_is_decoded_before_its_seal_was_checked(pair, monkeypatch):
+    """A peer without the key reaches the check of 16 bytes, and no decoder."""
+    one, other = pair
+    decoded = []
+    monkeypatch.setattr("weightsync.net.connection.decode", lambda body: decoded.append(body) or decode(body))
+    changed = bytearray(sealed(one, encode(Commit(1))))
+    changed[-1] ^= 1
+    raw(one).sendall(changed)
+    with pytest.raises(ProtocolError, match="this peer has not sent"):
+        other.expect(Commit, Deadline(5), "load")
+    assert decoded == []
 
 
 def test_a_changed_frame_that_the_ping_thread_reads_ends_the_connection(pair):

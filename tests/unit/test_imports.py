@@ -24,12 +24,10 @@ PURE = {
     "weightsync.net.timeouts": [],
     "weightsync.net.wire": [
         "weightsync.net.timeouts",
-        "weightsync.net.wire_memory",
         "weightsync.errors",
         "weightsync.planning.layout",
         "weightsync.planning.wire_types",
     ],
-    "weightsync.net.wire_memory": [],
     "weightsync.checkpoint.safetensors": ["weightsync.errors", "weightsync.planning.layout"],
     "weightsync.planning.wire_types": ["weightsync.errors", "weightsync.planning.layout"],
     "weightsync.planning.transfer_plan": [

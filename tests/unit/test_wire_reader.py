@@ -14,7 +14,7 @@ from fake_engine import FakeEngine, ModuleHost, checkpoint, module_of
 from mutated_frames import OTHERS, Mutator, framed, host, recorded_push
 from test_wire import GOLDEN, replaced, values_inside
 from torch import nn
-from wire_reader import RefusedError, check_connect, memory_bytes, read_body, read_frame
+from wire_reader import RefusedError, check_connect, read_body, read_frame
 
 from weightsync import CheckpointTransport, WeightSync
 from weightsync.errors import ProtocolError
@@ -32,8 +32,6 @@ SAID["single_copy"] = SINGLE_COPY
 VALUES: list[Any] = [None, True, -1, -2, -33, 0, 255, 2**31, 2**63, 2**64 - 1, -(2**63), 0.5, float("nan")]
 VALUES += ["", "w", "a:1:2", "cuda", b"b", [], {}, ["a"], [["a"]], [["a", "b"]], {"a": ["b"]}, {"a": {"b": "c"}}]
 VALUES += [[[0, -1, "fd", {}]], [[0, -1, 0, 0]], {"a": [[[0], [1]]]}, [1], {"a": 1}, {"a": None}]
-
-SMALL: list[Any] = [[], {}, {"k": 0}, dict.fromkeys("abcdef", 0), -32, -100, "ab", "\u20ac"]
 
 
 def is_read(body: bytes) -> bool:
@@ -205,26 +203,6 @@ def test_another_form_of_a_value_is_refused(value: bytes) -> None:
 )
 def test_the_one_form_of_a_value_is_read(value: bytes) -> None:
     assert is_read(b"\x82\xa1t\xa5Value\xa5value" + value)
-
-
-@pytest.mark.parametrize("each", SMALL, ids=str)
-def test_small_parts_are_counted_alike(each: Any) -> None:
-    """A crowd of small parts is just let through beside so much text, and refused beside one character less."""
-    excess = memory_bytes(each) - 16 * len(msgpack.packb(each))
-    crowd = [each] * (2_400_000 // excess)
-
-    def content(characters: int) -> dict[str, Any]:
-        return {"t": "Value", "value": [crowd, "x" * characters]}
-
-    def body(characters: int) -> bytes:
-        return bytes(msgpack.packb(content(characters)))
-
-    # Each character counts as one byte of memory, and lets 16 through.
-    over = memory_bytes(content(1 << 16)) - 16 * len(body(1 << 16)) - (1 << 20)
-    characters = (1 << 16) + -(-over // 15)
-    assert characters > 1 << 16, "or the text has a shorter head"
-    assert is_read(body(characters))
-    assert not is_read(body(characters - 1))
 
 
 def test_a_frame_announces_its_body_and_no_more_than_it_may() -> None:

@@ -19,7 +19,6 @@ from msgspec import Meta, Raw, Struct
 
 from weightsync.errors import ErrorFields, ProtocolError
 from weightsync.net import timeouts
-from weightsync.net.wire_memory import memory_bytes
 from weightsync.planning.layout import Box, Count, ShardLocation, TensorMeta
 from weightsync.planning.wire_types import ByteRange, ChunkLayout, Plain, Storage
 
@@ -30,14 +29,6 @@ its first bucket was announced."""
 MAX_VERSION = 2**63 - 1
 """No version is larger: msgpack, and what counts versions elsewhere, take 64 bits."""
 MAX_FRAME_BYTES = 1 << 28
-MEMORY_FACTOR = 16
-"""How many times its bytes a message may take in memory.
-
-Rows of short names and small integers take twelve: what msgpack writes in one to three bytes, CPython keeps in 36.
-"""
-FREE_BYTES = 1 << 20
-_SMALL_BYTES = 1 << 14
-"""No body of so many bytes takes more than `FREE_BYTES`."""
 _LENGTH = struct.Struct("<I")
 _REASON_CHARS = 300
 
@@ -300,9 +291,6 @@ def decode(body: bytes) -> Message:
     Raises `ProtocolError` for anything but the bytes that `encode` gives a message.
     """
     try:
-        most_bytes = FREE_BYTES + MEMORY_FACTOR * len(body)
-        if len(body) > _SMALL_BYTES and memory_bytes(body, most_bytes) > most_bytes:
-            raise ValueError(f"it has too many small parts for its size: it would take over {most_bytes} bytes")
         message: Message = _decode(body)
         if _encode(message) != body:
             raise ValueError(f"a {type(message).__name__} is written in another form than the one that it has")
