@@ -1,8 +1,8 @@
-"""Which tensors travel together: a manifest, cut into buckets.
+"""The buckets of a push: groups of tensors that travel together.
 
-A bucket is gathered, sent and loaded as one. A *unit* must not be cut. It is the tensors that fuse into one engine
-parameter, which the engine's load plan knows (see `layout.fuse_groups`), and the tensors of one innermost module, so
-that a quantised weight has its scales beside it. Pure: names and sizes in, names and sizes out.
+A bucket is gathered, sent and loaded as one. A *unit* must not be cut. It has the tensors that fuse into one engine
+parameter, by the engine's load plan (see `layout.fuse_groups`). It also has all tensors of one innermost module, so
+that a quantised weight stays with its scales. Pure: names and sizes in, names and sizes out.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from weightsync.errors import ConfigError
 from weightsync.planning.layout import Manifest, connected
 
 DEFAULT_MAX_BYTES = 256 * 2**20
-"""The host keeps an NVLink busy with chunks of this size, and not with smaller ones."""
+"""Chunks of this size keep an NVLink busy. With smaller chunks the host becomes the limit."""
 
 Groups = Sequence[Sequence[str]]
-"""Names that must not be separated, as the engine's load plan says; a name may occur in several groups."""
+"""Names that must stay together, from the engine's load plan. A name may occur in several groups."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,18 @@ class Bucketer(Protocol):
     """Cuts a manifest into buckets: every name in exactly one, the same buckets on every rank."""
 
     def bucket(self, manifest: Manifest, groups: Groups | None) -> list[Bucket]:
-        """Cut the manifest. `groups` is None when no engine is attached, and the grouping is then by name.
+        """Cut the manifest. If `groups` is None, no engine is attached, and names decide the grouping.
 
-        Raises `ConfigError` when `groups` has a name that the manifest has not.
+        Raises `ConfigError` if `groups` has a name that is not in the manifest.
         """
 
 
 @dataclass(frozen=True)
 class ModuleBucketer:
-    """One bucket for each module (`self_attn`, `mlp`, all experts of a layer, ...), or, with `max_bytes`, as many
-    whole modules as fit. A module that alone is larger than `max_bytes` has a bucket of its own."""
+    """One bucket for each module (`self_attn`, `mlp`, all experts of a layer, ...).
+
+    With `max_bytes`, a bucket has as many whole modules as fit. A module larger than `max_bytes` has its own bucket.
+    """
 
     max_bytes: int | None = None
 
@@ -55,8 +57,10 @@ class ModuleBucketer:
 
 @dataclass(frozen=True)
 class ThresholdBucketer:
-    """Buckets filled up to `max_bytes` in export order, tearing apart nothing that fuses. What fuses into more than
-    `max_bytes` has a bucket of its own, which is then larger than that."""
+    """Buckets filled up to `max_bytes` in export order, never splitting a unit.
+
+    A unit larger than `max_bytes` has its own bucket.
+    """
 
     max_bytes: int
 
@@ -70,8 +74,10 @@ class ThresholdBucketer:
 
 @dataclass(frozen=True)
 class ParameterBucketer:
-    """One tensor at a time: the baseline. It looks at no groups, so what fuses arrives in several buckets, and an
-    engine that loads module by module must hold a module open until its last tensor has come."""
+    """One tensor at a time: the baseline. It ignores groups, so tensors that fuse arrive in several buckets.
+
+    An engine that loads module by module must hold a module open until its last tensor has arrived.
+    """
 
     def bucket(self, manifest: Manifest, groups: Groups | None) -> list[Bucket]:
         return [Bucket((tensor.name,), tensor.nbytes) for tensor in manifest]
@@ -80,7 +86,7 @@ class ParameterBucketer:
 def open_bucketer(kind: str, max_bytes: int | None) -> Bucketer:
     """Return the bucketer called `kind`: "module", "threshold" or "parameter".
 
-    max_bytes: `DEFAULT_MAX_BYTES` when None. "parameter" takes none.
+    max_bytes: None means `DEFAULT_MAX_BYTES`. "parameter" takes None only.
 
     Raises `ConfigError` for anything else.
     """
@@ -96,7 +102,7 @@ def open_bucketer(kind: str, max_bytes: int | None) -> Bucketer:
 
 
 def never_resent(manifest: Manifest, frozen: set[str], groups: Groups) -> frozenset[str]:
-    """Return the names in `frozen` that need not travel again.
+    """Return the names in `frozen` that never need to travel again.
 
     They share no group, directly or by a chain, with a name that is not frozen.
     """
@@ -107,7 +113,7 @@ def never_resent(manifest: Manifest, frozen: set[str], groups: Groups) -> frozen
 
 
 def split(bucketer: Bucketer, manifest: Manifest, groups: Groups, last: frozenset[str]) -> list[Bucket]:
-    """Return the bucketer's buckets, with those of the names in `last` apart from the others, at the end.
+    """Return the bucketer's buckets, with the names in `last` in buckets of their own at the end.
 
     No group may have names of both kinds.
     """
@@ -127,12 +133,12 @@ def _check_max_bytes(max_bytes: int | None) -> None:
 
 
 def _innermost_module(name: str) -> str:
-    """Return the module that owns a tensor. A weight, its bias and its quantisation scales have the same."""
+    """Return the module that owns a tensor. A weight, its bias and its quantisation scales have the same owner."""
     return name.rpartition(".")[0]
 
 
 def _module(name: str) -> str:
-    """Return the module that a tensor is bucketed with when only names are known.
+    """Return the module for bucketing a tensor by its name alone.
 
     It is `self_attn` for the weights of q, k, v and o, and `mlp` for gate, up and down. It is `experts` for every
     expert of a layer, because engines hold these in one tensor.
@@ -143,7 +149,7 @@ def _module(name: str) -> str:
 
 
 def _units(manifest: Manifest, together: Callable[[str], str], groups: Groups) -> list[tuple[str, ...]]:
-    """Return the manifest's names in units: names that share a group, or the outcome of `together`, are in one."""
+    """Return the manifest's names in units. Names that share a group, or a result of `together`, are in one unit."""
     unknown = sorted({name for group in groups for name in group if name not in manifest})
     if unknown:
         raise ConfigError(
@@ -156,8 +162,10 @@ def _units(manifest: Manifest, together: Callable[[str], str], groups: Groups) -
 
 
 def _fill(manifest: Manifest, units: Iterable[tuple[str, ...]], max_bytes: int | None) -> list[Bucket]:
-    """Put units into buckets in their order, a new bucket wherever the next unit would pass `max_bytes`; without a
-    limit each unit is a bucket."""
+    """Put units into buckets in their order. Begin a new bucket if the next unit would pass `max_bytes`.
+
+    Without a limit each unit is a bucket.
+    """
     buckets: list[Bucket] = []
     for names in units:
         nbytes = sum(manifest[name].nbytes for name in names)

@@ -1,10 +1,10 @@
-"""Where bytes are and where they go: regions, placements, load plans, and their intersection.
+"""The source and the destination of bytes: regions, placements, load plans, and their intersection.
 
 Pure arithmetic over shapes. This module knows nothing about tensors, devices, processes, trainers or engines.
 
-Coordinates. Every named tensor is thought of as contiguous and row-major in its full, unsharded shape, the one it
-has in the checkpoint. A `Box` is a rectangular region of it. Offsets and strides of storages and parameters are in
-elements. A strided view is written `(offset, size, stride)`, as `torch.as_strided` means them.
+Coordinates. Every named tensor counts as contiguous and row-major in its full, unsharded checkpoint shape. A `Box` is a
+rectangular region of it. Offsets and strides of storages and parameters are in elements. A strided view is written
+`(offset, size, stride)`, as for `torch.as_strided`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ View = tuple[int, Sequence[int], Sequence[int]]
 """Offset, size and stride of a strided view, in elements."""
 
 Count = Annotated[int, Meta(ge=0)]
-"""A number that is refused when it arrives negative."""
+"""A number that is refused on arrival if it is negative."""
 
 MAX_BOXES = 4096
-"""A view that falls into more boxes than this is not worth a plan."""
+"""The most boxes of a view. A plan with more of them would not pay."""
 
 _ITEMSIZE = {
     name: nbytes
@@ -45,9 +45,9 @@ _ITEMSIZE = {
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of one element of the dtype that torch calls `dtype`.
+    """Return the bytes of one element of the dtype with torch's name `dtype`.
 
-    Raises `ConfigError` for an unknown one.
+    Raises `ConfigError` for an unknown dtype.
     """
     if dtype not in _ITEMSIZE:
         raise ConfigError(f"dtype {dtype!r} is not one that weightsync moves; it knows {', '.join(sorted(_ITEMSIZE))}")
@@ -77,7 +77,7 @@ class Box(Struct, frozen=True, array_like=True, gc=False):
         return prod(self.size)
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the common region, or None when it is empty. Boxes of different dimensions have nothing in common."""
+        """Return the common region, or None if it is empty. Boxes of different dimensions have no common region."""
         if len(self.start) != len(other.start):
             return None
         start, size = [], []
@@ -95,7 +95,7 @@ class Box(Struct, frozen=True, array_like=True, gc=False):
 
 
 class TensorMeta(Struct, frozen=True, array_like=True, gc=False):
-    """Name, full shape and dtype of one tensor that a push delivers. `dtype` is torch's name for it: "bfloat16"."""
+    """Name, full shape and dtype of one tensor that a push delivers. `dtype` has torch's name: "bfloat16"."""
 
     name: str
     shape: tuple[Count, ...]
@@ -111,11 +111,11 @@ class TensorMeta(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Manifest(Struct, frozen=True, array_like=True, dict=True):
-    """The tensors that a push delivers, in the order in which the trainer exports them.
+    """The tensors that a push delivers, in the trainer's export order.
 
-    A rank may know of none. Raises `ManifestError` when it offers a name twice.
+    A rank may know of none. Raises `ManifestError` if a name occurs twice.
 
-    tied: (other name, name) of each tensor that the trainer's model also has under a name that does not travel.
+    tied: (other name, name) of each tensor with another name in the trainer's model. The other name does not travel.
     """
 
     tensors: tuple[TensorMeta, ...]
@@ -155,11 +155,13 @@ class Manifest(Struct, frozen=True, array_like=True, dict=True):
 
 
 def merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
-    """Return what all ranks hold together, each tensor once.
+    """Return the tensors of all ranks together, each once.
 
     A pipeline stage knows its own layers, and other ranks know all. Every manifest's order is kept. Between tensors of
-    different manifests layer 2 comes before layer 10. Raises one `ManifestError` that lists every tensor that has
-    another shape or dtype on another rank, or where there is no tensor.
+    different manifests layer 2 comes before layer 10.
+
+    Raises one `ManifestError` that lists every tensor with another shape or dtype on another rank. Raises
+    `ManifestError` if there is no tensor.
     """
     known: dict[str, TensorMeta] = {}
     mismatched: dict[str, str] = {}
@@ -189,8 +191,11 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 class ShardLocation(Struct, frozen=True, array_like=True, gc=False):
-    """One trainer rank holds `box` of tensor `name`: element `i` of the box (a multi-index) lies at element
-    `offset + sum(i[d] * stride[d])` of that rank's storage number `storage`, as `dtype`."""
+    """The place of region `box` of tensor `name` on one trainer rank.
+
+    Element `i` of the box (a multi-index) is at element `offset + sum(i[d] * stride[d])` of the rank's storage number
+    `storage`, as `dtype`.
+    """
 
     name: str
     box: Box
@@ -203,8 +208,10 @@ class ShardLocation(Struct, frozen=True, array_like=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class LoadCopy:
-    """The engine's loader copies `box` of tensor `name` into its parameter `param`: element `i` of the box lands at
-    element `offset + sum(i[d] * stride[d])` of the parameter's storage."""
+    """One copy of the engine's loader: region `box` of tensor `name` into its parameter `param`.
+
+    Element `i` of the box lands at element `offset + sum(i[d] * stride[d])` of the parameter's storage.
+    """
 
     name: str
     box: Box
@@ -215,7 +222,7 @@ class LoadCopy:
 
 @dataclass(frozen=True, slots=True)
 class CopyOp:
-    """One strided copy of `size` elements, from the storage where chunk `chunk` brings them into a parameter's."""
+    """One strided copy of `size` elements, from the storage with chunk `chunk` into the storage of `param`."""
 
     chunk: int
     name: str
@@ -236,9 +243,9 @@ class CopyOp:
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Return elements `start` to `stop` of a flattened tensor of `shape`, as boxes in that order.
 
-    ZeRO-3 partitions and FSDP1 flat parameters cut rows in the middle. Of a matrix this gives the end of a row, the
-    whole rows, and the beginning of a row, each only where there is one. Raises `ConfigError` for an interval outside
-    of the tensor.
+    ZeRO-3 partitions and FSDP1 flat parameters cut rows in the middle. For a matrix the boxes are the end of a row, the
+    whole rows, and the beginning of a row. Empty boxes are left out. Raises `ConfigError` for an interval outside of
+    the tensor.
     """
     if not 0 <= start <= stop <= prod(shape):
         raise ConfigError(f"elements {start} to {stop} are not in a tensor of shape {tuple(shape)}")
@@ -248,14 +255,14 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def affine_boxes(shape: Sequence[int], src: View, dst: View) -> list[tuple[Box, int, tuple[int, ...]]] | None:
-    """Return what `dst.copy_(src)` does, in boxes.
+    """Return the copy `dst.copy_(src)` in boxes.
 
-    `src` views a contiguous tensor of `shape`, `dst` some other storage. Each item is a box of the tensor, and the
-    offset and strides at which it lands in the storage of `dst`, one stride for each dimension of the tensor. Together
-    they move exactly the elements that the copy moves. A dimension along which the box has one element has stride 0.
+    `src` views a contiguous tensor of `shape`, `dst` some other storage. Each item is a box of the tensor with its
+    offset and strides in the storage of `dst`, one stride for each dimension of the tensor. Together they move exactly
+    the elements that the copy moves. A dimension with one element of the box has stride 0.
 
-    Returns None when the source is not made of boxes (every second row, an element read twice, more than `MAX_BOXES`),
-    or when the two sizes differ.
+    Returns None if the source is not made of boxes (every second row, an element read twice, more than `MAX_BOXES`), or
+    if the two sizes differ.
     """
     (src_offset, size, src_stride), (dst_offset, dst_size, dst_stride) = src, dst
     if tuple(size) != tuple(dst_size):
@@ -265,9 +272,9 @@ def affine_boxes(shape: Sequence[int], src: View, dst: View) -> list[tuple[Box, 
 
 
 def strided_boxes(shape: Sequence[int], offset: int, size: Sequence[int], stride: Sequence[int]) -> list[Box] | None:
-    """Return the region of a contiguous tensor of `shape` that a strided view of it covers, as disjoint boxes.
+    """Return the region of a contiguous tensor of `shape` that a strided view covers, as disjoint boxes.
 
-    Returns None when elements lie under the view twice or outside of the tensor, or for more than `MAX_BOXES` boxes.
+    Returns None if an element is under the view twice or outside of the tensor, or for more than `MAX_BOXES` boxes.
     """
     shards = _affine(shape, offset, zip(size, stride, stride, strict=True), steps=True)
     return None if shards is None else [box for box, _, _ in shards]
@@ -277,13 +284,13 @@ _Dim = tuple[int, int, int]
 """One dimension of a copy between two views: its length, the source's stride, the destination's stride."""
 
 _Piece = tuple[Box, int, tuple[int, ...]]
-"""A box of the source, and the offset and strides at which it lands, relative to the destination's offset."""
+"""A box of the source, with its offset and strides in the destination, relative to the destination's offset."""
 
 
 def _affine(shape: Sequence[int], offset: int, dims: Iterable[_Dim], *, steps: bool = False) -> list[_Piece] | None:
     """Return the copy `dims` from `offset` of a contiguous tensor of `shape`, in pieces.
 
-    With `steps`, rows that are not next to each other become pieces of their own.
+    With `steps`, rows that are not neighbours become pieces of their own.
     """
     dims = list(dims)
     if any(length == 0 for length, _, _ in dims):
@@ -297,10 +304,11 @@ def _affine(shape: Sequence[int], offset: int, dims: Iterable[_Dim], *, steps: b
 
 
 def _shards(shape: tuple[int, ...], offset: int, dims: list[_Dim], steps: bool) -> list[_Piece] | None:
-    """Do what `_affine` does, for dims longer than 1, ordered by falling source stride, and inside of the tensor.
+    """Return the pieces of `_affine`. `dims` are longer than 1, ordered by falling source stride, and inside of the
+    tensor.
 
-    Look at the tensor as rows. Dims that stride over whole rows choose rows. The others move within a row, and choose
-    boxes of it. Where this is not so, cut the offending dim into parts for which it is.
+    The tensor is seen as rows. Dims that stride over whole rows choose rows. The others move within a row, and choose
+    boxes of it. A dim that does neither is cut into parts that do.
     """
     if not shape:
         return [(Box((), ()), 0, ())]
@@ -308,7 +316,7 @@ def _shards(shape: tuple[int, ...], offset: int, dims: list[_Dim], steps: bool) 
     across = [dim for dim in dims if dim[1] >= row]
     within = dims[len(across) :]
     for at, (length, stride, _) in enumerate(across):
-        if stride % row:  # every step lands in another column: take the steps one by one
+        if stride % row:  # each step lands in another column: take steps one by one
             return _cut(shape, offset, dims, steps, at, [(i, []) for i in range(min(length, MAX_BOXES + 1))])
     start, column = divmod(offset, row)
     if column + _span(within) >= row:
@@ -332,19 +340,19 @@ def _shards(shape: tuple[int, ...], offset: int, dims: list[_Dim], steps: bool) 
 
 
 def _span(dims: Iterable[_Dim]) -> int:
-    """Return how far the last element of the dims lies behind the first."""
+    """Return the distance from the first element of the dims to the last."""
     return sum((length - 1) * stride for length, stride, _ in dims)
 
 
 _Part = tuple[int, list[_Dim]]
-"""A part of a dim: the index at which it begins, and the dims that walk through it."""
+"""A part of a dim: its first index, and the dims that walk through it."""
 
 
 def _row_parts(row: int, column: int, within: list[_Dim]) -> list[_Part]:
     """Cut the first of `within`, which begins at `column` and passes the end of the row.
 
-    The parts stay in one row, or are whole rows. They are single indices where a dim further in passes the end. Stops
-    when there are more than `MAX_BOXES` parts, because the caller gives up on so many.
+    Each part stays in one row, or is whole rows. A part is a single index if a dim further in passes the end. Stops
+    after `MAX_BOXES` parts, because the caller gives up on more.
     """
     length, stride, dst_stride = within[0]
     further = _span(within[1:])
@@ -381,8 +389,8 @@ def _cut(
 def _runs(across: list[_Dim], row: int, steps: bool) -> tuple[int, int, list[tuple[int, int]]] | None:
     """Return the rows that the dims `across` choose, as equal runs of neighbours.
 
-    The answer has the length of a run, its destination stride, and the first row and destination offset of each run.
-    Returns None for rows of which no two are neighbours, unless `steps`, and for more than `MAX_BOXES` runs.
+    The result has the length of a run, its destination stride, and the first row and destination offset of each run.
+    Returns None if no two rows are neighbours, unless `steps`, and for more than `MAX_BOXES` runs.
     """
     length, run_stride, starts = 1, 0, [(0, 0)]
     for count, stride, dst_stride in reversed(across):
@@ -398,11 +406,11 @@ def _runs(across: list[_Dim], row: int, steps: bool) -> tuple[int, int, list[tup
     return length, run_stride, starts
 
 
-# Who covers what
+# Coverage
 
 
 def coverage(shape: Sequence[int], regions: Iterable[Box]) -> tuple[list[Box], list[Box]]:
-    """Return what `regions` leave out of a tensor of `shape`, and what they cover more than once.
+    """Return the rest of a tensor of `shape` outside of `regions`, and the parts that several regions cover.
 
     Both, (missing, doubled), are disjoint boxes. Parts of regions outside of the tensor do not count.
     """
@@ -418,9 +426,9 @@ def _coverage(whole: Box, parts: tuple[Box, ...]) -> tuple[tuple[Box, ...], tupl
 
 
 def _cells(whole: Box, regions: Sequence[Box], dim: int) -> list[tuple[Box, int]]:
-    """Cut `whole`, from dimension `dim` on, into boxes that lie under no region (0), under one (1), or under more (2).
+    """Cut `whole`, from dimension `dim` on, into boxes under no region (0), under one (1), or under more (2).
 
-    A sweep along `dim` that stops wherever a region begins or ends, and joins slabs that turn out the same.
+    Sweep along `dim`, stop at the begin and end of each region, and join equal neighbouring slabs.
     """
     if dim == len(whole.start):
         return [(Box((), ()), min(len(regions), 2))]
@@ -449,13 +457,13 @@ def _cells(whole: Box, regions: Sequence[Box], dim: int) -> list[tuple[Box, int]
 def copy_ops(
     copies: Iterable[LoadCopy], arrivals: Iterable[Sequence[ShardLocation]], prefer_rank: int | None = None
 ) -> list[CopyOp]:
-    """Return the copies that make an engine worker current: its load copies, each read from what the chunks bring.
+    """Return the copies of one engine worker: its load copies, each reading from the chunks.
 
-    `arrivals` are the locations that each chunk brings, by the chunk's number. Where several ranks hold the same box in
-    one chunk, `prefer_rank` is read if it is one of them. Otherwise the rank is read from which the fewest bytes have
-    been read so far. The same arguments give the same copies.
+    `arrivals` has the locations of each chunk, by the chunk's number. If several ranks have the same box in one chunk,
+    `prefer_rank` is read if it is one of them. Otherwise the rank with the fewest bytes read so far is read. The same
+    arguments give the same copies.
 
-    Raises `PlacementError`, after looking at everything, when part of a load copy comes from no rank or comes twice.
+    Raises `PlacementError`, after looking at everything, if part of a load copy comes from no rank or comes twice.
     `problems` lists each tensor and region.
     """
     held: dict[str, dict[tuple[int, Box], list[ShardLocation]]] = defaultdict(lambda: defaultdict(list))
@@ -504,7 +512,7 @@ def copy_ops(
 
 
 def part_of(location: ShardLocation, box: Box) -> ShardLocation | None:
-    """Return what of `location` is in `box` of its tensor, None where that is nothing."""
+    """Return the part of `location` within `box` of its tensor, or None if there is none."""
     common = location.box.intersect(box)
     if common is None:
         return None
@@ -512,8 +520,10 @@ def part_of(location: ShardLocation, box: Box) -> ShardLocation | None:
 
 
 def choose_owners(locations: Iterable[ShardLocation]) -> list[ShardLocation]:
-    """One placement of each box, in order of first appearance: of a box that several ranks hold, the one on the rank
-    that owns the fewest bytes so far."""
+    """Return one placement of each box, in order of first appearance.
+
+    If several ranks hold a box, the rank with the fewest bytes so far owns it.
+    """
     held: dict[tuple[str, Box], list[ShardLocation]] = defaultdict(list)
     for location in locations:
         held[location.name, location.box].append(location)
@@ -531,25 +541,27 @@ def _least_loaded(replicas: list[ShardLocation], nbytes: Counter[int]) -> ShardL
 
 
 def _distance(part: Box, box: Box, stride: tuple[int, ...]) -> int:
-    """Return the distance from the first element of `box` to that of `part`, where `box` lies with `stride`."""
+    """Return the distance from the first element of `box` to the first of `part`. `stride` has the strides of `box`."""
     return sum((a - b) * step for a, b, step in zip(part.start, box.start, stride, strict=True))
 
 
-# What belongs together
+# Groups
 
 
 def fuse_groups(copies: Iterable[LoadCopy]) -> list[tuple[str, ...]]:
     """Return the names of tensors that must be loaded together.
 
-    They land in the same engine parameter (q, k and v in `qkv_proj`), directly or by a chain of such. Groups and names
-    are in order of first appearance.
+    They land in the same engine parameter (q, k and v in `qkv_proj`), directly or by a chain. Groups and names are in
+    order of first appearance.
     """
     return connected((copy.name, copy.param) for copy in copies)
 
 
 def connected(labelled: Iterable[tuple[str, Hashable]]) -> list[tuple[str, ...]]:
-    """Partition the names in `(name, label)` pairs so that names which share a label, directly or by a chain, are
-    together. Groups and names are in order of first appearance."""
+    """Partition the names of `(name, label)` pairs. Names that share a label, directly or by a chain, are together.
+
+    Groups and names are in order of first appearance.
+    """
     parent: dict[str, str] = {}
     first: dict[Hashable, str] = {}  # the first name with a label
 

@@ -1,4 +1,4 @@
-"""The one view of a storage that a set of copies amounts to. Pure arithmetic, as `layout` is."""
+"""The single view of a storage that equals a set of copies. Pure arithmetic, like `layout`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from weightsync.planning.layout import CopyOp, View, row_major
 
 
 def as_single_view(shape: Sequence[int], offset: int, steps: Iterable[CopyOp]) -> View | None:
-    """Return the one strided view of a storage from which all of `steps` read.
+    """Return the strided view of a storage whose elements `steps` copy.
 
-    The steps write a contiguous tensor of `shape`, which begins at `offset` of their destination, and must write all of
-    it. The view's element at each index is what the steps write there. Returns None where no view is that, and where
+    The steps write a contiguous tensor of `shape`, from `offset` of their destination on, and must write all of it. The
+    view's element at each index is the element that the steps write there. Returns None if no such view exists, or if
     the steps read from several storages.
     """
     at = row_major(shape)
@@ -30,7 +30,7 @@ def as_single_view(shape: Sequence[int], offset: int, steps: Iterable[CopyOp]) -
             strides[dim] = src_stride
     if len(storages) != 1:
         return None
-    # Along a dimension of which each step has one index, the steps' first elements tell.
+    # If each step has one index of a dimension, two steps' first elements give the stride.
     index, start = firsts[0]
     unknown = [dim for dim, stride in enumerate(strides) if stride is None]
     for dim in unknown:

@@ -1,7 +1,7 @@
-"""A push, compiled: what travels, in which chunks, between whom.
+"""A compiled push: the tensors, their chunks, and the sender and receivers of each chunk.
 
-Every trainer rank holds the same `TransferPlan`, and works out its own part of each push from it. This module is pure:
-it knows nothing about tensors, sockets or processes.
+Every trainer rank holds the same `TransferPlan`, and derives its own part of each push from it. This module is pure: it
+knows nothing about tensors, sockets or processes.
 """
 
 from __future__ import annotations
@@ -19,21 +19,25 @@ from weightsync.planning.layout import Box, Manifest, ShardLocation, choose_owne
 from weightsync.planning.wire_types import ReadRegions
 
 _ABOUT = 1.25
-"""How much more than the model a participant may hold before all workers become one chain. Workers that read different
-parts repeat what all of them read, such as norms, and some heads of keys and values."""
+"""The most that a participant may hold, as a multiple of the model. Above it, all workers become one chain. Workers
+that read different parts also read common ones, such as norms, and some heads of keys and values.
+"""
 
 CHUNKS_PER_HOP = 32
-"""Chunks for each time that one is passed on. The last worker of a chain waits so many chunks for its first."""
+"""The least number of chunks for each hop of a chain. The last worker waits for its first chunk as long as one chunk
+takes on every hop.
+"""
 
 _FINENESS = 8
-"""How many parts fill a chunk, at least. Larger ones would leave much of each chunk empty."""
+"""The least number of parts that fill a chunk. Larger parts would leave much of each chunk empty."""
 
 
 class Chain(Struct, frozen=True, array_like=True):
-    """Workers that are sent the same bytes. Every rank sends its own to the first, and each worker passes all on.
+    """Workers with the same bytes to receive. Every rank sends its bytes to the first worker, and each worker passes
+    all on.
 
-    workers: their numbers, in the order in which bytes reach them. Workers of one host follow each other.
-    reads: what any of them reads.
+    workers: their numbers, in the order of the bytes' path. Workers of one host follow each other.
+    reads: the union of their regions.
     """
 
     workers: tuple[int, ...]
@@ -41,10 +45,10 @@ class Chain(Struct, frozen=True, array_like=True):
 
 
 class Chunk(Struct, frozen=True, array_like=True, dict=True):
-    """What travels as one.
+    """Regions that travel as one.
 
-    pieces: where the bytes are taken from, in the dtypes that the trainer holds.
-    in_place: workers read them where they lie, and choose among replicas; the chunk's size is not bounded.
+    pieces: the source of the bytes, in the trainer's dtypes.
+    in_place: workers read the trainer's memory and choose among replicas. The chunk's size is not bounded.
     frozen: it travels in the first push alone.
     """
 
@@ -54,22 +58,22 @@ class Chunk(Struct, frozen=True, array_like=True, dict=True):
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The tensors that any of it is of, each once."""
+        """The tensors with a region in the chunk, each once."""
         return tuple(dict.fromkeys(piece.name for piece in self.pieces))
 
 
 class TransferPlan(Struct, frozen=True, array_like=True):
-    """What travels, in which chunks, between whom. Equal on every rank: rank 0 makes it and broadcasts it.
+    """The tensors of a push, their chunks, and the workers. Equal on every rank: rank 0 makes it and broadcasts it.
 
     manifest: all tensors, in the dtypes that travel.
-    chains: along which bytes go, together to every worker. Without any, workers map the ranks' memory.
-    chunks: in the order in which they travel. Those that are frozen come last. Together they hold every region of every
-        tensor that has elements, once, but for the replicas in chunks that are read in place.
-    workers: how many there are.
+    chains: the paths of the bytes, together to every worker. Without any, workers map the ranks' memory.
+    chunks: in the order of travel. Frozen chunks come last. Together they hold every region of every non-empty tensor
+        once, apart from replicas in chunks that are read in place.
+    workers: the number of workers.
     host: an address of trainer rank 0 that every worker reaches.
-    load_paths: how many of the engines' modules take each load path.
-    duplicates: pairs of tensors that share a place in some engine's memory. They must be equal in each push, and the
-        first of each pair travels for other engines alone.
+    load_paths: the number of the engines' modules for each load path.
+    duplicates: pairs of tensors that share a place in some engine's memory. They must be equal in each push. The first
+        of each pair travels only for other engines.
     """
 
     manifest: Manifest
@@ -82,11 +86,11 @@ class TransferPlan(Struct, frozen=True, array_like=True):
 
     @property
     def frozen_chunks(self) -> int:
-        """How many chunks, counted from the end, travel in the first push alone."""
+        """Number of chunks at the end that travel in the first push alone."""
         return sum(chunk.frozen for chunk in self.chunks)
 
     def due(self, first: bool) -> range:
-        """Return the numbers of the chunks of the next push, which is the `first` over this plan or a later one."""
+        """Return the numbers of the next push's chunks. `first` means the first push over this plan."""
         return range(len(self.chunks) - (0 if first else self.frozen_chunks))
 
     def nbytes(self, first: bool) -> int:
@@ -98,9 +102,10 @@ class TransferPlan(Struct, frozen=True, array_like=True):
 def choose_chains(
     manifest: Manifest, locations: Sequence[ShardLocation], reads: Sequence[ReadRegions], hosts: Sequence[int]
 ) -> tuple[Chain, ...]:
-    """Return one chain for all workers that read alike. One for all workers, where they would cost more than the model.
+    """Return one chain for all workers that read alike.
 
-    `hosts` has the number of each worker's host. Bytes reach hosts in the order of these numbers, each host once.
+    If a participant would then hold much more than the model, return one chain for all workers. `hosts` has the number
+    of each worker's host. Bytes reach hosts in the order of these numbers, each host once.
     """
     order = sorted(range(len(reads)), key=lambda worker: (hosts[worker], worker))
     alike: dict[tuple[Any, ...], list[int]] = {}
@@ -113,7 +118,7 @@ def choose_chains(
 
 
 def chain_of(workers: Sequence[int], reads: Sequence[ReadRegions]) -> Chain:
-    """Return a chain of these workers, of which each reads what `reads` has at its number."""
+    """Return a chain of these workers. Worker number `n` reads `reads[n]`."""
     boxes: dict[str, dict[Box, None]] = {}
     for worker in workers:
         for name, own in reads[worker].items():
@@ -122,11 +127,11 @@ def chain_of(workers: Sequence[int], reads: Sequence[ReadRegions]) -> Chain:
 
 
 Load = Callable[[ShardLocation], Counter[Hashable]]
-"""The bytes that each participant has to hold of a piece while it travels."""
+"""The bytes of a piece that each participant holds while it travels."""
 
 
 def load_chains(manifest: Manifest, chains: Sequence[Chain]) -> Load:
-    """Return the load of chains: what the piece's rank sends to the first of each, and what each worker receives."""
+    """Return the load of chains: the bytes from a piece's rank to the first worker of each, and to each worker."""
 
     def load(piece: ShardLocation) -> Counter[Hashable]:
         size = itemsize(manifest[piece.name].dtype)
@@ -142,7 +147,7 @@ def load_chains(manifest: Manifest, chains: Sequence[Chain]) -> Load:
 
 
 def load_staged(manifest: Manifest) -> Load:
-    """Return the load of what a rank stages in its own memory."""
+    """Return the load of staging: the bytes that a rank copies into its own memory."""
     return lambda piece: Counter({piece.rank: piece.box.numel * itemsize(manifest[piece.name].dtype)})
 
 
@@ -157,14 +162,17 @@ def make_chunks(
     together: Mapping[str, str],
     min_chunk_bytes: int = 1,
 ) -> tuple[Chunk, ...]:
-    """Cut what travels into chunks, in the order of the buckets.
+    """Cut the tensors into chunks, in the order of the buckets.
 
-    Neighbouring buckets share a chunk as long as no participant holds more than `max_bytes` of it. Those that are more
-    than an eighth of a chunk are cut by rows, so that chunks are full. Chunks that workers pass on are smaller, though
-    not below `min_chunk_bytes`, so that no worker waits long for its first. With `max_bytes` None every bucket is one
-    chunk. The names in `in_place`, which there are without chains alone, are one chunk. The names in `frozen` have the
-    last chunks to themselves. `together` maps the name of a quantised weight to that of its scales, which travel with
-    the weight's first chunk.
+    Neighbouring buckets share a chunk as long as no participant holds more than `max_bytes` of it. A bucket larger than
+    an eighth of a chunk is cut by rows, so that chunks are full. With `max_bytes` None every bucket is one chunk.
+
+    Chunks that workers pass on are smaller, so that no worker waits long for its first. They are not smaller than
+    `min_chunk_bytes`.
+
+    The names in `in_place` are one chunk. `in_place` is empty if there are chains. The names in `frozen` have the last
+    chunks to themselves. `together` maps the name of a quantised weight to the name of its scales. The scales travel
+    with the weight's first chunk.
     """
     load = load_chains(manifest, chains) if chains else load_staged(manifest)
     travelling = [location for location in locations if location.box.numel and location.name not in in_place]
@@ -187,7 +195,7 @@ def make_chunks(
 
 
 def slices(box: Box, count: int) -> list[Box]:
-    """Cut a box by rows into about `count` boxes of equal size; by parts of rows where it has fewer rows."""
+    """Cut a box by rows into about `count` boxes of equal size. With fewer rows than `count`, cut the rows too."""
     if count <= 1 or box.numel <= 1:
         return [box]
     rows = box.size[0]
@@ -254,11 +262,11 @@ def _fill(atoms: Iterable[list[ShardLocation]], load: Load, max_bytes: int | Non
 
 
 def _joined(pieces: Iterable[ShardLocation], owned: Mapping[str, Sequence[ShardLocation]]) -> tuple[ShardLocation, ...]:
-    """Join what was cut and is in one chunk all the same: rows of a shard that follow one another.
+    """Join neighbouring rows of a shard that were cut and are in one chunk.
 
-    Two shards stay apart, though one may follow the other in memory: a rank packs each piece out of one shard.
+    Rows of two shards stay apart, even if they are neighbours in memory: a rank packs each piece from one shard.
     """
-    found: dict[tuple[Box, ShardLocation], ShardLocation] = {}  # by the shard and the row that would follow
+    found: dict[tuple[Box, ShardLocation], ShardLocation] = {}  # by the shard and the next row
     for piece in pieces:
         shard = next(each.box for each in owned[piece.name] if each.box.intersect(piece.box) == piece.box)
         joined, rows = piece, sum(piece.box.size[:1])
@@ -270,7 +278,7 @@ def _joined(pieces: Iterable[ShardLocation], owned: Mapping[str, Sequence[ShardL
 
 
 def _row(piece: ShardLocation, number: int) -> ShardLocation:
-    """Return a row of a piece by its number, also behind the last."""
+    """Return row `number` of a piece. The number may be behind the last row."""
     box = Box((piece.box.start[0] + number, *piece.box.start[1:]), (1, *piece.box.size[1:]))
     return replace(piece, box=box, offset=piece.offset + number * piece.stride[0])
 

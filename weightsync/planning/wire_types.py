@@ -1,4 +1,4 @@
-"""What messages have rows of: storages, runs of bytes, and where a worker finds a chunk. Pure."""
+"""The types of rows in messages: storages, runs of bytes, and a worker's view of a chunk. Pure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ else:
 """Nil, booleans, integers, floats, strings, and arrays and maps of them, up to a depth."""
 
 Storage: TypeAlias = tuple[Count, int, str, dict[str, Plain]]
-"""A storage's rank, its number, and what kind of memory it is, with the fields that open it."""
+"""A storage's rank, its number, its kind of memory, and the fields that open it."""
 
 ReadRegions: TypeAlias = Mapping[str, tuple[Box, ...]]
-"""The regions of each tensor that one engine worker reads, by name. It reads nothing of a tensor without an entry."""
+"""The regions of each tensor that one engine worker reads, by name. A tensor without an entry is not read."""
 
 
 class ByteRange(Struct, frozen=True, array_like=True, gc=False):
@@ -34,7 +34,7 @@ class ByteRange(Struct, frozen=True, array_like=True, gc=False):
 
 
 class ChunkLayout(Struct, frozen=True, array_like=True):
-    """One chunk as a worker finds it: where each of its regions lies, and which runs have digests."""
+    """One chunk as a worker finds it: the location of each region, and the runs with digests."""
 
     locations: tuple[ShardLocation, ...]
     runs: tuple[ByteRange, ...] = ()
