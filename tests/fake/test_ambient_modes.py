@@ -14,6 +14,8 @@ from adapted_trainer import LinearTrainer, with_adapter
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold
 from safetensors.torch import load_file
 from torch import nn
+from torch._functorch import eager_transforms
+from torch._functorch.vmap import vmap_increment_nesting
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -73,6 +75,9 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "a mode of functions": Watching,
     "a mode of operators": lambda: FlopCounterMode(display=False),
     "fake tensors": FakeTensorMode,
+    "torch.func.grad": eager_transforms.grad_increment_nesting,
+    "torch.func.jvp": eager_transforms.jvp_increment_nesting,
+    "torch.func.vmap": lambda: vmap_increment_nesting(2, "error"),
 }
 TRANSPORTS = ["ipc", "broadcast", "checkpoint"]
 

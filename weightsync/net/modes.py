@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -14,7 +15,8 @@ class PlainModes:
 
     Autocast would merge adapters in another dtype. A tensor made in inference mode cannot be written outside of it, so
     the next push would fail. A default device would move CPU buffers to a GPU. A dispatch mode, such as
-    `FakeTensorMode`, would intercept the push's operators. Settings of the whole process, such as the default dtype,
+    `FakeTensorMode`, would intercept the push's operators. A transform of `torch.func`, such as `grad`, would refuse
+    writes to memory from outside of it. Settings of the whole process, such as the default dtype,
     stay: other threads compute meanwhile.
     """
 
@@ -43,6 +45,7 @@ class PlainModes:
 
     def _enter(self) -> None:
         with ExitStack() as entered:
+            entered.enter_context(temporarily_clear_interpreter_stack())
             entered.enter_context(_disable_current_modes())
             entered.enter_context(torch.inference_mode(False))
             entered.enter_context(torch.no_grad())
