@@ -1,1 +1,1 @@
-"""What runs beside the engine's model: trace its loader, take the bytes, load them, commit or poison."""
+"""The code beside the engine's model: trace its loader, receive bytes, load them, commit or poison."""

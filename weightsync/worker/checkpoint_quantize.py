@@ -1,11 +1,11 @@
-"""For engines that were started from an 8-bit checkpoint: which of the trainer's tensors must become several.
+"""Quantisation for engines that were started from an 8-bit checkpoint: one tensor of the trainer becomes several.
 
 The engine's loader wants `q_proj.weight` in float8 or int8, and `q_proj.weight_scale` beside it. The trainer has
-`q_proj.weight` in bfloat16. The never loaded model tells the scheme, by the dtype of the parameter that the tensor
-lands in and by the shape of the scales beside it. Where int8 is packed into words, the loader wants
-`q_proj.weight_packed`, `q_proj.weight_scale` and `q_proj.weight_shape`, and the layer's `scheme` says how. GPT-OSS's
-experts in MXFP4 have names of their own, `experts.gate_up_proj_blocks` and `_scales`. Nothing here applies to a trainer
-that sends quantised tensors and their scales itself.
+`q_proj.weight` in bfloat16. The never loaded model tells the scheme: by the dtype of the tensor's parameter, and by the
+shape of the scales beside it. If int8 is packed into words, the loader wants `q_proj.weight_packed`,
+`q_proj.weight_scale` and `q_proj.weight_shape`, and the layer's `scheme` tells how. GPT-OSS's experts in MXFP4 have
+names of their own, `experts.gate_up_proj_blocks` and `_scales`. A trainer that sends quantised tensors and their scales
+itself needs nothing of this module.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from weightsync.planning.layout import Manifest, TensorMeta
 from weightsync.worker.trace import Fill, Trace, uncovered
 
 Quantise = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
-"""Makes of a whole weight its quantised values, its scales, and what else the loader wants."""
+"""A function from a whole weight to its quantised values, its scales, and the loader's further tensors."""
 
 _PER_CHANNEL: dict[torch.dtype, Quantise] = {torch.float8_e4m3fn: fp8_per_channel, torch.int8: int8_per_channel}
 _WIDE = ("bfloat16", "float16", "float32", "float64")
 _PER_WORD = 4
 """8-bit values in an int32."""
 _OF_EXPERTS = ("w13_weight", "w2_weight")
-"""Parameters that hold all experts of a layer, (experts, rows, columns), and are loaded one expert after the other."""
+"""The parameters with all experts of a layer, (experts, rows, columns), loaded one expert after the other."""
 _IN_4_BITS = (".experts.gate_up_proj", ".experts.down_proj")
-"""Experts that GPT-OSS's checkpoints have in MXFP4, by how their names in transformers end."""
+"""Endings, in transformers, of the names of experts that GPT-OSS's checkpoints store in MXFP4."""
 
 
 @dataclass(frozen=True)
 class QuantizedTensors:
     """The tensors that the loader is given in place of one: 8-bit values, their scales, perhaps more.
 
-    `quantise` makes those that `made` describes.
+    made: the name, shape and dtype of each of them.
+    quantise: makes them from the one tensor, in the order of `made`.
     """
 
     made: tuple[TensorMeta, ...]
@@ -49,10 +50,10 @@ class QuantizedTensors:
 
 @contextmanager
 def unpacked(model: nn.Module) -> Iterator[bool]:
-    """Give each module of `model` that packs its weight into words a `weight` in int8 as well, meanwhile.
+    """Add an int8 `weight` to each module with a weight packed into words, until the context ends.
 
-    The model is on `meta`. The new weight is loaded as the packed one is, and so shows which of a trainer's tensors
-    belong there. Yields whether there are any such modules.
+    `model` is on `meta`. The loader loads the new weight like the packed one, so a trace shows its tensors. Yields
+    whether `model` has such modules.
     """
     packing = [
         (module, packed)
@@ -74,9 +75,10 @@ def unpacked(model: nn.Module) -> Iterator[bool]:
 def find_pairs(
     model: nn.Module, manifest: Manifest, trace: Trace
 ) -> tuple[dict[str, QuantizedTensors], dict[str, str]]:
-    """Return the tensors that must become pairs, and those that no scheme here covers, with what is wrong, by name.
+    """Return the tensors to make several of, and the reasons for tensors not covered by a scheme, by name.
 
-    `model` was never loaded, and `trace` is what its loader does with `manifest` while the model is `unpacked`.
+    model: was never loaded.
+    trace: of the loader of the `unpacked` model, for `manifest`.
     """
     params = dict(model.named_parameters())
     pairs: dict[str, QuantizedTensors] = {}
@@ -97,9 +99,9 @@ def find_pairs(
 
 
 def find_experts(model: nn.Module, manifest: Manifest) -> tuple[dict[str, QuantizedTensors], dict[str, str]]:
-    """Return the experts that must become MXFP4, and those that cannot, with what is wrong, by name.
+    """Return the experts that must become MXFP4, and the reasons for experts that cannot, by name.
 
-    What they become has names that the loader of `model` knows. `model` was never loaded.
+    The loader of `model` knows the names of the new tensors. `model` was never loaded.
     """
     pairs: dict[str, QuantizedTensors] = {}
     refused: dict[str, str] = {}
@@ -122,10 +124,11 @@ def find_experts(model: nn.Module, manifest: Manifest) -> tuple[dict[str, Quanti
 
 
 def expert_padding(model: nn.Module, trace: Trace) -> list[Fill]:
-    """Return the zeros around experts in MXFP4 that vLLM makes larger than the model's, for its kernels.
+    """Return the zeros that pad the parameters of experts in MXFP4.
 
-    One tensor fills each of their parameters, so what a tensor leaves of one is padding. `trace` is that of their
-    quantised tensors. vLLM makes the parameters of zeros, which no loader writes.
+    vLLM makes these parameters larger than the model's experts, for its kernels. One tensor fills each parameter, so
+    the unfilled rest is padding. vLLM makes the parameters of zeros, and no loader writes the padding. `trace` is the
+    trace of the quantised tensors.
     """
     experts = {
         f"{path}.{key}".removeprefix("."): param
@@ -133,7 +136,7 @@ def expert_padding(model: nn.Module, trace: Trace) -> list[Fill]:
         if _is_mxfp4(module._parameters)
         for key, param in module.named_parameters(recurse=False)
     }
-    if not experts:  # most models have none, and looking for holes goes over all copies
+    if not experts:  # most models have none, and the search for holes reads all copies
         return []
     holes, _ = uncovered(model, trace)
     padded = {copy.param for copy in trace.copies if copy.param in holes} | trace.computed.keys()
@@ -141,7 +144,10 @@ def expert_padding(model: nn.Module, trace: Trace) -> list[Fill]:
 
 
 def mxfp4_experts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the (`_blocks`, `_scales`) of experts, (experts, inputs, outputs) as transformers has them, one by one."""
+    """Return the (`_blocks`, `_scales`) of experts, quantised one expert at a time.
+
+    `weight` has transformers' shape, (experts, inputs, outputs).
+    """
     experts, inputs, outputs = weight.shape
     blocks = weight.new_empty((experts, outputs, inputs // MX_BLOCK, MX_BLOCK // 2), dtype=torch.uint8)
     scales = weight.new_empty((experts, outputs, inputs // MX_BLOCK), dtype=torch.uint8)
@@ -151,7 +157,7 @@ def mxfp4_experts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def expand(manifest: Manifest, pairs: dict[str, QuantizedTensors]) -> Manifest:
-    """Return the manifest as the loader gets to see it."""
+    """Return the manifest as the loader sees it, with each tensor of `pairs` replaced by its quantised tensors."""
     tensors: list[TensorMeta] = []
     for meta in manifest:
         pair = pairs.get(meta.name)
@@ -164,7 +170,7 @@ def quantised(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield `weights` as the loader wants them.
 
-    A tensor that must become a pair is rounded to `dtype`, which a checkpoint would have it in, and quantised.
+    A tensor of `pairs` is rounded to `dtype`, the dtype of a checkpoint, and quantised.
     """
     for name, tensor in weights:
         if (pair := pairs.get(name)) is None:
@@ -176,7 +182,7 @@ def quantised(
 def collapse(trace: Trace, pairs: dict[str, QuantizedTensors]) -> Trace:
     """Return a trace of the expanded manifest in terms of the trainer's tensors.
 
-    What lands in a parameter as values or as scales is computed from the tensor that becomes both.
+    A parameter that takes values or scales counts as computed from the trainer's tensor.
     """
     source = _sources(pairs)
     computed = {param: _rename(names, source) for param, names in trace.computed.items()}
@@ -195,7 +201,7 @@ def collapse(trace: Trace, pairs: dict[str, QuantizedTensors]) -> Trace:
 
 
 def renamed(trace: Trace, pairs: dict[str, QuantizedTensors]) -> Trace:
-    """Return a trace of the expanded manifest whose copies have the trainer's names."""
+    """Return a trace of the expanded manifest in which copies have the trainer's names."""
     source = _sources(pairs)
     return replace(trace, copies=[replace(copy, name=source.get(copy.name, copy.name)) for copy in trace.copies])
 
@@ -203,32 +209,34 @@ def renamed(trace: Trace, pairs: dict[str, QuantizedTensors]) -> Trace:
 def int8_packed(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (`weight_packed`, `weight_scale`, `weight_shape`) of a 2-D weight, as compressed-tensors packs int8.
 
-    It is symmetric, with a scale for each `group` of a row's columns. `group` divides the columns, and so does 4. The
-    bits are those of its "memoryless_minmax" observer and its compressor: all arithmetic rounds to the weight's own
-    dtype. CPUs and GPUs agree, as 127.5 and its reciprocal give the same scales for each bfloat16 and each float16.
+    Symmetric, with a scale for each `group` of a row's columns. `group` and 4 must divide the columns. The bits are
+    those of compressed-tensors' "memoryless_minmax" observer and its compressor: all arithmetic rounds to the weight's
+    own dtype. CPUs and GPUs agree: division by 127.5 and multiplication by its reciprocal give the same scale for each
+    bfloat16 and each float16.
     """
     groups = weight.reshape(len(weight), -1, group)
     low, high = groups.aminmax(dim=2, keepdim=True)
     scale = torch.maximum(low.abs(), high.abs()) / 127.5
     scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
     values = (groups / scale).clamp_(-128, 127).round_().to(torch.int8).view(weight.shape)
-    # Unsigned, 128 stands for zero, and the first of four is in the lowest byte, as a little-endian machine has a word.
+    # Values are stored with an offset of 128, so 0x80 is zero. A little-endian int32 has the first of four values in
+    # its lowest byte.
     words = values.view(torch.uint8).bitwise_xor_(0x80).view(torch.int32)
     return words, scale.squeeze(2), torch.tensor(weight.shape)
 
 
 def _sources(pairs: dict[str, QuantizedTensors]) -> dict[str, str]:
-    """Return the trainer's tensor that each tensor is made of, by name of what is made."""
+    """Return the trainer's tensor for each tensor made of it, by the name of the made tensor."""
     return {meta.name: name for name, pair in pairs.items() for meta in pair.made}
 
 
 def _rename(names: Iterable[str], source: dict[str, str]) -> list[str]:
-    """Return names of the expanded manifest as the trainer has them, each once."""
+    """Return the trainer's names for names of the expanded manifest, each once."""
     return list(dict.fromkeys(source.get(name, name) for name in names))
 
 
 def _in_8_bits(kept: str) -> bool:
-    """Return whether numbers that are kept so mean nothing without a scale."""
+    """Return whether a parameter's dtype has 8 bits, so that its numbers mean nothing without a scale."""
     return kept.partition(" ")[0] == "int8" or kept.startswith("float8")
 
 
@@ -244,13 +252,13 @@ def _is_mxfp4(params: Mapping[str, torch.Tensor | None]) -> bool:
 
 
 def _block_size(module: nn.Module) -> list[int]:
-    """Return the rows and columns that share a scale, or [] where no block does."""
+    """Return the rows and columns that share a scale, or [] if no blocks do."""
     holders = (module, getattr(module, "quant_method", None))
     return next(([*found] for each in holders if (found := getattr(each, "weight_block_size", None))), [])
 
 
 def _pair(model: nn.Module, manifest: Manifest, name: str, param: str) -> QuantizedTensors | str:
-    """Return the pair that a tensor must become, or why it cannot."""
+    """Return the quantised tensors that a tensor must become, or the reason why it cannot."""
     path, _, own = param.rpartition(".")
     module = model.get_submodule(path)
     beside = {key: tensor for key, tensor in module._parameters.items() if tensor is not None}

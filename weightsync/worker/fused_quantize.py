@@ -1,8 +1,8 @@
-"""Quantise a weight on its way into the tensors that its kernel works with.
+"""Quantisation of a weight directly into the tensors of its kernel.
 
-This is for modules whose post-processing does nothing else: one matrix becomes 8-bit values and scales by a form that
-weightsync knows. An experiment finds these modules. Post-processing and the form run on the same random weights, and
-must leave the same bits. Any other module is reloaded, which is always right.
+It serves modules with no other post-processing: one matrix becomes 8-bit values and scales, in a form that weightsync
+knows. An experiment finds these modules: post-processing and the form run on the same random weights, and must leave
+the same bits. Any other module is reloaded. A reload is always correct.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 Tensors = Mapping[str, torch.Tensor]
 Rows = tuple[int, torch.Tensor]
-"""The number of the first row, and rows of a weight from there on."""
+"""(number of the first row, rows of a weight from there on)."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one module's weight is quantised.
+    """The way in which one module's weight is quantised.
 
-    form: how the parameter `weight` of shape (rows, columns), as it is loaded, becomes values and scale.
-    shared: the workers of the engine agree on its scales.
+    form: turns the parameter `weight` of shape (rows, columns), as it is loaded, into values and scale.
+    shared: whether the workers of the engine agree on its scales.
     weight, values, scale: the keys of the parameters.
     layouts: the layouts of values and scale.
     """
@@ -47,13 +47,13 @@ class Recipe:
 
     @property
     def row_by_row(self) -> bool:
-        """Whether a row can be quantised before the other rows have come."""
+        """Whether a row can be quantised before the other rows have arrived."""
         return self.form.per_row and not self.shared
 
     def jobs(self, live: Tensors, shards: Sequence[Rows]) -> list[Job]:
-        """Return what fills the parameters `live` of a module from `shards` of its weight, all of them or some rows."""
+        """Return the jobs to fill a module's parameters `live` from `shards` of its weight, all rows or some."""
         values, scale = _dense_rows(live[self.values].data), live[self.scale].data.view(-1)
-        assert values is not None  # `layouts` says so
+        assert values is not None  # `layouts` guarantees it
         if not self.row_by_row:
             return [Job(tuple(shards), values, scale)]
         return [
@@ -62,16 +62,16 @@ class Recipe:
         ]
 
     def fits(self, live: Tensors) -> bool:
-        """Return whether a live module has its parameters where the recipe wants them."""
+        """Return whether a live module's parameters have the recipe's layouts."""
         found = [live.get(self.values), live.get(self.scale)]
         return tuple(None if tensor is None else _layout(tensor) for tensor in found) == self.layouts
 
 
 def find_recipe(loaded: Tensors, processed: Tensors, all_reduce_max: AllReduceMax | None) -> Recipe | None:
-    """Return how a module's parameters went from `loaded` to `processed`, None when no way known here explains it.
+    """Return the recipe that turned a module's parameters from `loaded` into `processed`. None: no known form does.
 
-    With `all_reduce_max` it is collective among workers, whose answers agree. Give that if and only if there are
-    several workers, with weights that differ.
+    With `all_reduce_max` this is collective among workers, and their answers agree. Give it if and only if there are
+    several workers with different weights.
     """
     new = {key: tensor for key, tensor in processed.items() if not same_contents(loaded.get(key), tensor)}
     gone = [key for key, tensor in loaded.items() if not same_contents(tensor, processed.get(key))]
@@ -82,9 +82,9 @@ def find_recipe(loaded: Tensors, processed: Tensors, all_reduce_max: AllReduceMa
 
 
 def holds(recipe: Recipe, loaded: Tensors, processed: Tensors, all_reduce_max: AllReduceMax | None) -> bool:
-    """Return whether the recipe leaves the bits that post-processing has left.
+    """Return whether the recipe leaves the same bits as post-processing.
 
-    With `all_reduce_max` it is collective among workers, which all get the same answer.
+    With `all_reduce_max` this is collective among workers, and all get the same answer.
     """
     mine = {key: torch.empty_like(processed[key]) for key in (recipe.values, recipe.scale)}
     jobs = recipe.jobs(mine, [(0, loaded[recipe.weight])])
@@ -103,9 +103,9 @@ def holds(recipe: Recipe, loaded: Tensors, processed: Tensors, all_reduce_max: A
 
 
 def rows_of(op: CopyOp, source: torch.Tensor, weight: torch.Tensor, device: torch.device) -> Rows | None:
-    """Return the rows of a `weight` that `op` would copy into it from `source`, a view of what arrives.
+    """Return the rows of a `weight` that `op` would copy into it from `source`, a view of received memory.
 
-    None unless these are whole dense rows in the weight's dtype on `device`, where the job will run.
+    None unless these are whole dense rows in the weight's dtype on `device`, the device of the job.
     """
     columns = weight.shape[1]
     is_dense = source.dim() == 2 and source.shape[1] == columns and source.stride(1) == 1
@@ -115,7 +115,7 @@ def rows_of(op: CopyOp, source: torch.Tensor, weight: torch.Tensor, device: torc
 
 
 def _candidate(loaded: Tensors, gone: Sequence[str], new: Tensors) -> Recipe | None:
-    """Return the only recipe that these tensors can belong to, by shapes and dtypes, which all workers have alike."""
+    """Return the only possible recipe for these tensors, by shapes and dtypes. All workers find the same one."""
     values = [key for key, tensor in new.items() if tensor.dtype in _PER_ROW]
     scales = [key for key in new if key not in values]
     if len(gone) != 1 or len(values) != 1 or len(scales) != 1:
@@ -153,7 +153,7 @@ def same_contents(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compare bytes as whole words where possible, as a GPU takes a byte of scratch memory for each number."""
+    """Compare bytes as whole words where possible: a GPU takes a byte of scratch memory for each number."""
     if a.storage_offset() % 8 or b.storage_offset() % 8:
         return torch.equal(a, b)
     whole = a.numel() // 8 * 8

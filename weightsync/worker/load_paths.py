@@ -1,9 +1,9 @@
 """The four ways in which modules take new weights, each for one connection to a trainer.
 
-in place          bytes go straight into live parameters, which have the layout that the loader writes
-fused quantise    a weight is quantised into the tensors that its kernel works with
+in place          bytes go straight into live parameters, in the loader's own layout
+fused quantise    a weight is quantised into the tensors of its kernel
 reload            a module is loaded afresh, post-processed, and the outcome copied into its live tensors
-native loader     the same, but the engine's own loader loads it, as it computes what it loads
+native loader     a reload by the engine's own loader, because the loader computes values
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from weightsync.worker.reload import Reload
 from weightsync.worker.trace import named_tensors, paddings
 
 NO_CHUNK = -1
-"""The last chunk of a group that the loader makes of no tensor, or of tensors without elements, which never travel."""
+"""The last chunk of a group without travelling tensors: the loader makes it of nothing, or of empty tensors."""
 
 
 class Arrivals:
-    """What the chunks of one connection bring, met with the load plan.
+    """The chunks of one connection, met with the load plan.
 
-    ops: the copies into each parameter that the engine's loader does not load itself.
-    whole_ops: the copies that put each tensor together that the engine's loader does load.
-    copy_programs: how many programs of a GPU copy out of them at most.
-    last_chunk: the chunk after which each group has all it needs, `NO_CHUNK` for a group that needs nothing.
-        `agree_on_last_chunks` sets it.
+    ops: the copies into each parameter, without parameters loaded by the engine's loader itself.
+    whole_ops: the copies to put each tensor for the engine's loader together.
+    copy_programs: the most programs of a GPU that copy out of chunks at once.
+    last_chunk: the chunk that completes each group, `NO_CHUNK` for a group without needs. `agree_on_last_chunks` sets
+    it.
     """
 
     def __init__(
@@ -52,10 +52,13 @@ class Arrivals:
         frozen: int,
         nearest: int | None,
     ) -> None:
-        """Meet the load plan with the locations that each chunk brings. The last `frozen` come in the first push alone.
+        """Meet the load plan with the locations in each chunk. The last `frozen` chunks come in the first push alone.
 
-        What several ranks hold is read from rank `nearest`. Raises `PlacementError` unless every load copy is covered
-        exactly once, and `ProtocolError` when frozen chunks have only a part of what a module is loaded from.
+        A region on several ranks is read from rank `nearest`.
+
+        Raises:
+            PlacementError: The chunks do not cover every load copy exactly once.
+            ProtocolError: Frozen chunks hold only a part of a module's tensors.
         """
         self.model, self.traced, self._source = model, traced, source
         self.copy_programs = source.copy_programs
@@ -69,7 +72,10 @@ class Arrivals:
         return [c for c in self.traced.trace.copies if c.param not in of or paths[of[c.param]] != NATIVE_LOADER]
 
     def _whole_copies(self) -> list[LoadCopy]:
-        """Return copies into full tensors. Of one that the loader only copies, this worker may read some regions."""
+        """Return copies into full tensors.
+
+        Of a tensor that the loader only copies, this worker may read just some regions.
+        """
         trace, manifest = self.traced.trace, self.traced.manifest
         computed = {name for names in trace.computed.values() for name in names}
         boxes = {name: {Box.full(manifest[name].shape): None} for name in computed}
@@ -85,16 +91,16 @@ class Arrivals:
         return copies
 
     def _needs(self, group: ModuleGroup, path: str) -> list[CopyOp]:
-        """Return the copies that a group waits for before it can be loaded."""
+        """Return the copies needed before a group can be loaded."""
         if path == NATIVE_LOADER:
             return [op for name in self.traced.sources[group] for op in self.whole_ops.get(name, ())]
         waiting = [param for param in group.params if not group.takes_in_place(param)]
         return [op for param in waiting for op in self.ops.get(param, ())]
 
     def agree_on_last_chunks(self) -> None:
-        """Set `last_chunk`, the same on all workers. Collective among workers that have parts of the same modules.
+        """Set `last_chunk`, the same on all workers. Collective among workers with parts of the same modules.
 
-        Post-processing and shared scales are collective, and each worker reads another part of what the chunks bring.
+        Post-processing and shared scales are collective, and each worker reads other parts of the chunks.
         """
         last = [max((op.chunk for op in ops), default=NO_CHUNK) for ops in self._needed.values()]
         if self.model.all_reduce_max is not None and last:
@@ -111,18 +117,18 @@ class Arrivals:
         return shared | {self.last_chunk[group] for path in (RELOAD, NATIVE_LOADER) for group in self.groups(path)}
 
     def groups(self, path: str) -> list[ModuleGroup]:
-        """Return the groups that take a load path, in the model's order."""
+        """Return the groups of a load path, in the model's order."""
         return [group for group, own in self.traced.load_path.items() if own == path]
 
     def due(self, groups: Iterable[ModuleGroup]) -> dict[int, list[ModuleGroup]]:
-        """Return the groups by the chunk after which they have all they need."""
+        """Return the groups by their last chunks."""
         found: dict[int, list[ModuleGroup]] = defaultdict(list)
         for group in groups:
             found[self.last_chunk[group]].append(group)
         return found
 
     def view(self, op: CopyOp) -> torch.Tensor:
-        """Return what `op` reads, in the memory where it arrives."""
+        """Return the received memory for `op` to read, as a view."""
         return strided(self._source.storage(op.rank, op.storage), op.src_dtype, op.src_offset, op.size, op.src_stride)
 
 
@@ -144,13 +150,13 @@ def _refuse_torn(needs: Mapping[ModuleGroup, Sequence[CopyOp]], first_frozen: in
 
 
 _Piece = tuple[ModuleGroup, CopyOp, torch.Tensor]
-"""What a copy for a group reads."""
+"""(group, copy for the group, the source of the copy in received memory)."""
 
 
 class LoadPath(ABC):
-    """One way of loading, bound to what arrives over one connection.
+    """One way of loading, bound to the chunks of one connection.
 
-    All that may fail on one worker alone is done before `bind`, in which workers wait for each other.
+    Any step that may fail on one worker alone happens before `bind`. Workers wait for each other in `bind`.
     """
 
     name: str
@@ -161,7 +167,7 @@ class LoadPath(ABC):
         self._groups = arrivals.groups(self.name)
 
     def bind(self) -> None:
-        """Work out what follows from the chunks of all workers. Collective among workers that share scales."""
+        """Prepare the steps that depend on all workers' chunks. Collective among workers with shared scales."""
         return
 
     def begin(self, first: bool) -> None:
@@ -169,18 +175,18 @@ class LoadPath(ABC):
         return
 
     def blocking(self) -> Iterable[int]:
-        """Return the chunks in whose loading the host may wait for the GPU, once this is bound."""
+        """Return the chunks in whose loading the host may wait for the GPU. Call it after `bind`."""
         return ()
 
     @abstractmethod
     def load(self, chunk: int) -> int:
-        """Load what this chunk brings, and close groups that now have all they need. Return the bytes that were read.
+        """Load this chunk, and close the groups completed by it. Return the number of bytes read.
 
-        On a GPU it is ordered on the current stream.
+        On a GPU the work is queued on the current stream.
         """
 
     def unfinished(self) -> list[str]:
-        """Return the modules that still wait for something."""
+        """Return the modules still waiting for a chunk."""
         return []
 
 
@@ -209,7 +215,7 @@ class InPlace(LoadPath):
         self.buffers: list[Place] = [tensor_place(self._model.live, param) for param in buffers]
 
     def begin(self, first: bool) -> None:
-        # Parameters of an engine that started with dummy weights were never loaded. Nothing else writes here.
+        # Parameters of an engine with dummy weights were never loaded. Nothing else writes these regions.
         for fill, target in self._constants if first else ():
             fill.apply(target)
 
@@ -226,9 +232,9 @@ class InPlace(LoadPath):
 
 
 class FusedQuantize(LoadPath):
-    """Quantises weights out of the memory where they arrive.
+    """Quantisation of weights straight from received memory.
 
-    A weight is put together first when its rows do not come whole, or when rows that share a scale come in several
+    A weight is put together first in two cases: its rows do not come whole, or rows with one scale come in several
     chunks.
     """
 
@@ -269,7 +275,7 @@ class FusedQuantize(LoadPath):
         self._fresh: dict[ModuleGroup, torch.Tensor] = {}
 
     def blocking(self) -> Iterable[int]:
-        return {*self._pieces, *self._due}  # pieces take new memory, for which the driver may wait for all of the GPU
+        return {*self._pieces, *self._due}  # pieces allocate memory, and the driver may wait for the whole GPU to do so
 
     def begin(self, first: bool) -> None:
         self._fresh.clear()
@@ -289,7 +295,7 @@ class FusedQuantize(LoadPath):
         return [group.names[0] for group in self._fresh]
 
     def _weight(self, group: ModuleGroup) -> torch.Tensor:
-        """Return the weight that is put together for this group."""
+        """Return the weight being put together for this group."""
         if group not in self._fresh:
             weight = self._loaded[group.weight]
             self._fresh[group] = torch.empty_strided(
@@ -316,7 +322,7 @@ class FusedQuantize(LoadPath):
         return is_whole and (group.recipe.row_by_row or all(op.chunk == last for op, _ in views))
 
     def _agree(self, direct: set[ModuleGroup]) -> set[ModuleGroup]:
-        """Leave out what another worker has to put together first: exchanges of shared scales must be the same."""
+        """Leave out groups put together first on another worker: all workers must exchange the same scales."""
         shared = [group for group in self._groups if group.recipe is not None and group.recipe.shared]
         if not shared or self._model.all_reduce_max is None:
             return direct
@@ -326,9 +332,9 @@ class FusedQuantize(LoadPath):
 
 
 class _Reloading(LoadPath):
-    """What the two load paths that post-process modules have in common."""
+    """The common part of the two load paths with post-processing."""
 
-    _pieces: Mapping[int, object]  # what each chunk brings of them
+    _pieces: Mapping[int, object]  # each chunk's pieces of these groups
 
     def __init__(self, arrivals: Arrivals) -> None:
         super().__init__(arrivals)
@@ -424,7 +430,7 @@ class NativeLoader(_Reloading):
             self._close(group)
 
     def _loaded_by(self, group: ModuleGroup) -> nn.Module:
-        """Return the never loaded model whose loader loads this group."""
+        """Return the never loaded model with the loader for this group."""
         pristine = self._model.pristine()
         return pristine.get_submodule(DRAFTER) if group.names[0].startswith(f"{DRAFTER}.") else pristine
 
@@ -436,6 +442,6 @@ class NativeLoader(_Reloading):
         return self._tensors[name]
 
     def _take(self, name: str) -> torch.Tensor:
-        """Return a tensor for the loader, which may change what it is given. The next group wants what was sent."""
+        """Return a tensor for the loader. Clone it while another group needs it: the loader may change its argument."""
         tensor = self._tensor(name)
         return tensor.clone() if self._wanted[name] else self._tensors.pop(name)

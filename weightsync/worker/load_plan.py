@@ -1,4 +1,4 @@
-"""Make one worker's load plan: which tensors its model takes, where they land, and what does not fit."""
+"""One worker's load plan: the tensors that its model takes, their regions in its parameters, and the misfits."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ IN_PLACE, FUSED_QUANTIZE, RELOAD, NATIVE_LOADER = LOAD_PATHS = ("in_place", "fus
 
 @dataclass(frozen=True)
 class TracedLoad:
-    """What a worker knows of its load plan.
+    """A worker's own knowledge of its load plan.
 
     answer: the plan as the trainer is told.
-    trace: what the loader does, in terms of the trainer's tensors.
-    pairs: the tensors that are quantised for the loader.
+    trace: the loader's actions, in terms of the trainer's tensors.
+    pairs: the tensors to quantise for the loader.
     load_path: the load path of each group of modules, in the model's order.
     group_of: the group of each parameter.
-    sources: the names of the tensors that each group is loaded from.
+    sources: the names of the tensors loaded into each group.
     """
 
     manifest: Manifest
@@ -62,7 +62,7 @@ class TracedLoad:
 
     @cached_property
     def fills(self) -> Mapping[str, Sequence[Fill]]:
-        """The constants that the loader sets, by parameter."""
+        """The constants set by the loader, by parameter."""
         found: dict[str, list[Fill]] = defaultdict(list)
         for fill in self.trace.fills:
             found[fill.param].append(fill)
@@ -70,12 +70,12 @@ class TracedLoad:
 
 
 class LoadPlanner:
-    """Makes load plans for one model. It lives as long as the engine, since groups and addresses are found once."""
+    """Maker of load plans for one model. It lives as long as the engine, and finds groups and addresses once."""
 
     def __init__(self, model: EngineModel) -> None:
         self.addresses = Addresses(model, [])
         self.outlived: list[object] = []
-        """What groups before these kept alive. Kernels may use it until all is loaded anew."""
+        """The objects that earlier groups kept alive. Kernels may use them until all weights are loaded anew."""
         self._model = model
         self._constructed = dict(model.pristine().named_parameters()).keys()
         self._groups: list[ModuleGroup] = []
@@ -83,7 +83,8 @@ class LoadPlanner:
     def make(self, manifest: Manifest) -> TracedLoad:
         """Trace the model's loader for these tensors. Writes nothing into the running model.
 
-        Raises `UnsupportedError` for a model with modules that cannot be reloaded.
+        Raises:
+            UnsupportedError: The model has modules that cannot be reloaded.
         """
         pristine = self._model.pristine()
         experts, unfit = find_experts(pristine, manifest)
@@ -94,7 +95,7 @@ class LoadPlanner:
         if pairs or packs:
             seen = self._trace(expand(asked, pairs))
         pairs, unfit = pairs | experts, unfit | more_unfit
-        # Its own copies of modules that it shares with the model are left out: a cold start reads the model's.
+        # The drafter's own copies of shared modules are left out: a cold start reads the model's tensors.
         shared = shared_parameters(pristine, without=f"{DRAFTER}.")
         duplicates = find_duplicates(seen, manifest, shared)
         seen = without(seen, duplicates)
@@ -137,14 +138,14 @@ class LoadPlanner:
         return TracedLoad(manifest, answer, trace, pairs, load_path, group_of, sources)
 
     def _trace(self, manifest: Manifest) -> Trace:
-        """Trace the loaders. What the trainer has tied and the engine has not is loaded from the one tensor."""
+        """Trace the loaders. If the trainer ties names that the engine keeps apart, the one tensor fills both."""
         trace = self._trace_models(manifest)
         if manifest.tied and uncovered(self._model.pristine(), trace)[0]:
             trace = under_first_names(self._trace_models(with_other_names(manifest)), manifest)
         return trace
 
     def _trace_models(self, manifest: Manifest) -> Trace:
-        """Trace the loader of the model, and that of its drafter for the parameters that the drafter has to itself."""
+        """Trace the loader of the model, and the drafter's loader for the drafter's own parameters."""
         trace, drafted = self._trace_model(manifest), self._trace_drafter(manifest)
         own = {param: names for param, names in drafted.computed.items() if _is_drafters(param)}
         return Trace(
@@ -167,9 +168,9 @@ class LoadPlanner:
         return trace_loader(pristine, partial(self._model.load_weights, drafter), manifest, may_lack=True)
 
     def _fills_drafter(self, trace: Trace) -> bool:
-        """Return whether the trainer has any tensor that is the drafter's alone.
+        """Return whether the trainer has any tensor of the drafter alone.
 
-        An embedding that another pipeline stage has for the model is none. This worker's model has a gap there.
+        An embedding for another pipeline stage's model does not count. This worker's model has a gap there.
         """
         written = {*(copy.param for copy in trace.copies), *trace.computed}
         modules = {param.removeprefix(f"{DRAFTER}.").rpartition(".")[0] for param in written if _is_drafters(param)}
@@ -177,10 +178,10 @@ class LoadPlanner:
         return not modules <= {name for name, module in named if not module._parameters}
 
     def _left_out(self, manifest: Manifest, trace: Trace) -> list[str]:
-        """Return the tensors that a cold start passes over.
+        """Return the tensors not loaded by a cold start.
 
-        They are of towers that the engine was started without, of layers that it does not run, or a drafter's own
-        copies of modules that vLLM has it share with the model. Or the loader's own table leaves them out.
+        They are tensors of missing towers, or of layers outside of the engine's forward. They are a drafter's own
+        copies of modules shared with the model by vLLM. Or the loader's own table leaves them out.
         """
         known = _seen(trace)
         if known.issuperset(manifest.names):
@@ -197,15 +198,15 @@ class LoadPlanner:
         ]
 
     def locate(self) -> None:
-        """Note where the live tensors lie now."""
+        """Note the current addresses of the live tensors."""
         self.addresses = Addresses(self._model, self._groups)
 
     def _refuse_made(self, trace: Trace) -> None:
-        """Raise `UnsupportedError` when the loader has made a parameter that the running model does not have."""
+        """Raise `UnsupportedError` if the loader has made a parameter missing from the running model."""
         pristine = self._model.pristine()
         made = {*(copy.param for copy in trace.copies), *trace.computed} - self._constructed
         absent = sorted(made - named_tensors(self._model.live).keys())
-        for name in absent:  # or the next plan would find nothing that fills them
+        for name in absent:  # or the next plan would report them as missing
             path, _, key = name.rpartition(".")
             if key in pristine.get_submodule(path)._parameters:
                 pristine.get_submodule(path)._parameters[key] = None
@@ -216,7 +217,7 @@ class LoadPlanner:
             )
 
     def _find_groups(self) -> None:
-        """Group the modules, again when a trace has made parameters that were not there before."""
+        """Group the modules. Group them again after a trace has made new parameters."""
         pristine = self._model.pristine()
         grouped = {name for group in self._groups for name in group.params}
         if grouped == dict(pristine.named_parameters()).keys():
@@ -252,7 +253,7 @@ def _sources(trace: Trace, group_of: Mapping[str, ModuleGroup]) -> dict[ModuleGr
 
 
 def _seen(trace: Trace) -> set[str]:
-    """Return the tensors that the loader has read or refused."""
+    """Return the tensors read or refused by the loader."""
     return _read(trace).union(trace.refused, trace.unknown)
 
 
@@ -265,7 +266,7 @@ def _is_drafters(param: str) -> bool:
 
 
 def _beginnings(trace: Trace, modules: Sequence[str]) -> tuple[str, ...]:
-    """Return what the names of all tensors begin with that land in a module, and no other's, for each of `modules`."""
+    """Return, for each of `modules`, the prefix of its tensors' names, if no tensor outside of `modules` has it."""
     landed = [(copy.param, copy.name) for copy in trace.copies]
     landed += [(param, name) for param, names in trace.computed.items() for name in names]
     elsewhere = [name for param, name in landed if not param.startswith(tuple(f"{module}." for module in modules))]
@@ -284,13 +285,13 @@ def _used(
     held: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
 ) -> dict[str, str]:
-    """Return the dtype that each tensor is wanted in."""
+    """Return the wanted dtype of each tensor."""
     used: dict[str, str] = {}
     for copy in trace.copies:
         kept = str(held[copy.param].dtype).removeprefix("torch.")
         used[copy.name] = max(used.get(copy.name, kept), kept, key=itemsize)
     for names in trace.computed.values():
-        used.update({name: manifest[name].dtype for name in names})  # arithmetic wants all that the trainer has
+        used.update({name: manifest[name].dtype for name in names})  # arithmetic needs the trainer's full precision
     used.update(dict.fromkeys(pairs.keys() & used.keys(), str(dtype).removeprefix("torch.")))
     return used
 
@@ -298,7 +299,7 @@ def _used(
 def _doubled(
     pristine: nn.Module, landed: Trace, doubled: Mapping[str, list[Box]], held: Mapping[str, torch.Tensor]
 ) -> dict[str, str]:
-    """Return what is wrong with each tensor that lands where another one does."""
+    """Return the fault of each tensor with the same target region as another one."""
     refused: dict[str, str] = {}
     for param, boxes in doubled.items():
         names = writers(pristine, landed, param, boxes)
@@ -307,7 +308,7 @@ def _doubled(
 
 
 def _partial(manifest: Manifest, trace: Trace) -> dict[str, tuple[Box, ...]]:
-    """Return the regions that are read of each tensor that is not read whole, as tensor parallelism does."""
+    """Return the regions read of each tensor that is not read whole, as with tensor parallelism."""
     whole = set().union(*trace.computed.values())
     regions: dict[str, list[Box]] = defaultdict(list)
     for copy in trace.copies:
@@ -329,7 +330,7 @@ def _region(param: str, boxes: Sequence[Box], held: Mapping[str, torch.Tensor]) 
 
 
 def _hints(trace: Trace, missing: Mapping[str, list[Box]]) -> list[str]:
-    """Return the names of tensors that would fill what is missing, read off another layer that has its own."""
+    """Return the names of tensors for the missing parameters, inferred from other layers' names."""
     patterns: dict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
     for copy in trace.copies:
         patterns[_without_numbers(copy.param)].append((copy.param, copy.name))

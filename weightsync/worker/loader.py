@@ -1,10 +1,10 @@
-"""Loads what a transport delivers into one engine worker's model.
+"""The receiver of one engine worker: it loads chunks from a transport into the model.
 
     make_plan -> connect -> run -> commit -> run -> commit ...
               -> export  -> run -> commit -> run -> commit ...      where the trainer writes into the parameters itself
 
-Nothing writes before `run`. From there on the model is a mixture, and `POISONED` until `commit`. A push that ends in
-any other way leaves it so, and only a whole push heals it.
+Nothing writes before `run`. From `run` on the model is a mixture, and `POISONED` until `commit`. After any other end of
+a push it stays `POISONED`, and only a whole push heals it.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from weightsync.worker.verify import Verifier
 logger = logging.getLogger(__name__)
 
 _NOTED_SAMPLE = 0
-"""Which sample of the frozen parameters is compared. Sleep takes all of their memory, and any sample shows it."""
+"""The sample of the frozen parameters to compare. Sleep takes all of their memory, so any sample shows it."""
 Tell = Callable[[Exception], object]
-"""Tells the trainer of an error before it is raised."""
+"""A function that tells the trainer of an error before it is raised."""
 
 
 class Receiver:
-    """One worker's. It lives as long as the engine, and two threads must not use it at once.
+    """One worker's receiver. It lives as long as the engine, and two threads must not use it at once.
 
-    version: the last version that was committed, 0 before the first.
+    version: the last committed version, 0 before the first.
     state: CLEAN or POISONED.
     """
 
@@ -60,12 +60,13 @@ class Receiver:
         self._is_exported = False
         self._exported: dict[int, torch.UntypedStorage] = {}  # by identity
         self._done: int | None = None
-        """The version that was loaded and awaits its commit."""
+        """The loaded version awaiting its commit."""
 
     def make_plan(self, manifest: Manifest) -> LoadPlan:
         """Trace the model's loader for these tensors. Writes nothing, and remembers the last answer.
 
-        Raises `UnsupportedError` for a model with modules that cannot be reloaded.
+        Raises:
+            UnsupportedError: The model has modules that cannot be reloaded.
         """
         if self._traced is None or self._traced.manifest != manifest:
             self._connection, self._is_exported, self._traced = None, False, None
@@ -75,10 +76,13 @@ class Receiver:
         return self._traced.answer
 
     def connect(self, message: Connect, wait: Wait, deadline: Deadline, tell: Tell = lambda error: None) -> None:
-        """Map or join what the transport needs, and work out every copy. Writes nothing into the model.
+        """Map or join the transport's memory and connections, and prepare every copy. Writes nothing into the model.
 
-        Gives back what was connected before. Raises `PlacementError` or `ProtocolError` when the chunks do not fit the
-        load plan, and `DigestError` when another memory was mapped than the trainer's.
+        Replaces the previous connection.
+
+        Raises:
+            PlacementError, ProtocolError: The chunks do not fit the load plan.
+            DigestError: The mapped memory is not the trainer's.
         """
         if self._traced is None:
             raise ProtocolError("Connect came before PlanRequest")
@@ -100,11 +104,16 @@ class Receiver:
         self._connection = connection
 
     def export(self) -> tuple[list[tuple[int, str, dict[str, Any]]], list[ShardLocation]]:
-        """Give a trainer access to the live parameters, which it writes itself, in place of `connect`.
+        """Give a trainer write access to the live parameters, in place of `connect`.
 
-        Returns [storage, kind, fields] of each storage, and where each tensor of the manifest lies in them. Parameters
-        on a CPU move to shared memory. Raises `UnsupportedError` for a model with modules whose parameters are not what
-        the loader writes, and `PlacementError` for memory that cannot be shared.
+        Parameters on a CPU move to shared memory.
+
+        Returns:
+            [storage, kind, fields] of each storage, and the location of each tensor of the manifest in the storages.
+
+        Raises:
+            UnsupportedError: Modules have parameters in another layout than the loader's.
+            PlacementError: Memory cannot be shared.
         """
         if self._traced is None or self._planner is None:
             raise ProtocolError("ExportParameters came before PlanRequest")
@@ -129,12 +138,12 @@ class Receiver:
                     self._exported[storage._cdata] = storage
                 number, dtype = numbers[storage._cdata], str(live[copy.param].dtype).removeprefix("torch.")
                 locations.append(ShardLocation(copy.name, copy.box, rank, number, copy.offset, copy.stride, dtype))
-            self._planner.locate()  # memory that is shared for the first time has moved; no graph has captured a CPU's
+            self._planner.locate()  # the first sharing of memory moves it, and no CUDA graph has captured a CPU's
         self._is_exported = True
         return storages, locations
 
     def take_back(self) -> None:
-        """Part the parameters, which are on a CPU, from the memory that was exported. Their addresses stay.
+        """Detach the parameters, on a CPU, from the exported memory. Their addresses stay.
 
         Raises `PlacementError`.
         """
@@ -143,10 +152,10 @@ class Receiver:
             del self._exported[number]
 
     def run(self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline], tell: Tell = lambda error: None) -> Done:
-        """Run one whole push, or let the trainer write it where parameters were exported.
+        """Run one whole push. With exported parameters, only check it: the trainer has written them itself.
 
-        Blocks until everything is verified and loaded. Marks the model `POISONED` before the first byte is written, and
-        it stays so when this raises.
+        Blocks until every chunk is verified and loaded. The model is `POISONED` before the first byte is written, and
+        stays so if this raises.
         """
         if self._planner is None or (self._connection is None and not self._is_exported):
             raise ProtocolError("Go came before Connect")
@@ -169,10 +178,13 @@ class Receiver:
         return replace(done, load_s=done.load_s + time.perf_counter() - started)
 
     def commit(self, version: int) -> float:
-        """Declare the model complete at `version`. Return the seconds that derived state took.
+        """Declare the model complete at `version`. Return the seconds spent on derived state.
 
-        Raises, leaving the model `POISONED`: `ProtocolError` when this version was not loaded, `UnsupportedError` when
-        a tensor that the engine works with is no longer where it was.
+        If it raises, the model stays `POISONED`.
+
+        Raises:
+            ProtocolError: This version was not loaded.
+            UnsupportedError: A tensor of the engine has moved.
         """
         if self._done != version or self._planner is None:
             raise ProtocolError(f"Commit of version {version} before all of its chunks were loaded")
@@ -193,7 +205,7 @@ class Receiver:
         return time.perf_counter() - started
 
     def disconnect(self) -> None:
-        """Give back what was mapped or joined, and forget a push under way. The state stays what it is."""
+        """Unmap memory, leave connections, and forget a push under way. `state` does not change."""
         self._connection, self._is_exported, self._done = None, False, None
         if self._source is not None:
             self._source.close()
@@ -208,11 +220,11 @@ class Receiver:
 
 
 class _BoundPlan:
-    """What is worked out once, when a trainer connects, and used in every push.
+    """The load plan, bound to one connection. It is prepared once, when a trainer connects, and used in every push.
 
     is_committed: a push over this connection was committed, and none has begun since.
     is_whole_push: the last push had all chunks.
-    reloads: a push post-processes modules, which may move more than parameters.
+    reloads: a push post-processes modules. Post-processing may move more tensors than the parameters.
     """
 
     def __init__(self, model: EngineModel, traced: TracedLoad, source: TransportReceiver, message: Connect) -> None:
@@ -236,7 +248,7 @@ class _BoundPlan:
         self._paths: list[LoadPath] = [in_place, *(kind(self._arrivals) for kind in kinds)]
 
     def bind(self) -> None:
-        """Work out every copy. Collective among workers that have parts of the same modules."""
+        """Prepare every copy. Collective among workers with parts of the same modules."""
         self._arrivals.agree_on_last_chunks()
         for path in self._paths:
             path.bind()
@@ -244,14 +256,15 @@ class _BoundPlan:
         self._blocking = self._collective.union(*(path.blocking() for path in self._paths))
 
     def note_frozen(self) -> None:
-        """Note what the parameters hold that later pushes do not fill."""
+        """Note the digests of the parameters that only a whole push fills."""
         if self.is_whole_push:
             self._noted = self._live_frozen.of(_NOTED_SAMPLE)
 
     def check_frozen(self) -> None:
-        """Raise `FrozenLostError` where they hold something else, though a push relies on them.
+        """Raise `FrozenLostError` if a frozen parameter has changed since the last commit.
 
-        VLLM's sleep at level 2 gives their memory back and fills nothing in.
+        vLLM's sleep at level 2 gives the memory back and leaves it unfilled. A push without frozen chunks would not
+        restore it.
         """
         if self.is_committed and self._noted is not None and self._live_frozen.of(_NOTED_SAMPLE) != self._noted:
             raise FrozenLostError(
@@ -260,29 +273,29 @@ class _BoundPlan:
             )
 
     def run(self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline], tell: Tell) -> Done:
-        """Verify and load every chunk of a push, as each arrives.
+        """Verify and load every chunk of a push as it arrives.
 
-        Before the loading of a chunk in which workers wait for each other, they agree that none of them has failed.
+        Workers agree that none of them has failed before they load a chunk with collective steps.
         """
         is_first = not self.is_committed
         due = range(self._count if is_first else self._count - self._frozen)
-        self._meetings = sum(number in self._collective for number in (NO_CHUNK, *due))  # that are ahead
+        self._meetings = sum(number in self._collective for number in (NO_CHUNK, *due))  # meetings still ahead
         try:
             if go.sample is not None:
                 self.check_frozen()
             self.is_committed, self.is_whole_push = False, len(due) == self._count
             return self._run(go, wait, new_deadline, due, is_first)
         except Exception as error:
-            if self._meetings > 0:  # in which the others wait for this worker
+            if self._meetings > 0:  # meetings in which the other workers wait for this one
                 tell(error)
                 if self._model.device.type == "cuda":
-                    self._source.close()  # the stream may wait for what never comes, and the others with it
+                    self._source.close()  # the stream, and the other workers, may wait for a chunk that never comes
                 _has_any_failed(self._model, True)
             raise
 
     @contextmanager
     def _meeting(self, wait: Wait, deadline: Deadline) -> Iterator[None]:
-        """Enter a body in which workers wait for each other. Raise where one has failed."""
+        """Enter a body in which workers wait for each other. Raise if a worker has failed."""
         left, self._meetings = self._meetings - 1, 0  # a worker that fails in a meeting must not begin another one
         if _has_any_failed(self._model, False):
             _await_cause(wait, deadline)
@@ -300,7 +313,7 @@ class _BoundPlan:
                 path.begin(is_first)
         since = time.perf_counter()
         for number in self._source.chunks(due, wait, new_deadline):
-            if is_first or number in self._blocking:  # a process loads each kernel when it first launches it
+            if is_first or number in self._blocking:  # the first launch of a kernel loads it, which waits for the GPU
                 await_stream(self._model.device, number, self._source.waiting_for, wait, new_deadline())
             arrived = time.perf_counter()
             self._verifier.check_chunk(number, go.sample)
@@ -321,22 +334,22 @@ class _BoundPlan:
 
 
 def frozen_tensors(model: EngineModel, traced: TracedLoad, message: Connect) -> list[torch.Tensor]:
-    """Return the bytes of the live parameters that only the frozen chunks fill, which are the last ones."""
+    """Return the bytes of the live parameters that only the frozen chunks fill. Frozen chunks are the last ones."""
     frozen = {location.name for arrival in message.chunks[-message.frozen :] for location in arrival.locations}
     filled = {copy.param for copy in traced.trace.copies if copy.name in frozen}
     filled |= {param for param, names in traced.trace.computed.items() if names and frozen.issuperset(names)}
     live = named_tensors(model.live)
-    # Where post-processing has put other tensors in a parameter's place, these have gone to sleep with it.
+    # Post-processing may have replaced the parameter. Sleep discards both, so checking the replacement suffices.
     lying = [live[name].data for name in sorted(filled) if name in live and live[name].is_contiguous()]
     return [each.reshape(-1).view(torch.uint8) for each in lying]
 
 
 @contextmanager
 def _fail_together(model: EngineModel, wait: Wait, deadline: Deadline, tell: Tell) -> Iterator[None]:
-    """Make the body fail on all workers or on none, because what follows is collective among them.
+    """Make the body fail on all workers or on none, because the next step is collective among them.
 
-    A worker that fails tells the trainer at once. The others may wait for it in the body, and end when the trainer has
-    told them, or after the body.
+    A worker tells the trainer of its failure at once. Other workers may wait for it in the body. They end when the
+    trainer has told them, or after the body.
     """
     cause: Exception | None = None
     try:
@@ -352,7 +365,7 @@ def _fail_together(model: EngineModel, wait: Wait, deadline: Deadline, tell: Tel
 
 
 def _has_any_failed(model: EngineModel, failed: bool) -> bool:
-    """Return whether any worker has `failed`. Collective among workers that have parts of the same modules."""
+    """Return whether any worker has `failed`. Collective among workers with parts of the same modules."""
     assert model.all_reduce_max is not None
     flag = torch.tensor([float(failed)], device=model.device)
     model.all_reduce_max(flag)
@@ -360,10 +373,13 @@ def _has_any_failed(model: EngineModel, failed: bool) -> bool:
 
 
 def await_stream(device: torch.device, number: int, waiting_for: Sequence[str], wait: Wait, deadline: Deadline) -> None:
-    """Wait until a GPU has done all that it was given, the transfer of a chunk too.
+    """Wait until a GPU has done all queued work, the transfer of a chunk included.
 
-    What the engine does next may wait for the GPU, and has no deadline. Raises `SyncTimeoutError` that names those in
-    `waiting_for`, and as `wait` does.
+    The engine's next step may wait for the GPU, and has no deadline.
+
+    Raises:
+        SyncTimeoutError: The deadline has passed. It names the peers in `waiting_for`.
+        WeightSyncError: As `wait` does.
     """
     if device.type != "cuda":
         return
@@ -379,7 +395,7 @@ def await_stream(device: torch.device, number: int, waiting_for: Sequence[str], 
 
 
 def _await_cause(wait: Wait, deadline: Deadline) -> None:
-    """Raise what the trainer says, which another worker has told what failed there."""
+    """Raise the trainer's error. Another worker has told the trainer of its failure."""
     while not deadline.passed():
         wait(timeouts.CHUNK_LOOK_S)
     raise PeerError("another worker of this engine failed, and the trainer did not say why")

@@ -1,4 +1,4 @@
-"""The modules of the engine's model, in groups that must be loaded together, and where their live tensors lie."""
+"""Modules of the engine's model in groups to load together, and the addresses of their live tensors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from weightsync.worker.reachable import addresses, same_layout
 
 @dataclass(eq=False)
 class ModuleGroup:
-    """Modules that must be loaded together because they share parameters. Most groups have one module.
+    """Modules with shared parameters, to be loaded together. Most groups have one module.
 
     live, pristine: the same modules of the engine's model and of its never loaded copy on `meta`.
     params: the names of their parameters, each once.
-    in_place: post-processing leaves what is loaded as it is.
-    recipe: post-processing does nothing but quantise one weight, in this way.
-    changed: the attributes that post-processing sets, for each part of each module.
-    opaque: one of these attributes holds something made from the weights that no copy can fill again.
-    keep_alive: what an opaque group's kernels may point to.
+    in_place: post-processing leaves loaded parameters as they are.
+    recipe: post-processing only quantises one weight, in this way.
+    changed: the attributes set by post-processing, for each part of each module.
+    opaque: one of these attributes holds an object made from the weights. No copy can fill it again.
+    keep_alive: objects that an opaque group's kernels may point to.
     """
 
     names: list[str]
@@ -41,13 +41,13 @@ class ModuleGroup:
 
     @property
     def weight(self) -> str:
-        """The name of the parameter that `recipe` quantises, "" without a recipe."""
+        """The name of the parameter quantised by `recipe`, "" without a recipe."""
         if self.recipe is None:
             return ""
         return f"{self.names[0]}.{self.recipe.weight}" if self.names[0] else self.recipe.weight
 
     def takes_in_place(self, param: str) -> bool:
-        """Return whether what arrives for `param`, one of `params`, is copied into the live parameter as it is."""
+        """Return whether bytes for `param`, one of `params`, are copied into the live parameter as they are."""
         return self.in_place or (self.recipe is not None and param != self.weight)
 
     def pristine_parameters(self) -> list[nn.Parameter]:
@@ -56,12 +56,12 @@ class ModuleGroup:
 
 
 def parameters_of(part: Any) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that stand in a module itself, by key. Any other object has none."""
+    """Return a module's own parameters, by key. Any other object has none."""
     return [(key, param) for key, param in part.__dict__.get("_parameters", {}).items() if param is not None]
 
 
 def find_groups(live: nn.Module, pristine: nn.Module) -> list[ModuleGroup]:
-    """Partition the modules that own parameters into groups, in the model's order."""
+    """Partition the modules with parameters of their own into groups, in the model's order."""
     live_modules = dict(live.named_modules())
     owners = {name: module for name, module in pristine.named_modules() if parameters_of(module)}
     if absent := [name for name in owners if name not in live_modules]:
@@ -77,10 +77,12 @@ def find_groups(live: nn.Module, pristine: nn.Module) -> list[ModuleGroup]:
 
 
 def moved_views(live: nn.Module, pristine: nn.Module) -> dict[str, str]:
-    """Return the buffers that were made as views of a parameter and, in `live`, have another memory than that has now.
+    """Return buffers that were built as views of a parameter and in `live` no longer share its memory.
 
-    Each is returned with the name of its parameter, which a kernel may have packed. The model may work with both.
-    Raises `UnsupportedError` for one that has another layout than it was made with.
+    Each is returned with the name of its parameter. A kernel may have packed the parameter, and the model may use both.
+
+    Raises:
+        UnsupportedError: A buffer has another layout than it was built with.
     """
     params = {param.untyped_storage()._cdata: name for name, param in pristine.named_parameters()}
     here = dict(live.named_parameters()) | dict(live.named_buffers())
@@ -105,17 +107,17 @@ class Place(NamedTuple):
     address: int
 
     def is_kept(self) -> bool:
-        """Return whether the tensor still lies at its address."""
+        """Return whether the tensor still has its address."""
         slots: dict[str, torch.Tensor | None] = {**self.module._parameters, **self.module._buffers}
         tensor = slots.get(self.key)
         return tensor is not None and tensor.data_ptr() == self.address
 
 
 class Addresses:
-    """The addresses that CUDA graphs may have captured: all that a push must leave where it is.
+    """The addresses that CUDA graphs may have captured. A push must not move these tensors.
 
-    Opaque groups are left out, as each reload makes their kernels' objects anew. Those exist on CPUs alone, which have
-    no graphs.
+    Opaque groups are left out, because each reload makes their kernels' objects anew. They exist on CPUs alone, without
+    graphs.
     """
 
     def __init__(self, model: EngineModel, groups: Iterable[ModuleGroup]) -> None:
@@ -130,16 +132,16 @@ class Addresses:
         ]
 
     def note(self) -> None:
-        """Note where every tensor lies that a module can reach, before a push that reloads modules.
+        """Note the address of every tensor in reach of a module, before a push that reloads modules.
 
-        Between pushes the engine replaces some itself, such as what a router has chosen last.
+        The engine replaces some tensors between pushes, such as the last choices of a router.
         """
         self._before = self._walk()
 
     def check(self, buffers: Iterable[Place], everything: bool) -> None:
-        """Raise `UnsupportedError` when a parameter, or one of `buffers`, lies elsewhere than when it was found.
+        """Raise `UnsupportedError` if a parameter, or one of `buffers`, has moved since it was found.
 
-        With `everything`, which takes longer, look at all that was noted. Only a reload moves others.
+        With `everything`, check all noted addresses. This takes longer, and only a reload moves other tensors.
         """
         paths = [place.path for place in (*self._parameters, *buffers) if not place.is_kept()]
         if everything:
@@ -164,7 +166,7 @@ class Addresses:
 
 
 def tensor_place(model: nn.Module, name: str) -> Place:
-    """Return where a tensor of a model lies now."""
+    """Return the current place of a model's tensor."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
     tensor: torch.Tensor = getattr(module, key)

@@ -1,8 +1,8 @@
-"""Choose how each group of modules takes new weights, by experiment.
+"""The choice of each module group's load path, by experiment.
 
-Post-processing runs once over a scratch copy of the group with random weights. Only a group that it leaves untouched is
-loaded in place. Only a group that it quantises in a way that gives the same bits is quantised on the way. All others
-are reloaded, which is always right.
+Post-processing runs once over a scratch copy of the group with random weights. A group is loaded in place only if
+post-processing leaves it untouched. A group is quantised on the way only if a known form gives the same bits. All other
+groups are reloaded. A reload is always correct.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from weightsync.worker.reload import ABSENT, Snapshot, attributes_of, install, m
 
 
 def choose_load_paths(groups: list[ModuleGroup], model: EngineModel) -> None:
-    """Find out how each group is to be loaded. Groups that are alike are tried once.
+    """Choose each group's load path. Of equal groups, only one is tried.
 
-    All workers that share modules call this together. Raises `UnsupportedError` for a group on a GPU whose kernel keeps
-    weights where a reload cannot keep their address.
+    Collective: all workers with parts of the same modules call this.
+
+    Raises:
+        UnsupportedError: On a GPU, a kernel keeps weights at an address that a reload cannot keep.
     """
     verdicts: dict[Any, _Verdict] = {}
     unsafe: list[str] = []
@@ -54,12 +56,12 @@ def choose_load_paths(groups: list[ModuleGroup], model: EngineModel) -> None:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What post-processing did to a scratch copy.
+    """The effects of post-processing on a scratch copy.
 
-    untouched: in-place loading is right.
-    recipe: it did nothing but quantise the weight of a single module, in this way.
-    changed: the attributes that it set, for each part.
-    opaque: what it has made from the weights that a reload could not fill again.
+    untouched: in-place loading is correct.
+    recipe: post-processing only quantised the weight of a single module, in this way.
+    changed: the attributes set by it, for each part.
+    opaque: objects made from the weights. A reload could not fill them again.
     """
 
     untouched: bool
@@ -69,12 +71,12 @@ class _Verdict:
 
 
 def _signature(group: ModuleGroup, model: EngineModel) -> Any:
-    """Return what groups that are post-processed alike have in common."""
+    """Return a key that is equal for groups with equal post-processing."""
     return tuple(
         (
             type(part),
             tuple((key, tuple(p.shape), tuple(p.stride()), p.dtype) for key, p in parameters_of(part)),
-            # How the module is cut between workers, and the like.
+            # For example, the module's split between workers.
             tuple((key, value) for key, value in vars(part).items() if isinstance(value, (bool, int))),
         )
         for module in group.pristine
@@ -87,7 +89,7 @@ def _try_post_process(group: ModuleGroup, model: EngineModel) -> _Verdict:
     first = _Attempt(group, model)
     opaque: list[str] = []
     if any(first.changed):
-        # What was made of other weights must be the same but for what is in its tensors, and no table of addresses.
+        # Objects made from other weights must differ in their tensors alone, and hold no table of addresses.
         second = _Attempt(group, model, other_seed=1_000_003)
         own = {id(part) for module in group.pristine for part in model.parts(module)}
         opaque = diff_objects(first.left, second.left, "", own).differ
@@ -97,7 +99,7 @@ def _try_post_process(group: ModuleGroup, model: EngineModel) -> _Verdict:
     recipe = None
     touched_more = first.same or first.made or opaque or group.pristine[0]._buffers or len(group.pristine) > 1
     if not touched_more and (recipe := find_recipe(first.loaded, first.processed, all_reduce_max)) is not None:
-        # Where a scale may have a lower bound, and where there is none. One attempt is in memory at a time.
+        # Tiny weights test a lower bound of scales, zeros test scales of 0. One attempt is in memory at a time.
         small = (_Attempt(group, model, size=size) for size in (1e-6, 0.0))
         if not all(holds(recipe, attempt.loaded, attempt.processed, all_reduce_max) for attempt in small):
             recipe = None
@@ -105,11 +107,11 @@ def _try_post_process(group: ModuleGroup, model: EngineModel) -> _Verdict:
 
 
 class _Attempt:
-    """One run of the post-processing over a scratch copy of a group, with random weights of that size.
+    """One run of post-processing over a scratch copy of a group, with random weights of this size.
 
     same: the parameters are untouched.
-    changed: the attributes that were set, for each part. `left` has their values.
-    made: those among them that hold something made from the weights.
+    changed: the attributes set by it, for each part. `left` has their values.
+    made: the attributes among them with an object made from the weights.
     loaded, processed: the first module's parameters before and after.
     """
 
@@ -151,19 +153,19 @@ class _Attempt:
 
 
 def _slots(module: nn.Module) -> list[tuple[str, int]]:
-    """Return which parameter and which buffer stands under which key."""
+    """Return (key, identity of its tensor) of each parameter and buffer."""
     return [(key, id(tensor)) for key, tensor in (*module._parameters.items(), *module._buffers.items())]
 
 
 _STRIP_ELEMENTS = 1 << 22
-"""Bounds the scratch memory."""
+"""Elements of a strip. A strip bounds the scratch memory."""
 
 
 def _randomise(tensor: torch.Tensor, seed: int, size: float) -> None:
-    """Fill a tensor from a generator of our own, as the engine samples from the default one.
+    """Fill a tensor from a generator of its own: the engine samples from the default generator.
 
-    Most of a matrix lies half-way between two 8-bit values, when a row is scaled to its largest number. This shows how
-    a kernel divides and rounds.
+    Most of a matrix lies half-way between two 8-bit values, once a row is scaled to its largest number. Such values
+    show how a kernel divides and rounds.
     """
     generator = torch.Generator(tensor.device).manual_seed(seed)
     with torch.no_grad():
@@ -187,9 +189,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_weightless(value: Any, known: set[int], own: set[int], depth: int = 0, seen: set[int] | None = None) -> bool:
-    """Return whether an object holds nothing that was made from the weights.
+    """Return whether an object holds nothing made from the weights.
 
-    It may hold plain values, code, tensors in the memory of the group's parameters (`known`) and the group's own
+    It may hold plain values, code, tensors in the memory of the group's parameters (`known`), and the group's own
     modules (`own`).
     """
     seen = set() if seen is None else seen

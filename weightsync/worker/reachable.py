@@ -1,8 +1,8 @@
-"""Find the tensors that a module works with, wherever it keeps them.
+"""A search for all tensors that a module uses, in any place.
 
-A reload fills those that the module had with what new ones have. After a push, none may have moved, as CUDA graphs have
+A reload fills the module's old tensors from the new ones. A push must not move any of them, because CUDA graphs have
 captured their addresses. A quantised layer keeps tensors as parameters, as attributes, in a kernel's object, in the
-closure of a function, or as a workspace. All that can be reached is looked at.
+closure of a function, or as a workspace. The search follows every reference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_DEPTH = 12
 
 
 def children_of(value: Any) -> list[tuple[str, Any]] | None:
-    """Return what an object holds, by the names it has there. None for an object that cannot be looked into."""
+    """Return the objects held by an object, by name. None for an object that cannot be searched."""
     if isinstance(value, _LEAVES):
         return []
     if isinstance(value, types.FunctionType):
@@ -49,10 +49,12 @@ def children_of(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def addresses(parts: dict[str, Any], outside: set[int], seen: set[int]) -> dict[str, int]:
-    """Return the address of every tensor with memory that can be reached from `parts`, by the path to it.
+    """Return the address of every tensor with memory in reach of `parts`, by the path to it.
 
-    `outside` are ids of objects to pass over, such as the model's other modules. `seen` are ids of objects that were
-    looked at. It grows, so that one set over many calls has each object looked at once.
+    Args:
+        parts: The objects to search, by name.
+        outside: Ids of objects to pass over, such as the model's other modules.
+        seen: Ids of objects already searched. It grows, so one set over many calls has each object searched once.
     """
     found: dict[str, int] = {}
     stack = [(name, part, 0) for name, part in reversed(parts.items())]
@@ -74,11 +76,11 @@ def addresses(parts: dict[str, Any], outside: set[int], seen: set[int]) -> dict[
 
 @dataclass(frozen=True)
 class Counterparts:
-    """What corresponds in two objects that were made in the same way, from other weights.
+    """The correspondence of two objects that were made in the same way, from different weights.
 
-    tensors: (path, old, new) of those that correspond.
-    differ: values, types and layouts that do not.
-    closed: objects that cannot be looked into, or that free something when they go.
+    tensors: (path, old, new) of corresponding tensors.
+    differ: values, types and layouts that do not correspond.
+    closed: objects that cannot be searched, or that free a resource when they are deleted.
     """
 
     tensors: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -87,10 +89,10 @@ class Counterparts:
 
 
 def diff_objects(old: Any, new: Any, path: str, outside: set[int]) -> Counterparts:
-    """Put two objects side by side.
+    """Compare two objects, reference by reference.
 
-    What both share, or has its id in `outside`, was not made, and is passed over. So is what only the old one has, as
-    that came with its use.
+    An object in both, or with its id in `outside`, was not made and is passed over. An object only in the old one came
+    with its use, and is passed over too.
     """
     found = Counterparts()
     seen: set[tuple[int, int]] = set()
@@ -126,7 +128,7 @@ def diff_objects(old: Any, new: Any, path: str, outside: set[int]) -> Counterpar
 
 
 def same_layout(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Return whether one can stand for the other after its contents were copied into it."""
+    """Return whether one can replace the other after a copy of its contents."""
     return (
         a is not None
         and b is not None
@@ -150,12 +152,12 @@ def _is_filled(cell: types.CellType) -> bool:
 
 @functools.cache
 def _slots(kind: type) -> list[str]:
-    """Return the names of a class's slots, those of its bases too."""
+    """Return the names of a class's slots, with the slots of its bases."""
     declared = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
     names = [name for names in declared for name in ([names] if isinstance(names, str) else names)]
     return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def _is_container(key: str, item: Any) -> bool:
-    """Return whether this is one of the containers that nn.Module keeps for itself, such as hooks."""
+    """Return whether this is one of nn.Module's own containers, such as hooks."""
     return key.startswith("_") and isinstance(item, dict)

@@ -1,8 +1,8 @@
-"""Reload one group of modules: FlashRL's sequence, one group at a time.
+"""A reload of one group of modules: FlashRL's sequence, one group at a time.
 
-A kernel may keep a module's weights in a format of its own. So the module is put back to how it looked before any
-weight was loaded (Record1), loaded as if for the first time, and post-processed. The outcome is copied into the tensors
-that were live before (Record2), whose addresses CUDA graphs have captured. A failure puts the module back as it was.
+A kernel may keep a module's weights in a format of its own. So the module is put back to its state before any weight
+was loaded (Record1), loaded as if for the first time, and post-processed. The outcome is copied into the tensors that
+were live before (Record2), because CUDA graphs have captured their addresses. A failure puts the module back as it was.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CONTAINERS = frozenset(key for key, item in nn.Module().__dict__.items() if isi
 
 
 class Snapshot:
-    """The attributes, parameters and buffers of a module, or of its quantisation method, to be put back."""
+    """The attributes, parameters and buffers of a module, or of its quantisation method, for a later restore."""
 
     def __init__(self, part: Any) -> None:
         self.part = part
@@ -33,7 +33,7 @@ class Snapshot:
         self.containers = {key: dict(part.__dict__[key]) for key in ("_parameters", "_buffers") if key in part.__dict__}
 
     def state(self, keys: list[str]) -> dict[str, Any]:
-        """Return the parameters and buffers that were there, and what stood under the attributes `keys`."""
+        """Return the saved parameters and buffers, and the saved values of the attributes `keys`."""
         slots = {key: tensor for container in self.containers.values() for key, tensor in container.items()}
         found = {**slots, **{key: self.attributes.get(key) for key in keys}}
         return {key: value for key, value in found.items() if value is not None}
@@ -48,10 +48,10 @@ class Snapshot:
 
 
 class Reload:
-    """One group on its way through a reload.
+    """One group during a reload.
 
-    Between construction and `close` the live modules stand as they were. What arrives goes into `fresh`: the group's
-    parameters by name, as they are before anything was loaded.
+    Between construction and `close` the live modules are unchanged. Received bytes go into `fresh`: the group's
+    parameters by name, as they are before any weight is loaded.
     """
 
     def __init__(self, group: ModuleGroup, fills: Iterable[Fill], model: EngineModel) -> None:
@@ -63,7 +63,10 @@ class Reload:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Put the fresh parameters into the never loaded copy of the group, in place of those on `meta`, meanwhile."""
+        """Put the fresh parameters into the never loaded copy of the group until the context ends.
+
+        The copy's own parameters are on `meta`.
+        """
         saved = [Snapshot(module) for module in self._group.pristine]
         try:
             for module in self._group.pristine:
@@ -105,8 +108,8 @@ class Reload:
                 snapshot.restore()
             raise
         if group.opaque:
-            # A kernel's new object may point into what it was made from without holding that: a scale that
-            # post-processing has made, as oneDNN does, or a fresh parameter.
+            # A kernel's new object may point into memory without holding it: a scale made by post-processing, as with
+            # oneDNN, or a fresh parameter.
             group.keep_alive = [self.fresh, after]
             olds = {id(new): old for _, old, new in found.tensors}
             for part, keys in zip(holders, group.changed, strict=True):
@@ -121,7 +124,7 @@ class Reload:
 
 
 def _forget_loading(part: Any, template: Any, keys: list[str]) -> None:
-    """Make `part` look as `template` does, which was never loaded, but for its parameters."""
+    """Give `part` the state of `template`, a never loaded copy, except for its parameters."""
     for key in keys:
         if (value := template.__dict__.get(key, ABSENT)) is ABSENT:
             part.__dict__.pop(key, None)
@@ -133,7 +136,10 @@ def _forget_loading(part: Any, template: Any, keys: list[str]) -> None:
 
 
 def _fill_and_put_back(slots: dict[str, Any], keys: list[str], olds: dict[int, torch.Tensor]) -> None:
-    """Give the tensors in `slots` their old memory again, with the new contents. `olds` has it by id of the new."""
+    """Give the tensors in `slots` their old memory again, with the new contents.
+
+    olds: the old tensors, by id of the new.
+    """
     for key in keys:
         if (old := olds.get(id(slots.get(key)))) is not None:
             old.data.copy_(slots[key].data)
@@ -141,12 +147,12 @@ def _fill_and_put_back(slots: dict[str, Any], keys: list[str], olds: dict[int, t
 
 
 def attributes_of(part: Any) -> dict[str, Any]:
-    """Return what is set on a module or method, but for the containers that nn.Module keeps for itself."""
+    """Return the attributes of a module or method, without nn.Module's own containers."""
     return {key: value for key, value in part.__dict__.items() if key not in _CONTAINERS}
 
 
 def install(module: nn.Module, template: nn.Module, fresh: dict[int, nn.Parameter]) -> None:
-    """Give `module` the parameters of `fresh`, by id of the template's, in the slots that `template` has."""
+    """Give `module` the parameters of `fresh`, by id of the template's, in the template's slots."""
     for key, param in list(template._parameters.items()):
         module._parameters[key] = None if param is None else fresh[id(param)]
 

@@ -1,17 +1,17 @@
 """One engine worker's conversation with trainer rank 0. docs/wire.md draws it.
 
 The engine calls `init`, `start`, `update` and `finish` when the trainer asks for them. During `init` and `update` the
-worker answers messages on its own connection to the trainer, until it is released. A trainer that dies is noticed at
-once, by its connection.
+worker answers messages on its own connection to the trainer, until the trainer releases it. The end of this connection
+shows at once that a trainer has died.
 
-The open connection is the trainer's hold on the engine. Another trainer gets the engine when the connection is closed,
-or when the trainer does not answer a `Ping`, or answers that its push is stuck. Then the worker tells it that it is
-fenced off, and hangs up. The model refuses to answer while its weights are a mixture, also in an engine that a user has
-woken.
+The open connection is the trainer's hold on the engine. Another trainer gets the engine if the connection is closed, if
+the trainer does not answer a `Ping`, or if it answers that its push is stuck. The worker then tells the old trainer
+that it is fenced off, and closes the connection. The model refuses to answer while its weights are a mixture, even if a
+user has woken the engine.
 
-Every failure is told to the trainer on that connection, and the engine's call returns as if nothing had happened. When
-one worker of several raises, vLLM's multi-process executor takes the first failed answer and leaves those of later
-workers in their queues, and from then on every call gets an older call's answers. So the last worker alone may raise.
+The worker tells the trainer of every failure on that connection. The engine's call returns normally. If one of several
+workers raises, vLLM's multi-process executor takes the first failed answer and leaves the answers of later workers in
+their queues. From then on every call gets an older call's answers. So only the last worker may raise.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerSession:
-    """Lives as long as the engine. One trainer at a time."""
+    """One worker's session. It lives as long as the engine, with one trainer at a time."""
 
     def __init__(self, model: EngineModel) -> None:
         self.receiver = Receiver(model)
         self.engine_instance = secrets.token_hex(8)
-        """Another one for each start of the engine, and after each trainer whose mapping was taken away."""
+        """A random id. It changes at each start of the engine and whenever a former trainer's mapping is taken away."""
         self._model = model
         self._connection: Connection | None = None
         self._session = ""
@@ -86,19 +86,19 @@ class WorkerSession:
         self._trainer = ""
         self._number = 0
         self._mapped_by: set[str] = set()
-        """The processes that may write into the parameters."""
+        """The processes with write access to the parameters."""
         self.has_refused = False
-        """The model has refused to answer since this was set to False."""
+        """Whether the model has refused to answer since this was last set to False."""
         self._loaded: Done | None = None
-        """What the push under way has loaded."""
+        """The outcome of loading, for the push under way."""
         model.guard_forward(self._check_whole)
         telemetry.engine_serves(model.identity.name, self.receiver.version)
 
     def init(self, info: dict[str, Any]) -> None:
-        """Meet the trainer that `info` describes, an `InitInfo` as plain values. Then answer it until it releases us.
+        """Meet the trainer described by `info`, an `InitInfo` as plain values. Answer it until it releases this worker.
 
-        A trainer that cannot have the engine is told why, and turned away. One that cannot be met is told by the last
-        worker, which raises. So is one that asks for workers of another engine.
+        A trainer that cannot have the engine is told the reason and turned away. The last worker raises if it cannot
+        meet the trainer, or if the trainer asks for workers of another engine.
         """
         try:
             told = typed(info, InitInfo)
@@ -110,7 +110,7 @@ class WorkerSession:
         except Exception as error:
             problem = wrap_exception(error, who=self._name, phase="init")
             logger.error("%s cannot meet a trainer: %s", self._name, problem)
-            # There is no connection to say it on. No answer is left in a queue behind that of the last worker.
+            # There is no connection for the error. The last worker's answer has no other answer behind it in a queue.
             identity = self._model.identity
             if identity.rank == identity.world - 1:
                 raise problem from error
@@ -119,7 +119,7 @@ class WorkerSession:
             self._serve("init")
 
     def _meet(self, info: InitInfo) -> bool:
-        """Connect to the trainer, unless that was done. Return whether it has the engine now."""
+        """Connect to the trainer, unless it is connected. Return whether it has the engine now."""
         if self._has_met(info.session) and self._number == info.engine:
             return True
         identity = self._model.identity
@@ -171,16 +171,16 @@ class WorkerSession:
             note_session(self._fence, info.session)
 
     def _tell(self, connection: Connection, error: BaseException, phase: str) -> WeightSyncError:
-        """Tell a trainer what failed, if it is there. Return the error as a `WeightSyncError`."""
+        """Tell a trainer of a failure, if it is still connected. Return the error as a `WeightSyncError`."""
         problem = wrap_exception(error, who=self._name, phase=phase)
-        with suppress(WeightSyncError):  # it is gone
+        with suppress(WeightSyncError):  # the trainer is gone
             connection.send(Failure(problem.to_fields()), Deadline(timeouts.WORKER_FAREWELL_S), phase)
         return problem
 
     def _held_by_another(self, process: str, pong_s: float) -> EngineBusyError | None:
-        """Return why `process`, a trainer's rank 0, cannot have the engine now. None: it can.
+        """Return the reason why `process`, a trainer's rank 0, cannot have the engine now. None: it can.
 
-        The trainer that has it gets `pong_s` to show that it is alive.
+        The trainer holding the engine gets `pong_s` to show that it is alive.
         """
         other = self._connection
         if self._serving or (other is not None and other.is_open() and other.answers(pong_s) and other.peer_holds):
@@ -191,11 +191,11 @@ class WorkerSession:
                 f"WeightSync first, or stop its process, {pid} on the {where}",
                 who=self._name,
             )
-        if other is not None and isinstance(other.pop(), Release):  # it has closed its WeightSync
+        if other is not None and isinstance(other.pop(), Release):  # the trainer has closed its WeightSync
             self._mapped_by.clear()
         writers = [each for each in self._mapped_by if is_running(each)]
         # Memory on a GPU cannot be taken back: no driver call ends another process's mapping, and CUDA graphs have
-        # captured where the parameters lie.
+        # captured the addresses of the parameters.
         if writers and process != self._trainer and self._model.device.type != "cpu":
             pids = ", ".join(each.split(":")[1] for each in writers)
             return EngineBusyError(
@@ -206,31 +206,34 @@ class WorkerSession:
         return None
 
     def _fence_off(self) -> None:
-        """Take the engine from the trainer that had it, if any."""
+        """Take the engine from its trainer, if there is one."""
         if self._connection is not None:
             # A trainer whose answer was changed on the way has answered.
             self._tell(self._connection, self._connection.broken or FencedError(TAKEN_OVER), "")
         self.close()
 
     def _take_memory_back(self) -> None:
-        """Part the parameters from the memory that processes of the trainer before may still write to."""
+        """Detach the parameters from memory that the previous trainer's processes may still write to."""
         if any(map(is_running, self._mapped_by)):
-            self.engine_instance = secrets.token_hex(8)  # what they have mapped is no more this engine's
+            self.engine_instance = secrets.token_hex(8)  # their mappings are no longer this engine's memory
             self.receiver.take_back()
         self._mapped_by.clear()
 
     def _check_whole(self) -> None:
-        """Raise where the weights are a mixture, so that the engine does not answer from them."""
+        """Raise if the weights are a mixture, so that the engine does not answer from them."""
         if self.receiver.state == POISONED:
             self.has_refused = True
             raise EngineError(f"this engine does not answer: it is {self.status()}", who=self._name)
 
     def start(self) -> None:
-        """Note that the trainer will push. Does nothing else, because nothing may fail halfway between workers here."""
+        """Note that the trainer will push. Do nothing else: no step here may fail on some workers only."""
         self._update_open = True
 
     def update(self, info: dict[str, Any]) -> None:
-        """Answer the trainer until it releases us. `info` is {"session"}, which must be the connected trainer's."""
+        """Answer the trainer until it releases this worker.
+
+        info: {"session"}, which must be the connected trainer's.
+        """
         if self._connection is None or info.get("session") != self._session:
             logger.error("%s got an update from a trainer that is not connected; it is ignored", self._name)
             return
@@ -241,7 +244,7 @@ class WorkerSession:
         self._update_open = False
 
     def status(self) -> str:
-        """One line for people."""
+        """Return the state of the weights in one line for people."""
         if self.receiver.state == POISONED:
             return (
                 f"POISONED: a push after version {self.receiver.version} failed half-way and the weights are a "
@@ -274,7 +277,7 @@ class WorkerSession:
                 patience = timeouts.WORKER_PATIENCE if isinstance(message, (Ready, Go)) else 1
                 if isinstance(message, Release):
                     return
-                deadline = self._deadline()  # for what is asked for, however late it came
+                deadline = self._deadline()  # starts when the request arrives, however late
                 connection.send(self._answer(message, wait, tell), deadline, phase)
                 if isinstance(message, Commit):
                     return
@@ -282,7 +285,7 @@ class WorkerSession:
             failed_elsewhere = connection.was_told()
             problem = tell(error)
             self.receiver.disconnect()
-            if not connection.is_open():  # else the engine stays the trainer's, until it has ended the update
+            if not connection.is_open():  # else the trainer keeps the engine until it has ended the update
                 self.close()
             logger.error("%s gave up: %s; it is %s", self._name, problem, self.status())
             own = None if failed_elsewhere else problem
@@ -293,7 +296,7 @@ class WorkerSession:
             self._serving = False
 
     def _receive(self, connection: Connection, patience: int, phase: str) -> Message:
-        """Wait for the next message, `patience` times as long as usual while the trainer shows that it is alive."""
+        """Wait for the next message, up to `patience` deadlines long while the trainer shows that it is alive."""
         while True:
             try:
                 return connection.receive(self._deadline(), phase)
@@ -327,7 +330,8 @@ class WorkerSession:
             case Ready():
                 return Ready()
             case Go():
-                # Ranks wait for each other less long, and for a worker longer. It knows for which rank it waits.
+                # A worker times out after ranks waiting for ranks and before ranks waiting for workers: it knows the
+                # missing rank.
                 chunk_s = self._timeout_s + min(timeouts.WORKER_GRACE_S / 2, self._timeout_s / 4)
                 with self._attended():
                     self._loaded = self.receiver.run(message, wait, lambda: Deadline(chunk_s), tell)
@@ -340,10 +344,10 @@ class WorkerSession:
 
     @contextmanager
     def _attended(self) -> Iterator[None]:
-        """Show the trainer meanwhile that this process is alive, whatever it loads.
+        """Answer the trainer's pings during the body, so that it knows this process is alive.
 
-        Post-processing may be collective, and vLLM's collectives have no deadline: a worker that fails in there leaves
-        the others waiting. They end their process, and so the engine, once `timeout_s` have passed since the failure.
+        Post-processing may be collective, and vLLM's collectives have no deadline: if a worker fails there, the others
+        wait for ever. They end their process, and so the engine, `timeout_s` after the failure.
         """
         connection = self._connection
         assert connection is not None
@@ -368,7 +372,7 @@ class WorkerSession:
             yield
         finally:
             over.set()
-            ended.wait()  # this thread must not take in what is waited for next
+            ended.wait()  # the lease thread must not read the next message
 
     def _deadline(self) -> Deadline:
         return Deadline(self._timeout_s + timeouts.WORKER_GRACE_S)

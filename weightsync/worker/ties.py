@@ -1,7 +1,7 @@
-"""One tensor under two names, in the trainer or in the engine: an embedding that is the output layer as well.
+"""Tensors with two names, in the trainer or in the engine, such as an embedding shared with the output layer.
 
-The trainer may tie what the engine keeps apart. Then one tensor fills both parameters. The engine may tie what the
-trainer keeps apart. Then both tensors are for one parameter, and only equal ones can be served.
+If the trainer alone ties the names, one tensor fills both parameters of the engine. If the engine alone ties them, both
+tensors are for one parameter, and can be served only if they are equal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weightsync.worker.trace import Trace
 
 
 def with_other_names(manifest: Manifest) -> Manifest:
-    """Return the manifest with a tensor for each other name that the trainer's model has one under."""
+    """Return the manifest with one more tensor for each other name of a tied tensor."""
     tied = [(other, name) for other, name in manifest.tied if name in manifest and other not in manifest]
     return Manifest((*manifest.tensors, *(replace_meta(manifest[name], name=other) for other, name in tied)))
 
@@ -26,7 +26,7 @@ def with_other_names(manifest: Manifest) -> Manifest:
 def under_first_names(trace: Trace, manifest: Manifest) -> Trace:
     """Return a trace of `with_other_names(manifest)` in terms of the tensors of `manifest`.
 
-    A parameter that the loader computes from another name alone is refused: it would be given the first name.
+    A parameter that the loader computes from another name alone is refused: the loader would be given the first name.
     """
     first = {other: name for other, name in manifest.tied if name in manifest and other not in manifest}
     places = _places(trace)
@@ -51,9 +51,9 @@ def under_first_names(trace: Trace, manifest: Manifest) -> Trace:
 
 
 def shared_parameters(model: nn.Module, without: str) -> dict[str, list[str]]:
-    """Return the other names of each parameter that is under another name too, by its first name.
+    """Return the other names of each parameter with several names, by its first name.
 
-    A module that stands in two places has one name here. Names that begin with `without` do not count.
+    A module in two places has one name here. Names that begin with `without` do not count.
     """
     first: dict[nn.Parameter, str] = {}
     others: dict[str, list[str]] = defaultdict(list)
@@ -64,7 +64,7 @@ def shared_parameters(model: nn.Module, without: str) -> dict[str, list[str]]:
 
 
 def fill_of_shared(trace: Trace, shared: Mapping[str, list[str]]) -> dict[str, str]:
-    """Return the first tensor that fills each of the shared parameters, where there is one."""
+    """Return the first tensor that fills each of the shared parameters, if there is one."""
     found: dict[str, str] = {}
     for copy in trace.copies:
         if copy.param in shared:
@@ -76,10 +76,10 @@ def fill_of_shared(trace: Trace, shared: Mapping[str, list[str]]) -> dict[str, s
 
 
 def find_duplicates(trace: Trace, manifest: Manifest, shared: Mapping[str, list[str]]) -> dict[str, str]:
-    """Return the tensors that are for a parameter which another tensor fills, each with the name of that one.
+    """Return the tensors for a parameter already filled by another tensor, each with the name of the other.
 
-    The loader may load both to the same place. Or it passes over a tensor that has the shape of the other, and the name
-    that one of the modules has for the parameter, as vLLM's do with the output layer of tied embeddings.
+    The loader may load both to the same place. Or it passes over a tensor with the shape of the other and with a
+    module's name for the parameter. vLLM's loaders do so with the output layer of tied embeddings.
     """
     filled = fill_of_shared(trace, shared)
     places = _places(trace)
@@ -98,7 +98,7 @@ def find_duplicates(trace: Trace, manifest: Manifest, shared: Mapping[str, list[
 
 
 def without(trace: Trace, names: Mapping[str, str]) -> Trace:
-    """Return the trace of what the loader does with all tensors but these."""
+    """Return the trace without these tensors."""
     return replace(
         trace,
         copies=[copy for copy in trace.copies if copy.name not in names],
@@ -122,5 +122,5 @@ def _places(trace: Trace) -> dict[str, set[_Place]]:
 
 
 def _end(name: str) -> tuple[str, ...]:
-    """Return the module's own name and the parameter's."""
+    """Return the last two parts of a name: the module's own name and the parameter's."""
     return tuple(name.split(".")[-2:])

@@ -1,7 +1,7 @@
-"""Run a model's loader once over tensors without storage, and write down what it would have copied where.
+"""A trace of a model's loader: one run over tensors without storage records each copy and its target.
 
-The model is a copy of the engine's on the `meta` device, so nothing is read or written. The loader itself shows what it
-slices, replicates, fuses or skips. No tables of names are needed.
+The model is a copy of the engine's on the `meta` device, so nothing is read or written. The loader itself shows every
+slice, replica, fusion and omission. No tables of names are needed.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 _OVERWRITTEN = "weight_shape"
 """The shape of a packed weight in compressed-tensors. No kernel reads it, and the loader of a fused layer overwrites it
-with that of each shard."""
+with each shard's."""
 
 _NO_VALUES = re.compile(r"\bmeta (tensor|device)|aten::\w+.*\bmeta\b", re.IGNORECASE)
-"""What torch says when it is asked for the values of a tensor without storage."""
+"""Torch's messages when code asks for the values of a tensor without storage."""
 
 _BELOW_LOADERS = re.compile(rf"[/\\]torch[/\\]|{re.escape(__file__)}$")
 
@@ -51,19 +51,18 @@ class Fill:
     value: float
 
     def apply(self, data: torch.Tensor) -> None:
-        """Set the region in `data`, which has the parameter's storage to itself."""
+        """Set the region in `data`. `data` has the parameter's storage to itself."""
         torch.as_strided(data, self.size, self.stride, self.offset).fill_(self.value)
 
 
 @dataclass
 class Trace:
-    """What one run of the loader did.
+    """The effects of one run of the loader.
 
-    copies, fills: exactly what it copied and set.
-    computed: parameters that the loader does arithmetic for, and the tensors that it uses. Only the loader can load
-        them.
-    refused: what the loader said of each tensor that it would not take.
-    unknown: tensors that have no parameter here.
+    copies, fills: exactly its copies and constants.
+    computed: parameters that the loader computes, and the tensors used. Only the loader can load them.
+    refused: the loader's reason for each refused tensor.
+    unknown: tensors without a parameter here.
     """
 
     copies: list[LoadCopy] = field(default_factory=list)
@@ -74,18 +73,25 @@ class Trace:
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by name, one name for what several modules share."""
+    """Return parameters and buffers by name, with one name for each shared tensor."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
 def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest, *, may_lack: bool = False) -> Trace:
     """Trace `load_weights` of a `model` on `meta` for the tensors of `manifest`.
 
-    No tensor is changed, but a loader may give the model parameters that it did not have. A tensor that the loader
-    refuses is recorded and left out, and the trace starts again, so that one call finds all. With `may_lack`, what a
-    loader says after the last tensor is passed over: it misses tensors that the trainer may not have. Raises
-    `UnsupportedError` for a loader that reads the values of a tensor or of what it has loaded, or fails before it looks
-    at one.
+    No tensor is changed, but a loader may add parameters to the model. A tensor refused by the loader is recorded and
+    left out, and the trace starts again. One call thus finds all refused tensors.
+
+    Args:
+        model: The never loaded model on `meta`.
+        load_weights: The engine's loader for `model`.
+        manifest: The trainer's tensors.
+        may_lack: Ignore an error after the last tensor: the loader misses a tensor, and the trainer may not have it.
+
+    Raises:
+        UnsupportedError: The loader reads the values of a tensor or of a loaded parameter, or fails before the first
+            tensor.
     """
     trace = Trace()
     offered = list(manifest)
@@ -121,7 +127,7 @@ def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest
 
 
 def _untraceable(model: nn.Module, meta: TensorMeta | None, error: Exception) -> UnsupportedError:
-    """Return what keeps a loader from being traced, with the line of the loader that did it."""
+    """Return the reason why a loader cannot be traced, with the loader's line."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _BELOW_LOADERS.search(frame.filename)]
     line = f" in {own[-1].name}: {own[-1].line}" if own else ""
     what = "fails before it looks at a tensor" if meta is None else f"reads the values of {meta.name}"
@@ -136,13 +142,13 @@ def _refusal(model: nn.Module, name: str) -> str:
     held = named_tensors(model).get(name)
     if held is None:
         return "the engine's loader refuses it"
-    # An embedding has rows of padding beside those that the loader takes.
+    # An embedding has rows of padding beside the rows that the loader takes.
     rows = getattr(model.get_submodule(name.rpartition(".")[0]), "org_vocab_size", None)
     return f"the engine has {tuple(held.shape) if rows is None else (rows, *held.shape[1:])} there"
 
 
 def uncovered(model: nn.Module, trace: Trace) -> tuple[dict[str, list[Box]], dict[str, list[Box]]]:
-    """Return the regions of parameters that nothing fills, and those that are filled twice, by parameter name."""
+    """Return (unfilled regions, regions filled twice) of parameters, by parameter name."""
     regions: dict[str, list[Box]] = {}
     tensors = named_tensors(model)
     for copy in trace.copies:
@@ -154,7 +160,7 @@ def uncovered(model: nn.Module, trace: Trace) -> tuple[dict[str, list[Box]], dic
             continue
         holes, twice = coverage(_rows_first(param)[0], regions.get(name, []))
         constant = [box for fill in trace.fills if fill.param == name for box in _fill_boxes(param, fill)]
-        # A constant under a copy is the loader clearing what it will write. It counts only where nothing is copied.
+        # A loader may set a constant before it copies over it. A constant counts only in regions without a copy.
         holes = [hole for hole in holes if coverage(hole.size, _inside(hole, constant))[0]]
         if holes:
             missing[name] = holes
@@ -164,7 +170,7 @@ def uncovered(model: nn.Module, trace: Trace) -> tuple[dict[str, list[Box]], dic
 
 
 def paddings(model: nn.Module, trace: Trace) -> list[Fill]:
-    """Return the constants of `trace` in the regions that nothing is copied to."""
+    """Return the constants of `trace` in regions without a copy."""
     found: list[Fill] = []
     tensors = named_tensors(model)
     for name in dict.fromkeys(fill.param for fill in trace.fills):
@@ -181,7 +187,7 @@ def paddings(model: nn.Module, trace: Trace) -> list[Fill]:
 
 
 def writers(model: nn.Module, trace: Trace, param: str, boxes: list[Box]) -> list[str]:
-    """Return the names of the tensors that land in `boxes` of a parameter."""
+    """Return the names of the tensors with targets in `boxes` of a parameter."""
     tensor = named_tensors(model)[param]
     return sorted(
         {
@@ -193,14 +199,14 @@ def writers(model: nn.Module, trace: Trace, param: str, boxes: list[Box]) -> lis
 
 
 class _Feed:
-    """The manifest as the loader's input, and the tensor that the loader looks at now."""
+    """The manifest as the loader's input, and the tensor now being read by the loader."""
 
     def __init__(self, offered: list[TensorMeta]) -> None:
         self.current: TensorMeta | None = None
         self.is_read = False
         self.names: dict[int, TensorMeta] = {}
         self._offered = offered
-        self._keep: list[torch.Tensor] = []  # a freed storage's identity could be given to another
+        self._keep: list[torch.Tensor] = []  # another storage could get a freed storage's identity
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for meta in self._offered:
@@ -216,7 +222,7 @@ class _Feed:
 class _Recorder(TorchDispatchMode):
     """A mode that sees every operation of the loader.
 
-    It notes what writes into the model's tensors, and from which named tensors each intermediate value was computed.
+    It notes every write into the model's tensors, and the named tensors behind each intermediate value.
     """
 
     def __init__(self, model: nn.Module, feed: _Feed) -> None:
@@ -225,14 +231,14 @@ class _Recorder(TorchDispatchMode):
         self.fills: list[Fill] = []
         self.computed: dict[str, list[str]] = {}
         self.read_back: dict[str, str] = {}
-        """Parameters that are computed from another one, with its name."""
+        """Parameters computed from another parameter, with the name of that one."""
         self._feed = feed
         self._model = model
-        self._keep: list[torch.Tensor] = []  # a freed storage's identity could be given to another
+        self._keep: list[torch.Tensor] = []  # another storage could get a freed storage's identity
         self._params: dict[int, str | None] = {}
         self._look_up_parameters()
         self._origins: dict[int, list[str]] = {}
-        self._read: dict[int, str] = {}  # the parameter that an intermediate value was computed from
+        self._read: dict[int, str] = {}  # the parameter behind an intermediate value
         self._casts: dict[int, TensorMeta] = {}  # whole tensors in another dtype
 
     def __torch_dispatch__(
@@ -241,12 +247,12 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         written = [(tensor, self._written_parameter(tensor)) for tensor in _written(func, args, kwargs)]
         params = [(tensor, param) for tensor, param in written if param is not None]
-        for target, param in params:  # several where an operation takes lists
+        for target, param in params:  # several if an operation takes lists
             self._note_write(func, target, param, args, kwargs)
         if params:
             return params[0][0] if func._schema.returns else None
         if func is torch.ops.aten.empty.memory_format:
-            kwargs = {**kwargs, "device": torch.device("meta")}  # what is loaded into it has no values either
+            kwargs = {**kwargs, "device": torch.device("meta")}  # it is loaded from tensors without values
         result = func(*args, **kwargs)
         self._note_origins(func, result, args, kwargs)
         self._note_changes(func, args, kwargs)
@@ -259,7 +265,7 @@ class _Recorder(TorchDispatchMode):
                 self._keep.append(tensor)
 
     def _written_parameter(self, target: torch.Tensor) -> str | None:
-        """Return the parameter that `target` is a view of. Loaders make some while they load."""
+        """Return the parameter of which `target` is a view. Loaders make some parameters while they load."""
         if _storage(target) not in self._params:
             self._look_up_parameters()
             if _storage(target) not in self._params:
@@ -277,7 +283,7 @@ class _Recorder(TorchDispatchMode):
             meta = self._feed.names.get(_storage(source))
             if meta is not None and source.shape == target.shape:
                 boxes = affine_boxes(meta.shape, _view(source), place)
-                if not meta.numel:  # nothing is to be read of it, and it has its place
+                if not meta.numel:  # nothing is read of it, but it has a target
                     boxes = [(Box.full(meta.shape), 0, row_major(meta.shape))]
                 if boxes is not None:
                     self.copies += [LoadCopy(meta.name, box, param, offset, stride) for box, offset, stride in boxes]
@@ -292,7 +298,7 @@ class _Recorder(TorchDispatchMode):
             self.read_back[param] = read
 
     def note_made(self) -> None:
-        """Note the parameters that the loader has made of a whole tensor, in place of copying it into one."""
+        """Note the parameters made by the loader from a whole tensor, instead of a copy into a parameter."""
         for name, param in self._model.named_parameters():
             key = _storage(param)
             meta = self._feed.names.get(key) or self._casts.get(key)
@@ -317,7 +323,7 @@ class _Recorder(TorchDispatchMode):
                 self._casts[key] = meta
 
     def _note_changes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note that a tensor that was written to is no longer what the trainer sends, but computed from that."""
+        """Note that a written tensor is no longer the trainer's, but computed from the trainer's."""
         if not func._schema.is_mutable or torch.Tag.inplace_view in func.tags:
             return
         if not (names := self._sources(args, kwargs)):
@@ -328,7 +334,7 @@ class _Recorder(TorchDispatchMode):
             self._keep.append(tensor)
 
     def _parameter_read(self, args: tuple[Any, ...], kwargs: dict[str, Any], besides: str | None = None) -> str | None:
-        """Return a parameter, not `besides`, whose values an operation reads, or that went into what it reads."""
+        """Return a parameter, not `besides`, behind the values that an operation reads."""
         keys = [_storage(tensor) for tensor in (*_tensors(args), *_tensors(kwargs))]
         read = (self._params.get(key) or self._read.get(key) for key in keys if key not in self._feed.names)
         return next((param for param in read if param not in (None, besides)), None)
@@ -343,7 +349,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an operation writes to."""
+    """Yield the tensors written by an operation."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from _tensors(args[position] if position < len(args) else kwargs.get(argument.name))
@@ -365,7 +371,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _view(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Return where a tensor lies in its storage: (offset, size, stride)."""
+    """Return a tensor's place in its storage: (offset, size, stride)."""
     return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
 
 
@@ -387,7 +393,7 @@ def _fill_boxes(param: torch.Tensor, fill: Fill) -> list[Box]:
 def _storage_boxes(param: torch.Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> list[Box]:
     shape, start = _rows_first(param)
     boxes = strided_boxes(shape, offset - start, size, stride)
-    # Rare: what is no box is counted element by element.
+    # Rare: a region that is no box is counted element by element.
     return boxes if boxes is not None else _element_boxes(shape, offset - start, size, stride)
 
 

@@ -1,4 +1,4 @@
-"""Verify that the bytes a worker reads are those that the trainer sends."""
+"""Verification of the bytes read by a worker against the trainer's digests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightsync.transports.proof import MemoryFingerprint
 
 
 class Verifier:
-    """Compares digests over one connection: of the runs that each chunk brings, and of memory that is read in place."""
+    """A comparison of digests over one connection: for the runs of each chunk, and for memory that is read in place."""
 
     def __init__(
         self, source: TransportReceiver, runs: Sequence[Sequence[ByteRange]], in_place: Sequence[ByteRange]
@@ -29,9 +29,10 @@ class Verifier:
         self._mapped_ranks, self._proof = list(mapped), MemoryFingerprint(list(mapped.values()))
 
     def prove(self, digests: Sequence[int]) -> None:
-        """Compare all bytes of the memory that is read in place. An empty list says not to.
+        """Compare all bytes of the memory that is read in place. Skip this for an empty list.
 
-        Raises `DigestError` when this worker has mapped another memory than the trainer's.
+        Raises:
+            DigestError: This worker has mapped other memory than the trainer's.
         """
         if digests and (rank := self._find_other(digests, WHOLE)) is not None:
             raise DigestError(
@@ -44,9 +45,10 @@ class Verifier:
         self._suspects.clear()
 
     def check_chunk(self, number: int, sample: int | None) -> None:
-        """Compare the runs of a chunk with the digests behind them. With `sample` None they have none.
+        """Compare the runs of a chunk with the digests behind them. `sample` None: the chunk has no digests.
 
-        Raises `DigestError` at once for what lies in CPU memory. For a GPU's, `finish` does, as nothing here waits.
+        Raises `DigestError` at once for runs in CPU memory. For runs in GPU memory `finish` raises it, because nothing
+        here waits.
         """
         if sample is None:
             return
@@ -57,7 +59,7 @@ class Verifier:
                 self._refuse_suspects()
 
     def finish(self, go: Go) -> None:
-        """Raise `DigestError` where anything of this push was not what the trainer has sent. Waits for the GPU."""
+        """Raise `DigestError` if any bytes of this push differ from the trainer's. Waits for the GPU."""
         self._refuse_suspects()
         sample = go.place_sample
         if sample is not None and (rank := self._find_other(go.digests, sample)) is not None:
@@ -80,7 +82,7 @@ class Verifier:
                 )
 
     def _find_other(self, digests: Sequence[int], sample: int) -> int | None:
-        """Return the first rank whose memory has another digest than these, which are in the order of the ranks."""
+        """Return the first rank with another digest than its number in `digests`, a list in the order of the ranks."""
         if unproven := [rank for rank in self._mapped_ranks if rank >= len(digests)]:
             raise ProtocolError(
                 f"memory of trainer rank {unproven[0]} is read in place, but there are digests of {len(digests)} ranks"
@@ -92,7 +94,7 @@ class Verifier:
 def _by_device(
     source: TransportReceiver, runs: Sequence[ByteRange]
 ) -> list[tuple[list[ByteRange], Digests, list[torch.Tensor]]]:
-    """Return runs, what tells their digests, and the bytes of those that were sent, for each device."""
+    """Return (runs, their `Digests`, the digests sent behind them) for each device."""
     found: Mapping[torch.device, list[ByteRange]] = defaultdict(list)
     for run in runs:
         found[source.storage(run.rank, run.storage).device].append(run)
