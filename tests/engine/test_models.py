@@ -345,6 +345,12 @@ tower frozen, and with nothing but the tower trained. The engine is asked in wor
 - Make the trainer's model by `from_pretrained`. With a SigLIP tower that was made from a config alone, names lack a
   prefix that vLLM looks for, also in what `save_pretrained` writes.
 
+## Pooling models
+
+Embedding, classification and reward models take pushes too. A reranker that vLLM makes from a causal LM is refused. vLLM
+reads the `Dense` layers of a sentence-transformers checkpoint from its folder when it starts. A push does not reach
+these: after training them, start the engine anew.
+
 ## Drafters
 
 An engine that was started with `speculative_config` may have a second model, which drafts tokens:
