@@ -1,8 +1,8 @@
-"""Write a checkpoint: every rank its own regions, into files that get their last name when they are complete.
+"""Write a checkpoint: every rank writes its own regions. Files get their final name when they are complete.
 
-Ranks write with `pwrite`, not through a shared mapping. A mapping is written back in whole pages, so ranks on two hosts
-of a network file system would undo each other's bytes where their regions meet. With a mapping, a disk that fails would
-end the trainer by a signal instead of an error.
+Ranks write with `pwrite`, not through a shared mapping. A mapping is written back in whole pages. Ranks on two hosts of
+a network file system would then overwrite each other's bytes at the border of their regions. With a mapping, a failing
+disk would kill the trainer by a signal instead of an error.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ _SEE_THE_FOLDER = (
 
 
 def check_whole(manifest: Manifest, locations: Sequence[ShardLocation]) -> None:
-    """Raise `PlacementError` when the ranks together do not hold each tensor once, though perhaps in equal boxes on
-    several ranks."""
+    """Raise `PlacementError` unless the ranks together hold each tensor once. Several ranks may hold equal boxes."""
     boxes: dict[str, set[Box]] = {meta.name: set() for meta in manifest}
     problems = []
     for location in locations:
@@ -55,7 +54,7 @@ def check_whole(manifest: Manifest, locations: Sequence[ShardLocation]) -> None:
 
 
 def check_seen(incoming: Path, who: str, advice: str = _SEE_THE_FOLDER) -> None:
-    """Raise `PlacementError`, with advice, when `who` cannot open the folder that trainer rank 0 has just made."""
+    """Raise `PlacementError`, with advice, if `who` cannot open the folder that trainer rank 0 has just made."""
     try:
         os.listdir(incoming)
     except OSError as error:
@@ -65,14 +64,16 @@ def check_seen(incoming: Path, who: str, advice: str = _SEE_THE_FOLDER) -> None:
 
 
 def create(folder: Path, shards: Shards, beside: Mapping[str, bytes]) -> None:
-    """Trainer rank 0, before any rank writes: make `folder`, and in it the files at their full sizes, with all that
-    they hold but the tensors. `beside` has further files by name. Raises `PlacementError`, also when there is no
-    room."""
+    """Make `folder` with all files at their full sizes, and write everything but the tensors.
+
+    Trainer rank 0 calls this before any rank writes. `beside` has further files by name. Raises `PlacementError`, also
+    if there is no room.
+    """
     with _io(f"cannot write a checkpoint of {sum(shard.nbytes for shard in shards.files)} bytes to {folder}"):
         folder.mkdir()
         for shard in shards.files:
             with _opened(folder / shard.name, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
-                os.posix_fallocate(fd, 0, shard.nbytes)  # a full disk is an error here, before anything is loaded
+                os.posix_fallocate(fd, 0, shard.nbytes)  # a full disk fails here, before anything is written
                 _write_at(fd, memoryview(shard.header), 0)
         for name, content in ({} if shards.index is None else {INDEX: shards.index}).items() | beside.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +83,7 @@ def create(folder: Path, shards: Shards, beside: Mapping[str, bytes]) -> None:
 def write(folder: Path, shards: Shards, regions: Iterable[tuple[ShardLocation, torch.Tensor]]) -> None:
     """Write a rank's regions, in the manifest's dtypes, and wait until they are on the disk.
 
-    Readers on other hosts find them then. Raises `PlacementError`.
+    Then readers on other hosts find them. Raises `PlacementError`.
     """
     with _io(f"cannot write to {folder}"), ExitStack() as stack:
         files: dict[str, int] = {}
@@ -111,9 +112,9 @@ def append(path: Path, content: bytes) -> None:
 
 
 def publish(incoming: Path, target: Path) -> None:
-    """Give a complete checkpoint its name, once it is on the disk.
+    """Give a complete checkpoint its name, after all of it is on the disk.
 
-    A process that sees the name sees all of the checkpoint, after a crash too. `target` must not exist, or be an empty
+    A process that sees the name sees the whole checkpoint, after a crash too. `target` must not exist, or be an empty
     folder. Raises `PlacementError`.
     """
     with _io(f"cannot complete the checkpoint {target}"):
@@ -124,9 +125,9 @@ def publish(incoming: Path, target: Path) -> None:
 
 
 def take(folder: Path, what: str) -> int:
-    """Make a folder and take its lock. Return what `unlock` releases.
+    """Make a folder and take its lock. Return the descriptor for `unlock`.
 
-    Raises `ConfigError` where another trainer has it, who writes `what` there, and `OSError`.
+    Raises `ConfigError` if another trainer has the lock. `what` names the files in the error. Raises `OSError`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     held = lock(folder / LOCK)
@@ -138,8 +139,10 @@ def take(folder: Path, what: str) -> int:
 
 
 def lock(path: Path) -> int | None:
-    """Take the lock file `path`, which is made when it is missing; None when another process has it. A process that
-    ends lets go of it. Raises `OSError`, also for a link, wherever that leads."""
+    """Take the lock file `path`, and make it if it is missing. Return None if another process has it.
+
+    The kernel releases the lock when the process ends. Raises `OSError`, also for any link.
+    """
     fd = open_plain(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -152,8 +155,8 @@ def lock(path: Path) -> int | None:
 
 
 def unlock(held: int) -> None:
-    """Release what `lock` returned."""
-    fcntl.flock(held, fcntl.LOCK_UN)  # closing is not enough when a child of this process has it too
+    """Release the descriptor of `lock`."""
+    fcntl.flock(held, fcntl.LOCK_UN)  # closing is not enough if a child has the descriptor too
     os.close(held)
 
 
@@ -162,7 +165,7 @@ def version_name(version: int) -> str:
 
 
 def versions(folder: Path) -> dict[int, Path]:
-    """Return the versions in a folder, by number. What no push can have named so is none of them."""
+    """Return the versions in a folder, by number. Folders with a name that no push writes are left out."""
     found: dict[int, Path] = {}
     for path in folder.iterdir():
         match = _VERSION.fullmatch(path.name)
@@ -175,7 +178,7 @@ def versions(folder: Path) -> dict[int, Path]:
 def prune(folder: Path, keep_last: int) -> None:
     """Remove all but the newest versions. Each loses its name before its files.
 
-    What cannot be removed is logged, because the version that was just written is complete nevertheless.
+    A failure to remove is logged and not raised: the version just written is complete.
     """
     found = versions(folder)
     for number in sorted(found)[:-keep_last]:

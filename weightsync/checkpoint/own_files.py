@@ -1,7 +1,7 @@
-"""What lies under a name that other users of the host can guess: is it this user's own?
+"""Safe use of paths that other users of the host can guess.
 
-Another user may have put a folder, a link or a pipe there before. What is not this user's own is neither read nor
-written nor removed, and no link is followed.
+Another user may have put a folder, a link or a pipe there before. Files of other users are neither read nor written nor
+removed, and no link is followed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def is_own_folder(path: Path, owners: Collection[int] = ()) -> bool:
-    """Return whether `path` is a folder, and no link to one, of this user or one of `owners`, which no other may write.
+    """Return whether `path` is a folder, not a link, of this user and not writable by others.
 
-    A folder whose owner is in `owners` may be written by others: its user has chosen that.
+    A folder of a user in `owners` also counts, and may be writable by others: this user has chosen that.
     """
     try:
         found = path.lstat()
@@ -41,7 +41,7 @@ def opened_plain(path: Path, flags: int) -> Iterator[int]:
 
 
 def open_plain(path: Path, flags: int) -> int:
-    """Open as `opened_plain` does. Return the descriptor, which is the caller's to close."""
+    """Open as `opened_plain` does. Return the descriptor. The caller closes it."""
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
@@ -55,8 +55,8 @@ def open_plain(path: Path, flags: int) -> int:
 
 
 def discard(path: Path) -> None:
-    """Remove a folder with all that is in it, or a link or file itself. Raises `OSError`."""
+    """Remove a folder and its contents, or a link or file itself. Raises `OSError`."""
     if stat.S_ISDIR(path.lstat().st_mode):
         shutil.rmtree(path)
-    else:  # which `rmtree` would open, and wait for the other end of a pipe
+    else:  # `rmtree` would open a pipe, and wait for its other end
         path.unlink()

@@ -1,10 +1,11 @@
-"""Which tensor of a checkpoint lies at which bytes of which file. Pure arithmetic: no tensors, no file is touched.
+"""The layout of a checkpoint: the file and the bytes of each tensor. Pure arithmetic: no tensors, no file is touched.
 
-A file is a safetensors file: eight bytes with the length of the header, the header (JSON, padded with spaces to a
-multiple of eight bytes), and the tensors without gaps. A bucket is never spread over two files. Within a file wider
-dtypes come first, as in the files that safetensors writes itself, so that each tensor lies at a multiple of its
-element's size; tensors of one width are in the order of the buckets. So a bucket is one run of bytes in its file, or
-as many as it has widths.
+A safetensors file has eight bytes with the length of the header, the header, and the tensors without gaps. The header
+is JSON, padded with spaces to a multiple of eight bytes. A bucket is never spread over two files.
+
+Within a file wider dtypes come first, as in files of the safetensors library. So each tensor begins at a multiple of
+its element's size. Tensors of one width are in the order of the buckets. So a bucket is one run of bytes in its file
+for each width.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _CODES = {
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """One file: its name, what it begins with, and how many bytes it has in all."""
+    """One file: its name, its header, and its size in bytes."""
 
     name: str
     header: bytes
@@ -45,9 +46,9 @@ class CheckpointFile:
 
 @dataclass(frozen=True)
 class Shards:
-    """A checkpoint's files: which file each tensor is in, and its first byte there.
+    """A checkpoint's files: each tensor's file, and its first byte there.
 
-    `index` says which tensor is in which file; None when there is only one.
+    `index` is the content of the index file. It is None if there is only one file.
     """
 
     manifest: Manifest
@@ -61,7 +62,7 @@ def lay_out(manifest: Manifest, groups: Sequence[Sequence[str]], max_shard_bytes
     """Return the files of a checkpoint, each of at most `max_shard_bytes` of tensors, but at least one group.
 
     `groups` have every name once, in the order of the files. Raises `ConfigError` for dtypes and names that safetensors
-    has not.
+    does not have.
     """
     if unknown := {meta.name: meta.dtype for meta in manifest if meta.dtype not in _CODES}:
         name, dtype = next(iter(unknown.items()))
@@ -100,9 +101,10 @@ def lay_out(manifest: Manifest, groups: Sequence[Sequence[str]], max_shard_bytes
 
 
 def runs(shape: Sequence[int], box: Box) -> tuple[int, list[int]]:
-    """Return the region `box` of a contiguous tensor of `shape` as runs of elements that follow each other.
+    """Return the region `box` of a contiguous tensor of `shape` as runs of consecutive elements.
 
-    The answer is the length of a run, and where each begins, in the order of the box's elements. `box` is not empty.
+    The result is the length of a run, and the first element of each, in the order of the box's elements. `box` is not
+    empty.
     """
     length, dim = 1, len(shape)
     while dim > 0:

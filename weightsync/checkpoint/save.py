@@ -1,4 +1,4 @@
-"""Save the trainer's weights as a checkpoint: `weightsync.save`, and what every strategy that writes files shares."""
+"""Save the trainer's weights as a checkpoint: `weightsync.save`, and the code shared by strategies that write files."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from weightsync.sources.base import Model, ShardSource, TensorShard
 from weightsync.sources.rename import renamed
 
 _BUCKET_BYTES = 256 * 2**20
-"""Computed tensors, such as merged adapters, are gathered for this many bytes at once."""
+"""The bytes of computed tensors, such as merged adapters, that are gathered at once."""
 
 
 class _Held(Struct):
-    """What one rank has, or all ranks write."""
+    """The tensors of one rank, or of all ranks with the rank that writes each."""
 
     manifest: Manifest
     locations: list[ShardLocation]
@@ -52,20 +52,28 @@ def save(
     vocab_size: int | None = None,
     timeout_s: float = 300.0,
 ) -> None:
-    """Write `model`'s weights of this moment to `folder`, as `save_pretrained` would. Collective: every rank calls it.
+    """Write the current weights of `model` to `folder`, as `save_pretrained` would. Collective: every rank calls it.
 
     All ranks write at once, and no tensor is gathered. When `save` returns, everything is on the disk. Until then
-    `folder` does not exist, or is empty; all ranks must see the folder that it is in.
+    `folder` does not exist, or is empty. All ranks must see the parent of `folder`.
 
-    selection: None saves every tensor in the trainer's own dtype.
-    config, generation_config: None takes those of a transformers model.
-    tokenizer: saved when it is given.
-    backend, megatron_bridge, vocab_size: as for `WeightSync`.
-    max_shard_bytes: as for `CheckpointTransport`.
-    timeout_s: the timeout of each wait.
+    Args:
+        model: The model, as for `WeightSync.push`.
+        folder: A new or empty folder.
+        backend: As for `WeightSync`.
+        selection: None saves every tensor in the trainer's own dtype.
+        max_shard_bytes: As for `CheckpointTransport`.
+        config: The model's config. None takes the config of a transformers model.
+        generation_config: None takes the generation config of a transformers model.
+        tokenizer: Saved if it is given.
+        megatron_bridge: As for `WeightSync`.
+        vocab_size: As for `WeightSync`.
+        timeout_s: The timeout of each wait.
 
-    Raises `WeightSyncError`s, the same one on every rank, and leaves nothing behind: `ConfigError` for arguments that
-    cannot work, `PlacementError` when files cannot be written.
+    Raises:
+        ConfigError: The arguments cannot work. Every error is the same on every rank, and leaves nothing behind.
+        PlacementError: Files cannot be written.
+        WeightSyncError: Any other failure.
     """
     selection = selection or TensorSelection()
     source = open_source(backend, selection, bridge=megatron_bridge, vocab_size=vocab_size)
@@ -113,7 +121,7 @@ def save_tensors(
             incoming = Path(ranks.broadcast(str(incoming), "save"))
             check_seen(incoming, f"trainer rank {ranks.rank}")
             for names in (*buckets, ()):
-                update.barrier("save")  # or the others would wait in `gather` for a rank that has failed
+                update.barrier("save")  # without it ranks would wait in `gather` for a failed rank
                 source.gather(names)
                 own = (part for name in names for part in by_name[name])
                 write(incoming, files, ((location, shard.values()) for location, shard in own))
@@ -132,11 +140,11 @@ def share_out(
 ) -> tuple[Manifest, list[tuple[ShardLocation, TensorShard]]]:
     """Return the tensors of all ranks, and the shards that this rank writes. Collective.
 
-    Of replicas, one rank writes each. Raises `PlacementError` when the ranks do not hold every tensor in full.
+    One rank writes each replicated shard. Raises `PlacementError` if the ranks do not hold every tensor in full.
     """
     ranks = update.ranks
     for gpu in {shard.tensor.device for shard in shards if shard.tensor.is_cuda}:
-        torch.cuda.synchronize(gpu)  # an optimizer may have queued its writes on another stream than the current one
+        torch.cuda.synchronize(gpu)  # the optimizer's writes may be queued on another stream
     held = {ShardLocation(s.meta.name, s.box, ranks.rank, 0, 0, row_major(s.box.size), s.meta.dtype): s for s in shards}
     everyone: list[_Held] = ranks.gather(_Held(manifest, list(held)), "plan", _Held)
     answer = None

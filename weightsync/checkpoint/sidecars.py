@@ -20,9 +20,9 @@ _CONFIG = "config.json"
 
 
 def files_beside(things: Iterable[Any], manifest: Manifest) -> dict[str, bytes]:
-    """Return what the `save_pretrained` of these writes, by file name. None among them is passed over.
+    """Return the files that `save_pretrained` of these objects writes, by file name. None objects are left out.
 
-    `config.json` says the dtype of the checkpoint's weights, whatever the trainer's is. Raises `ConfigError` when it
+    `config.json` gets the dtype of the checkpoint's weights, for any dtype of the trainer. Raises `ConfigError` if it
     names no class.
     """
     with TemporaryDirectory() as folder:
@@ -45,7 +45,7 @@ def files_beside(things: Iterable[Any], manifest: Manifest) -> dict[str, bytes]:
 
 
 def _dtype_of_weights(manifest: Manifest) -> str | None:
-    """Return the floating dtype of most of the bytes, or None where everything is quantised."""
+    """Return the floating dtype of most of the bytes, or None if everything is quantised."""
     nbytes: Counter[str] = Counter()
     for meta in manifest:
         if "float" in meta.dtype and itemsize(meta.dtype) > 1:
@@ -54,7 +54,7 @@ def _dtype_of_weights(manifest: Manifest) -> str | None:
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Set the dtype in a config, and in those of its parts (text, vision) that say one.
+    """Set the dtype in a config, and in its parts (text, vision) with a dtype.
 
     Transformers 4 calls it `torch_dtype`.
     """
@@ -65,7 +65,7 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 def with_configs(model: Model, config: Any, generation_config: Any, tokenizer: Any) -> list[Any]:
-    """Return what is saved beside the weights, with a transformers model's own configs where none are given."""
+    """Return the objects to save beside the weights. A transformers model's own configs replace missing ones."""
     from weightsync.sources.module_tree import own_class, unwrapped  # DTensor costs more to import than all the rest
 
     if isinstance(model, nn.Module):

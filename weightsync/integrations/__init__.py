@@ -1,1 +1,1 @@
-"""weightsync in the trainers of other projects: one module for each, which nothing else of weightsync imports."""
+"""weightsync in the trainers of other projects: one module for each. Nothing else in weightsync imports them."""

@@ -4,8 +4,8 @@
     sync = attach(trainer)      # every rank calls this
     trainer.train()             # TRL decides when; weightsync pushes
 
-TRL makes the engine and calls `VLLMGeneration.sync_weights` before it generates with a new policy. `attach` puts a push
-in the place of that method of one trainer. No other trainer of the process changes.
+TRL makes the engine and calls `VLLMGeneration.sync_weights` before it generates with a new policy. `attach` replaces
+this method of one trainer by a push. No other trainer of the process changes.
 """
 
 from __future__ import annotations
@@ -24,21 +24,26 @@ from weightsync.strategies import demands_of
 from weightsync.sync import WeightSync
 
 _KNOWN = ("1.16.",)
-"""The releases of TRL whose `VLLMGeneration` this module knows."""
+"""The known releases of TRL. This module depends on their `VLLMGeneration`."""
 
 
 def attach(trainer: Any, transport: Any = "ipc", **options: Any) -> WeightSync:
-    """Push to the vLLM of `trainer` wherever TRL would synchronise its weights. Every rank calls this, before `train`.
+    """Push to the vLLM of `trainer` when TRL would synchronise its weights. Every rank calls this, before `train`.
 
-    trainer: any that has an engine, made with `use_vllm=True`, such as those of GRPO, RLOO and distillation. TRL's mode
-        "colocate" needs nothing else. In its mode "server" the server has weightsync's plug-in, and the trainer is made
-        inside of `no_communicator()`.
-    transport, options: those of `WeightSync`, but for its backend and engine, which the trainer has. With "lora" the
-        server then generates with the adapter.
+    TRL's mode "colocate" needs nothing else. In its mode "server" the server needs weightsync's plug-in, and the
+    trainer must be made inside of `no_communicator()`.
 
-    Returns what pushes: `sync.last_report` describes the last push, and `sync.close()` lets the engine go. Raises
-    `ConfigError` for a trainer without an engine and for a transport that TRL cannot use, and `UnsupportedError` for a
-    release of TRL that is not known.
+    Args:
+        trainer: A trainer with an engine, made with `use_vllm=True`, such as TRL's for GRPO, RLOO and distillation.
+        transport: As for `WeightSync`. With "lora" the server then generates with the adapter.
+        **options: The options of `WeightSync`, except backend and engine. The trainer determines these two.
+
+    Returns:
+        The `WeightSync` that pushes. `sync.last_report` describes the last push. `sync.close()` disconnects the engine.
+
+    Raises:
+        ConfigError: The trainer has no engine, or TRL cannot use the transport.
+        UnsupportedError: The release of TRL is not known.
     """
     _check_release()
     generation = getattr(trainer, "vllm_generation", None)
@@ -68,9 +73,9 @@ def attach(trainer: Any, transport: Any = "ipc", **options: Any) -> WeightSync:
 
     def sync_weights() -> None:
         if colocated and generation.enable_sleep_mode:
-            torch.cuda.empty_cache()  # or what the trainer has freed is not there for the weights
+            torch.cuda.empty_cache()  # or memory that the trainer freed stays in torch's cache
             generation.llm.wake_up(tags=["weights"])
-            generation._llm_weights_sleeping = False  # TRL's own note of it
+            generation._llm_weights_sleeping = False  # TRL's own flag
         sync.push(trainer.model_wrapped)
         if client is not None and sync.adapter is not None:
             client.model = sync.adapter.name
@@ -81,13 +86,13 @@ def attach(trainer: Any, transport: Any = "ipc", **options: Any) -> WeightSync:
 
 @contextmanager
 def no_communicator() -> Iterator[None]:
-    """Keep trainers that are made meanwhile from opening TRL's NCCL group with their vLLM servers.
+    """Stop trainers made inside from opening TRL's NCCL group with their vLLM servers.
 
         with no_communicator():
             trainer = GRPOTrainer(model, args=GRPOConfig(use_vllm=True, vllm_mode="server"), ...)
         attach(trainer)
 
-    Raises `UnsupportedError` for a release of TRL that is not known.
+    Raises `UnsupportedError` for an unknown release of TRL.
     """
     _check_release()
     from trl.generation.vllm_client import VLLMClient
@@ -101,7 +106,7 @@ def no_communicator() -> Iterator[None]:
 
 
 class Transfer:
-    """What `AsyncGRPOTrainer(weight_transfer=...)` takes: TRL's `WeightTransferProtocol`.
+    """A value for `AsyncGRPOTrainer(weight_transfer=...)`: TRL's `WeightTransferProtocol`.
 
         sync = WeightSync("stream", "ipc", "http://localhost:8000", ranks="alone")
         trainer = AsyncGRPOTrainer(model, ..., weight_transfer=Transfer(sync))
@@ -129,11 +134,16 @@ class Transfer:
 
 
 class PushCallback(TrainerCallback):
-    """A callback for any trainer of transformers or TRL that pushes when training begins and after every step.
+    """A callback for any trainer of transformers or TRL. It pushes when training begins, and after steps.
 
-    every: after every so many steps. The trainer of each rank has a callback with a `WeightSync` of its own.
+    Each rank's trainer has a callback with its own `WeightSync`.
 
-    Raises `ConfigError` for an `every` below 1.
+    Args:
+        sync: The `WeightSync` of this rank.
+        every: Push after each `every` steps.
+
+    Raises:
+        ConfigError: `every` is below 1.
     """
 
     def __init__(self, sync: WeightSync, every: int = 1) -> None:

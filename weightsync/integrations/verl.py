@@ -4,9 +4,9 @@
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=weightsync.integrations.verl
     +actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=weightsync.integrations.verl_worker.WorkerExtension
 
-verl gives every trainer rank a generator of gathered tensors for each update, and has each vLLM paused meanwhile. Its
-`CheckpointEngineManager` asks the workers of its replicas, and of no others, to prepare for the update. That is how a
-trainer learns which replicas there are: each server knows its workers, whatever its actor's name is.
+verl gives every trainer rank a generator of gathered tensors for each update, and pauses each vLLM meanwhile. Its
+`CheckpointEngineManager` asks only the workers of its own replicas to prepare for the update. A trainer finds the
+replicas from these workers: each server knows its workers, for any name of its actor.
 """
 
 from __future__ import annotations
@@ -25,19 +25,23 @@ from weightsync.strategies import demands_of
 from weightsync.sync import WeightSync
 
 _SERVER = "server_"
-"""What the names of all actors have that are servers of verl's: "vllm_server_0_0", "vllm_server_decode_0_1"."""
+"""Part of the name of every server's actor in verl: "vllm_server_0_0", "vllm_server_decode_0_1"."""
 _ANSWER_S = 30.0
-"""How long a server may take to say whose it is."""
+"""Seconds for a server to answer with its workers."""
 
 
 @CheckpointEngineRegistry.register("weightsync")
 class WeightSyncCheckpointEngine(CheckpointEngine):
-    """Either end of verl's updates. Only a trainer's end does anything: vLLM's workers are called from there.
+    """Either end of verl's updates. Only the trainer's end acts: it calls vLLM's workers.
 
-    bucket_size, is_master: verl's own, without effect. Each replica still has a buffer of `bucket_size`.
-    transport, options: those of `WeightSync`, from `checkpoint_engine.engine_kwargs.weightsync`.
+    Args:
+        bucket_size: verl's own, without effect. Each replica still has a buffer of `bucket_size`.
+        is_master: verl's own, without effect.
+        transport: As for `WeightSync`, from `checkpoint_engine.engine_kwargs.weightsync`.
+        **options: As for `WeightSync`, from the same place.
 
-    Raises `ConfigError` for a transport that demands more than pushes: "single_copy", "lora".
+    Raises:
+        ConfigError: The transport demands more than pushes: "single_copy", "lora".
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, transport: str = "ipc", **options: Any) -> None:
@@ -51,17 +55,17 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
         self._workers: Sequence[str] | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Return which worker this is, for `build_topology`."""
+        """Return this worker's actor id, for `build_topology`."""
         return {"worker": ray.get_runtime_context().get_actor_id()}
 
     @classmethod
     def build_topology(cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Any]) -> Any:
-        """Tell trainers the workers of all replicas that verl's manager has now. They come last in `metadata`."""
+        """Tell trainers the workers of all current replicas of verl's manager. They come last in `metadata`."""
         workers = [each["worker"] for each in metadata[actor_wg_world_size:]]
         return {"workers": [workers] * actor_wg_world_size}, {}
 
     def init_process_group(self, workers: Sequence[str] | None = None) -> None:
-        """Take the workers of the replicas that the next update is for."""
+        """Take the workers of the next update's replicas."""
         self._workers = workers
 
     def finalize(self) -> None:
@@ -70,10 +74,10 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
     async def send_weights(
         self, weights: Iterator[tuple[str, torch.Tensor]] | torch.nn.Module, global_steps: int | None = None
     ) -> dict[str, Any]:
-        """Push a model, or what `weights` gives, to the manager's replicas. Returns what verl's trackers show.
+        """Push a model, or the tensors of `weights`, to the manager's replicas. Return metrics for verl's trackers.
 
-        verl gives an iterator, and `weightsync.integrations.verl_trainer` the model. Raises `ConfigError` where the
-        manager has not said which replicas it has.
+        verl gives an iterator, and `weightsync.integrations.verl_trainer` the model. Raises `ConfigError` if the
+        manager has not named its replicas.
         """
         if self._workers is None:
             raise ConfigError(
@@ -97,9 +101,9 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
 
 
 def find_servers(workers: Sequence[str]) -> list[Any]:
-    """Return the servers that have an `AsyncLLM`, of the replicas with these workers: prefill and decode, each one.
+    """Return the servers with an `AsyncLLM` of the replicas with these workers: prefill and decode, each one.
 
-    Raises `EngineUnreachableError` where no server is found that has one of the workers.
+    Raises `EngineUnreachableError` if some worker's server is not found.
     """
     actors = {}
     for name in filter(lambda name: _SERVER in name, ray.util.list_named_actors()):
@@ -123,12 +127,12 @@ def find_servers(workers: Sequence[str]) -> list[Any]:
 
 
 def _workers_of(server: Any) -> tuple[list[str], bool]:
-    """Return a server's workers, and whether it has an `AsyncLLM`: a replica's servers on further nodes have none."""
+    """Return a server's workers, and whether it has an `AsyncLLM`. A replica's servers on further nodes have none."""
     return [worker._actor_id.hex() for worker in getattr(server, "workers", ())], getattr(server, "node_rank", 0) == 0
 
 
 def _answer(ref: Any) -> tuple[list[str], bool]:
-    """Return what an actor has answered, and for one that is none of verl's servers, or has died, that it has none."""
+    """Return an actor's answer. An actor that has died or is no server of verl's has no workers."""
     try:
         found: tuple[list[str], bool] = ray.get(ref)
     except ray.exceptions.RayError:

@@ -1,10 +1,10 @@
-"""A trainer of verl's whose ranks push their own shards, so that no tensor is gathered.
+"""A trainer of verl's with ranks that push their own shards, so that no tensor is gathered.
 
     export VERL_USE_EXTERNAL_MODULES=weightsync.integrations.verl_trainer
     trainer.v1.trainer_mode=weightsync_separate_async
 
-Both come on top of what configures `weightsync.integrations.verl`. verl's own worker hands a checkpoint engine gathered
-tensors and nothing else.
+Both are in addition to the settings of `weightsync.integrations.verl`. verl's own worker gives a checkpoint engine
+gathered tensors only.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from verl.trainer.ppo.v1 import PPOTrainerSeparateAsync, register_trainer
 
 
 class ShardsWorker(DetachActorWorker):
-    """verl's worker of a trainer, which hands its checkpoint engine a model under FSDP or FSDP2 itself."""
+    """verl's trainer worker. It gives its checkpoint engine the model itself under FSDP or FSDP2."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
-        """Push to the replicas, and return what verl's trackers show. verl calls this on every rank.
+        """Push to the replicas, and return metrics for verl's trackers. verl calls this on every rank.
 
-        Other models, and other ways than weightsync's, are verl's as ever.
+        verl's own method handles other models, and other checkpoint engines than weightsync.
         """
         way = self.config.rollout.checkpoint_engine.backend if mode == "auto" else mode
         if way != "weightsync" or self.config.actor.strategy not in ("fsdp", "fsdp2"):
             return await super().update_weights(global_steps=global_steps, mode=mode)
-        with self.actor.engine.eval_mode():  # which loads parameters that verl has offloaded
+        with self.actor.engine.eval_mode():  # it loads parameters that verl has offloaded
             return await self.checkpoint_engine.send_weights(self.actor.engine.module, global_steps)
 
 
 @register_trainer("weightsync_separate_async")
 class ShardsTrainer(PPOTrainerSeparateAsync):
-    """verl's trainer "separate_async" with such workers."""
+    """verl's trainer "separate_async" with `ShardsWorker`s."""
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()

@@ -1,4 +1,4 @@
-"""What verl's vLLM workers are extended by, for `weightsync.integrations.verl`."""
+"""The extension of verl's vLLM workers for `weightsync.integrations.verl`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from weightsync.vllm.extension import WeightSyncWorkerExtension
 
 
 class WorkerExtension(WeightSyncWorkerExtension, vLLMColocateWorkerExtension):
-    """verl's own extension, with the methods that weightsync calls."""
+    """verl's own extension, with weightsync's methods."""
 
     def update_weights_from_ipc(
         self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
-        """Receive verl's empty update, whose sender waits for that.
+        """Receive verl's empty update. Its sender waits for that.
 
-        verl's method would run vLLM's post-processing again, over weights that weightsync has brought into a kernel's
-        format. Raises `ConfigError` for an update that is not empty.
+        verl's method would run vLLM's post-processing again, over weights that weightsync has already converted into a
+        kernel's format. Raises `ConfigError` for an update that is not empty.
         """
         names: list[str] = []
         receiver = BucketedWeightReceiver(self._get_zmq_handle(), self.device, use_shm)
