@@ -1,12 +1,12 @@
-"""A trainer's model whose parameters are the engine's own memory.
+"""A trainer's model with the engine's own memory as parameters.
 
     worker i of the engine            trainer rank i, same GPU
     qkv_proj.weight  [q | k | v]  <-  q_proj.weight, k_proj.weight, v_proj.weight: views of its rows
 
-The engine's load plan says which region of which engine parameter a tensor of the checkpoint is. So every model that a
-push covers can be attached, and no layer is known by name here. Under tensor parallelism a trainer's parameter is a
-DTensor, whose shard on rank i is a view of worker i's parameter. Workers may hold more replicas of a tensor than ranks
-do, as of KV heads that are fewer than workers. Each write is copied to those replicas.
+The engine's load plan maps each checkpoint tensor to a region of an engine parameter. So every model that a push covers
+can be attached, and this module knows no layer by name. Under tensor parallelism a trainer's parameter is a DTensor.
+Its shard on rank i is a view of worker i's parameter. Workers may hold more replicas of a tensor than ranks do, such as
+KV heads fewer than workers. Each write is copied to those replicas.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from weightsync.transports.base import strided
 from weightsync.transports.shared_handles import open_exported
 
 Exports: TypeAlias = Sequence[ParametersExported]
-"""Of each engine worker. Worker i is paired with trainer rank i."""
+"""The exports of each engine worker. Worker i is paired with trainer rank i."""
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a module holds a parameter or buffer, and what this rank has of it."""
+    """The place of a parameter or buffer in a module, and this rank's shard of it."""
 
     tensors: dict[str, torch.Tensor | None]
     key: str
@@ -53,7 +53,7 @@ class _Slot:
 
 
 class AttachedModel:
-    """A model whose parameters are views of an engine's. Made by `lay_over`."""
+    """A model with parameters that are views of an engine's. `lay_over` makes it."""
 
     def __init__(
         self, model: nn.Module, engine_instances: list[str], slots: list[_Slot], replicas: list[_Replica]
@@ -63,7 +63,7 @@ class AttachedModel:
         self._slots = slots
         self._replicas = replicas
         self._addresses = [_local(slot.tensor).data_ptr() for slot in slots]
-        # None while the body of `writing()` runs, and where a signal has interrupted its end.
+        # None while the body of `writing()` runs, or after a signal interrupted the end of `open`.
         self._known: list[tuple[int, int]] | None = self._versions()
         self._ours = {id(slot.tensor) for slot in slots}
         self._hook = register_optimizer_step_pre_hook(self._refuse_step)
@@ -86,7 +86,7 @@ class AttachedModel:
         self._settle(update)
 
     def check(self) -> None:
-        """Raise `WeightSyncError` when a parameter was replaced, or written outside of `writing()`, since `attach`."""
+        """Raise `WeightSyncError` if a parameter was replaced, or written outside of `writing()`, since `attach`."""
         for slot, at in zip(self._slots, self._addresses, strict=True):
             if slot.tensors.get(slot.key) is not slot.tensor or _local(slot.tensor).data_ptr() != at:
                 raise WeightSyncError(
@@ -112,7 +112,7 @@ class AttachedModel:
         update.barrier("write")
 
     def _versions(self) -> list[tuple[int, int]]:
-        """Return torch's count of writes to each parameter, and to its shard, whose writes a DTensor does not count."""
+        """Return torch's write counts of each parameter and its shard. A DTensor does not count writes to its shard."""
         return [(slot.tensor._version, _local(slot.tensor)._version) for slot in self._slots]
 
     def _refuse_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -132,12 +132,16 @@ _Replica = tuple[torch.Tensor, torch.Tensor]
 def lay_over(
     model: nn.Module, shards: Sequence[TensorShard], workers: Sequence[MachineInfo], exports: Exports, update: Update
 ) -> AttachedModel:
-    """Make the tensors of `model` views of the memory of the worker that is paired with this rank. Collective.
+    """Make the tensors of `model` views of the paired worker's memory. Collective.
 
-    The tensors are on the meta device, and `shards` say what of the checkpoint they are. `exports` are what the
-    `workers` say of their parameters. Buffers that are in no
-    checkpoint are set up as `from_pretrained` does. No rank's parameters are changed before all ranks' can.
-    Raises `ConfigError`, `PlacementError` or `UnsupportedError` for what cannot be the engine's memory.
+    No rank changes its parameters before all ranks can. Buffers outside of the checkpoint get the values of
+    `from_pretrained`.
+
+    model: its tensors are on the meta device.
+    shards: the checkpoint regions of these tensors.
+    exports: the workers' descriptions of their parameters.
+
+    Raises `ConfigError`, `PlacementError` or `UnsupportedError` for a tensor that is no view of the engine's memory.
     """
     ranks = update.ranks
     own = exports[ranks.rank]
@@ -165,7 +169,7 @@ def lay_over(
 
 
 def _map_storages(exports: Exports, device: torch.device) -> Callable[[int, int], torch.Tensor]:
-    """Return a function of a worker and a storage's number that gives its bytes, mapped at their first use."""
+    """Return a function of a worker and a storage's number. It returns the bytes, mapped at their first use."""
     rows = {(rank, row[0]): row[1:] for rank, export in enumerate(exports) for row in export.storages}
 
     @cache
@@ -190,9 +194,9 @@ def _device_beside(own: MachineInfo, rank: int) -> torch.device:
 
 
 def _slots(model: nn.Module) -> list[_Slot]:
-    """Return every tensor of the model that is on the meta device, under each of its modules.
+    """Return every tensor of the model on the meta device, once for each of its modules.
 
-    Raises `ConfigError` for a parameter that is not.
+    Raises `ConfigError` for a parameter on another device.
     """
     found: list[_Slot] = []
     for module in modules(model):
@@ -217,7 +221,7 @@ def _slots(model: nn.Module) -> list[_Slot]:
 def _views(
     slots: Sequence[_Slot], shards: Sequence[TensorShard], locations: Sequence[ShardLocation], rank: int
 ) -> dict[int, tuple[int, str, View]]:
-    """Return the number of the storage, the dtype and the view of it that each local tensor becomes, by its key."""
+    """Return each local tensor's storage number, dtype and view in that storage, by its key."""
     twice = [name for (name, _), n in Counter((p.name, p.box) for p in locations).items() if n > 1]
     if twice:
         raise UnsupportedError(
@@ -268,7 +272,7 @@ def _views(
 
 
 def _located(shards: Sequence[TensorShard], locations: Sequence[ShardLocation]) -> list[ShardLocation]:
-    """Return where this rank's parameters lie in its worker's memory."""
+    """Return the locations of this rank's parameters in its worker's memory."""
     by_name: dict[str, list[ShardLocation]] = defaultdict(list)
     for location in locations:
         by_name[location.name].append(location)
@@ -277,9 +281,10 @@ def _located(shards: Sequence[TensorShard], locations: Sequence[ShardLocation]) 
 
 
 def _to_repeat(locations: Sequence[ShardLocation], located: Sequence[ShardLocation], rank: int) -> list[CopyOp]:
-    """Return copies into this rank's worker of what is behind the parameters of other ranks alone.
+    """Return the copies into this rank's worker from the memory of other workers, for regions without a parameter of
+    this rank.
 
-    Raises `PlacementError` for what is behind the parameters of no rank.
+    Raises `PlacementError` for a region without a parameter on any rank.
     """
     wanted = [LoadCopy(p.name, p.box, str(p.storage), p.offset, p.stride) for p in locations]
     try:
@@ -294,7 +299,7 @@ def _to_repeat(locations: Sequence[ShardLocation], located: Sequence[ShardLocati
 
 
 def _install(slots: Sequence[_Slot], locals_: dict[int, torch.Tensor]) -> list[_Slot]:
-    """Put the views where the tensors on the meta device were. Tied parameters stay one object."""
+    """Put the views in place of the tensors on the meta device. Tied parameters stay one object."""
     made: dict[int, torch.Tensor] = {}
     placed = []
     for slot in slots:
@@ -309,7 +314,7 @@ def _install(slots: Sequence[_Slot], locals_: dict[int, torch.Tensor]) -> list[_
 
 
 def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a parameter, buffer or DTensor as `tensor` is, with `local` as its memory."""
+    """Return a parameter, buffer or DTensor like `tensor`, with `local` as its memory."""
     values = local
     if isinstance(tensor, DTensor):
         values = DTensor.from_local(
@@ -319,9 +324,9 @@ def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def _set_up_buffers(model: nn.Module, slots: Sequence[_Slot], device: torch.device) -> None:
-    """Give the buffers that are in no checkpoint, such as rotary frequencies, the values of `from_pretrained`.
+    """Give buffers outside of the checkpoint, such as rotary frequencies, the values of `from_pretrained`.
 
-    Raises `UnsupportedError` for a buffer whose value depends on what its memory held before.
+    Raises `UnsupportedError` for a buffer with a value that depends on the earlier contents of its memory.
     """
     if not slots:
         return
@@ -343,7 +348,7 @@ def _set_up_buffers(model: nn.Module, slots: Sequence[_Slot], device: torch.devi
 
 
 def _initialise(model: nn.Module, slots: Sequence[_Slot]) -> None:
-    """Initialise these slots as `from_pretrained` does with tensors that the checkpoint does not have."""
+    """Initialise these slots as `from_pretrained` does with tensors missing in the checkpoint."""
     initialise = getattr(unwrapped(model), "initialize_weights", None)
     if "transformers" not in sys.modules or initialise is None:
         return

@@ -1,4 +1,4 @@
-"""What a push is compiled from: the ranks' inventories, and what each engine worker says of its model."""
+"""The compilation of a push from the ranks' inventories and the workers' load plans."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 def compile_plan(
     fleet: Fleet, everyone: Sequence[Inventory], transport: Transport, bucketer: Bucketer, options: Options
 ) -> TransferPlan:
-    """Ask the engines that were called in, and compile their part of a push, on rank 0.
+    """Ask the connected engines for their load plans, and compile the transfer plan, on rank 0.
 
     Raises `ManifestError` and `UnsupportedError` for tensors that do not fit the engines, before anything is written.
     """

@@ -1,7 +1,7 @@
 """Copy every tensor into the engines: the strategy of `"ipc"`, `"broadcast"` and `CheckpointTransport(folder)`.
 
-What travels, in which chunks and between whom is negotiated once, and again when the model's tensors have moved, or
-after a failure. A push then runs that plan: no message is sent for a chunk.
+Ranks and workers negotiate the tensors, chunks and paths once. They negotiate again when the model's tensors have
+moved, or after a failure. A push runs that plan without a message for each chunk.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class Memory(Struct):
-    """What one rank lets each worker map, what of it is read in place, and the digest of that."""
+    """One rank's storages for each worker, its byte ranges read in place, and their digest."""
 
     storages: list[list[Storage]]
     in_place: list[ByteRange]
@@ -50,12 +50,12 @@ class Memory(Struct):
 
 
 class CopyWeights(FleetStrategy):
-    """Every engine gets a copy of every tensor, over one transport."""
+    """A copy of every tensor in every engine, over one transport."""
 
     def __init__(self, options: Options, transport: Transport, another: Callable[[], Transport] | None = None) -> None:
-        """Push over `transport`, and over `another` to engines that join later.
+        """Push over `transport`, and over `another()` to engines that join later.
 
-        Where there is no other, all engines are connected anew when one joins.
+        If `another` is None, all engines are connected anew when one joins.
         """
         super().__init__(options)
         self._transport, self._another = transport, another
@@ -85,11 +85,11 @@ class CopyWeights(FleetStrategy):
         self._last = LastShards()
         self._shards: list[TensorShard] | None = None
         self._sessions: list[TransferSession] = []
-        self._joining: list[Transport] = []  # whose session is being negotiated
+        self._joining: list[Transport] = []  # transports of the session under negotiation
         self._pushed: Pushed | None = None
         self._memory = TrainerMemory(options.source, self._verify)
         self._update: Update | None = None
-        self._is_touched = False  # the push has changed sessions, or is past the last step that may refuse it
+        self._is_touched = False  # the push has changed sessions, or has passed the last step that may refuse it
 
     def run(self, update: Update, model: Model) -> PushReport:
         report = self._push(update, model, False)
@@ -106,10 +106,13 @@ class CopyWeights(FleetStrategy):
         return report
 
     def _push(self, update: Update, model: Model, late: bool) -> PushReport | None:
-        """Push to all engines, or to those that are `late`, if any: they lack the version that the others have."""
+        """Push to all engines. If `late`, push the others' version to the engines without it.
+
+        Returns None for a late push without such engines.
+        """
         started = time.perf_counter()
         self._update = update
-        if hasattr(self._options.source, "barrier"):  # which another `WeightSync` may use as well
+        if hasattr(self._options.source, "barrier"):  # set anew each time: another `WeightSync` may use this source too
             self._options.source.barrier = self._meet
         ranks, timeline = update.ranks, update.timeline
         with timeline.during("plan"):
@@ -140,12 +143,12 @@ class CopyWeights(FleetStrategy):
                 session.transport.send(bar, session.sample, update)
         self._source.gather(())
         sent = time.perf_counter()
-        pushed = self._memory.note(version, label)  # while workers load
+        pushed = self._memory.note(version, label)  # overlaps with the workers' loading
         with timeline.during("load"), update.blaming_ranks():
             patience_s = max(session.done_s(self._options.timeout_s) for session in sessions)
             done = fleet.wait_done(patience_s) if fleet is not None else []
             own = sent - opened, sum(session.transport.sent_bytes for session in sessions)
-            everyone = ranks.gather(own, "transfer")  # every rank has sent its part
+            everyone = ranks.gather(own, "transfer")  # rank 0 waits here for every rank's part
             timeline.sent_s = [seconds for seconds, _ in everyone]
             sent_bytes = sum(nbytes for _, nbytes in everyone)
         loaded = time.perf_counter()
@@ -180,14 +183,14 @@ class CopyWeights(FleetStrategy):
             logger.info("pushed %s", report)
         with timeline.during("commit"):
             self._finite.warn(update, version, frozenset.intersection(*(session.left_out for session in sessions)))
-            report = ranks.broadcast(report, "commit", PushReport)  # the last step: a rank may go after it
+            report = ranks.broadcast(report, "commit", PushReport)  # the last step: a rank may return after it
         for session in sessions:
             session.pushes += 1
         self._pushed = pushed
         return report
 
     def is_untouched(self) -> bool:
-        # Rank 0's broadcast of the changes comes before each change of sessions, and no rank changes any without it.
+        # A rank changes sessions only after rank 0's broadcast of the changes, so rank 0 knows of every change.
         return self._fleet is not None and not self._is_touched
 
     def reset(self, error: WeightSyncError) -> None:
@@ -217,16 +220,14 @@ class CopyWeights(FleetStrategy):
         self._is_touched = False
 
     def _look(self, update: Update, model: Model, late: bool) -> tuple[list[TransferSession], int, list[list[int]]]:
-        """Return the sessions that the push goes over, the version, and the ranks' digests for each. Collective.
+        """Return the sessions of the push, the version, and the ranks' digests for each session. Collective.
 
-        Engines are paused meanwhile where that ends no request: a model has seldom moved.
+        With `pause` "keep" or "caller" engines pause meanwhile: a model has seldom moved, and no request ends.
         """
         ranks = update.ranks
         is_early = self._sync_engines(update) and bool(self._sessions) and self._pause in ("keep", CALLER) and not late
         if is_early:
-            self._choose_version(
-                update, self._sessions, late
-            )  # one that cannot be is refused before anything is paused
+            self._choose_version(update, self._sessions, late)  # an invalid version is refused before an engine pauses
             self._open(update, self._sessions)
         shards = self._last.of(self._source.shards(model))
         holds = shards is self._shards
@@ -235,7 +236,7 @@ class CopyWeights(FleetStrategy):
                 "there is no version to catch up with: nothing was pushed since the last failure, or the model was "
                 "written or moved since. Push it, to all engines"
             )
-        # Only then: memory that the model has left may have been freed.
+        # Digest only if the shards hold: memory that the model has left may be freed.
         digests = [session.prepare_push() for session in self._sessions] if holds else []
         everyone = ranks.gather([holds, digests], "plan")
         changes = self._choose(all(each for each, _ in everyone), late) if ranks.rank == 0 else None
@@ -251,7 +252,7 @@ class CopyWeights(FleetStrategy):
         if late:
             sessions = self._sessions[-1:] if changes.connects else []
         if pairs := places_of_two(sessions):
-            # Ranks that quantise find scales together, and may end out of step.
+            # Ranks that quantise compute scales together, and may be out of step after a refusal.
             self._is_touched |= self._options.quantize is not None
             is_stream = isinstance(self._options.source, StreamSource)
             refuse_different(update, self._source, model, shards, pairs, is_stream)
@@ -263,7 +264,7 @@ class CopyWeights(FleetStrategy):
         return sessions, version, [of_session[session] if self._verify != "none" else [] for session in sessions]
 
     def _choose(self, holds: bool, late: bool) -> SessionChanges:
-        """Return what becomes of the sessions, on rank 0."""
+        """Return the changes of sessions, on rank 0."""
         if self._fleet is None:
             return SessionChanges([], None, True)
         handles = self._fleet.handles
@@ -274,7 +275,7 @@ class CopyWeights(FleetStrategy):
         return self._pushed is not None and one.served == self._pushed.version
 
     def _choose_version(self, update: Update, sessions: Sequence[TransferSession], late: bool) -> int:
-        """Return the version of a push over these sessions, on rank 0. Raises `ConfigError` for one that there was."""
+        """Return the version of a push over these sessions, on rank 0. Raises `ConfigError` if it is not newer."""
         fleet = self._fleet
         if fleet is None or not sessions:
             return 0
@@ -292,7 +293,7 @@ class CopyWeights(FleetStrategy):
     def _follow(
         self, changes: SessionChanges, update: Update, model: Model, shards: list[TensorShard], late: bool
     ) -> None:
-        """Drop sessions, and negotiate another. Collective."""
+        """Drop sessions, and negotiate a new one. Collective."""
         before, rank = self._sessions, update.ranks.rank
         again = None if changes.again is None else before[changes.again].transport
         for number, left in changes.kept:
@@ -323,10 +324,7 @@ class CopyWeights(FleetStrategy):
     def _negotiate(
         self, update: Update, model: Model, shards: list[TensorShard], transport: Transport, late: bool
     ) -> TransferSession:
-        """Agree with workers of engines without a session on what travels, in which dtype and chunks, from where.
-
-        Collective.
-        """
+        """Agree with engines without a session on tensors, dtypes, chunks and locations. Collective."""
         ranks, options = update.ranks, self._options
         self._others.meet(ranks)
         manifest = self._source.manifest(model)
@@ -350,7 +348,7 @@ class CopyWeights(FleetStrategy):
         return TransferSession(transport, plan, self._verify, workers, handles)
 
     def _connect(self, update: Update, plan: TransferPlan, tensors: LocalTensors, transport: Transport) -> None:
-        """Connect transport and workers, and prove what is read in place. Collective."""
+        """Connect transport and workers, and compare digests of the bytes read in place. Collective."""
         ranks = update.ranks
         endpoints = transport.prepare(plan, tensors, update)
         proof = transport.prepare_push(WHOLE if self._verify != "none" else None)
@@ -377,7 +375,7 @@ class CopyWeights(FleetStrategy):
         ranks.broadcast(None, "connect")
 
     def _meet(self) -> None:
-        """Return once every rank has come, in a push. Collective. Raise when a rank or a worker has failed."""
+        """Wait for every rank, inside of a push. Collective. Raise when a rank or a worker has failed."""
         if (update := self._update) is not None:
             update.ranks.meet(update.check, update.deadline_after_workers(), "transfer")
 

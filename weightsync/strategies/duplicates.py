@@ -1,4 +1,4 @@
-"""Tensors of the trainer for which an engine has one place, such as tied embeddings and a head of the trainer's own."""
+"""Pairs of trainer tensors with one place in an engine, such as tied embeddings and a separate head of the trainer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from weightsync.strategies.plan_checks import check_duplicates
 from weightsync.strategies.transfer_session import TransferSession
 
 Pairs = dict[tuple[str, str], torch.dtype]
-"""Two names that have one place, with the dtype that travels."""
+"""Two names with one place, and their dtype on the wire."""
 
 
 def places_of_two(sessions: Sequence[TransferSession]) -> Pairs:
-    """Return the pairs of tensors that have one place in an engine of these sessions."""
+    """Return the pairs of tensors with one place in an engine of these sessions."""
     return {
         pair: getattr(torch, session.plan.manifest[pair[1]].dtype)
         for session in sessions
@@ -29,7 +29,7 @@ def places_of_two(sessions: Sequence[TransferSession]) -> Pairs:
 def refuse_different(
     update: Update, source: ShardSource, model: Model, shards: Sequence[TensorShard], pairs: Pairs, is_stream: bool
 ) -> None:
-    """Raise `ManifestError` where the two tensors of a pair differ. Collective. A stream is read for it."""
+    """Raise `ManifestError` if the two tensors of a pair differ. Collective. A stream is read for this."""
     if is_stream and isinstance(model, Iterator):
         other, name = next(iter(pairs))
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What each trainer rank has, which rank 0 is told before a push is planned."""
+"""The inventory of a trainer rank. Rank 0 gathers the inventories before it plans a push."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weightsync.transports.base import LocalTensor, Transport
 
 
 class Inventory(Struct):
-    """What one rank has. `unmapped` are the tensors that workers cannot read where they lie."""
+    """One rank's tensors. Workers cannot read the `unmapped` tensors at their own addresses."""
 
     manifest: Manifest
     locations: list[ShardLocation]
@@ -36,7 +36,7 @@ def take_inventory(
     transport: Transport,
     options: Options,
 ) -> Inventory:
-    """Return what this rank has, as rank 0 needs to know it."""
+    """Return this rank's inventory for rank 0."""
     kind, gpu_uuid = describe_device(_device(held, options.ranks))
     return Inventory(
         manifest=manifest,
@@ -48,13 +48,13 @@ def take_inventory(
 
 
 def frozen_everywhere(everyone: Sequence[Inventory]) -> set[str]:
-    """Return the tensors that are frozen on every rank that holds any of them."""
+    """Return the tensors that are frozen on every rank with a shard of them."""
     changing = [{location.name for location in own.locations}.difference(own.frozen) for own in everyone]
     return set().union(*(own.frozen for own in everyone)).difference(*changing)
 
 
 def machines(everyone: Sequence[Inventory]) -> list[MachineInfo]:
-    """Return each rank's machine, in rank order. A rank that holds nothing has no GPU where no rank's tensors have."""
+    """Return each rank's machine, in rank order. A rank without tensors is a CPU rank if no tensor is on a GPU."""
     kinds = {own.machine.device for own in everyone if own.locations}
     return [
         own.machine if own.machine.device in kinds else replace(own.machine, device="cpu", gpu_uuid="")
@@ -63,7 +63,7 @@ def machines(everyone: Sequence[Inventory]) -> list[MachineInfo]:
 
 
 def _device(held: dict[ShardLocation, LocalTensor], members: Any) -> torch.device:
-    """Return where this rank's tensors are; for one that holds none, where its process group works."""
+    """Return the device of this rank's tensors. Return its process group's device if it has no tensors."""
     if held:
         return next((each.tensor.device for each in held.values() if each.tensor.is_cuda), torch.device("cpu"))
     return torch.device("cuda", torch.cuda.current_device()) if uses_nccl(members) else torch.device("cpu")

@@ -1,14 +1,14 @@
 """Push a LoRA adapter alone: the strategy of `"lora"` and `LoraTransport`.
 
 Every rank writes its shards into PEFT's files, in memory (`/dev/shm`) or in a folder. Every engine loads them under a
-new name. Older adapters are unloaded once no request uses them. Nothing is paused and no cache is reset: a request
-keeps the adapter that it began with, and an engine caches under the adapter's name, which is never used again.
+new name. Older adapters are unloaded once no request uses them. Engines do not pause or reset a cache: a request keeps
+its first adapter, and an engine caches under the adapter's name. A name is never used again.
 
     folder/.lock                    held by the trainer that writes here
     folder/.incoming-3f2a9c01/      an adapter that is not complete
     folder/policy-7-3f2a9c01/       version 7 of "policy": adapter_model.safetensors, adapter_config.json
 
-The number at the end is random, so that no name and no path ever stands for two adapters.
+The number at the end is random, so two adapters never share a name or a path.
 """
 
 from __future__ import annotations
@@ -77,16 +77,18 @@ class LoraTransport:
     """Pushes of adapters alone: `WeightSync("fsdp", LoraTransport(), engine)`, or `transport="lora"` for the defaults.
 
     Each push loads the model's active LoRA adapter into the running engines under a new name. The base stays as it is.
-    `WeightSync.adapter` says what to ask the engines for. The engines must have been started with `enable_lora`.
+    `WeightSync.adapter` has the name for requests. The engines must have been started with `enable_lora`.
 
-    name: what the adapters' names begin with, such as "policy-7-3f2a9c01".
-    folder: where adapters are written, each a folder that PEFT and vLLM load. It is made when it is missing. All ranks
-        and engines must see it under this path. One trainer at a time. None means memory of this host, which
-        `WeightSync.close` gives back; then all ranks and engines must run on this host, as the same user.
-    keep_last: how many of the newest versions can be asked for.
-    base_is_pushed: another `WeightSync` pushes the base, with adapters disabled, whenever it has changed.
+    Args:
+        name: The beginning of the adapters' names, such as "policy-7-3f2a9c01".
+        folder: The place of the adapters. Each is a folder that PEFT and vLLM load. The folder is made if it is
+            missing. All ranks and engines must see it under this path. One trainer at a time. None: memory of this
+            host, until `WeightSync.close`. All ranks and engines must then run on this host, as the same user.
+        keep_last: The number of newest versions that requests can name.
+        base_is_pushed: Whether another `WeightSync` pushes each change of the base, with adapters disabled.
 
-    Raises `ConfigError` for arguments that cannot work.
+    Raises:
+        ConfigError: Arguments that cannot work.
     """
 
     name: str = "policy"
@@ -102,7 +104,7 @@ class LoraTransport:
 
     def open(self, options: Options) -> LoraAdapters:
         """Return the strategy. Raises `ConfigError` for options that it cannot work with."""
-        from weightsync.sources.module import ModuleSource  # FSDP costs more to import than all the rest
+        from weightsync.sources.module import ModuleSource  # imported late: FSDP takes the longest to import
 
         if not isinstance(options.source, ModuleSource) or options.quantize is not None:
             raise ConfigError('adapters are those of PEFT: backend="fsdp" or "deepspeed", without quantize')
@@ -112,7 +114,7 @@ class LoraTransport:
 
 
 class LoraAdapters(UpdateStrategy):
-    """A new adapter in every engine for each push. Rank 0 has the folder and calls the engines."""
+    """The strategy: each push loads a new adapter into every engine. Rank 0 has the folder and calls the engines."""
 
     def __init__(self, options: Options, source: ModuleSource, transport: LoraTransport) -> None:
         self._options = options
@@ -120,9 +122,9 @@ class LoraAdapters(UpdateStrategy):
         self._transport = transport
         self._engines: list[AdapterEngine] = []
         self._folder: AdapterFolder | None = None
-        self._version = 0  # pushed last
-        self._loaded: list[LoraAdapter] = []  # the oldest first, with those of earlier trainers
-        self._unloaded: list[LoraAdapter] = []  # whose files are still there
+        self._version = 0  # the last pushed version
+        self._loaded: list[LoraAdapter] = []  # oldest first, earlier trainers' adapters included
+        self._unloaded: list[LoraAdapter] = []  # unloaded in the engines, with files still on the disk
 
     def run(self, update: Update, model: Model) -> PushReport:
         started = time.perf_counter()
@@ -165,10 +167,10 @@ class LoraAdapters(UpdateStrategy):
         return self._options.engines
 
     def reset(self, error: WeightSyncError) -> None:
-        """Leave the engines as they are: `run` has taken back what it had loaded."""
+        """Leave the engines unchanged: `run` has unloaded the failed adapter itself."""
 
     def close(self) -> None:
-        """Unload and remove what lies in memory. Adapters in a folder of the user's stay, there and in the engines."""
+        """Unload and remove adapters in memory. Adapters in a user's folder stay, in the folder and in the engines."""
         if self._folder is not None:
             if self._folder.is_private:
                 self._give_back(self._folder)
@@ -177,8 +179,8 @@ class LoraAdapters(UpdateStrategy):
         self._engines, self._loaded, self._unloaded = [], [], []
 
     def _plan(self, update: Update, model: Model) -> tuple[Manifest, list[tuple[ShardLocation, TensorShard]], Any, int]:
-        """Return the adapter's tensors, the shards that this rank writes, PEFT's config, the version. Collective."""
-        from weightsync.sources.adapter import read_lora  # FSDP costs more to import than all the rest
+        """Return the adapter's tensors, this rank's shards to write, PEFT's config, and the version. Collective."""
+        from weightsync.sources.adapter import read_lora  # imported late: FSDP takes the longest to import
 
         if self.adapter is None:
             OtherRanks(self._options.engines, self._options.timeout_s).meet(update.ranks, refuse="lora")
@@ -190,10 +192,10 @@ class LoraAdapters(UpdateStrategy):
             version = update.choose_version(self._open(lora.config.r))
         return manifest, mine, lora.config, update.ranks.broadcast(version, "plan")
 
-    # The rest is rank 0's.
+    # Only rank 0 calls the methods below.
 
     def _open(self, rank: int) -> int:
-        """Refuse what can be refused before anything is written, and return the newest version."""
+        """Check the engines and the folder before anything is written. Return the newest version."""
         engines = [_with_adapters(one) for one in self._options.engines.engines()]
         for engine in engines:
             most = engine.max_lora_rank()
@@ -206,7 +208,7 @@ class LoraAdapters(UpdateStrategy):
         for engine in engines:
             if self._folder is not None and engine in self._engines:
                 continue
-            engine.adapters_in_use()  # without it, no adapter could ever be unloaded
+            engine.adapters_in_use()  # raises if the engine cannot tell: no adapter could then ever be unloaded
             if self._transport.folder is None and not is_here(engine.host):
                 raise PlacementError(
                     f"adapters in memory of this host cannot be read on {engine.host}; give a folder that both see: "
@@ -226,7 +228,7 @@ class LoraAdapters(UpdateStrategy):
         return max([self._version, *in_folder])
 
     def _deliver(self, incoming: Path, version: int, nbytes: int) -> tuple[LoraAdapter, tuple[WorkerReport, ...]]:
-        """Name the adapter, let every engine load it, and unload what is too old."""
+        """Name the adapter, load it into every engine, and unload old adapters."""
         assert self._folder is not None
         adapter = _adapter(self._folder.named(version))
         for engine in self._engines:
@@ -240,7 +242,7 @@ class LoraAdapters(UpdateStrategy):
         with ThreadPoolExecutor(len(self._engines)) as pool:
             calls = [pool.submit(_load, engine, adapter, nbytes) for engine in self._engines]
         if any(call.exception() is not None for call in calls):
-            # Its files go once every engine has forgotten it. Else it is unloaded later, when it is old.
+            # Remove its files only after every engine has unloaded it. Otherwise `_retire` unloads it in a later push.
             is_forgotten = _forgotten(self._engines, [adapter])
             if is_forgotten:
                 shutil.rmtree(adapter.path, ignore_errors=True)
@@ -250,10 +252,10 @@ class LoraAdapters(UpdateStrategy):
         return adapter, tuple(call.result() for call in calls)
 
     def _retire(self) -> None:
-        """Unload adapters that are too old, and remove the files of those that an earlier push has unloaded.
+        """Unload adapters older than `keep_last`, and remove the files of adapters that an earlier push unloaded.
 
-        One that a request uses stays, with its files: an engine without room for all adapters loads it again. A failure
-        is logged and left to the next push, since the new adapter is served nevertheless.
+        An adapter in use by a request stays, with its files: an engine short of adapter slots loads it again. A failure
+            is logged and left to the next push, because engines serve the new adapter already.
         """
         try:
             in_use = set().union(*(engine.adapters_in_use() for engine in self._engines))
@@ -282,7 +284,7 @@ class LoraAdapters(UpdateStrategy):
 
     def _give_back(self, folder: AdapterFolder) -> None:
         if _forgotten(self._engines, self._loaded + self._unloaded):
-            for adapter in self._loaded + self._unloaded:  # also those of trainers that were killed
+            for adapter in self._loaded + self._unloaded:  # includes adapters of killed trainers
                 with suppress(OSError):
                     folder.remove(Path(adapter.path))
             shutil.rmtree(folder.path, ignore_errors=True)
@@ -295,9 +297,9 @@ class LoraAdapters(UpdateStrategy):
 
 
 def check_finite(lora: Lora) -> None:
-    """Raise `NonFiniteError` for an adapter that holds NaN or infinity.
+    """Raise `NonFiniteError` for an adapter with NaN or infinity.
 
-    It would spoil requests with other adapters too: nothing clears an engine's KV cache where adapters alone change.
+    NaN in the KV cache would spoil requests with other adapters too. A push of an adapter clears no KV cache.
     """
     found = find_non_finite([shard.tensor for shard in lora.shards])
     if bad := list(dict.fromkeys(lora.shards[number].meta.name for number in found)):
@@ -315,7 +317,7 @@ def _write(
     config: Any,
     incoming: Path | None,
 ) -> None:
-    """Write the adapter to `incoming`, which rank 0 names. Collective."""
+    """Write the adapter to `incoming`, a path given by rank 0. Collective."""
     names = [meta.name for meta in manifest]
     files = lay_out(manifest, [names], manifest.nbytes)
     files = replace(files, files=(replace(files.files[0], name=_FILE),), file_of=dict.fromkeys(names, _FILE))
@@ -325,11 +327,11 @@ def _write(
     advice = "give a folder on a file system that all trainer ranks and engines share, LoraTransport(folder=...)"
     check_seen(folder, f"trainer rank {update.ranks.rank}", advice)
     write(folder, files, ((location, shard.tensor) for location, shard in mine))
-    update.ranks.gather(None, "save")  # every rank has written
+    update.ranks.gather(None, "save")  # rank 0 waits here for every rank's shards
 
 
 def _forgotten(engines: Sequence[AdapterEngine], adapters: Sequence[LoraAdapter]) -> bool:
-    """Unload adapters within a few seconds. Return whether every engine has, and no request uses any of them."""
+    """Unload adapters within a few seconds. Return whether every engine has unloaded them, and no request uses them."""
 
     def forget(engine: AdapterEngine) -> bool:
         if engine.is_alive() is False:
@@ -352,7 +354,7 @@ def _with_adapters(engine: object) -> AdapterEngine:
 
 
 def _adapter(path: Path) -> LoraAdapter:
-    """Return the adapter at `path`. Its id follows from its name."""
+    """Return the adapter at `path`. Its id is a hash of its name."""
     return LoraAdapter(path.name, 1 + zlib.crc32(path.name.encode()) % (2**31 - 1), str(path))
 
 
@@ -368,7 +370,7 @@ def _failure(
     errors: Sequence[BaseException | None],
     is_forgotten: bool,
 ) -> WeightSyncError:
-    """Return the first engine's error, with what became of the others."""
+    """Return the first engine's error. Its message adds the state of the other engines."""
     loaded = [engine.name for engine, error in zip(engines, errors, strict=True) if error is None]
     who, first = next((engine.name, error) for engine, error in zip(engines, errors, strict=True) if error is not None)
     problem = wrap_exception(first, who=who, phase="load")
@@ -382,9 +384,9 @@ def _failure(
 
 
 class AdapterFolder:
-    """Where one trainer's rank 0 keeps adapters; no other trainer writes there.
+    """The adapter folder of one trainer's rank 0. No other trainer writes there.
 
-    Raises `PlacementError` when it cannot be used, and `ConfigError` when another trainer has it.
+    Raises `PlacementError` for an unusable folder, and `ConfigError` for another trainer's folder.
     """
 
     def __init__(self, transport: LoraTransport) -> None:
@@ -395,7 +397,7 @@ class AdapterFolder:
         held: int | None = None
         try:
             if self.is_private:
-                # It is locked before it has a name that other trainers look for.
+                # Lock the folder before the rename: other trainers remove unlocked folders with this name.
                 hidden = Path(mkdtemp(prefix=f".{_PRIVATE}", dir=where))
                 held = take(hidden, "adapters")
                 self.path = hidden.rename(where / hidden.name.removeprefix("."))
@@ -411,7 +413,7 @@ class AdapterFolder:
         self._lock = held
 
     def incoming(self) -> Path:
-        """Return a new path to write an adapter at, before it has its name."""
+        """Return a new path for an incomplete adapter."""
         return self.path / f"{_INCOMING}{secrets.token_hex(4)}"
 
     def named(self, version: int) -> Path:
@@ -419,26 +421,26 @@ class AdapterFolder:
         return self.path / f"{self._name}-{version}-{secrets.token_hex(4)}"
 
     def version(self, name: str) -> int | None:
-        """Return the version of the adapter `name`, or None when the name is of another adapter."""
+        """Return the version of the adapter `name`, or None if the name does not fit this folder's adapters."""
         match = self._pattern.fullmatch(name)
         return None if match is None or int(match[1]) > MAX_VERSION else int(match[1])
 
     def earlier(self) -> list[Path]:
-        """Return the adapters that earlier trainers have left, the oldest first: in this folder, or in memory."""
+        """Return the adapters of earlier trainers, oldest first: in this folder, or in memory."""
         roots = list(self._abandoned()) if self.is_private else [self.path]
         paths = [path for root in roots for path in self._adapters(root)]
         return sorted(paths, key=lambda path: (path.lstat().st_mtime_ns, path.name))
 
     def _adapters(self, root: Path) -> list[Path]:
-        """Return the adapters in a folder: of this user, or in a folder of the user's choice of its owner."""
+        """Return the adapters in a folder. They must belong to this user, or to the owner of the user's folder."""
         owners = () if self.is_private else (root.stat().st_uid,)
         return [path for path in root.iterdir() if self.version(path.name) is not None and is_own_folder(path, owners)]
 
     def _abandoned(self) -> Iterator[Path]:
         for root in _MEMORY.glob(f"{_PRIVATE}*"):
-            if not is_own_folder(root):  # another user's, who may have put anything there
+            if not is_own_folder(root):  # another user can put anything into its own folder
                 continue
-            with suppress(OSError):  # another trainer removes it just now
+            with suppress(OSError):  # another trainer may be removing it
                 if root != self.path and (held := lock(root / LOCK)) is not None:
                     unlock(held)
                     if any(not path.name.startswith(".") for path in root.iterdir()):
@@ -447,7 +449,7 @@ class AdapterFolder:
                         shutil.rmtree(root)
 
     def remove(self, path: Path) -> None:
-        """Remove an adapter, its name before its files. It may be gone already. Raises `OSError`."""
+        """Rename an adapter, then remove its files. It may be gone already. Raises `OSError`."""
         hidden = path.with_name(f"{_REMOVED}{secrets.token_hex(4)}")
         with suppress(FileNotFoundError):
             path.rename(hidden)
@@ -457,5 +459,5 @@ class AdapterFolder:
                 shutil.rmtree(path.parent)
 
     def close(self) -> None:
-        """Release the folder. Another trainer may use it then."""
+        """Release the folder's lock. Another trainer may use the folder then."""
         unlock(self._lock)

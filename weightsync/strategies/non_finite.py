@@ -1,4 +1,4 @@
-"""What becomes of a push of weights that hold NaN or infinity: `WeightSync(non_finite=...)`."""
+"""The option `WeightSync(non_finite=...)`: the check of a push for NaN or infinity."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightsync.sources.stream import StreamSource
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 64
-"""How many computed tensors are gathered together: a few layers' weights."""
+"""Number of computed tensors gathered together: a few layers' weights."""
 
 
 class FiniteCheck:
@@ -26,7 +26,7 @@ class FiniteCheck:
         self._is_stream = False
 
     def watch(self, source: ShardSource, given: ShardSource) -> ShardSource:
-        """Return the source to push from in the place of `source`, which renames the tensors of the `given` one."""
+        """Return a checking source around `source`. `given` is the user's source before renaming."""
         if self._option == "ignore":
             return source
         self._source = FiniteSource(source, takes_turns=self._option == "warn")
@@ -34,7 +34,7 @@ class FiniteCheck:
         return self._source
 
     def refuse(self, update: Update, model: Model) -> None:
-        """Raise `NonFiniteError` on every rank where some tensor of any rank is not finite, with "refuse"."""
+        """Raise `NonFiniteError` on every rank if any rank's tensor is not finite, with "refuse"."""
         if self._option != "refuse" or self._source is None:
             return
         if self._is_stream and isinstance(model, Iterator):
@@ -61,19 +61,19 @@ class FiniteCheck:
             )
 
     def warn(self, update: Update, version: int, left_out: Collection[str] = ()) -> None:
-        """Warn of what engines serve that is not finite, as far as this push looks. `left_out` did not travel."""
+        """Warn of served tensors with NaN or infinity, as far as this push checked. `left_out` did not travel."""
         if self._source is not None and (bad := self._found(update, left_out, "commit")):
             warn_of(version, bad)
 
     def _found(self, update: Update, left_out: Collection[str], phase: str) -> list[str]:
-        """Return what is not finite on any rank, on rank 0, and nothing elsewhere."""
+        """Return the names of all ranks' tensors with NaN or infinity, on rank 0. Return an empty list elsewhere."""
         assert self._source is not None
         everyone = update.ranks.gather(self._source.non_finite(left_out), phase, list[str])
         return list(dict.fromkeys(name for each in everyone for name in each)) if update.ranks.rank == 0 else []
 
 
 def warn_of(version: int, names: Sequence[str]) -> None:
-    """Say which tensors of a version are not finite."""
+    """Log the tensors of a version with NaN or infinity."""
     count = len(names)
     logger.warning(
         "version %d has %d tensors with NaN or infinity, and is served now: %s", version, count, first_few(names)

@@ -1,5 +1,7 @@
-"""Whether what a trainer has fits what the engines take, and how it is cut. Pure functions of manifests and of the
-workers' plans."""
+"""Checks of the trainer's tensors against the engines' parameters, and the division into buckets.
+
+The functions are pure, of manifests and the workers' load plans.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ from weightsync.selection import TensorSelection
 
 
 def check_quantized(manifest: Manifest, together: Sequence[tuple[str, str]], plans: Sequence[LoadPlan]) -> None:
-    """Raise one `ManifestError` for all weights, each with the name of its scales, that come quantised to an engine
-    which has no place for them so."""
+    """Raise one `ManifestError` for all quantised weights without a quantised place in an engine.
+
+    together: each weight's name with its scales' name.
+    """
     used = {name for plan in plans for name in plan.used}
     wrong = {}
     for weight, scale in together:
@@ -33,10 +37,11 @@ def check_quantized(manifest: Manifest, together: Sequence[tuple[str, str]], pla
 
 
 def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> list[str]:
-    """Return the tensors that do not travel, as no engine runs the part of the model that they are of.
+    """Return the tensors that do not travel, because no engine runs their part of the model.
 
-    padded: the vocabulary comes with whatever padding the trainer has. Raises one `ManifestError` for all that is
-    missing, misshapen, or without a place on any engine worker.
+    padded: whether the vocabulary has the trainer's padding.
+
+    Raises one `ManifestError` for all tensors that are missing, misshapen, or without a place on any engine worker.
     """
     mismatched = {name: reason for plan in plans for name, reason in plan.refused.items()}
     used = set().union(*(plan.used for plan in plans))
@@ -44,7 +49,7 @@ def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> 
     placed = used.union(mismatched, *(plan.left_out for plan in plans), *(plan.duplicates for plan in plans))
     unexpected = [name for name in manifest.names if name not in placed]
     missing = list(dict.fromkeys(name for plan in plans for name in (plan.hints or plan.missing)))
-    if set(mismatched) & set(missing):  # what a refused tensor would have filled is no second fault
+    if set(mismatched) & set(missing):  # not two faults for one tensor: refused, and missing in its parameter
         missing = [name for name in missing if name not in mismatched]
     elif mismatched and not any(plan.hints for plan in plans):
         missing = []
@@ -97,10 +102,11 @@ def make_buckets(
     together: Sequence[tuple[str, str]],
     frozen: set[str],
 ) -> tuple[list[Bucket], frozenset[str]]:
-    """Return the buckets of what travels, and the names that have the last buckets to themselves.
+    """Return the buckets of all tensors, and the names of the tensors in the last buckets.
 
-    Those names are `frozen`, with all that they are loaded with. `together` are quantised weights with the names of
-    their scales. Raises `ConfigError` where everything is frozen, or a weight would come without its scales.
+    The last buckets hold the `frozen` tensors and the tensors loaded together with them, and no others. `together` are
+    quantised weights with the names of their scales. Raises `ConfigError` if everything is frozen, or if a bucket has a
+    weight without its scales.
     """
     groups = connected(
         (name, (n, g)) for n, plan in enumerate(plans) for g, names in enumerate(plan.groups) for name in names
@@ -119,20 +125,20 @@ def make_buckets(
 
 
 def reads_of(manifest: Manifest, plan: LoadPlan) -> ReadRegions:
-    """Return which regions a worker reads, by name of the tensor."""
+    """Return the regions that a worker reads, by name of the tensor."""
     whole = {name: (Box.full(manifest[name].shape),) for name in plan.used}
     return whole | plan.partial
 
 
 def duplicates(plans: Sequence[LoadPlan]) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of tensors that share a place in some engine's memory, so that they must be equal."""
+    """Return the pairs of tensors with one place in some engine's memory. The two must be equal."""
     return tuple(dict.fromkeys(pair for plan in plans for pair in plan.duplicates.items()))
 
 
 def check_duplicates(pairs: Sequence[tuple[str, str]], held: Sequence[Mapping[str, Mapping[str, int]]]) -> None:
-    """Raise one `ManifestError` for the pairs that are not equal.
+    """Raise one `ManifestError` for all unequal pairs.
 
-    `held` has for each rank the digest of each region that it holds, by name of the tensor and name of the region.
+    held: each rank's digests, by name of the tensor and name of the region.
     """
     wrong = {}
     for other, name in pairs:
@@ -153,20 +159,20 @@ def check_duplicates(pairs: Sequence[tuple[str, str]], held: Sequence[Mapping[st
 
 
 def _of_tied_shape(unexpected: Sequence[str], manifest: Manifest, plans: Sequence[LoadPlan]) -> list[str]:
-    """Return the tensors of the shape of one that fills a parameter which several modules of an engine share."""
+    """Return the unexpected tensors with the shape of a tied tensor. Several engine modules share a tied parameter."""
     shapes = {manifest[name].shape for plan in plans for name in plan.tied if name in manifest}
     return [name for name in unexpected if manifest[name].shape in shapes]
 
 
 def _lacking(unexpected: Sequence[str], missing: Sequence[str]) -> str | None:
-    """Return the prefix that all unexpected names lack to be missing ones."""
+    """Return the prefix that turns all unexpected names into missing ones, or None."""
     first, wanted = unexpected[0], {*missing}
     prefixes = [name.removesuffix(first) for name in missing if name.endswith(f".{first}")]
     return next((prefix for prefix in prefixes if all(prefix + name in wanted for name in unexpected)), None)
 
 
 def _absent_layers(missing: Sequence[str], manifest: Manifest) -> list[str]:
-    """Return the numbered modules ("model.layers.3") of which the trainer has no tensor, and tensors are missing."""
+    """Return the numbered modules ("model.layers.3") of missing tensors for which the trainer has no tensor at all."""
     came = {_layer(name) for name in manifest.names}
     return list(dict.fromkeys(layer for name in missing if (layer := _layer(name)) and layer not in came))
 
@@ -177,9 +183,9 @@ def _layer(name: str) -> str | None:
 
 
 def _unread(manifest: Manifest, plans: Sequence[LoadPlan]) -> dict[str, str]:
-    """Return the tensors of which no worker reads some region.
+    """Return the faults of tensors with a region that no worker reads, by name.
 
-    A loader that takes its slice of a tensor which is too large does not complain.
+    vLLM's loaders take their slice out of a tensor that is too large without an error.
     """
     found = {}
     for name in set().union(*(plan.partial for plan in plans)):
@@ -196,13 +202,12 @@ def _unread(manifest: Manifest, plans: Sequence[LoadPlan]) -> dict[str, str]:
 def wire_manifest(
     manifest: Manifest, plans: Sequence[LoadPlan], selection: TensorSelection, as_it_is: Set[str]
 ) -> Manifest:
-    """Return the manifest with the dtypes that travel.
+    """Return the manifest with the dtypes on the wire, without tensors that no engine takes.
 
-    The dtype is what the selection declares, else what the trainer has, or what all engines hold where that is
-    narrower. A cast to a wider dtype is exact, and cheaper on the engine's side. The names in `as_it_is` keep the
-    manifest's dtype. What no engine takes does not travel.
+    The selection's dtype comes first. Otherwise it is the trainer's dtype, or a narrower dtype common to all engines. A
+    cast to a wider dtype is exact, and cheaper on the engine's side. The names in `as_it_is` keep the manifest's dtype.
     """
-    held: dict[str, str] = {}  # the widest, so that no engine gets less than it holds
+    held: dict[str, str] = {}  # the widest, or an engine would get less precision than it holds
     for plan in plans:
         for name, kind in plan.used.items():
             held[name] = max(held.get(name, kind), kind, key=itemsize)

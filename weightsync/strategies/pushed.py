@@ -1,4 +1,4 @@
-"""What was pushed last, so that an engine that joins later gets the same weights under the same version, or none.
+"""The record of the last push. A joining engine gets the same weights under the same version, or an error.
 
 torch counts most writes to a tensor, but none through `.data`. So digests are compared too.
 """
@@ -23,7 +23,7 @@ from weightsync.transports.proof import MemoryFingerprint
 
 @dataclass(frozen=True)
 class Pushed:
-    """The version that was pushed last, its label, and what this rank had then, with the number of the sample."""
+    """The last pushed version, its label, and this rank's state `had` at that time. `sample` is the digests' sample."""
 
     version: int
     label: str | None
@@ -32,10 +32,12 @@ class Pushed:
 
 
 class TrainerMemory:
-    """All memory of this rank that decides what a push sends: what shards lie in, and where some are computed, all of
-    the model's tensors, such as the factors of adapters.
+    """This rank's memory that determines the bytes of a push.
 
-    catches_up: engines have caught up, so that all bytes count. Before, it is a sample of them.
+    It is the memory of the shards. If some shards are computed, it includes all tensors of the model, such as adapter
+    factors.
+
+    catches_up: whether engines have caught up. Digests then cover all bytes, and before that a sample.
     """
 
     def __init__(self, source: ShardSource, verify: str) -> None:
@@ -45,15 +47,15 @@ class TrainerMemory:
         self.clear()
 
     def begin(self, model: Model, shards: Sequence[TensorShard]) -> None:
-        """Note what there is before a push reads any of it."""
+        """Record write counts and digests before a push reads any tensor."""
         self._find(model, shards)
         if self._verify != "none":
             self._before = self._writes(), self._proof.of(WHOLE) if self._verify == "full" else None
 
     def note(self, version: int, label: str | None) -> Pushed:
-        """Return what was pushed, after a push has read it. Waits for the current streams.
+        """Return the record of a push, after the push has read all tensors. Waits for the current streams.
 
-        Raises `DigestError` where anything was written since `begin`: the push is a mixture then.
+        Raises `DigestError` if a tensor was written since `begin`: engines then have a mixture.
         """
         whole = self._verify == "full" or self.catches_up
         sample = None if self._verify == "none" else WHOLE if whole else version
@@ -69,7 +71,7 @@ class TrainerMemory:
         return Pushed(version, label, sample, (self._settings(), writes, digests))
 
     def is_as(self, pushed: Pushed | None, model: Model, shards: Sequence[TensorShard]) -> bool:
-        """Return whether a push would send the same now."""
+        """Return whether a push would send the same bytes now."""
         if pushed is None:
             return False
         self._find(model, shards)
@@ -85,7 +87,7 @@ class TrainerMemory:
 
     def _find(self, model: Model, shards: Sequence[TensorShard]) -> None:
         named = [(shard.meta.name, shard.tensor) for shard in shards if shard.compute is None]
-        if len(named) < len(shards):  # what is computed is computed from anything that the model has
+        if len(named) < len(shards):  # a computed shard may depend on any tensor of the model
             chunks = [model] if isinstance(model, nn.Module) else model if isinstance(model, Sequence) else []
             tensors = [own for chunk in chunks if isinstance(chunk, nn.Module) for own in _tensors(chunk)]
             named += [(f"a tensor of shape {tuple(each.shape)}", each) for each in tensors]
@@ -96,7 +98,7 @@ class TrainerMemory:
             self._proof = MemoryFingerprint(_runs(found))
 
     def _writes(self) -> list[int]:
-        """Return how often torch has counted a write to each tensor."""
+        """Return torch's count of writes to each tensor."""
         return [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
 
     def _settings(self) -> Any:
@@ -108,7 +110,7 @@ def _tensors(model: nn.Module) -> list[torch.Tensor]:
     found: list[Any] = []
     for module in modules(model):
         found += module._parameters.values()
-        hidden = module._non_persistent_buffers_set  # which a forward may write
+        hidden = module._non_persistent_buffers_set  # a forward may write non-persistent buffers
         found += [buffer for name, buffer in module._buffers.items() if name not in hidden]
     # A DTensor has its shard in `_local_tensor`, and a parameter of ZeRO-3 its partition in `ds_tensor`.
     parts = [getattr(each, "_local_tensor", getattr(each, "ds_tensor", each)) for each in found if each is not None]
@@ -117,7 +119,7 @@ def _tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _runs(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return the bytes of the tensors, each run once, by device. Those with gaps stand for all of their storage."""
+    """Return the bytes of the tensors, each run once, by device. A tensor with gaps counts as its whole storage."""
     found: dict[torch.device, dict[tuple[int, int], torch.Tensor]] = defaultdict(dict)
     for tensor in tensors:
         storage = tensor.untyped_storage()

@@ -1,7 +1,7 @@
-"""What trainer ranks find together for `quantize=`: the largest that any of them has of each number.
+"""The maximum over trainer ranks, for `quantize=`.
 
-They exchange over a communicator of their own. A push that fails while some rank waits in it leaves the training job's
-groups in step.
+Ranks exchange values over a communicator of their own. A failed push may leave a rank waiting in it. The training job's
+process groups stay in step.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from weightsync.transports.communicator import Communicator, RendezvousStore
 
 
 class RankMax:
-    """Called as `largest(values)`, it replaces each of `values` by the largest that any rank gives. Collective.
+    """A function `largest(values)`: it replaces each of `values` by the maximum over all ranks. Collective.
 
-    members: as of `Ranks`. wait: called as `wait(seconds)` while this rank waits for the others. It sleeps, and may
-    raise.
+    members: as in `Ranks`.
+    wait: called as `wait(seconds)` while this rank waits for others. It sleeps, and may raise.
     """
 
     def __init__(self, members: Any, wait: Callable[[float], None]) -> None:
@@ -32,14 +32,17 @@ class RankMax:
         self._communicator: Communicator | None = None
 
     def connect(self, update: Update, on_gpu: bool) -> None:
-        """Meet the other ranks, once. Collective. `on_gpu`: this rank holds tensors on a GPU; rank 0's counts."""
+        """Meet the other ranks, once. Collective.
+
+        on_gpu: whether this rank holds tensors on a GPU. Rank 0's value decides.
+        """
         ranks = update.ranks
         self._size, self._timeout_s = ranks.size, update.deadline_after_workers().timeout_s
         if ranks.size == 1 or self._communicator is not None:
             return
         self._names = [f"trainer rank {rank}" for rank in range(ranks.size) if rank != ranks.rank]
         rendezvous = RendezvousStore(ranks.host) if ranks.rank == 0 else None
-        # gloo takes them all. NCCL refuses ranks that share a GPU, which those of a job on NCCL do not.
+        # gloo works for all ranks. NCCL refuses ranks that share a GPU. Ranks of a job on NCCL share none.
         kind = "cuda" if on_gpu and uses_nccl(self._members) else "cpu"
         place = rendezvous and [rendezvous.host, rendezvous.port, kind]
         host, port, kind = ranks.broadcast(place, "connect", tuple[str, int, str])
@@ -57,7 +60,7 @@ class RankMax:
         values.copy_(there)
 
     def abort(self) -> None:
-        """Leave the others, and break what they wait for. The next `connect` lets the ranks meet anew."""
+        """Leave the communicator, and break the waits in it. The next `connect` makes a new one."""
         if self._communicator is not None:
             self._communicator.abort()
         self._communicator = None

@@ -48,25 +48,26 @@ _CONNECTOR = re.compile(r"[ke][vc]_connector\W+(\w+)")
 
 @dataclass(frozen=True)
 class CheckpointTransport:
-    """Pushes that leave a checkpoint of each version behind.
+    """Pushes that also keep a checkpoint of each version.
 
         CheckpointTransport("/shared/run-1", tokenizer=tokenizer)
 
-    After a push of version 7, `folder/version-00000007` is what `save_pretrained` would have left. It has safetensors,
-    an index when there are several files, the config, the generation config, and the tokenizer that is given here. The
-    name appears when everything is on the disk, before the engines generate again. Every version has all tensors, those
-    that the selection freezes too.
+    After a push of version 7, `folder/version-00000007` equals the output of `save_pretrained`. It has safetensors, an
+    index for several files, the config, the generation config, and the given tokenizer. The name appears when
+    everything is on the disk, before the engines generate again. Every version has all tensors, frozen ones too.
 
-    folder: is made when it is missing. All ranks and workers must see it under this path. One trainer at a time.
-    keep_last: how many of the newest versions are kept.
-    max_shard_bytes: the most bytes of a file, unless one chunk has more.
-    restart: start the engine anew from each version, for engines that cannot be pushed to. The engine must be a
-        `weightsync.engines.server.VllmServer`. Tensors are saved in the trainer's own dtypes, unless the selection says
-        others.
-    config, generation_config, tokenizer: their `save_pretrained` is called once for each connection. None takes a
-        transformers model's own configs, but not with `quantize`.
+    Args:
+        folder: It is made if it is missing. All ranks and workers must see it under this path. One trainer at a time.
+        keep_last: The number of newest versions to keep.
+        max_shard_bytes: Most bytes of a file. A larger tensor or bucket has a file of its own.
+        restart: Whether to start the engine anew from each version, for engines that cannot be pushed to. The engine
+            must be a `weightsync.engines.server.VllmServer`. Tensors are saved in the trainer's own dtypes, unless the
+            selection has others.
+        config, generation_config, tokenizer: Objects with `save_pretrained`. It is called once for each connection.
+            None: a transformers model's own configs, but not with `quantize`.
 
-    Raises `ConfigError` for arguments that cannot work.
+    Raises:
+        ConfigError: Arguments that cannot work.
     """
 
     folder: str | os.PathLike[str]
@@ -86,7 +87,7 @@ class CheckpointTransport:
 
     @property
     def demands(self) -> str | None:
-        """What a caller has to do beside `push`."""
+        """The caller's duty besides `push`."""
         return "server" if self.restart else None
 
     def open(self, options: Options) -> UpdateStrategy:
@@ -103,9 +104,9 @@ class CheckpointTransport:
 
 
 class SaveAndRestart(UpdateStrategy):
-    """A version on the disk for each push, and a server that is ended and started from it.
+    """A strategy that saves a version to the disk for each push, ends the server, and starts it from that version.
 
-    The server serves until the version is complete. A failure after that leaves it ended; the next push starts it.
+    The server serves until the version is complete. A later failure leaves the server ended. The next push starts it.
     """
 
     def __init__(self, options: Options, transport: CheckpointTransport) -> None:
@@ -117,12 +118,12 @@ class SaveAndRestart(UpdateStrategy):
         self._source = self._finite.watch(options.source, options.source)
         self._transport = transport
         self._folder = Path(transport.folder).absolute()
-        self._lock: int | None = None  # rank 0's
+        self._lock: int | None = None  # rank 0 only
 
     def run(self, update: Update, model: Model) -> PushReport:
         started = time.perf_counter()
         ranks, options, transport = update.ranks, self._options, self._transport
-        server: VllmServer | None = None  # rank 0's
+        server: VllmServer | None = None  # rank 0 only
         away_s = 0.0
         with update.timeline.during("plan"):
             OtherRanks(options.engines, options.timeout_s).meet(ranks, refuse="restart=True")
@@ -141,7 +142,7 @@ class SaveAndRestart(UpdateStrategy):
             if server is not None:
                 server.restart(target)
                 connect(server, options.timeout_s)[0].set_version(str(version))
-                prune(self._folder, transport.keep_last)  # a server that does not start leaves the versions before
+                prune(self._folder, transport.keep_last)  # not before: a failed start keeps all older versions
                 now = time.perf_counter()
                 report = PushReport(
                     version=version,
@@ -158,7 +159,7 @@ class SaveAndRestart(UpdateStrategy):
         return pushed
 
     def reset(self, error: WeightSyncError) -> None:
-        """Leave the server as it is: serving the version before, or ended."""
+        """Leave the server as it is: serving the earlier version, or ended."""
 
     def close(self) -> None:
         """Release the folder. Leave the server running: it is the user's."""
@@ -180,7 +181,7 @@ class SaveAndRestart(UpdateStrategy):
         try:
             if self._lock is None:
                 self._lock = take(self._folder, "checkpoints")
-            for left in self._folder.glob(".version-*.incoming-*"):  # by a trainer that was killed
+            for left in self._folder.glob(".version-*.incoming-*"):  # left by a killed trainer
                 discard(left)
             return max(versions(self._folder), default=0)
         except OSError as error:
@@ -188,7 +189,8 @@ class SaveAndRestart(UpdateStrategy):
 
 
 def check_stores(options: Sequence[str]) -> None:
-    """Raise `UnsupportedError` for a server whose connectors may keep keys and values of one version for the next."""
+    """Raise `UnsupportedError` for a server with connectors that may keep keys and values from one version to the
+    next."""
     words = [word for option in options for word in option.split("=", 1)]
     if not any(word.replace("_", "-").startswith(_STORES) for word in words):
         return

@@ -1,7 +1,7 @@
 """Let the trainer write into the engine's own memory: the strategy of `"single_copy"` and `SingleCopyTransport`.
 
-`attach` makes the model's parameters views of the engine's (attached_model.py). After that nothing is moved. A push
-pauses generation, lets the body of `writing()` write, waits for every rank's writes, and commits the version.
+`attach` makes the model's parameters views of the engine's (attached_model.py). After that no bytes move. A push pauses
+generation, runs the body of `writing()`, waits for every rank's writes, and commits the version.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ logger = logging.getLogger(__name__)
 class SingleCopyTransport:
     """Weights in the engine's memory alone: `WeightSync.attach` makes the model's parameters views of the engine's.
 
-    handle_file: the engine's `vllm_bridge_config.json`, which names the engine where `WeightSync(engine=None)`. None
-        looks where `weightsync.transports.handle_file.find` does.
+    Args:
+        handle_file: The engine's `vllm_bridge_config.json`. It names the engine for `WeightSync(engine=None)`. None:
+            the file found by `weightsync.transports.handle_file.find`.
     """
 
     handle_file: str | os.PathLike[str] | None = None
@@ -65,7 +66,7 @@ class SingleCopyTransport:
         return SharedMemory(options, self)
 
     def engine_url(self) -> str:
-        """Return where the engine serves that the file names. Raises as `handle_file.find`, `read` and `check` do."""
+        """Return the address of the engine in the handle file. Raises as `handle_file.find`, `read` and `check` do."""
         found = handle_file.read(handle_file.find(self.handle_file))
         handle_file.check(found)
         if found.url is None:
@@ -76,7 +77,7 @@ class SingleCopyTransport:
         return found.url
 
     def check_instances(self, engine_instances: Sequence[str]) -> None:
-        """Raise `PlacementError` where a file was named that another engine than this one has written."""
+        """Raise `PlacementError` if the user named a handle file of another engine."""
         if self.handle_file is None:
             return
         found = handle_file.read(handle_file.find(self.handle_file))
@@ -89,14 +90,14 @@ class SingleCopyTransport:
 
 
 class SharedMemory(FleetStrategy):
-    """One copy of the weights, which the trainer's ranks write and the engine's workers read."""
+    """One copy of the weights. The trainer's ranks write it, and the engine's workers read it."""
 
     def __init__(self, options: Options, transport: SingleCopyTransport) -> None:
         super().__init__(options)
         self._transport = transport
         self._finite = FiniteCheck(options.non_finite)
         self._source = self._finite.watch(options.source, options.source)
-        self._manifest: Manifest | None = None  # of the attached model, as far as this rank has it
+        self._manifest: Manifest | None = None  # this rank's tensors of the attached model
         self._attached: AttachedModel | None = None
 
     def run(self, update: Update, model: Model) -> PushReport:
@@ -110,7 +111,7 @@ class SharedMemory(FleetStrategy):
         return report
 
     def attach(self, update: Update, model: nn.Module) -> None:
-        from weightsync.sources.fsdp import FsdpSource  # DTensor and FSDP cost more to import than all the rest
+        from weightsync.sources.fsdp import FsdpSource  # imported late: DTensor and FSDP take the longest to import
         from weightsync.strategies.attached_model import lay_over
 
         if self._attached is not None:
@@ -136,13 +137,13 @@ class SharedMemory(FleetStrategy):
             if fleet is not None:
                 update.check = fleet.check
                 version = update.choose_version(fleet.newest_version)
-            ranks.gather(None, "plan")  # every rank is here, in the same call
+            ranks.gather(None, "plan")  # rank 0 waits here until every rank is in the same call
         planned = time.perf_counter()
         with timeline.during("pause"):
             if fleet is not None:
                 fleet.open()
                 fleet.wait_open()
-                fleet.go(Go(version, None, 0, []))  # from here on the weights are a mixture
+                fleet.go(Go(version, None, 0, []))  # from here on the weights count as a mixture
                 fleet.wait_done()
             ranks.broadcast(None, "pause")
         paused = time.perf_counter()
@@ -183,9 +184,9 @@ class SharedMemory(FleetStrategy):
         super().close()
 
     def _connect(self, update: Update) -> tuple[list[MachineInfo], list[ParametersExported]]:
-        """Return where each of the engine's workers runs, and what it says of its parameters. Collective.
+        """Return the machine and the exported parameters of each engine worker. Collective.
 
-        Raises `EngineError` for another engine than the one whose memory the model has.
+        Raises `EngineError` if the engine is not the one of the attached model.
         """
         ranks = update.ranks
         assert self._manifest is not None
@@ -224,9 +225,9 @@ class SharedMemory(FleetStrategy):
 
 
 def check_pairs(hosts: Sequence[str], workers: Sequence[Worker]) -> None:
-    """Raise `PlacementError` unless every trainer rank has a worker of its own, of one engine, on the same host.
+    """Raise `PlacementError` unless each trainer rank has its own worker of one engine, on the same host.
 
-    `hosts` has the boot id of each rank's host.
+    hosts: the boot id of each rank's host.
     """
     if len(engines := {worker.hello.group for worker in workers}) > 1:
         raise PlacementError(

@@ -1,7 +1,7 @@
-"""What was negotiated with engines that joined a `WeightSync` together, and what becomes of it when engines change.
+"""Sessions: the plan and transport of engines that joined together, and the changes when engines come or go.
 
-The engines of the first push have one session. Engines that join later get one of their own, with a transport of their
-own, so that those that stay are asked nothing. A push goes over all sessions, one after the other.
+The engines of the first push have one session. Engines that join later get a session and a transport of their own. So
+the earlier engines need no new negotiation. A push goes over all sessions, one after the other.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from weightsync.planning.transfer_plan import TransferPlan
 from weightsync.transports.base import Transport
 
 _MOST = 4
-"""Links at most: each may send the same bytes once more, and has two chunks of memory. More become one."""
+"""Most sessions. Each may send the same bytes once more, and has two chunks of memory. More become one."""
 
 
 @dataclass(eq=False)
 class TransferSession:
-    """What holds while this rank's shards lie where they lay.
+    """A negotiated plan with its transport. It is valid while this rank's shards keep their addresses.
 
     verify: the option of `WeightSync`.
-    workers, handles: those that were negotiated with, and the engines that are left of them, on rank 0.
-    pushes: how many every engine has committed.
+    workers: the workers of the negotiation, on rank 0.
+    handles: the engines still in the session, on rank 0.
+    pushes: the number of pushes committed by every engine.
     """
 
     transport: Transport
@@ -40,27 +41,27 @@ class TransferSession:
 
     @property
     def due(self) -> Sequence[int]:
-        """Return the chunks of the next push."""
+        """The chunks of the next push."""
         return self.plan.due(self.pushes == 0)
 
     def done_s(self, timeout_s: float) -> float:
-        """Return how long workers may take for these once rank 0 has sent its own part."""
+        """Return the time limit of workers for the chunks that are due, after rank 0 has sent its own part."""
         staged = sum(not self.plan.chunks[number].in_place for number in self.due)
         return min(1 + staged, timeouts.WORKERS_DONE_PATIENCE) * timeout_s
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the tensors that travel in the next push, each counted once."""
+        """The bytes of the tensors in the next push, each counted once."""
         return self._nbytes[self.pushes == 0]
 
     @cached_property
     def _nbytes(self) -> tuple[int, int]:
-        # There are tens of thousands of tensors in a mixture of experts, and engines are paused meanwhile.
+        # Cached: a mixture of experts has tens of thousands of tensors, and engines are paused meanwhile.
         return self.plan.nbytes(first=False), self.plan.nbytes(first=True)
 
     @property
     def left_out(self) -> frozenset[str]:
-        """Return the tensors that travel in the first push alone, where that is over."""
+        """The tensors that only the first push sends. Empty before that push has ended."""
         return self._frozen if self.pushes else frozenset()
 
     @cached_property
@@ -69,29 +70,30 @@ class TransferSession:
 
     @property
     def sample(self) -> int | None:
-        """Return which sample of what travels gets digests in the next push."""
+        """The number of the sample with digests in the next push. None: no digests."""
         if self.verify == "none":
             return None
         return WHOLE if self.verify == "full" or self.pushes == 0 else self.pushes % SAMPLES
 
     @property
     def place_sample(self) -> int | None:
-        """Return which sample is compared of what is read in place, and was proven in full when it was mapped."""
+        """The number of the sample to compare of bytes read in place. They were compared in full when they were
+        mapped."""
         if self.verify == "none":
             return None
         return WHOLE if self.verify == "full" else self.pushes
 
     def prepare_push(self) -> int:
-        """Return the digest of this rank's sample of what is read in place."""
+        """Return the digest of this rank's sample of the bytes read in place."""
         return self.transport.prepare_push(self.place_sample)
 
 
 class SessionChanges(Struct):
-    """What becomes of the sessions in a push, as rank 0 tells all ranks.
+    """The changes of sessions in a push, sent by rank 0 to all ranks.
 
-    kept: the sessions that stay, each with the workers that it no longer sends to.
-    again: the session whose transport connects to the same engines once more. None: another transport does.
-    connects: engines get a session, the last one.
+    kept: the number of each remaining session, with the workers that it no longer sends to.
+    again: the old session with a transport to reuse, because the same engines connect once more. None: a new transport.
+    connects: whether engines get a new session, the last one.
     """
 
     kept: list[tuple[int, list[int]]]
@@ -99,7 +101,7 @@ class SessionChanges(Struct):
     connects: bool
 
     def affect(self, sessions: Sequence[TransferSession]) -> bool:
-        """Return whether anything becomes of them."""
+        """Return whether any session changes."""
         return self.connects or len(self.kept) < len(sessions) or any(left for _, left in self.kept)
 
 
@@ -110,10 +112,11 @@ def choose_session_changes(
     joining: Sequence[EngineHandle] | None,
     is_only: bool,
 ) -> SessionChanges:
-    """Return what becomes of the sessions, where these engines are there.
+    """Return the changes of sessions for these engines.
 
-    holds: the model lies where it lay. joining: who gets a session, or None for everyone without one. is_only: there is
-    one transport, which serves all of them or none.
+    holds: whether the model's tensors have kept their addresses.
+    joining: the engines that get a session. None: every engine without one.
+    is_only: whether there is just one transport. It serves all engines or none.
     """
     kept = []
     linked: list[EngineHandle] = []
