@@ -45,7 +45,7 @@ from weightsync.transports.base import Transport
 logger = logging.getLogger(__name__)
 
 _SHARED_BY_RANKS = ("backend", "transport", "verify", "quantize", "on_engine_failure", "encoding", "non_finite")
-"""Options used by every rank. Ranks compare them. `selection` is not compared: a later error names the differing
+"""Options used by every rank, and compared. `selection` is used but not compared: later errors name differing
 tensors."""
 
 

@@ -91,8 +91,10 @@ class UpdateStrategy(ABC):
 
     @abstractmethod
     def reset(self, error: WeightSyncError) -> None:
-        """Undo the update after a failure on any rank, and mark engines with mixed weights. Takes seconds, must not
-        raise."""
+        """Undo the update after a failure on any rank, and mark engines with mixed weights.
+
+        Must not raise. May take seconds.
+        """
 
     @abstractmethod
     def close(self) -> None:

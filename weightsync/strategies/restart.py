@@ -189,8 +189,7 @@ class SaveAndRestart(UpdateStrategy):
 
 
 def check_stores(options: Sequence[str]) -> None:
-    """Raise `UnsupportedError` for a server with connectors that may keep keys and values from one version to the
-    next."""
+    """Raise `UnsupportedError` for a server with connectors that may keep one version's KV cache for the next."""
     words = [word for option in options for word in option.split("=", 1)]
     if not any(word.replace("_", "-").startswith(_STORES) for word in words):
         return

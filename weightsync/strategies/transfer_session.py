@@ -77,8 +77,7 @@ class TransferSession:
 
     @property
     def place_sample(self) -> int | None:
-        """The number of the sample to compare of bytes read in place. They were compared in full when they were
-        mapped."""
+        """The number of the sample to compare of bytes read in place. Their first comparison covered all bytes."""
         if self.verify == "none":
             return None
         return WHOLE if self.verify == "full" else self.pushes

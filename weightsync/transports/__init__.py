@@ -45,8 +45,7 @@ def open_transport(transport: object) -> Transport:
 
 
 def open_receiver(name: str, device: torch.device) -> TransportReceiver:
-    """Return the worker's end of the transport named in a `Connect` message. Raises `ProtocolError` for an unknown
-    name."""
+    """Return the worker's end of the transport in a `Connect` message. Raises `ProtocolError` for an unknown name."""
     if (found := _find(name)) is None:
         raise ProtocolError(
             f"the trainer asks for transport {name!r}, which this side does not know; install its package beside the "

@@ -158,8 +158,10 @@ class Transport(ABC):
         return
 
     def in_place(self) -> list[ByteRange]:
-        """Return this rank's byte ranges that workers read in place. Called after `prepare`. `prepare_push` digests
-        them."""
+        """Return this rank's byte ranges that workers read in place. Called after `prepare`.
+
+        `prepare_push` digests these ranges.
+        """
         return []
 
     def prepare_push(self, sample: int | None) -> int:
@@ -209,8 +211,7 @@ class TransportReceiver(ABC):
     """The worker's end, for one worker's device."""
 
     copy_programs: int | None = None
-    """Most GPU programs (blocks) of a kernel that copies out of a chunk. More would delay the transport's own
-    kernels."""
+    """Most GPU programs of a kernel that copies out of a chunk. More would delay the transport's own kernels."""
     waiting_for: Sequence[str] = ("trainer ranks",)
     """Peers that a GPU may wait for when chunks come late, as named in errors, the nearest first."""
 

@@ -1,7 +1,7 @@
 """Communicators: torch's gloo or NCCL process groups over a private store, outside the default group.
 
-One is never shared with the training job's groups, so it can be broken without breaking them. All waits are polls on
-the host with a deadline, the wait for the members included. `abort` ends every wait.
+A communicator is never shared with the training job's groups, so an abort leaves those intact. All waits are polls on
+the host with a deadline, including the wait for the members. `abort` ends every wait.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _UNCONNECTED = (
 )
 _VISIT = timedelta(seconds=5)
 _NO_NUMBER = 2**31 - 1
-"""Of no chunk."""
+"""A number that no chunk has."""
 _NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
-"""What the job's environment must not decide for a communicator. torch reads these in the group's constructor alone.
+"""Settings that override the job's environment. torch reads these variables in the group's constructor alone.
 
-NCCL's watchdog would end the process, and with it the trainer or the engine, when a member has died. A blocking wait
-would let `Pending.follow` wait for a member without a deadline.
+When a member dies, NCCL's watchdog would end the process, so the trainer or the engine. With a blocking wait
+`Pending.follow` would wait for a member without a deadline.
 """
 
 
 class RendezvousStore:
-    """Where the members of a communicator meet: a store on one interface only, held open by its first member.
+    """The meeting point of a communicator's members: a store on one network interface. The first member holds it open.
 
-    No two have the same `name`, though they may have the same address.
+    Each has a unique `name`. Two may have the same address, one after the other.
     """
 
     def __init__(self, host: str) -> None:
@@ -70,9 +70,9 @@ class RendezvousStore:
 
 
 def visit(host: str, port: int, deadline: Deadline) -> dist.Store:
-    """Open the store of a `Rendezvous` from another process. Raises `PeerError` within seconds when that cannot be."""
+    """Open the `RendezvousStore` of another process. Raises `PeerError` within seconds if it cannot be reached."""
     while True:
-        # A store would try until its timeout, and not say why it failed. Nor can it be told to stop.
+        # Probe the address first. TCPStore retries until its timeout, hides the reason, and cannot be interrupted.
         reach(host, port, "a member of a communicator", "trainer rank 0", deadline).close()
         patience = timedelta(seconds=deadline.left_s())
         try:
@@ -86,10 +86,12 @@ def visit(host: str, port: int, deadline: Deadline) -> dist.Store:
 
 
 class Communicator:
-    """`size` members on `device`s of one type, of which this one is number `rank`. All `meet` before anything else.
+    """A group of `size` members on `device`s of one type. This process is member `rank`. All `meet` before anything
+    else.
 
-    place: [host, port, name] of the `rendezvous`, which its first member alone has.
-    sends_to, receives_from: the members that this one will `exchange` with.
+    place: [host, port, name] of the rendezvous.
+    rendezvous: the rendezvous itself, on the first member alone.
+    sends_to, receives_from: the members of later `exchange`s.
     """
 
     def __init__(
@@ -111,10 +113,10 @@ class Communicator:
         self._error: Exception | None = None
 
     def meet(self, wait: Wait, deadline: Deadline) -> None:
-        """Return when all members have come, once. Waits as `Pending.wait` does."""
+        """Wait, once, until all members have come. Waits as `Pending.wait` does."""
         if self._has_met:
             return
-        # In a thread of its own, because none of it can be told to stop when a member does not come.
+        # In a separate thread: torch's constructors cannot be interrupted when a member does not come.
         meeting = threading.Thread(target=self._meet, args=(deadline,), name="weightsync-meet", daemon=True)
         meeting.start()
         try:
@@ -145,7 +147,8 @@ class Communicator:
                 store = self._rendezvous.store(deadline.left_s())
             else:
                 store = visit(host, port, deadline)
-            # The group's constructor cannot be told to stop, and keeps the store's port as long as it waits.
+            # Count arrivals before the group's constructor. It cannot be interrupted, and keeps the store's port while
+            # it waits.
             store.add(_ARRIVED, 1)
             while store.add(_ARRIVED, 0) < self.size:
                 if self.aborted.is_set():
@@ -156,31 +159,31 @@ class Communicator:
                 torch.cuda.set_device(self.device)
                 group: Any = _nccl(store, self.rank, self.size)
                 self._group = group
-                if self.aborted.is_set():  # before there was anything to break; from here on `abort` breaks what waits
+                if self.aborted.is_set():  # `abort` found no group to break
                     self.abort()
                     return
-                # Otherwise NCCL's members meet in the first operation, on the thread that asks for it.
+                # Without this NCCL's members connect in the first operation, and block its calling thread.
                 group.eager_connect_single_device(self.device)
                 self._connect()
             else:
                 address = local_and_peer_address(host)[0]
                 options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-                # Deadlines are kept here, and an operation may be posted long before its peer is told of it.
+                # Callers keep the deadlines. An operation may be posted long before its peer posts the other half.
                 options._timeout = timedelta(seconds=timeouts.NCCL_PATIENCE * deadline.timeout_s)
                 with GlooPort(meet_addresses(store, self.rank, self.size, address), address) as port:
                     options._devices = [port.device]
                     self._group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
                     port.close(store, self.rank)
         except Exception as error:
-            self._error = error.with_traceback(None)  # which would keep this frame, and with it the store's socket
+            self._error = error.with_traceback(None)  # the traceback would keep this frame and the store's socket
         else:
-            if self.aborted.is_set():  # `abort` came while there was nothing to break
+            if self.aborted.is_set():  # `abort` found no group to break
                 self.abort()
 
     def _connect(self) -> None:
         """Run one operation between the members.
 
-        NCCL connects members in their first operation, where each waits for the other in the call.
+        NCCL connects members in their first operation. Each call then waits for the other member.
         """
         nothing = torch.zeros(1, dtype=torch.uint8, device=self.device)
         sends_to, receives_from = self._partners
@@ -197,10 +200,12 @@ class Communicator:
         names: Sequence[str] = (),
         behind: Sequence[str] = (),
     ) -> Pending:
-        """Start sending and receiving, each to or from the member beside it, all as one.
+        """Start sends and receives as one operation. Each tensor has its member beside it.
 
-        Two members have their exchanges in the same order, under the same `number`s. `names` are what errors call these
-        members. `behind` are those that these may wait for themselves.
+        Two members must post their exchanges in the same order, under the same `number`s.
+
+        names: the names of these members in errors.
+        behind: further members that those may wait for.
         """
         verb = "exchange" if sends and receives else "send" if sends else "receive"
         nbytes = sum(data.numel() for data, _ in (*sends, *receives))
@@ -211,7 +216,7 @@ class Communicator:
             raise PeerError(f"the {what} broke: {error}") from error
 
     def largest(self, values: torch.Tensor, names: Sequence[str]) -> Pending:
-        """Start replacing each of `values` by the largest that any member gives. Every member does. See `exchange`."""
+        """Start replacing each of `values` by the maximum over all members. Every member calls this. See `exchange`."""
         if (group := self._group) is None:
             raise WeightSyncError("the communicator was closed")
         what, options = f"search for the largest of {values.numel()} numbers", dist.AllreduceOptions()
@@ -224,7 +229,7 @@ class Communicator:
                     group.allreduce([values], options).wait()
                 stream.synchronize()
 
-            # In a thread: a call for which NCCL has to connect members waits for all of them.
+            # In a thread: NCCL may have to connect members, and its call then waits for all of them.
             return Pending(_Watched([search]), self.device, what, [*names])
         try:
             return Pending(group.allreduce([values], options), self.device, what, [*names])
@@ -238,17 +243,17 @@ class Communicator:
         if group is None:
             raise WeightSyncError("the communicator was closed")
         if self.device.type == "cpu" or not (sends or receives):
-            # gloo ends the process when what arrives under a number is not of the size that was expected.
+            # Tag by chunk number: gloo ends the process when a message's size differs from the receive's.
             works = [group.send([data], member, number) for data, member in sends]
             works += [group.recv([data], member, number) for data, member in receives]
             return _Watched([work.wait for work in works])
         if self.size == 2 and len(sends) + len(receives) == 1:
-            # NCCL's broadcast goes on at full speed beside copies, where its send loses a twelfth.
+            # Use broadcast: NCCL's send is slower than its broadcast while copies run on the GPU.
             ((data, member),) = (*sends, *receives)
             options = dist.BroadcastOptions()
             options.rootRank = self.rank if sends else member
             return group.broadcast([data], options)
-        # As a batch, though of one: others get a communicator for their two members, and meet there, blocking.
+        # Always as a batch: an unbatched NCCL send creates a two-member communicator, and that blocks.
         group._start_coalescing()
         try:
             for data, member in sends:
@@ -256,14 +261,14 @@ class Communicator:
             for data, member in receives:
                 group.recv([data], member, 0)
         except BaseException:
-            # NCCL would keep all that this thread asks for, of the training job too, until the batch has ended.
+            # End the batch. Otherwise NCCL holds back this thread's later operations, the training job's too.
             with suppress(RuntimeError):
                 group._end_coalescing()
             raise
         return group._end_coalescing()
 
     def abort(self) -> None:
-        """Leave, break the wait for the members, and every operation under way on them. Returns within seconds."""
+        """Leave. Break the wait for the members, and every operation under way on them. Returns within seconds."""
         self.aborted.set()
         self._break()
         if self._rendezvous is not None:
@@ -280,16 +285,16 @@ class Communicator:
             others = [member for member in range(self.size) if member != self.rank]
             leaving = threading.Thread(target=_leave, args=(group, others), name="weightsync-gloo", daemon=True)
             leaving.start()
-            # Most often there are none. An interpreter that ends meanwhile would abort the process.
+            # Join: an interpreter that exits meanwhile would abort the process. Usually nothing is left to break.
             leaving.join(timeouts.COMMUNICATOR_LEAVE_S)
             if leaving.is_alive():
                 atexit.register(leaving.join, timeouts.COMMUNICATOR_LEAVE_S)
 
 
 def _leave(group: list[Any], others: Sequence[int]) -> None:
-    """Break what is under way in a group of gloo's, and close the group, which waits for that."""
-    # gloo has no abort. A wait that runs out breaks all that the group does, here and on the other members. Where the
-    # other member has gone there is none.
+    """Break the operations of a gloo group, and close the group. The close waits for them."""
+    # gloo has no abort. A receive that times out breaks all operations of the group, here and on the other members. It
+    # raises `RuntimeError` if the other member has gone.
     for member in others:
         with suppress(RuntimeError):
             group[0].recv([torch.empty(1, dtype=torch.uint8)], member, _NO_NUMBER).wait(timedelta(milliseconds=1))
@@ -298,8 +303,8 @@ def _leave(group: list[Any], others: Sequence[int]) -> None:
 
 def _nccl(store: dist.Store, rank: int, size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(days=1)  # deadlines are kept here, on the host
-    # The copies of the next chunk begin at the same moment as this one's broadcast, and would keep it waiting.
+    options._timeout = timedelta(days=1)  # callers keep the deadlines, on the host
+    # High priority: the next chunk's copies start together with this chunk's broadcast, and would delay it.
     options.is_high_priority_stream = True
     before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
     os.environ.update(_NCCL_SETTINGS)
@@ -314,7 +319,7 @@ def _nccl(store: dist.Store, rank: int, size: int) -> Any:
 
 
 class _Watched:
-    """Waits in a thread. Sends and receives of gloo never say that they are done, only their `wait` ends."""
+    """Waits in a thread. gloo's sends and receives do not report their completion: only their `wait` returns."""
 
     def __init__(self, waits: list[Callable[[], object]]) -> None:
         self._waits = waits
@@ -330,7 +335,7 @@ class _Watched:
             for wait in self._waits:
                 wait()
         except RuntimeError as error:
-            self._error = str(error)  # the error itself would keep this frame, and with it the group's sockets
+            self._error = str(error)  # keep the text only: the error would keep this frame and the group's sockets
         self._waits.clear()
         self.done.set()
 
@@ -343,22 +348,22 @@ class _Watched:
 
 
 class Pending:
-    """An operation under way, and what people call those that it waits for."""
+    """An operation under way. `waiting_for` are its members' names in errors."""
 
     def __init__(self, work: Any, device: torch.device, what: str, waiting_for: list[str]) -> None:
         self._work, self._device, self._what, self._waiting_for = work, device, what, waiting_for
 
     def follow(self, wait: Wait, deadline: Deadline, phase: str) -> None:
-        """Order later work on the current stream after it, without waiting. On a CPU wait as `wait` does."""
+        """Order later work on the current stream after the operation, without waiting. On a CPU wait as `wait` does."""
         if self._device.type != "cuda":
             self.wait(wait, deadline, phase)
             return
         self._order(phase)
 
     def wait(self, wait: Wait, deadline: Deadline, phase: str) -> None:
-        """Return once it is done, with later work on the current stream ordered after it.
+        """Wait until the operation is done, and order later work on the current stream after it.
 
-        Raises `PeerError` when the operation breaks, `SyncTimeoutError` past the deadline, and what `wait` raises.
+        Raises `PeerError` if the operation breaks, `SyncTimeoutError` past the deadline, and the errors of `wait`.
         """
         while not self._work.is_completed():
             if deadline.passed():
@@ -382,16 +387,16 @@ class Pending:
 
 
 class UnderWay:
-    """Operations that were begun and have not been seen to end, the oldest first."""
+    """Operations that have begun and were not seen to end, oldest first."""
 
     def __init__(self) -> None:
         self._pending: deque[Pending] = deque()
 
     def add(self, pending: Pending) -> None:
-        """Note an operation."""
+        """Add an operation that has begun."""
         self._pending.append(pending)
 
     def bound(self, count: int, wait: Wait, deadline: Deadline) -> None:
-        """Wait for the oldest until at most `count` are left."""
+        """Wait for the oldest operations until at most `count` are left."""
         while len(self._pending) > count:
             self._pending.popleft().wait(wait, deadline, "transfer")

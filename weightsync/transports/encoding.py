@@ -1,12 +1,12 @@
-"""Runs of bytes as they travel where both ends keep the last ones: whole, or as their difference from those.
+"""The encoding of byte runs for `encoding=`: a run travels whole, or as its difference from the last push.
 
-A message is a head, and then a run or a difference. A run's digest is a part of it, so that what a difference was made
-from is known by two things: the number of the push that brought it, and the digest that came with it.
+Both ends keep the last runs. A message is a head, followed by a run or a difference. A run includes its digest. Two
+facts identify the base of a difference: the push's number, and the base's digest.
 
     head    kind, bytes that follow, and for a difference the push and the digest of its base: 4 integers of 8 bytes
 
-Encoding has to pay. The first push is whole, and tells the speed of the link. A run whose difference saves less in a
-second than the link carries rests for some pushes, and so do all when a push was slower than a whole one.
+Encoding has to pay. The first push is whole, and measures the speed of the link. A run is sent whole for the next
+pushes if encoding costs more time than it saves. All runs are, after a push slower than an unencoded one.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from weightsync.transports.base import DIGEST_BYTES, SLOTS
 HEAD_BYTES = 32
 _WHOLE, _DIFFERENCE = 0, 1
 _PAYS_BELOW = 1.5e8
-"""Bytes that a link carries in a second. Faster ones gain nothing, because both ends take longer to compare."""
+"""Link speed in bytes per second. Over faster links encoding gains nothing: comparing takes both ends longer."""
 _SLOW_ANYWAY = 5e7
-"""The first push has more to do than others. A link that is faster than this in it is measured in the second again."""
+"""Link speed in bytes per second. A first push does extra work: over a faster link the second is measured too."""
 _FIRST_REST, _LONGEST_REST = 2, 64
-"""Pushes."""
+"""Numbers of pushes."""
 
 
 class Encoder:
-    """What one trainer rank sent last, by run, and whether it pays to send differences from it.
+    """The runs of one trainer rank's last push, and the choice between a difference and the whole run.
 
-    encodes: the push under way has messages. Otherwise its runs travel as they are.
+    encodes: whether the current push sends messages. Otherwise it sends plain runs.
     """
 
     def __init__(self, measures: bool) -> None:
-        """Begin without anything sent. Unless it `measures`, it sends every difference that is shorter."""
+        """Begin without any sent run. Unless it `measures`, the encoder sends every difference shorter than its run."""
         self.encodes = False
         self._measures = measures
         self._pushes = 0
         self._bases: dict[Hashable, torch.Tensor] = {}
         self._whole_left, self._rest = 1, _FIRST_REST
-        self._resting: dict[Hashable, tuple[int, int]] = {}  # by run: pushes that are left, and of how many
-        self._bytes_per_s = 0.0  # of the last whole push
+        self._resting: dict[Hashable, tuple[int, int]] = {}  # by run: pushes left to rest, and the next rest's length
+        self._bytes_per_s = 0.0  # of the last unencoded push
 
     def begin(self) -> None:
         """Begin a push."""
@@ -52,12 +52,12 @@ class Encoder:
         self._nbytes, self._started = 0, time.perf_counter()
 
     def message(self, key: Hashable, run: torch.Tensor) -> torch.Tensor:
-        """Return what travels of a run."""
+        """Return the message of a run."""
         base, (left, rest) = self._bases.get(key), self._resting.get(key, (0, _FIRST_REST))
         if base is None or left:
             self._resting[key] = max(left - 1, 0), rest
             return _message(_WHOLE, run, 0, None)
-        started = time.thread_time()  # what others take of the processor does not make a difference worse
+        started = time.thread_time()  # CPU time: other processes' load must not count against the difference
         difference = encode(run, base, self._bytes_per_s)
         saved = 0 if difference is None else run.numel() - difference.numel()
         if self._measures and saved <= (time.thread_time() - started) * self._bytes_per_s:
@@ -69,7 +69,7 @@ class Encoder:
         return _message(_DIFFERENCE, difference, self._pushes, base)
 
     def keep(self, key: Hashable, run: torch.Tensor, again: bool) -> None:
-        """Note that a run has been sent in this push, and whether later ones have it too."""
+        """Keep a run after it was sent. `again`: later pushes send the run too."""
         self._nbytes += run.numel()
         if self._whole_left > 1 or not again:
             return
@@ -79,7 +79,7 @@ class Encoder:
             self._bases[key] = run.clone()
 
     def end(self) -> None:
-        """End a push, after which the receivers hold all that was sent."""
+        """End a push. The receivers then hold all of its runs."""
         self._pushes += 1
         if not self._measures:
             self._whole_left = 0
@@ -101,22 +101,27 @@ class Encoder:
 
 
 class ReceiveBuffers:
-    """Room for the messages of two chunks, in a worker. A message says itself how much of its room it takes, and gloo
-    receives what is shorter than the room for it."""
+    """A worker's buffers for the messages of two chunks.
+
+    A message may be shorter than its room. gloo receives shorter messages, and the head has the length.
+    """
 
     def __init__(self, slot_bytes: int, runs: int) -> None:
-        """Allocate for chunks of so many bytes and runs. Without runs there are no messages."""
+        """Allocate for chunks of `slot_bytes` bytes and `runs` runs. Without runs there are no messages."""
         nbytes = slot_bytes + runs * HEAD_BYTES if runs else 0
         self._boxes = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
 
     def room(self, number: int, position: int, first: int, end: int) -> torch.Tensor:
-        """Return the room for a message of a chunk's run at this position, from its first byte in the slot to its
-        end."""
+        """Return the room for a run's message.
+
+        position: the number of the run in its chunk.
+        first, end: the bytes of the run in the slot.
+        """
         return self._boxes[number % SLOTS][first + position * HEAD_BYTES : end + (position + 1) * HEAD_BYTES]
 
 
 def length(message: torch.Tensor) -> int:
-    """Return how many of the bytes that there is room for are the message. Raises `ProtocolError`."""
+    """Return the length of a message within its room. Raises `ProtocolError` for an impossible length."""
     nbytes = _head(message)[1]
     if not 0 <= nbytes <= message.numel() - HEAD_BYTES:
         raise ProtocolError(f"a message says that it has {nbytes} bytes, and {message.numel() - HEAD_BYTES} have room")
@@ -124,9 +129,9 @@ def length(message: torch.Tensor) -> int:
 
 
 def read(message: torch.Tensor, run: torch.Tensor, pushes: int) -> None:
-    """Turn `run`, which the last of so many pushes has filled, into what a message says.
+    """Decode a message into `run`. Before the call `run` has the bytes of the last of `pushes` pushes.
 
-    Raises `ProtocolError`, before anything is written, for a difference from anything else, and a malformed message.
+    Raises `ProtocolError`, before anything is written, for a malformed message, or a difference from another base.
     """
     body = message[HEAD_BYTES : length(message)]
     kind, nbytes, base_pushes, base_digest = _head(message)

@@ -1,14 +1,14 @@
-"""Versions of a checkpoint in a folder that trainer and engines see: written by the ranks, loaded into live engines.
+"""Versions of a checkpoint in a shared folder: trainer ranks write them, and live engines load them.
 
     folder/.lock                    held by the trainer that writes here
-    folder/.incoming-3f2a/rank-0    what rank 0 has written: one digest for each chunk
+    folder/.incoming-3f2a/rank-0    rank 0's progress: one digest for each chunk
     folder/.incoming-3f2a/1/        the first push of this connection, while it is under way
     folder/version-00000007/        complete
 
-Every rank writes its part of each chunk where it belongs in the safetensors files. When it is on the disk, the rank
-appends the digest of it to its own file. A worker reads a chunk once every rank that has a part of it has done so. When
-all workers have loaded all chunks, the folder gets its name. No name is used twice, and a rank's file is there before
-anybody looks for it, because network file systems remember names.
+Every rank writes its part of each chunk to its place in the safetensors files. Then the rank appends the part's digest
+to its own progress file. A worker reads a chunk after every rank with a part of it has done so. When all workers have
+loaded all chunks, the folder gets its name. Network file systems cache names. So no name is used twice, and a rank's
+progress file exists before a worker opens it.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ from weightsync.transports.staging import Packer, SlotSection, by_rank, endpoint
 _SLOT = 0
 _INCOMING = ".incoming-"
 _READ_BYTES = 64 * 2**20
-"""Read at once, between looks for bad news."""
+"""Most bytes of one read. The deadline is checked between reads."""
 
 
 class _Piece(Struct, frozen=True, array_like=True):
-    """A box of a tensor that begins at byte `first_byte` of a file, and where it goes in the slot."""
+    """A box of a tensor, with its place in the slot. The tensor begins at byte `first_byte` of `file`."""
 
     file: Annotated[str, Meta(pattern=r"^\w[\w.-]*\Z")]  # a name without a folder
     first_byte: Count
@@ -81,7 +81,7 @@ class _Piece(Struct, frozen=True, array_like=True):
 
 
 class FilesEndpoint(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker is told of a folder of checkpoints. `pieces` and `runs` are of each chunk, of each of its runs."""
+    """A worker's data about a folder of checkpoints. `pieces` and `runs` are lists by chunk, then by run."""
 
     incoming: Annotated[str, Meta(pattern=r"(^|/)\.incoming-[0-9a-f]{8}\Z")]
     pieces: list[list[list[_Piece]]]
@@ -90,7 +90,7 @@ class FilesEndpoint(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FilesTransport(Transport):
-    """The trainer's end of `CheckpointTransport(folder)`, which says what the arguments are."""
+    """The trainer's end of `CheckpointTransport(folder)`. See `CheckpointTransport` for the arguments."""
 
     name = "checkpoint"
     keeps_frozen = False
@@ -105,7 +105,7 @@ class FilesTransport(Transport):
     ) -> None:
         self._folder, self._keep_last = folder, keep_last
         self._max_shard_bytes, self._saved_beside = max_shard_bytes, saved_beside
-        self._takes_configs = takes_configs  # from the model, where none are given
+        self._takes_configs = takes_configs  # use the model's own configs if none are given
         self._lock: int | None = None
         self._forget()
 
@@ -123,14 +123,13 @@ class FilesTransport(Transport):
         reads: Sequence[ReadRegions],
     ) -> tuple[Chain, ...]:
         check_whole(manifest, locations)
-        # Any worker that sees the folder is reached, and it looks when it connects. None passes anything on, so that
-        # one stands for all.
+        # Every worker checks in `connect` that it sees the folder. No worker passes bytes on, so one stands for all.
         return (Chain((0,), chain_of(range(len(reads)), reads).reads),)
 
     def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
         ranks = self._ranks = update.ranks
         travelling = (name for chunk in plan.chunks for name in chunk.names)
-        order = dict.fromkeys([*travelling, *plan.manifest.names])  # tensors without elements are in no chunk
+        order = dict.fromkeys([*travelling, *plan.manifest.names])  # no chunk has tensors without elements
         self._shards = lay_out(plan.manifest, [(name,) for name in order], self._max_shard_bytes)
         own = [[piece for piece in chunk.pieces if piece.rank == ranks.rank] for chunk in plan.chunks]
         self._mine = [staging.lay_out(plan.manifest, {0: pieces}, _SLOT) for pieces in own]
@@ -153,11 +152,11 @@ class FilesTransport(Transport):
         return [endpoint(layout, [], incoming=incoming, pieces=pieces) for _ in range(plan.workers)]
 
     def _open(self, ranks: int) -> tuple[str, int]:
-        """Take the folder, on rank 0. Return where pushes of this connection are written, and the newest version."""
+        """Take the folder, on rank 0. Return the folder of this connection's pushes, and the newest version."""
         try:
             if self._lock is None:
                 self._lock = take(self._folder, "checkpoints")
-            for left in self._folder.glob(f"{_INCOMING}*"):  # by a trainer that was killed, or our last connection
+            for left in self._folder.glob(f"{_INCOMING}*"):  # of a killed trainer, or of our last connection
                 discard(left)
             incoming = self._folder / f"{_INCOMING}{secrets.token_hex(4)}"
             incoming.mkdir()
@@ -168,7 +167,7 @@ class FilesTransport(Transport):
             raise PlacementError(f"cannot write checkpoints to {self._folder}: {error}") from error
 
     def _describe(self, manifest: Manifest, bundle: SlotSection) -> list[_Piece]:
-        """Return what a worker needs to find each piece of a bundle."""
+        """Return a worker's description of each piece of a bundle."""
         rows = []
         for place in bundle.places:
             size, shape = itemsize(place.dtype), manifest[place.name].shape
@@ -178,14 +177,14 @@ class FilesTransport(Transport):
 
     def prepare_push(self, sample: int | None) -> int:
         for gpu in self._gpus:
-            torch.cuda.synchronize(gpu)  # an optimizer may have queued its writes on another stream
-        if self._ranks.rank == 0 and self._created == self._pushes:  # for the push that has not begun
+            torch.cuda.synchronize(gpu)  # the optimizer's writes may be queued on another stream
+        if self._ranks.rank == 0 and self._created == self._pushes:  # the folder of the next push
             create(self._folder_of(self._pushes + 1), self._shards, self._beside)
             self._created += 1
         return 0
 
     def drop_workers(self, workers: Collection[int]) -> bool:
-        return True  # nothing is sent to a worker
+        return True  # workers read files: nothing is sent to them
 
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
         self._pushes += 1
@@ -216,7 +215,7 @@ class FilesTransport(Transport):
         prune(self._folder, self._keep_last)
 
     def abort(self) -> None:
-        if self._lock is not None:  # rank 0
+        if self._lock is not None:  # only rank 0 has the lock
             if self._incoming is not None:
                 shutil.rmtree(self._incoming, ignore_errors=True)
             unlock(self._lock)
@@ -225,7 +224,7 @@ class FilesTransport(Transport):
 
 
 class FilesReceiver(TransportReceiver):
-    """The worker's end: a slot for one chunk on the engine's device, filled by way of pinned memory on a GPU."""
+    """The worker's end: a slot for one chunk on the engine's device. Bytes reach a GPU through pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -241,10 +240,10 @@ class FilesReceiver(TransportReceiver):
         self._incoming, self._runs, self._pieces = Path(told.incoming), told.runs, told.pieces
         check_seen(self._incoming, "this engine worker")
         with _reading(self._incoming.parent / LOCK):
-            pass  # a folder of checkpoints has one, and a worker reads in no other
+            pass  # every folder of checkpoints has a lock file: refuse to read elsewhere
         self._pushes = self._seen = 0
         if self._slot.numel() != told.slot_bytes:
-            self._forget()  # before there are others
+            self._forget()  # free the old buffers first
             on_gpu = self.device.type == "cuda"
             self._read_into = torch.empty(told.slot_bytes, dtype=torch.uint8, pin_memory=on_gpu)
             self._slot = torch.empty_like(self._read_into, device=self.device) if on_gpu else self._read_into
@@ -272,14 +271,14 @@ class FilesReceiver(TransportReceiver):
     def _late(self, ranks: Sequence[int]) -> list[str]:
         late = []
         for rank in ranks:
-            # Opened anew each time: only then does a network file system look for what others have written.
+            # Open anew each time: network file systems fetch other hosts' writes only on open.
             with _reading(_progress(self._incoming, rank)) as fd:
                 if os.fstat(fd).st_size < self._seen * DIGEST_BYTES:
                     late.append(f"trainer rank {rank}")
         return late
 
     def _read(self, pieces: Sequence[_Piece], wait: Wait, deadline: Deadline) -> None:
-        """Read one rank's pieces, and clear what lies between them, as the rank has before it made the digest."""
+        """Read one rank's pieces, and zero the gaps between them. The rank's digest covers zeroed gaps too."""
         for piece in pieces:
             first = piece.first
             with _reading(self._incoming / str(self._pushes) / piece.file) as fd:

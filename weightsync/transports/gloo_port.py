@@ -1,7 +1,7 @@
-"""The port of gloo: open to the addresses of members alone, and to no address once these have met.
+"""The port of gloo: open only to the addresses of members, and to no address once the members have met.
 
-gloo keeps every connection that it is offered, for as long as it has a port, and ends the process when it can take no
-more. It needs the port only until its members are connected. Closing it under gloo would end the process too.
+gloo accepts every connection while it has a port, and ends the process when it can accept no more. It needs the port
+only until its members are connected. Closing the port's socket would end the process too.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _LOAD_WORD, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _DROP = struct.pack("=HBBI", _RETURN, 0, 0, 0)
 _TAKE = struct.pack("=HBBI", _RETURN, 0, 0, 0xFFFFFFFF)
 _IP_HEADER = 0x100000000 - 0x100000
-"""Where filters of a TCP socket find the packet's IP header."""
+"""Offset of the packet's IP header in filters of a TCP socket."""
 _SOURCE = {4: 12, 6: 8}
-"""Where the sender's address is in it."""
+"""Offset of the sender's address in the IP header, by version of IP."""
 _LOOKING = threading.Lock()
-"""Held while a thread has copies of this process's sockets. Threads that copied each other's would run out of files."""
+"""Held while a thread has copies of this process's sockets. Threads that copy each other's copies run out of files."""
 
 
 def meet_addresses(store: dist.Store, member: int, size: int, address: str) -> set[str]:
     """Return the addresses from which the other members of a gloo group will connect to this one.
 
-    Each listens at its `address`. Blocks until all have said theirs in the store, where they meet.
+    Each member listens at its `address`. Blocks until all members have written theirs to the store.
     """
     store.set(f"at/{member}", address)
     listening = {at.decode() for at in store.multi_get([f"at/{each}" for each in range(size)])}
     mine = {address}
     for at in listening:
-        with suppress(OSError):  # gloo will say that there is no way
+        with suppress(OSError):  # no route: gloo raises its own error later
             mine.add(local_and_peer_address(at)[0])
     store.set(f"from/{member}", " ".join(mine))
     told = store.multi_get([f"from/{each}" for each in range(size)])
@@ -56,9 +56,9 @@ def meet_addresses(store: dist.Store, member: int, size: int, address: str) -> s
 
 
 class GlooPort:
-    """A device of gloo, and the port that it opens at `address`. From the start only `members` reach it.
+    """A device of gloo, and the port that it opens at `address`. From the start only `members` reach the port.
 
-    To be left, as a context, once the members have met, or will not meet.
+    A context. Leave it once the members have met, or have failed to meet.
     """
 
     def __init__(self, members: Collection[str], address: str) -> None:
@@ -72,7 +72,7 @@ class GlooPort:
         program = _only_from(members, ipaddress.ip_address(address).version)
         for opened in self._opened:
             if opened.getsockname()[0] == address:
-                with suppress(OSError):  # a filter has no room for so many addresses
+                with suppress(OSError):  # too many addresses for one filter
                     _attach(opened, program)
 
     def __enter__(self) -> GlooPort:
@@ -82,10 +82,10 @@ class GlooPort:
         _close(self._opened)
 
     def close(self, store: dist.Store, member: int) -> None:
-        """Drop every packet that comes to the port, and end the connections that other users have to it.
+        """Drop every packet to the port, and end other users' connections to it.
 
-        With a key, members may be other users. `store` is where the members of the group have met, of which this is
-        number `member`.
+        With a key, members may be other users, and their connections stay. `store` is the group's store. This process
+        is number `member` in it.
         """
         told = store.get(f"0/{member}") if store.check([f"0/{member}"]) else b""
         closed = 0
@@ -95,15 +95,15 @@ class GlooPort:
                 closed += 1
                 if not read_key():
                     _end_others(opened.getsockname())
-            else:  # another thread's, opened at the same moment
-                with suppress(OSError):  # it has none
+            else:  # another thread's port, opened at the same moment
+                with suppress(OSError):  # it has no filter
                     opened.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
         if not closed:
             logger.warning("the port of gloo stays open to strangers: see docs/security.md")
 
 
 def _only_from(addresses: Collection[str], version: int) -> bytes:
-    """Return a filter that takes packets from these addresses alone, as far as they are of this version of IP."""
+    """Return a filter that accepts only packets from these addresses, without those of another version of IP."""
     program = b""
     for address in map(ipaddress.ip_address, addresses):
         if address.version != version:
@@ -111,7 +111,7 @@ def _only_from(addresses: Collection[str], version: int) -> bytes:
         words = struct.unpack(f">{len(address.packed) // 4}I", address.packed)
         for number, word in enumerate(words):
             at = _IP_HEADER + _SOURCE[version] + 4 * number
-            past = 2 * (len(words) - number) - 1  # the rest of this address, and that it is taken
+            past = 2 * (len(words) - number) - 1  # skip the rest of this address, and its TAKE instruction
             program += struct.pack("=HBBI", _LOAD_WORD, 0, 0, at) + struct.pack("=HBBI", _IF_EQUAL, 0, past, word)
         program += _TAKE
     return program + _DROP
@@ -125,11 +125,11 @@ def _attach(opened: socket.socket, program: bytes) -> None:
 
 
 def _end_others(port: tuple[str, int]) -> None:
-    """End the connections to a port of this process that other users have. One may have a member's place."""
+    """End other users' connections to a port of this process. Such a connection may stand in for a member."""
     with _LOOKING:
         connected = _sockets(listening=False)
         for opened in connected:
-            with suppress(OSError):  # it has gone
+            with suppress(OSError):  # the peer has disconnected
                 if opened.getsockname() == port and opened.getpeername():
                     try:
                         refuse_other_users(opened, "who has connected to the port of gloo")
@@ -140,10 +140,10 @@ def _end_others(port: tuple[str, int]) -> None:
 
 
 def _sockets(listening: bool) -> list[socket.socket]:
-    """Return copies of this process's TCP sockets that listen, or of the others."""
+    """Return copies of this process's TCP sockets: of the listening ones, or of all others."""
     found = []
     for fd in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # another thread has closed it meanwhile
+        with suppress(OSError):  # another thread may close it meanwhile
             if stat.S_ISSOCK(os.fstat(fd).st_mode):
                 opened = socket.socket(fileno=os.dup(fd))
                 is_tcp = opened.family in (socket.AF_INET, socket.AF_INET6)
@@ -164,7 +164,7 @@ def _close(sockets: Collection[socket.socket]) -> None:
 
 
 def _as_told(opened: socket.socket) -> bytes:
-    """Return the address of a TCP socket as the kernel has it, and as gloo tells it to other members."""
+    """Return the address of a TCP socket in the kernel's form. gloo sends it to other members in this form."""
     family = opened.family
     host, port, *_ = opened.getsockname()
     flow = bytes(4) if family == socket.AF_INET6 else b""

@@ -1,8 +1,8 @@
-"""`vllm_bridge_config.json`: where a running engine's parameters lie, for programs on the same host.
+"""`vllm_bridge_config.json`: the locations of a running engine's parameters, for programs on the same host.
 
-The engine writes it once it has loaded its weights, one file for all of its workers. A trainer with single_copy finds
-its engine by it; any other program may map the parameters with `open_parameters`. What it says is worth nothing once a
-process that it names has ended, so `check` comes before everything else.
+The engine writes one file for all of its workers, after it has loaded its weights. A trainer with single_copy finds its
+engine by this file. Any other program may map the parameters with `open_parameters`. The file is invalid once a named
+process has ended, so call `check` first.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from weightsync.transports.shared_handles import export, open_exported
 FILE = "vllm_bridge_config.json"
 FORMAT = 1
 VARIABLE = "WEIGHTSYNC_BRIDGE"
-"""Set in an engine's environment, it names the file that the engine writes."""
+"""Environment variable of an engine: the path of the file to write."""
 URL_VARIABLE = "WEIGHTSYNC_BRIDGE_URL"
-"""Beside it: the address at which the engine serves."""
+"""Environment variable of an engine: the address of its server."""
 
-# What each is called in the file, and in `weightsync.transports.shared_handles`. Bytes are base64, under a name that
-# says so.
+# The names in the file, and in `weightsync.transports.shared_handles`. Names with `_b64` have bytes in base64.
 _NAMES = {
     "device_index": "device",
     "ipc_handle_b64": "handle",
@@ -56,8 +55,9 @@ _NAMES = {
 class Worker:
     """One worker of the engine.
 
-    engine_instance: another one for each start of the engine.
-    ipc_handles: where each of its parameters lies, as `handle_rows` has it.
+    Attributes:
+        engine_instance: A new value for each start of the engine.
+        ipc_handles: The location of each of its parameters, in the form of `handle_rows`.
     """
 
     rank: int
@@ -71,7 +71,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Bridge:
-    """What the file says. `url` is None for an engine that is no server."""
+    """The content of the file. `url` is None for an engine without a server."""
 
     path: Path
     boot_id: str
@@ -82,14 +82,18 @@ class Bridge:
 
 
 def find(path: str | os.PathLike[str] | None = None) -> Path:
-    """Return the engine's file: `path` if given, else the first that exists.
+    """Return the path of the engine's file.
 
-    It looks for $LOGDIR/vllm_bridge_config.json, the file in the working directory, and the file in this user's runtime
-    directory. Raises `ConfigError` when there is none.
+    Args:
+        path: The file. None: the first that exists of $LOGDIR/vllm_bridge_config.json, the file in the working
+            directory, and the file in this user's runtime directory.
+
+    Raises:
+        ConfigError: The file does not exist.
     """
     candidates = [Path(path)] if path is not None else [*_in_logdir(), Path(FILE), _runtime_folder() / FILE]
     for candidate in candidates:
-        if os.path.exists(candidate):  # `Path.exists` raises where a folder may not be read
+        if os.path.exists(candidate):  # `Path.exists` raises for a file in an unreadable folder
             return candidate
     raise ConfigError(
         f"no {FILE}; looked for {', '.join(map(str, candidates))}. Start the engine with `python -m "
@@ -98,14 +102,14 @@ def find(path: str | os.PathLike[str] | None = None) -> Path:
 
 
 def place_to_write() -> Path:
-    """Return where an engine writes that was told no path: $LOGDIR, or else this user's runtime directory.
+    """Return the default path for an engine's file: in $LOGDIR, or else in this user's runtime directory.
 
     Makes the runtime directory.
     """
     if in_logdir := _in_logdir():
         return in_logdir[0]
     folder = _runtime_folder()
-    with suppress(OSError):  # such as a link that leads nowhere
+    with suppress(OSError):  # such as a dangling link
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_own_folder(folder):
         raise ConfigError(
@@ -116,7 +120,7 @@ def place_to_write() -> Path:
 
 
 def write(path: Path, model: str, url: str | None, tp_degree: int, workers: list[Worker]) -> None:
-    """Write the file whole, readable by this user alone. A program that reads meanwhile sees the old one."""
+    """Write the file, readable by this user alone. A concurrent reader sees the old file or the complete new one."""
     first = workers[0]
     mappings = {
         name: {"vllm_name": name, "shape": row["shape"], "dtype": row["dtype"], "device": first.device}
@@ -151,8 +155,10 @@ def write(path: Path, model: str, url: str | None, tp_degree: int, workers: list
 def read(path: Path) -> Bridge:
     """Read a file of an engine's parameters.
 
-    Raises `PlacementError` for a file that cannot be read, is a link or no plain file, or is another user's or may be
-    written by one. Raises `ProtocolError` for one of another format.
+    Raises:
+        PlacementError: The file cannot be read, is a link, or is no plain file. Or another user owns it or may write
+            it.
+        ProtocolError: The file has another format.
     """
     try:
         with os.fdopen(open_plain(path, os.O_RDONLY), encoding="utf-8") as file:
@@ -177,15 +183,14 @@ def read(path: Path) -> Bridge:
 
 
 def remove(path: Path) -> None:
-    """Remove the file of the engine of this process. What another engine has written there since stays."""
-    with suppress(WeightSyncError):  # it is gone, or is none of this engine's
+    """Remove the file of this process's engine. Keep a file that another engine has written in its place."""
+    with suppress(WeightSyncError):  # the file is gone, or another engine's
         if any(worker.pid == os.getpid() for worker in read(path).workers):
             path.unlink(missing_ok=True)
 
 
 def check(bridge: Bridge) -> None:
-    """Raise `PlacementError` where the file is stale: written before this host was booted, or by an engine of which a
-    process has ended."""
+    """Raise `PlacementError` if the file is stale: from before this host's boot, or with a process that has ended."""
     if bridge.boot_id != boot_id():
         raise PlacementError(
             f"{bridge.path} is stale: it was written on another host, or before this one was booted; start the engine"
@@ -199,10 +204,17 @@ def check(bridge: Bridge) -> None:
 
 
 def open_parameters(bridge: Bridge, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the live parameters of worker `rank`, under the engine's own names, as views of its memory.
+    """Return the live parameters of one worker by the engine's names, as views of the engine's memory.
 
-    A process calls this once, because torch counts how often GPU memory is opened and released. Raises as `check` does,
-    and `PlacementError` for memory that cannot be mapped.
+    Call it once in a process: torch counts opens and releases of GPU memory.
+
+    Args:
+        bridge: The content of the file.
+        rank: The number of the worker.
+        device: The device that maps GPU memory.
+
+    Raises:
+        PlacementError: The file is stale, or the memory cannot be mapped.
     """
     check(bridge)
     worker = next((worker for worker in bridge.workers if worker.rank == rank), None)
@@ -221,9 +233,9 @@ def open_parameters(bridge: Bridge, rank: int, device: torch.device) -> dict[str
 
 
 def handle_rows(parameters: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
-    """Return where parameters lie, as the file has it. Those on a CPU move to shared memory.
+    """Return the file's entries of parameters, by name. CPU parameters move to shared memory.
 
-    Parameters without bytes are left out: vLLM's CPU kernels leave such behind when they have packed what was there.
+    Parameters without bytes are left out. vLLM's CPU kernels leave such parameters after packing weights.
     """
     exported: dict[int, dict[str, Any]] = {}
     rows = {}
@@ -238,7 +250,7 @@ def handle_rows(parameters: Mapping[str, torch.Tensor]) -> dict[str, dict[str, A
 
 
 def handle_row(tensor: torch.Tensor, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the file's entry of a parameter. `fields` are those of its exported storage."""
+    """Return the file's entry of a parameter. `fields` describe its exported storage."""
     row: dict[str, Any] = {}
     for name, ours in _NAMES.items():
         if ours in fields:

@@ -1,8 +1,8 @@
-"""Memory that trainer ranks and engine workers of one host both map: CUDA IPC for GPUs, shared memory for CPUs.
+"""Memory of one host, mapped by trainer ranks and engine workers: CUDA IPC for GPUs, shared memory for CPUs.
 
-Workers read GPU tensors, and CPU tensors that the trainer has moved to shared memory (`model.share_memory()`), where
-they lie. All else is staged by the rank that owns it: CPU tensors, and what is computed for each push. A rank has two
-slots, so that workers read one chunk while the rank fills the next. Counters in shared memory pace them.
+Workers read two kinds of tensors in place: GPU tensors, and CPU tensors in shared memory (`model.share_memory()`). The
+    owning rank stages all others: CPU tensors, and tensors computed for each push. A rank has two slots: workers read
+    one chunk while the rank fills the next. Counters in shared memory pace both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from weightsync.transports.shared_handles import Handle, SharedFile, export, ope
 from weightsync.transports.staging import Layout, Packer, arrival, by_rank, lay_out, slot_bytes, wait_until
 
 _COUNTERS = 0
-"""The number of a rank's counters among its storages. Its slots have -1 and -2, exported tensors count from 1."""
+"""Storage number of a rank's counters. Its slots have -1 and -2. Exported tensors count from 1."""
 _CACHE_LINE_BYTES = 64
 
 
@@ -83,10 +83,10 @@ class IpcTransport(Transport):
         if tensor.tensor.is_cuda:
             return True
         storage = tensor.tensor.untyped_storage()
-        # Memory that is shared by a file's name has no descriptor to hand on, and torch would move it to get one.
+        # Memory shared by a file's name has no descriptor to export. torch would move it to get one.
         if not storage.is_shared() or torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
             return False
-        return storage.filename is None and int(storage._share_fd_cpu_()[0]) >= 0  # nor has a file that torch maps
+        return storage.filename is None and int(storage._share_fd_cpu_()[0]) >= 0  # nor does a file mapped by torch
 
     def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
         on_cpu = [location.name for location, each in tensors.at.items() if not each.tensor.is_cuda]
@@ -120,7 +120,7 @@ class IpcTransport(Transport):
         return [Endpoint(rows, arrivals, {**fields, "worker": worker}) for worker, rows in enumerate(storages)]
 
     def _make_slots(self, mine: Layout, tensors: LocalTensors) -> list[Storage]:
-        """Allocate slots and counters where this rank stages anything, and return those that are files."""
+        """Allocate slots and counters if this rank stages any tensor. Return the storages that are files."""
         rows: list[Storage] = []
         staged = {source.name for bundles in mine for bundle in bundles.values() for source in bundle.sources}
         if not staged:
@@ -142,9 +142,9 @@ class IpcTransport(Transport):
         return rows
 
     def _export(self, plan: TransferPlan, tensors: LocalTensors, files: Sequence[list[Storage]]) -> list[list[Storage]]:
-        """Return the storages of each worker: `files`, and a handle of each GPU slot and tensor that is read in place.
+        """Return each worker's storages: `files`, and a handle of each GPU slot and of each tensor read in place.
 
-        Note which memory that is, and on which GPUs.
+        Also set the runs to digest and the GPUs to synchronise.
         """
         read = [p for chunk in plan.chunks if chunk.in_place for p in chunk.pieces if p.rank == self._rank]
         numbers = {piece.storage for piece in read}
@@ -158,7 +158,7 @@ class IpcTransport(Transport):
         for worker, own in enumerate(files):
             rows.append([*own])
             for number, storage in exports.items():
-                # One export per reader: torch counts one release for each, and keeps the memory until it has come.
+                # One export per reader: torch expects one release for each export, and keeps the memory until then.
                 key = (worker, storage.data_ptr())
                 if key not in self._handles or self._handles[key][1]["nbytes"] != storage.nbytes():
                     self._handles[key] = export(storage)
@@ -184,7 +184,7 @@ class IpcTransport(Transport):
 
     def prepare_push(self, sample: int | None) -> int:
         for device in self._devices:
-            # Readers are other processes: what the optimizer has queued, on any stream, must have happened.
+            # Readers are other processes: the optimizer's queued work, on any stream, must be done before they read.
             torch.cuda.synchronize(device)
         return 0 if sample is None else self._proof.of(sample)[0]
 
@@ -193,7 +193,7 @@ class IpcTransport(Transport):
         return True
 
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
-        self._close_files()  # every worker has mapped the files, and nothing is left behind whatever happens now
+        self._close_files()  # every worker has mapped them: closed files vanish even if a process is killed
         begun = self._filled
         for number in chunks:
             if number not in self._staged:
@@ -202,7 +202,8 @@ class IpcTransport(Transport):
             if packer is None:
                 raise WeightSyncError("the transport was closed while it was sending")
             if counters is not None and self._parts[number]:
-                # The chunk before the last one was in the same slot, and so may be any of an earlier push.
+                # Wait for the chunk before the last one: it used the same slot. Wait for all chunks of earlier pushes,
+                # too.
                 taken = max(self._filled - SLOTS + 1, begun)
                 wait_until(partial(self._late, taken), "take a chunk", update.wait, update.deadline_after_workers())
             packer.fill(number, sample)
@@ -214,7 +215,7 @@ class IpcTransport(Transport):
                 counters[0] = self._filled
 
     def _late(self, taken: int) -> list[str]:
-        """Return the workers that have not taken so many chunks."""
+        """Return the workers that have taken fewer than `taken` chunks."""
         if (counters := self._counters) is None:
             raise WeightSyncError("the transport was closed while it was sending")
         staying = [worker for worker in range(self._workers) if worker not in self._left]
@@ -231,7 +232,7 @@ class IpcTransport(Transport):
 
 
 class _Endpoint(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker is told of its transport. `parts` has, for each chunk, the ranks that stage any of it."""
+    """A worker's data about its transport. `parts` has, for each chunk, the ranks that stage a part of it."""
 
     worker: Count
     parts: list[list[Count] | None]
@@ -287,15 +288,15 @@ class IpcReceiver(TransportReceiver):
 
     def close(self) -> None:
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # after a failure it may read what is unmapped now
+            torch.cuda.current_stream(self.device).synchronize()  # a failed push may still read memory unmapped below
         self._counters = {}
         self._open.clear()
 
 
 class _Counters:
-    """How many staged chunks a rank has filled (0), and how many each worker has taken (1, 2, ...).
+    """The number of staged chunks that a rank has filled (0), and that each worker has taken (1, 2, ...).
 
-    They grow from push to push. Each has a cache line to itself.
+    Counters grow from push to push. Each has its own cache line.
     """
 
     def __init__(self, data: torch.Tensor) -> None:
@@ -316,15 +317,17 @@ _NO_COUNTERS = _Counters(torch.empty(0, dtype=torch.uint8))
 
 
 def filled(runs: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-    """Return the runs of memory, first byte and last, that are read without a gap: a gap's bytes may change. Pure.
+    """Return the runs of memory, first byte and end, that are read without a gap. A gap's bytes may change. Pure.
 
-    `runs` are (first, beyond the last, bytes that are read between them). Those that touch are joined.
+    Runs that touch are joined.
+
+    runs: (first byte, end, bytes read between them).
     """
     found: list[tuple[int, int, int]] = []
     for first, last, nbytes in sorted(set(runs)):
         if found and first <= found[-1][1]:
             start, end, before = found[-1]
-            are_whole = (before, nbytes) == (end - start, last - first)  # then what both read counts once
+            are_whole = (before, nbytes) == (end - start, last - first)  # then bytes read by both count once
             end = max(last, end)
             found[-1] = start, end, end - start if are_whole else before + nbytes
         else:

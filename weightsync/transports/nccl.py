@@ -1,9 +1,9 @@
 """Sends and receives between trainer ranks and engine workers of any hosts: NCCL on GPUs, gloo on CPUs.
 
 All ranks and workers are one communicator. Workers that read the same bytes form a chain. Every rank sends its part of
-a chunk to the first of them, and each passes the whole chunk on while the next one arrives. So each byte leaves the
-trainer once for any number of engines, and crosses the link of each host once in either direction. A host's second
-worker of a chain gets it from the first, over NVLink, shared memory or the loopback.
+a chunk to the chain's first worker. Each worker passes the whole chunk on while the next one arrives. So each byte
+leaves the trainer once for any number of engines, and crosses each host's link once in either direction. A host's
+second worker of a chain receives from the first, over NVLink, shared memory or the loopback.
 
     rank        sends 1      sends 2      sends 3
     worker 0                 receives 2,  receives 3,
@@ -11,11 +11,12 @@ worker of a chain gets it from the first, over NVLink, shared memory or the loop
     worker 1                 receives 1   receives 2     receives 3
 
 Both ends have two slots: one chunk travels while the next is filled, or the last one loaded. Sends and receives match,
-in the order of the plan, and so pace each other. A worker's slot takes the next chunk once the chunk in it has been
-loaded and passed on. What a worker waits for is always an earlier chunk, or the same one on an earlier member.
+    in the order of the plan, and so pace each other. A worker's slot takes the next chunk once its chunk has been
+    loaded and passed on. A worker waits only for earlier chunks, or for the same chunk on an earlier member. So waits
+    form no cycle.
 
-With an `encoding`, workers have a slot for each chunk, which keeps the chunk for the next push. Each rank begins a push
-by telling the workers whether it sends messages, that say themselves how long they are, or runs of bytes as they are.
+With an `encoding`, workers keep each chunk for the next push, in a slot of its own. Each rank begins a push with one
+byte to the workers. It says whether the rank sends messages (encoding.py) or plain runs.
 """
 
 from __future__ import annotations
@@ -42,15 +43,17 @@ from weightsync.transports.encoding import Encoder, ReceiveBuffers, length, read
 from weightsync.transports.staging import Layout, Packer, endpoint, receive_layout, send_layout, slot_bytes
 
 _AHEAD = 8
-"""Operations that the host begins on a GPU before it looks whether the first has ended. The stream orders them. Without
-a bound, the death of a member would be noticed late. In a first push the host begins none before the last has ended:
-what a process does for the first time, as loading a kernel, may wait for all that its GPU was given."""
+"""Most GPU operations in flight before the host waits for the oldest. The stream orders them.
+
+Without a bound the host would notice a member's death late. In a first push the host waits for each operation before
+the next. First uses, such as loading a kernel, may synchronise the GPU.
+"""
 
 _LEAST_BYTES = {"cpu": 7 * 2**15, "cuda": 2**24}
-"""Of chunks that workers pass on: smaller ones cost processors more time than they save on the way."""
+"""Smallest chunks that workers pass on. Smaller ones cost more processor time than they save."""
 
 _COPY_PROGRAMS = 64
-"""Copies of a whole GPU would hold up NCCL, whose kernels need places on it. These are as fast as the fastest link."""
+"""Most programs of a copy kernel. More would delay NCCL's kernels on the GPU. So many keep up with the fastest link."""
 
 
 class NcclTransport(Transport):
@@ -64,8 +67,8 @@ class NcclTransport(Transport):
 
     def _forget(self) -> None:
         self._communicator: Communicator | None = None
-        self._edges: set[tuple[int, int]] = set()  # rank 0: members of which the first sends to the second
-        self._peers: list[str] = []  # rank 0: what people call the members
+        self._edges: set[tuple[int, int]] = set()  # rank 0: (sender, receiver) members
+        self._peers: list[str] = []  # rank 0: the members' names in errors
         self._posted: dict[int, Pending] = {}  # by slot
         self._slots: list[torch.Tensor] = []
         self._packer: Packer | None = None
@@ -97,7 +100,7 @@ class NcclTransport(Transport):
                 )
             seen[member.gpu_uuid] = member.peer
         self._peers, self.min_chunk_bytes = [member.peer for member in members], _LEAST_BYTES[root.device]
-        hosts = list(dict.fromkeys(member.boot_id for member in members))  # the trainer's come first
+        hosts = list(dict.fromkeys(member.boot_id for member in members))  # the trainer's hosts come first
         return choose_chains(manifest, locations, reads, [hosts.index(worker.boot_id) for worker in workers])
 
     def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
@@ -107,7 +110,7 @@ class NcclTransport(Transport):
             raise ConfigError(f"encoding={self.encoding!r} is for tensors on a CPU, found {self._device}: leave it out")
         self._encoder = Encoder(self.encoding == "auto") if self.encoding is not None else None
         self._changing = plan.due(first=False)
-        self._packer, self._slots = None, []  # before there are others
+        self._packer, self._slots = None, []  # free the old slots first
         self._posted.clear()
         self._has_sent = False
         self._mine = send_layout(plan, ranks.rank, SLOTS)
@@ -127,9 +130,9 @@ class NcclTransport(Transport):
         return endpoints
 
     def _agree(self, tensors: LocalTensors, ranks: Ranks) -> tuple[torch.device, bool]:
-        """Return the device that this rank sends from, and whether any rank computes what it sends. Collective.
+        """Return this rank's device for sending, and whether any rank computes tensors. Collective.
 
-        All ranks gather for what one of them computes.
+        If one rank computes tensors, all ranks must gather with it.
         """
         own = sorted({each.tensor.device.type for each in tensors.at.values()})
         everyone = ranks.gather([own, any(each.compute is not None for each in tensors.at.values())], "connect")
@@ -143,9 +146,9 @@ class NcclTransport(Transport):
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"), computes
 
     def _join(self, plan: TransferPlan, layouts: Sequence[Layout]) -> None:
-        """Agree on the communicator, another one where members exchange that have not before. Collective.
+        """Agree on the communicator. Make a new one if new pairs of members exchange. Collective.
 
-        `layouts` are those of each chain, on rank 0.
+        layouts: the receive layout of each chain, on rank 0.
         """
         ranks, communicator, rendezvous = self._ranks, self._communicator, None
         size = ranks.size + plan.workers
@@ -156,7 +159,7 @@ class NcclTransport(Transport):
             for chain in plan.chains:
                 edges |= {(ranks.size + one, ranks.size + following) for one, following in pairwise(chain.workers)}
             if communicator is None or communicator.size != size or not edges <= self._edges:
-                # Workers that are reached by the loopback are on this host, where any of its addresses will do.
+                # Workers with a loopback address run on this host, so any address of this host works.
                 near = ranks.size > 1 and is_loopback(plan.host)
                 rendezvous, self._edges = RendezvousStore(ranks.host if near else plan.host), edges
         place = communicator and communicator.place
@@ -173,11 +176,11 @@ class NcclTransport(Transport):
         self._after = [each[0] for each in names], [name for each in names for name in each[1:]]
 
     def _endpoint(self, chain: Chain, position: int, layout: Layout) -> Endpoint:
-        """Return what a worker of a chain is told."""
+        """Return the endpoint of a chain's worker."""
         members = [self._ranks.size + worker for worker in chain.workers]
         last, senders = len(members) - 1, _senders(layout)
         fields: dict[str, Any] = {"encoders": [], "origins": []}
-        if self._encoder is not None:  # then runs are passed on one by one
+        if self._encoder is not None:  # workers then pass runs on one by one
             fields = {"encoders": senders, "origins": [[*those] for those in layout]}
         if position:
             before = members[position - 1]
@@ -206,14 +209,14 @@ class NcclTransport(Transport):
         def wait(seconds: float) -> None:
             if communicator.aborted.wait(seconds):
                 raise WeightSyncError("the push was given up")
-            if ranks.rank:  # rank 0's connections are in use by another thread
+            if ranks.rank:  # on rank 0 another thread uses these connections
                 ranks.wait(0.0)
 
         communicator.meet(wait, deadline)
 
     def prepare_push(self, sample: int | None) -> int:
         if self._device.type == "cuda":
-            # The chunks are filled on the current stream, and an optimizer may have queued its writes on another.
+            # Chunks are filled on the current stream. The optimizer's writes may be queued on another.
             torch.cuda.synchronize(self._device)
         return 0
 
@@ -235,7 +238,8 @@ class NcclTransport(Transport):
             self._start(len(self._mine), [(told, chain) for chain in chains], under_way)
         for number in chunks:
             if (earlier := self._posted.pop(number % SLOTS, None)) is not None:
-                # What gathers or computes may wait for the GPU, and so for a dead member, without a deadline.
+                # Wait on the host: a gather or compute may synchronise the GPU, and so wait without a deadline for a
+                # dead member.
                 freed = earlier.wait if self._computes else earlier.follow
                 freed(wait, update.deadline_after_workers(), "transfer")
             under_way.bound(ahead, wait, update.deadline_after_workers())
@@ -258,7 +262,7 @@ class NcclTransport(Transport):
             encoder.end()
 
     def _start(self, number: int, sends: Sequence[tuple[torch.Tensor, int]], under_way: UnderWay) -> Pending:
-        """Start sending bytes, each along the chain beside it."""
+        """Start sends, each along the chain beside it."""
         self.sent_bytes += sum(data.numel() for data, _ in sends)
         to_first = [(data, self._first[chain]) for data, chain in sends]
         sending = _joined(self._communicator).exchange(number, to_first, [], *self._after)
@@ -272,26 +276,28 @@ class NcclTransport(Transport):
 
 
 def _senders(layout: Layout) -> list[int]:
-    """Return the ranks that send any of it."""
+    """Return the ranks with a part in the layout."""
     return sorted({rank for those in layout for rank in those})
 
 
 def _joined_runs(runs: list[list[int]]) -> list[list[int]]:
-    """Return the runs of one chunk, which one member sends, as one run from the slot's first byte."""
+    """Return the runs of one chunk as one run from the slot's first byte. One member sends them all."""
     return [[runs[0][0], 0, max(end for _, _, end in runs)]] if runs else []
 
 
 class _Endpoint(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker is told of its transport.
+    """A worker's data about its transport.
 
     place: [host, port, name] of the rendezvous.
-    rank, size: its number among the communicator's members, and how many there are.
-    runs: of each chunk, [member that sends it, first byte in the slot, end].
-    slots: how many there are, which chunks take in turn.
-    senders, onward: the members that it receives from, and the one that it passes all on to.
-    encoders: the ranks that begin each push by saying whether they encode it; none where there is no encoding.
-    origins: then, of each chunk, the rank that each run is of.
-    before, after: what people call those whose bytes it waits for, and those that wait for it, the nearest first.
+    rank, size: the worker's number among the communicator's members, and their count.
+    runs: for each chunk, [sending member, first byte in the slot, end].
+    slots: the number of slots. Chunks take them in turn.
+    senders: the members that the worker receives from.
+    onward: the member that the worker passes everything on to.
+    encoders: the ranks that announce at each push whether they encode it. Empty without an encoding.
+    origins: with an encoding, for each chunk, the rank of each run.
+    before: names of upstream members, nearest first.
+    after: names of downstream members, nearest first.
     """
 
     runs: list[list[tuple[Count, Count, Count]]]
@@ -327,7 +333,7 @@ class NcclReceiver(TransportReceiver):
         self.waiting_for = [*told.before, *told.after]
         nbytes = [told.slot_bytes] * told.slots
         if [slot.numel() for slot in self._slots] != nbytes:
-            self._slots = []  # before there are others
+            self._slots = []  # free the old slots first
             self._slots = [torch.empty(each, dtype=torch.uint8, device=self.device) for each in nbytes]
         self._mailbox = ReceiveBuffers(told.slot_bytes, len(told.encoders))
         self._encoding: set[int] = set()
@@ -357,11 +363,12 @@ class NcclReceiver(TransportReceiver):
         arriving = self._exchange(None, expected[0])
         passing: Pending | None = None
         if on_gpu:
-            # torch gives out 32 streams of each priority in turn, and the engine's current one has another priority.
+            # torch hands out 32 streams of each priority in turn. Use another priority, or it may hand out the current
+            # stream.
             aside = torch.cuda.Stream(self.device, priority=-1)
             loaded = torch.cuda.current_stream(self.device).record_event()
         for number, following in zip(numbers, expected[1:], strict=True):
-            # The slot of `following` held the chunk before this one, which has been loaded, and is passed on first.
+            # The slot of `following` held the chunk before this one. That chunk is loaded, and must be passed on first.
             if passing is not None:
                 passing.follow(wait, deadline(), "transfer")
             coming = None if on_gpu else self._exchange(None, following)
@@ -374,11 +381,12 @@ class NcclReceiver(TransportReceiver):
                     read(room, run, self._pushes)
             yield number
             if coming is None:
-                # Only now: what loads a chunk may wait for all that its GPU was given, and this has no deadline there.
+                # Post the exchange after the load is queued. Loading can synchronise the GPU, and would then wait for
+                # the exchange without a deadline.
                 before, loaded = loaded, torch.cuda.current_stream(self.device).record_event()
                 with torch.cuda.stream(aside):
                     aside.wait_event(before)
-                    # A communicator runs one operation after the other, so what is passed on belongs to this one.
+                    # One exchange for both: a communicator runs its operations one after the other.
                     coming = self._exchange(number, following)
             arriving = coming
         for last in (passing, arriving):
@@ -388,7 +396,7 @@ class NcclReceiver(TransportReceiver):
         self._pushes += 1
 
     def _ask_ranks(self, under_way: UnderWay, wait: Wait, deadline: Deadline) -> None:
-        """Learn, and pass on, which ranks encode this push."""
+        """Receive, and pass on, whether each rank encodes this push."""
         told, number = self._told, len(self._told.runs)
         said = torch.zeros(len(told.encoders), 1, dtype=torch.uint8)
         members = told.senders if told.senders == told.encoders else told.senders * len(told.encoders)
@@ -398,7 +406,7 @@ class NcclReceiver(TransportReceiver):
             under_way.add(self._start(number, [(each, told.onward) for each in said], []))
 
     def _runs(self, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-        """Yield, of each run of a chunk, its place in the slot, where it arrives, and the member that sends it."""
+        """Yield each run of a chunk: its place in the slot, the tensor that receives it, and its sending member."""
         slot = self._slots[number % len(self._slots)]
         for position, (member, first, end) in enumerate(self._told.runs[number]):
             run = slot[first:end]
@@ -406,7 +414,7 @@ class NcclReceiver(TransportReceiver):
             yield run, self._mailbox.room(number, position, first, end) if is_message else run, member
 
     def _exchange(self, leaving: int | None, arriving: int | None) -> Pending:
-        """Start passing one chunk on, and receiving another."""
+        """Start passing chunk `leaving` on, and receiving chunk `arriving`."""
         told, sends, receives = self._told, [], []
         if leaving is not None and told.onward is not None and told.runs[leaving]:
             data = [room if room is run else room[: length(room)] for run, room, _ in self._runs(leaving)]
@@ -415,13 +423,13 @@ class NcclReceiver(TransportReceiver):
             sends = [(each, told.onward) for each in data]
         if arriving is not None:
             receives = [(room, member) for _, room, member in self._runs(arriving)]
-        number = (leaving or 0) if arriving is None else arriving  # on a CPU there is one of them at most
+        number = (leaving or 0) if arriving is None else arriving  # on a CPU at most one of them is given
         return self._start(number, sends, receives)
 
     def _start(
         self, number: int, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> Pending:
-        """Start sending and receiving, with the names of those that this worker waits for."""
+        """Start sends and receives, with the names of the members that this worker waits for."""
         told = self._told
         count = len(told.senders) if receives else 0
         names = [*told.before[:count], *(told.after[:1] if sends else ())]

@@ -1,4 +1,4 @@
-"""The proof that two processes see the same memory: a digest of it, or of a small sample."""
+"""The proof that two processes map the same memory: equal digests of all of it, or of a small sample."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _SPREAD = 0x9E3779B1
 
 
 class MemoryFingerprint:
-    """Runs of memory of some ranks that are read in place, the same on both sides.
+    """Runs of some ranks' memory that workers read in place. Both sides list the same runs.
 
-    Runs are contiguous 1-D uint8 tensors. Those of one rank are on one device.
+    Runs are contiguous 1-D uint8 tensors. The runs of one rank are on one device.
     """
 
     def __init__(self, runs: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Take the runs of each rank."""
+        """Set the runs of each rank."""
         self._runs = [[run for run in own if run.numel()] for own in runs]
-        # Powers of two: the samples of all ranks repeat together, and so there are few.
+        # Powers of two: all ranks' samples then repeat with one period, so few combinations are cached.
         self._turns = [1 << (max(len(own) - 1, 0) // _MOST_BLOCKS).bit_length() for own in self._runs]
         self._rooms: list[torch.Tensor] = []
         self._whole: Digests | None = None
         self._samples: dict[tuple[int, ...], tuple[list[BatchedCopy], Digests]] = {}
 
     def of(self, sample: int) -> list[int]:
-        """Return one digest of each rank's memory: of all bytes with `WHOLE`, and else of the sample with this number.
+        """Return one digest of each rank's memory: of all bytes with `WHOLE`, otherwise of this sample.
 
-        A sample has a block of each of at most a thousand runs, which take turns. The samples repeat. Waits for the
+        A sample has one block from each of at most a thousand runs. Runs take turns, and samples repeat. Waits for the
         current streams, once for all ranks.
         """
         if sample == WHOLE:
@@ -51,7 +51,7 @@ class MemoryFingerprint:
         return digests.of(WHOLE)
 
     def _collect(self, samples: Sequence[int]) -> tuple[list[BatchedCopy], Digests]:
-        """Return what copies each rank's blocks side by side, and what tells their digests."""
+        """Return the copies of each rank's blocks into one buffer, and the digests of these buffers."""
         if not self._rooms:
             self._rooms = [_room(runs, turns) for runs, turns in zip(self._runs, self._turns, strict=True)]
         copies: dict[torch.device, list[Copy]] = defaultdict(list)
@@ -65,7 +65,7 @@ class MemoryFingerprint:
 
 
 def _room(runs: Sequence[torch.Tensor], turns: int) -> torch.Tensor:
-    """Return memory for the blocks of any one sample."""
+    """Return a buffer for the blocks of any one sample."""
     device = runs[0].device if runs else torch.device("cpu")
     return torch.empty(-(-len(runs) // turns) * _BLOCK_BYTES, dtype=torch.uint8, device=device)
 

@@ -1,7 +1,7 @@
-"""Memory of one process that another on this host maps: handles as plain values, and bytes from handles.
+"""Memory shared between processes of one host: handles as plain values, and tensors from handles.
 
-GPU memory goes by CUDA IPC. CPU memory goes as an open file without a name, which leaves nothing behind, however its
-users end.
+GPU memory travels by CUDA IPC. CPU memory travels as an open file without a name. Such a file leaves nothing behind,
+even if its users are killed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weightsync.planning.layout import Count
 
 SHARED_MEMORY = "/dev/shm"
 _MAP_FIXED = 0x10
-"""The kernel's flag, which Python does not name."""
+"""The kernel's flag. Python's `mmap` does not have it."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -35,11 +35,11 @@ _EXPANDABLE = (
     'allocated, or use transport="broadcast"'
 )
 _EXPANDABLE_TAG = b"e"
-"""The second byte of torch's handle for such memory, after its version."""
+"""The second byte of torch's handle for such memory. The first is its version."""
 
 
 class OpenFileHandle(Struct, frozen=True, forbid_unknown_fields=True):
-    """An open file of a process, which has no name: a `SharedFile`, or memory that torch shares."""
+    """An open file of a process, without a name: a `SharedFile`, or memory shared by torch."""
 
     pid: Count
     fd: Count
@@ -51,7 +51,7 @@ _Hex = Annotated[str, Meta(pattern=r"^([0-9a-f]{2})*\Z")]
 
 
 class CudaHandle(Struct, frozen=True, forbid_unknown_fields=True):
-    """A CUDA IPC handle: what torch sends between processes, without pickling, and the GPU that has the memory."""
+    """A CUDA IPC handle: torch's fields for another process, and the GPU of the memory."""
 
     device: Count
     handle: _Hex
@@ -65,20 +65,20 @@ class CudaHandle(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Handle: TypeAlias = tuple[str, dict[str, Any]]
-"""What kind of memory it is, and the fields that open it."""
+"""The kind of memory, and the fields that open it."""
 
 
 class SharedFile:
     """A new file in shared memory, private to this user, zeroed and mapped as 1-D uint8 `data`. It never has a name.
 
-    Raises `PlacementError` when there is no room.
+    Raises `PlacementError` if there is no room.
     """
 
     def __init__(self, nbytes: int) -> None:
         fd = os.open(SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR, 0o600)
         self._file = os.fdopen(fd, "rb")
         try:
-            os.posix_fallocate(fd, 0, nbytes)  # a full /dev/shm is an error here, not a crash at the first write
+            os.posix_fallocate(fd, 0, nbytes)  # a full /dev/shm raises here, and would otherwise crash the first write
             self.data = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
         except (OSError, RuntimeError) as error:
             self.close()
@@ -95,15 +95,15 @@ class SharedFile:
         return self._file.fileno()
 
     def close(self) -> None:
-        """Keep further readers out. The memory stays for those who have opened it. More than once."""
+        """Close the file: no further process can open it. Existing mappings stay. May be called again."""
         self._file.close()
 
 
 def export(storage: torch.UntypedStorage) -> Handle:
     """Return [kind, fields] of a storage, for one reader.
 
-    Torch counts a release for each export, and keeps GPU memory until it has come. CPU memory is moved to shared memory
-    the first time, to another address, and all tensors in it move too. Raises `PlacementError`.
+    torch expects a release for each export, and keeps GPU memory until then. The first export of CPU memory moves it,
+    and all tensors in it, to shared memory at another address. Raises `PlacementError`.
     """
     if storage.device.type == "cuda":
         return "cuda", asdict(_export_cuda(storage))
@@ -121,20 +121,20 @@ def export(storage: torch.UntypedStorage) -> Handle:
 
 
 def _open_file(fd: int, nbytes: int) -> Handle:
-    # A reader in another namespace of processes may find another file under these numbers.
+    # The inode guards readers in another PID namespace: there the same numbers may name another file.
     return "fd", asdict(OpenFileHandle(os.getpid(), fd, nbytes, os.fstat(fd).st_ino))
 
 
 def take_back(storage: torch.UntypedStorage) -> None:
-    """Put other memory with the same bytes under a CPU storage that was exported, at the same address.
+    """Replace the memory of an exported CPU storage by a private copy, at the same address.
 
-    Processes that have mapped the storage keep what was there, and share nothing with it any more. Raises
-    `PlacementError` when there is no room.
+    Processes that have mapped the storage keep the old memory, and no longer share it. Raises `PlacementError` if there
+    is no room.
     """
     fd, nbytes = storage._share_fd_cpu_()
     other = SharedFile(nbytes)
     other.data.untyped_storage().copy_(storage)
-    os.dup2(other.fileno(), fd, inheritable=False)  # the descriptor that torch exports next
+    os.dup2(other.fileno(), fd, inheritable=False)  # torch's next export uses this descriptor
     other.close()
     address, shared_and_fixed = storage.data_ptr(), mmap.MAP_SHARED | _MAP_FIXED
     if _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, shared_and_fixed, fd, 0) != address:
@@ -142,10 +142,10 @@ def take_back(storage: torch.UntypedStorage) -> None:
 
 
 def open_exported(kind: str, fields: dict[str, Any], device: torch.device, owner: str) -> torch.Tensor:
-    """Return the bytes of a storage that `owner` has exported, as a 1-D uint8 tensor.
+    """Return the bytes of a storage exported by `owner`, as a 1-D uint8 tensor.
 
-    A GPU's are mapped for `device`, which may be another GPU. Raises `PlacementError` when they cannot be mapped, or
-    are not what this user has exported, and `ProtocolError` for other fields.
+    GPU memory is mapped for `device`, even if it is on another GPU. Raises `PlacementError` for memory that cannot be
+    mapped, or was not exported by this user. Raises `ProtocolError` for other fields.
     """
     if kind == "cuda":
         return _open_cuda(typed(fields, CudaHandle), device, owner)
@@ -162,13 +162,13 @@ def _export_cuda(storage: torch.UntypedStorage) -> CudaHandle:
         raise PlacementError(
             f"{storage.nbytes()} bytes on {storage.device} cannot be exported by CUDA IPC: {error}. {what_to_do}"
         ) from error
-    shared_cache[given[1], given[3]] = StorageWeakRef(storage)  # for a reader in this process, which cannot open it
+    shared_cache[given[1], given[3]] = StorageWeakRef(storage)  # readers in this process cannot open the handle
     plain = [each.hex() if isinstance(each, bytes) else each for each in (*given, describe_device(storage.device)[1])]
     return typed(dict(zip(CudaHandle.__struct_fields__, plain, strict=True)), CudaHandle)
 
 
 def is_expandable(storage: torch.UntypedStorage) -> bool:
-    """Return whether a GPU storage lies in an expandable segment of torch's allocator. Looks at all of its memory."""
+    """Return whether a GPU storage lies in an expandable segment of torch's allocator. Snapshots all segments."""
     for segment in torch.cuda.memory_snapshot():
         if segment["address"] <= storage.data_ptr() < segment["address"] + segment["total_size"]:
             return bool(segment.get("is_expandable"))
@@ -176,11 +176,11 @@ def is_expandable(storage: torch.UntypedStorage) -> bool:
 
 
 def _open_cuda(fields: CudaHandle, device: torch.device, owner: str) -> torch.Tensor:
-    # Opened under the reader's own index, also for another GPU's memory: so it maps over NVLink and this GPU's
-    # kernels read it; under the owner's index the copies would run on the owner's GPU.
+    # Open under the reader's own index, even for another GPU's memory. The memory then maps over NVLink, and this GPU's
+    # kernels read it. Under the owner's index the copies would run on the owner's GPU.
     handle, counter, event = map(bytes.fromhex, (fields.handle, fields.counter_handle, fields.event_handle))
     given = handle, fields.nbytes, fields.offset_bytes, counter, fields.counter_offset, event, fields.event_sync
-    torch.cuda.init()  # or a process that has not used its GPU yet crashes in the next call
+    torch.cuda.init()  # the next call crashes in a process without a CUDA context
     own = storage_from_cache(torch.UntypedStorage, (handle, fields.offset_bytes))
     if own is not None and own.device == device:
         torch.UntypedStorage._release_ipc_counter(counter, fields.counter_offset, device=device)
@@ -199,10 +199,10 @@ def _open_cuda(fields: CudaHandle, device: torch.device, owner: str) -> torch.Te
 
 
 def _map(fields: OpenFileHandle, owner: str) -> torch.Tensor:
-    """Return a file's bytes, once it is known to be the one that was exported, which has no name."""
+    """Return the bytes of an exported file. Check first that it is the exported one, and has no name."""
     path = f"/proc/{fields.pid}/fd/{fields.fd}"
     try:
-        # With O_PATH nothing is opened that opening alone would change, such as a device.
+        # O_PATH has no side effects: a full open could act on a device.
         fd = os.open(path, os.O_PATH)
         try:
             found = os.fstat(fd)

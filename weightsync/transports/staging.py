@@ -1,6 +1,6 @@
-"""How chunks lie in slots while they travel, how a rank fills a slot, and how one end waits for another.
+"""The layout of chunks in slots, the filling of slots by a rank, and the wait of one end for the other.
 
-A slot has room for one chunk, or one participant's part of it. The layouts are pure.
+A slot has room for one chunk, or for one participant's part of it. The layouts are pure.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from weightsync.transports.base import (
 
 @dataclass(frozen=True)
 class SlotSection:
-    """Pieces of one rank, side by side in a slot, in the dtypes that travel. Their digest follows them.
+    """Pieces of one rank, side by side in a slot, in their dtypes on the wire. Their digest follows them.
 
-    first: the byte of the slot where they begin.
-    nbytes: without the digest.
-    sources: where the rank holds each piece.
-    places: where each piece lies in the slot.
+    first: the first byte in the slot.
+    nbytes: the size without the digest.
+    sources: the rank's own location of each piece.
+    places: the location of each piece in the slot.
     """
 
     first: int
@@ -49,7 +49,7 @@ class SlotSection:
 
     @property
     def end(self) -> int:
-        """The byte behind the digest."""
+        """The byte after the digest."""
         return self.first + self.nbytes + DIGEST_BYTES
 
     @property
@@ -58,20 +58,20 @@ class SlotSection:
         return self.places[0].storage
 
     def clear_gaps(self, slot: torch.Tensor) -> None:
-        """Write zeros between the pieces, for a digest of bytes that do not travel as they lie in the slot."""
+        """Zero the gaps between the pieces. The receiver's gaps are zero too, so the digests agree."""
         for place in self.places:
             last = (place.offset + place.box.numel) * itemsize(place.dtype)
             slot[last : align(last)].zero_()
 
 
 Layout = list[dict[int, SlotSection]]
-"""The bundles of each chunk in one participant's slots: by chain in a sender's, by rank in a receiver's."""
+"""The slot sections of each chunk in one participant's slots: by chain in a sender's, by rank in a receiver's."""
 
 
 def lay_out(manifest: Manifest, groups: Mapping[int, Sequence[ShardLocation]], storage: int) -> dict[int, SlotSection]:
-    """Lay groups of pieces one after another in a slot, in the order of their keys. Groups without pieces have none.
+    """Lay groups of pieces one after another into a slot, in the order of their keys. Empty groups get no section.
 
-    All pieces of a group are of one rank.
+    All pieces of a group belong to one rank.
     """
     bundles: dict[int, SlotSection] = {}
     first = 0
@@ -98,7 +98,7 @@ def by_rank(pieces: Iterable[ShardLocation]) -> dict[int, list[ShardLocation]]:
 
 
 def send_layout(plan: TransferPlan, rank: int, slots: int) -> Layout:
-    """Return what a rank sends along each chain of each chunk, as it lies in the rank's slots, by chain."""
+    """Return a rank's sections for each chunk, by chain."""
     reads = [_disjoint(plan.manifest, chain.reads) for chain in plan.chains]
     layout = []
     for number, chunk in enumerate(plan.chunks):
@@ -109,7 +109,7 @@ def send_layout(plan: TransferPlan, rank: int, slots: int) -> Layout:
 
 
 def receive_layout(plan: TransferPlan, chain: int, slots: int) -> Layout:
-    """Return what each worker of a chain receives of each chunk, as it lies in the worker's slots, by rank."""
+    """Return the sections that a chain's workers receive for each chunk, by rank."""
     reads = _disjoint(plan.manifest, plan.chains[chain].reads)
     return [
         lay_out(plan.manifest, by_rank(_parts_read(chunk.pieces, reads)), number % slots)
@@ -118,7 +118,7 @@ def receive_layout(plan: TransferPlan, chain: int, slots: int) -> Layout:
 
 
 def _disjoint(manifest: Manifest, reads: ReadRegions) -> dict[str, Sequence[Box]]:
-    """Return what is read of each tensor in boxes that do not overlap: the whole tensor where some do."""
+    """Return each tensor's regions without overlaps. Overlapping regions become the whole tensor."""
     found: dict[str, Sequence[Box]] = {}
     for name, boxes in reads.items():
         shape, once = manifest[name].shape, tuple(dict.fromkeys(boxes))
@@ -132,31 +132,31 @@ def _parts_read(pieces: Iterable[ShardLocation], reads: Mapping[str, Sequence[Bo
 
 
 def slot_bytes(layout: Layout) -> int:
-    """Return the size of a slot that any of these chunks fits into."""
+    """Return a slot size that fits each of these chunks."""
     return align(max((bundle.end for bundles in layout for bundle in bundles.values()), default=0))
 
 
 def endpoint(layout: Layout, storages: list[Storage], **fields: Any) -> Endpoint:
-    """Return what a worker is told whose slots have this layout.
+    """Return the endpoint of a worker whose slots have this layout.
 
-    Beside `fields` it has the "slot_bytes", and the "runs" of each chunk as [rank, first byte in the slot, end], where
-    `fields` has none.
+    It adds to `fields` the "slot_bytes", and the "runs" of each chunk as [rank, first byte in the slot, end]. Given
+    "runs" are kept.
     """
     runs = [[[rank, each.first, each.end] for rank, each in bundles.items()] for bundles in layout]
     return Endpoint(storages, tuple(map(arrival, layout)), {"slot_bytes": slot_bytes(layout), "runs": runs, **fields})
 
 
 def arrival(bundles: Mapping[int, SlotSection]) -> ChunkLayout:
-    """Return a chunk as a worker finds it whose slot has these bundles."""
+    """Return the layout of a chunk in a worker's slot with these sections."""
     places = tuple(place for bundle in bundles.values() for place in bundle.places)
     runs = tuple(ByteRange(b.places[0].rank, b.storage, b.first, b.nbytes) for b in bundles.values())
     return ChunkLayout(places, runs)
 
 
 class Packer:
-    """Fills slots with one rank's part of each chunk, in the order of the plan.
+    """A writer of one rank's part of each chunk into slots, in the order of the plan.
 
-    What is computed is computed once for each push, and kept until the last chunk that has any of it.
+    A computed tensor is computed once in each push, and kept until its last chunk.
     """
 
     def __init__(
@@ -167,9 +167,11 @@ class Packer:
         slots: Mapping[int, torch.Tensor],
         copy_programs: int | None = None,
     ) -> None:
-        """Prepare the copies. `layout` has this rank's bundles alone, `slots` the memory by storage number.
+        """Prepare the copies.
 
-        At most `copy_programs` programs copy on a GPU.
+        layout: this rank's sections.
+        slots: the memory of each slot, by storage number.
+        copy_programs: most GPU programs of a copy.
         """
         self._gather = tensors.gather
         held: dict[str, list[tuple[ShardLocation, LocalTensor]]] = defaultdict(list)
@@ -178,7 +180,7 @@ class Packer:
         self._values: dict[ShardLocation, torch.Tensor] = {}
         self._last: dict[ShardLocation, int] = {}
         self._steps: list[_Step] = []
-        gathered: dict[str, _Step] = {}  # where each name is gathered
+        gathered: dict[str, _Step] = {}  # the step that gathers each name
         for number, (chunk, own) in enumerate(zip(plan.chunks, layout, strict=True)):
             names = [] if chunk.in_place else [name for name in chunk.names if name not in gathered]
             slot = slots[next(iter(own.values())).storage] if own else None
@@ -187,16 +189,16 @@ class Packer:
             gathered.update(dict.fromkeys(names, step))
             for location, (tensor, _) in step.computed.items():
                 self._last[location] = number
-                # It can be computed only until the next names are gathered.
+                # Compute it in the step that gathers its name: the next gather may free its inputs.
                 gathered[location.name].computed.setdefault(location, (tensor, []))
         for device in {slot.device for slot in slots.values()}:
             warm_up(device)
 
     def fill(self, number: int, sample: int | None) -> None:
-        """Copy what the rank holds now into the chunk's slot, and write the digests of `sample` behind it.
+        """Copy the rank's current values into the chunk's slot, and write the digests of `sample` after them.
 
-        Every rank calls it for every chunk that is not read in place, also where it has no part. On a GPU the copies
-        are ordered on the current stream.
+        Every rank calls it for every staged chunk, even without a part in it. On a GPU the copies are queued on the
+        current stream.
         """
         step = self._steps[number]
         if step.names:
@@ -216,7 +218,11 @@ class Packer:
 
 
 class _Step:
-    """One rank's part of one chunk: `names` come first in it, `computed` are places by what is computed for them."""
+    """One rank's part of one chunk.
+
+    names: the tensors to gather for this chunk.
+    computed: the slot places of each computed tensor, by location.
+    """
 
     def __init__(
         self,
@@ -260,7 +266,7 @@ def _part(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
 
 
 def wait_until(late: Callable[[], list[str]], what: str, wait: Wait, deadline: Deadline) -> None:
-    """Poll until no peer is late. Raises `SyncTimeoutError` that names the late ones, and what `wait` raises."""
+    """Poll until no peer is late. Raises `SyncTimeoutError` with the late peers' names, and the errors of `wait`."""
     pause_s = timeouts.STAGING_POLL_S
     while waiting_for := late():
         if deadline.passed():
