@@ -1,12 +1,12 @@
 """One controller, any placement: RL programmed as one process, with workers and engines on Ray.
 
 The controller is an ordinary program. It makes a `WorkerGroup` of each model and a `RolloutGroup` of engines on
-`ResourcePool`s, and calls their methods. `register` says how a call is split over the workers, and how their results
-become one. `RolloutGroup.follow` returns the sync whose `push` moves the weights. Which pool a group is given is all
-that decides where it runs: docs/hybrid.md.
+`ResourcePool`s, and calls their methods. `register` gives a method its dispatch mode: the split of a call over the
+workers, and the joining of their results. `RolloutGroup.follow` returns a `GroupSync`. Its `push` moves the weights.
+The pool of a group alone decides its placement: docs/hybrid.md.
 
-Nothing else in weightsync imports this package. It needs the extra "hybrid": Ray and tensordict. Ray pickles what goes
-from process to process, so a Ray cluster must be one in which every process is trusted.
+Nothing else in weightsync imports this package. It needs the extra "hybrid": Ray and tensordict. Ray pickles all values
+between processes, so every process of the Ray cluster must be trusted.
 """
 
 try:

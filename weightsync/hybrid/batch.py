@@ -2,7 +2,7 @@
 
 A column is a tensor, a nested tensor or, for anything else, a `NonTensorStack` with one value for each row. Meta
 information is a `NonTensorData`: one value for the whole batch. It is never split, and a part of a batch has all of it.
-No function writes into what it is given.
+    No function writes into its arguments.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from weightsync.hybrid.columns import (
 
 
 def column(values: Sequence[Any]) -> Any:
-    """Return a column of values that are no tensors, one for each row."""
+    """Return a column of values other than tensors, one for each row."""
     return NonTensorStack(*values)
 
 
 def is_batch(value: Any) -> bool:
-    """Return whether this has rows, which a call may split. `rows` refuses those of another class than `TensorDict`."""
+    """Return whether a value has rows, so that a call may split it. `rows` refuses other classes than `TensorDict`."""
     return isinstance(value, TensorDictBase)
 
 
 def rows(batch: TensorDict) -> int:
-    """Return how many rows a batch has. Raises `ConfigError` for a batch without a dimension of rows."""
+    """Return the number of rows of a batch. Raise `ConfigError` for a batch without a dimension of rows."""
     if not isinstance(batch, TensorDict):
         raise ConfigError(
             f"a batch is a {type(batch).__name__}; expected a TensorDict: pad the rows alike, or make a nested tensor"
@@ -56,7 +56,8 @@ def rows(batch: TensorDict) -> int:
 def union(first: TensorDict, *others: TensorDict) -> TensorDict:
     """Return the columns and the meta information of all batches.
 
-    Raises `ConfigError` where the numbers of rows differ, or the values of a column or of meta information.
+    Raises `ConfigError` if the numbers of rows differ, or if two batches have a column or meta information with
+    different values.
     """
     joined = _columns(first)
     for other in others:
@@ -70,7 +71,7 @@ def union(first: TensorDict, *others: TensorDict) -> TensorDict:
 
 
 def split(batch: TensorDict, parts: int) -> list[TensorDict]:
-    """Return `parts` batches in order, whose numbers of rows differ by at most one."""
+    """Return `parts` batches in order. Their numbers of rows differ by at most one."""
     if rows(batch) < parts:
         raise ConfigError(
             f"a batch of {rows(batch)} rows cannot be split over {parts} data-parallel ranks, which would leave some "
@@ -86,9 +87,9 @@ def cut(batch: TensorDict, start: int, end: int) -> TensorDict:
 
 
 def concat(batches: Sequence[TensorDict]) -> TensorDict:
-    """Return the rows of all batches, in order, with the meta information that any of them has.
+    """Return the rows of all batches, in order, with the meta information of all.
 
-    Raises `ConfigError` where their columns differ, or the sizes of the rows of one, or meta information.
+    Raises `ConfigError` if their columns, a column's row sizes or their meta information differ.
     """
     counts = list(map(rows, batches))
     columns = list(map(_columns, batches))
@@ -120,7 +121,7 @@ def take(batch: TensorDict, order: Sequence[int]) -> TensorDict:
 
 
 def balance(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Return which rows each part gets, so that the sizes of all parts are about equal."""
+    """Return the rows of each part, so that the sums of `sizes` of all parts are about equal."""
     found: list[list[int]] = [[] for _ in range(parts)]
     load = [0] * parts
     for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
@@ -134,8 +135,8 @@ def balance(sizes: Sequence[int], parts: int) -> list[list[int]]:
 class Packed:
     """A batch on its way through Ray.
 
-    Pickle takes all of the memory that a tensor is a part of, and each value of a `NonTensorStack` by itself. Arrays of
-    bytes and lists are what they are.
+    Pickling a tensor view copies its whole storage, and pickling a `NonTensorStack` pickles each value by itself.
+    Arrays of bytes and lists avoid both.
     """
 
     rows: int
@@ -146,7 +147,7 @@ class Packed:
 
 
 def pack(value: Any) -> Any:
-    """Return a batch as it travels, with tensors of a GPU in host memory, and anything else as it is."""
+    """Return a batch as it travels, with tensors of a GPU in host memory. Return other values unchanged."""
     if not isinstance(value, TensorDict) or len(value.batch_size) != 1:
         return value
     packed = Packed(rows(value), {}, {}, {}, {})
@@ -165,7 +166,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(value: Any) -> Any:
-    """Return what was given to `pack`, in memory that may be written into."""
+    """Return the argument of `pack`, in writable memory."""
     if not isinstance(value, Packed):
         return value
     columns: dict[str, Any] = {name: column(values) for name, values in value.lists.items()}
@@ -179,7 +180,7 @@ def unpack(value: Any) -> Any:
 
 
 def _columns(batch: TensorDict) -> dict[str, Any]:
-    """Return the columns and the meta information by name. Raises `ConfigError` for what is neither."""
+    """Return the columns and the meta information by name. Raise `ConfigError` for other values."""
     count, found = rows(batch), dict(batch.items())
     for name, values in found.items():
         check(name, values, count)

@@ -1,11 +1,11 @@
-"""The columns of a batch, which are of four kinds. Each function here does one thing to a column of any kind.
+"""The columns of a batch. They are of four kinds, and each function here takes a column of any kind.
 
     torch.Tensor            a row for each index of the first dimension
     nested torch.Tensor     rows of different sizes, jagged or strided
     NonTensorStack          rows are any values
     NonTensorData           meta information: one value for the whole batch, and no rows
 
-A jagged tensor keeps the dimension in which its rows differ, even where they happen not to.
+A jagged tensor keeps its ragged dimension, even if all rows have one size.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tensordict.tensorclass import NonTensorStack
 from weightsync.errors import ConfigError
 
 _LONGEST = 60
-"""How many characters of a value an error shows."""
+"""Number of a value's characters in an error."""
 
 
 def check(name: str, values: Any, count: int) -> None:
-    """Raise `ConfigError` for a column of another kind, in a batch of so many rows."""
+    """Raise `ConfigError` for a column of another kind, in a batch of `count` rows."""
     if not isinstance(values, torch.Tensor) and not is_non_tensor(values):
         raise ConfigError(f"the column {name!r} is a {type(values).__name__}; expected a tensor or column(values)")
     if isinstance(values, torch.Tensor) and not values.is_nested and values.layout is not torch.strided:
         raise ConfigError(f"the column {name!r} is a tensor of the layout {values.layout}: make it dense first")
-    # `batch[name] = array` makes meta information of what verl's users know as a column of `non_tensor_batch`.
+    # verl's users have such an array in `non_tensor_batch`. `batch[name] = array` would make it meta information.
     value = values.data if is_meta(values) else None
     if isinstance(value, np.ndarray) and value.dtype.kind in "OSU" and value.shape[:1] == (count,):
         raise ConfigError(
@@ -42,7 +42,7 @@ def check(name: str, values: Any, count: int) -> None:
 
 
 def is_meta(values: Any) -> bool:
-    """Return whether this is one value for the whole batch."""
+    """Return whether a value is meta information: one value for the whole batch."""
     return is_non_tensor(values) and not isinstance(values, NonTensorStack)
 
 
@@ -52,7 +52,7 @@ def meta(value: Any) -> Any:
 
 
 def span(values: Any, start: int, end: int) -> Any:
-    """Return these rows of a column. They share its memory where the kind of column lets them."""
+    """Return these rows of a column. They share its memory if the kind of column allows it."""
     if is_meta(values):
         return meta(values.data)
     if isinstance(values, torch.Tensor) and values.is_nested:
@@ -71,7 +71,7 @@ def pick(values: Any, order: Sequence[int]) -> Any:
 
 
 def join(name: str, parts: Sequence[Any]) -> Any:
-    """Return the rows of all parts of a column, in order. Raises `ConfigError` for parts that do not fit together."""
+    """Return the rows of all parts of a column, in order. Raise `ConfigError` for parts that do not fit together."""
     if all(map(is_meta, parts)):
         for part in parts[1:]:
             if not is_equal(parts[0], part):
@@ -92,7 +92,7 @@ def join(name: str, parts: Sequence[Any]) -> Any:
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Return whether two columns have the same kind, rows and values. NaN is what NaN is."""
+    """Return whether two columns have the same kind, rows and values. NaN equals NaN."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.is_nested or other.is_nested:
             return _sizes(one) == _sizes(other) and _is_same(list(one.unbind()), list(other.unbind()))
@@ -104,10 +104,10 @@ def is_equal(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True)
 class Ragged:
-    """What the rows of a nested tensor have in common.
+    """The common properties of a nested tensor's rows.
 
-    dim: the dimension in which jagged rows differ, of the whole tensor's. None: the tensor is strided.
-    sizes: the sizes of a row, with 0 where rows differ.
+    dim: the ragged dimension of the whole tensor. None: the tensor is strided.
+    sizes: the sizes of a row, with 0 for the ragged dimension.
     """
 
     dim: int | None
@@ -135,7 +135,7 @@ class Ragged:
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:
-    """Return a tensor's bytes as an array, which has its memory where it is contiguous."""
+    """Return a tensor's bytes as an array. The array shares the memory of a contiguous tensor."""
     flat = tensor.reshape(-1)
     if flat.stride(0) != 1:  # one column of a table
         flat = flat.clone(memory_format=torch.contiguous_format)
@@ -143,8 +143,8 @@ def bytes_of(tensor: torch.Tensor) -> Any:
 
 
 def tensor_of(data: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return the tensor, of one dimension, of which these are the bytes."""
-    # An empty array has a stride that no other dtype can be read with.
+    """Return the 1-D tensor with these bytes."""
+    # `view` of an empty array fails: its stride fits no other dtype.
     return torch.from_numpy(data).view(dtype) if data.size else torch.empty(0, dtype=dtype)
 
 
@@ -153,13 +153,13 @@ def _join_dense(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     kinds = {(part.dtype, part.shape[1:], part.device.type, part.requires_grad) for part in parts}
     if kinds != {(first.dtype, first.shape[1:], "cpu", False)}:
         return torch.cat(tuple(parts))
-    # On a CPU torch copies with all threads, and those that have ended their part spin on the cores of the workers.
+    # numpy copies on one thread. torch's threads would spin on the workers' cores after their part of a copy.
     joined = tensor_of(np.concatenate([bytes_of(part) for part in parts]), first.dtype)
     return joined.reshape(sum(len(part) for part in parts), *first.shape[1:])
 
 
 def _sizes(values: Any) -> str:
-    """Return what must be alike of columns that are joined, as an error says it."""
+    """Return the properties that joined columns must share, as text for an error."""
     if is_meta(values):
         return "meta information"
     if not isinstance(values, torch.Tensor):
@@ -172,7 +172,7 @@ def _sizes(values: Any) -> str:
 
 
 def _is_formless(values: Any) -> bool:
-    """Return whether this is a strided nested tensor without rows, which has lost what their sizes were."""
+    """Return whether a value is a strided nested tensor without rows. Such a tensor has lost its rows' sizes."""
     return isinstance(values, torch.Tensor) and values.is_nested and values.dim() == 1
 
 
@@ -182,7 +182,7 @@ def _shown(value: Any) -> str:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two values are the same, with what they hold."""
+    """Return whether two values are equal, with all their items."""
     if one is other:
         return True
     if type(one) is not type(other):

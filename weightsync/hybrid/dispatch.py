@@ -1,4 +1,4 @@
-"""How a call of a group becomes calls of its workers, and their results one result.
+"""Dispatch modes: each turns a call of a group into calls of its workers, and their results into one result.
 
     ONE_TO_ALL   the same arguments to every rank                     a list of all results
     ALL_TO_ALL   each argument is a list with one value for each rank   a list of all results
@@ -7,8 +7,8 @@
     RANK_ZERO    to rank 0 alone                                       its result
 
 With `DP`, all ranks of a model-parallel group get the same part. One of them gives its result: in Megatron's terms the
-first tensor-parallel rank of the last pipeline stage. Where results are no batches, `DP` gives a list with one of each
-data-parallel rank.
+first tensor-parallel rank of the last pipeline stage. If the results are not batches, `DP` returns a list with one
+result of each data-parallel rank.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _ATTRIBUTE = "_weightsync_dispatch"
 
 
 class Place(NamedTuple):
-    """Where a rank stands: its data-parallel rank, and whether its results are those of its model-parallel group."""
+    """A rank's data-parallel rank, and whether its results count for its model-parallel group."""
 
     data_parallel_rank: int
     collects: bool
 
 
 class Call(NamedTuple):
-    """The arguments that one rank is called with."""
+    """The arguments of one rank's call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -67,13 +67,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A dispatch mode. One of your own is `Dispatch(split, collect)`.
+    """A dispatch mode. Make your own with `Dispatch(split, collect)`. Both functions run at the controller.
 
-    split: from the layout and the call of the group to one `Call` for each rank. None leaves a rank out.
-    collect: from the layout, the call of the group and the results of all ranks, None for those left out, to the result
-        of the group.
-
-    Both run at the controller. `split` raises before any rank is called.
+    Attributes:
+        split: Takes the layout and the call of the group. Returns one `Call` for each rank, or None to leave a rank
+            out. It raises before any rank is called.
+        collect: Takes the layout, the call of the group and the results of all ranks, with None for ranks left out.
+            Returns the result of the group.
     """
 
     split: Callable[[Layout, Call], Sequence[Call | None]]
@@ -87,7 +87,11 @@ class Dispatch:
 
 
 def register(dispatch: Dispatch) -> Callable[[Function], Function]:
-    """Mark a method of a `Worker` as one that its `WorkerGroup` has too, with this dispatch mode."""
+    """Mark a method of a `Worker` for its `WorkerGroup`: the group gets a method of this name.
+
+    Args:
+        dispatch: The dispatch mode of the group's method.
+    """
 
     def mark(function: Function) -> Function:
         setattr(function, _ATTRIBUTE, dispatch)
@@ -97,7 +101,7 @@ def register(dispatch: Dispatch) -> Callable[[Function], Function]:
 
 
 def dispatch_of(function: Any) -> Dispatch | None:
-    """Return the dispatch mode that a method was registered with."""
+    """Return the dispatch mode of a registered method, or None."""
     found: Dispatch | None = getattr(function, _ATTRIBUTE, None)
     return found
 
@@ -174,7 +178,7 @@ def _concat_unpadded(layout: Layout, call: Call, results: list[Any]) -> Any:
 
 
 def _rows_of(call: Call) -> int:
-    """Return the number of rows of a call's batches, all of which must have the same."""
+    """Return the number of rows of a call's batches. All must have the same number."""
     counts = {rows(value) for value in (*call.args, *call.kwargs.values()) if is_batch(value)}
     if len(counts) != 1:
         found = f"batches of {sorted(counts)} rows" if counts else "no batch"

@@ -1,4 +1,4 @@
-"""The push of a worker group into a rollout group: which transport, and what sleeps and wakes around it."""
+"""The push of a worker group into a rollout group: its transport, and the sleep of engines around it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
 
 class GroupSync:
-    """The connection that `RolloutGroup.follow` makes. `push` makes all engines serve the workers' weights.
+    """The connection of a `WorkerGroup` to a `RolloutGroup`. `RolloutGroup.follow` makes it.
 
-    transport, reason: what was chosen, and why.
-    drops: whether the group goes on without engines that die.
+    Attributes:
+        transport: The chosen transport.
+        reason: The reason for this transport, as text.
+        drops: Whether the group goes on without engines that die.
     """
 
     def __init__(self, engines: RolloutGroup, trainer: WorkerGroup, asked: Any, options: dict[str, Any]):
@@ -41,20 +43,27 @@ class GroupSync:
         self.transport, self.reason = choose_transport(*nodes, shares_gpus=self._shares_gpus, asked=asked)
         logger.info("%s pushes over %s: %s", trainer.role, self.transport, self.reason)
         self.drops = options.get("on_engine_failure") == "drop"
-        self._id = secrets.token_hex(8)  # workers may have several
+        self._id = secrets.token_hex(8)  # tells several syncs of the workers apart
         self._told: dict[str, Any] = {}
         self._is_closed = False
         trainer.call_all("open_sync", self._id, self.transport, options)
 
     def push(self, version: int | None = None) -> PushReport:
-        """Make every engine serve the weights that the workers have now, and return when they do.
+        """Make every engine serve the workers' current weights, and return when all do.
 
-        Of engines that sleep, the weights wake before and the KV cache after it, so that a push has memory. Engines
-        that were added get prompts from now on. `PushReport.left_out` names those that were lost, with
-        on_engine_failure="drop": they get none.
+        Sleeping engines get the memory of their weights back before the push, and of their KV cache after it. Engines
+        that were added get prompts from now on.
 
-        Raises what `WeightSync.push` raises. Engines that slept then have no KV cache until a push succeeds. Raises
-        `ConfigError` after `close`, and once the engines follow another sync.
+        Args:
+            version: As for `WeightSync.push`.
+
+        Returns:
+            The report of rank 0. With on_engine_failure="drop", its `left_out` names the lost engines.
+            These get no prompts.
+
+        Raises:
+            ConfigError: The sync was closed, or the engines follow another sync.
+            WeightSyncError: As for `WeightSync.push`. Engines that slept then have no KV cache until a push succeeds.
         """
         if self._is_closed or not self._engines.is_followed_by(self):
             raise ConfigError(
@@ -72,14 +81,14 @@ class GroupSync:
         return report
 
     def check_placement(self) -> None:
-        """Raise `PlacementError` where the transport does not reach the engines that there are now."""
+        """Raise `PlacementError` if the transport does not reach all current engines."""
         nodes = self._trainer.processes.nodes, self._engines.nodes
         choose_transport(*nodes, shares_gpus=self._shares_gpus, asked=self.transport)
 
     def sleep(self, level: int = 2) -> None:
-        """Put engines to sleep that are on the workers' GPUs, which then have their memory.
+        """Put engines on the workers' GPUs to sleep, so that the workers can use their memory.
 
-        Do nothing where the engines have GPUs of their own.
+        Do nothing if the engines have GPUs of their own. `level` is as for `RolloutGroup.sleep`.
         """
         if self._shares_gpus:
             self._engines.sleep(level)
@@ -96,7 +105,7 @@ class GroupSync:
         try:
             self.close()
         except WeightSyncError:
-            if kind is None:  # else it follows from what the body has raised, and would take its place
+            if kind is None:  # else it follows from the body's error, and would hide it
                 raise
 
     @property
@@ -127,9 +136,9 @@ def check_usable(transport: Any) -> None:
 def choose_transport(
     trainer: Sequence[str], engines: Sequence[str], *, shares_gpus: bool, asked: Any = None
 ) -> tuple[Any, str]:
-    """Return the transport between the nodes of all ranks and those of all engines, and the reason.
+    """Return the transport between the nodes of all ranks and the nodes of all engines, and the reason.
 
-    Raises `PlacementError` where the transport that was asked for, or each one, cannot work.
+    Raises `PlacementError` if the transport `asked`, or every transport, cannot work.
     """
     hosts = len({*trainer, *engines})
     transport = asked or ("ipc" if hosts == 1 else "broadcast")

@@ -14,18 +14,18 @@ Prompt = list[int]
 Answer = tuple[list[int], list[float]]
 """The token ids of one answer, and the log-probability of each when it was sampled."""
 Begun = Callable[[], dict[int, list[Answer]]]
-"""A call of engines that was begun: it returns the answers to each prompt that was answered, by the prompt's number."""
+"""A pending call of engines. It returns the answers by the prompt's number, without unanswered prompts."""
 
 
 class Generation:
-    """The answers to prompts. What an engine that died leaves unanswered is asked again."""
+    """The answers to prompts. Prompts that a dead engine leaves unanswered are asked again."""
 
     def __init__(self, prompts: Sequence[Prompt], begin: Callable[[dict[int, Prompt]], Begun]) -> None:
         self._prompts, self._begin = dict(enumerate(prompts)), begin
         self._begun = begin(self._prompts)
 
     def results(self) -> list[list[Answer]]:
-        """Wait for the answers to each prompt, in order. Raises what `begin` and what it returns raise."""
+        """Wait for the answers to each prompt, in order. Raise the errors of `begin` and of the pending call."""
         answers = self._begun()
         while left := {number: prompt for number, prompt in self._prompts.items() if number not in answers}:
             answers |= self._begin(left)()
@@ -41,7 +41,7 @@ def prompts_of(batch: TensorDict) -> list[Prompt]:
 
 
 def batch_of(prompts: TensorDict, answers: list[list[Answer]]) -> TensorDict:
-    """Return the rows of the prompts, each as often as it has answers, with the columns of the answers."""
+    """Return the rows of the prompts with the columns of the answers. A row is repeated for each of its answers."""
     repeated = take(prompts, [row for row in range(rows(prompts)) for _ in answers[row]])
     flat: list[Any] = [answer for each in answers for answer in each]
     longest = max(len(tokens) for tokens, _ in flat)

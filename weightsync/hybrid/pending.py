@@ -1,4 +1,4 @@
-"""Calls of several Ray actors at once, and the wait for them: the first failure ends it and says who failed."""
+"""Pending calls of several Ray actors: the first failure ends the wait, and its error names the actor."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
 from weightsync.net.runtime import Deadline
 
 _DEATHS = ray.exceptions.RayActorError, ray.exceptions.ObjectLostError
-"""The second is of an actor that had answered, and whose node died before the answer was fetched."""
+"""The second is raised if an actor had answered, and its node died before the answer was fetched."""
 _NEWS_S = 1.0
-"""How long it may take, after a failure, until Ray says which actor has died. The others notice it sooner."""
+"""Seconds to wait after a failure for Ray to name the dead actor. Other actors notice its death sooner than Ray."""
 
 
 class WorkerError(WeightSyncError, RuntimeError):
-    """An exception that was raised in a worker, with the traceback there. `who` names the worker."""
+    """An exception from a worker, with its traceback. `who` names the worker."""
 
 
 class Pending:
-    """A call that is under way. `refs` are the results of the actors that were called, by their names."""
+    """A call in progress. `refs` has the actors' results by the actors' names."""
 
     def __init__(self, doing: str, refs: Mapping[str, Any], timeout_s: float) -> None:
         self.doing = doing
@@ -32,13 +32,13 @@ class Pending:
     def results(self) -> list[Any]:
         """Wait for the call to end, and return the results.
 
-        Raises `PeerError` where an actor died. Raises a `WeightSyncError` of an actor as it is, and anything else as a
-        `WorkerError`. Raises `SyncTimeoutError` where the call takes too long.
+        Raises `PeerError` if an actor died. Raises an actor's `WeightSyncError` unchanged, and its other exceptions as
+        a `WorkerError`. Raises `SyncTimeoutError` after the deadline.
         """
         refs = list(self._names)
         failure: WeightSyncError
         try:
-            # Raises as soon as one of the calls has.
+            # `get` raises as soon as one call has raised.
             found: list[Any] = ray.get(refs, timeout=self._deadline.left_s())
             return found
         except ray.exceptions.GetTimeoutError:
@@ -54,20 +54,20 @@ class Pending:
         raise failure
 
     def running(self) -> list[str]:
-        """Return the names of the actors that have not answered yet."""
+        """Return the names of the actors without an answer so far."""
         return [self._names[ref] for ref in self._by_now()[1]]
 
     def has_failed(self) -> bool:
-        """Return whether an actor has raised or died, or the call took too long. Asks for no result."""
+        """Return whether an actor has raised or died, or `results` has given up. Fetches no result."""
         return self._given_up or any(raised(ref) is not None for ref in self._by_now()[0])
 
     def _by_now(self) -> tuple[list[Any], list[Any]]:
-        """Return the results that there are, and those that are not there yet."""
+        """Return the refs with results, and the refs without results so far."""
         ended, waiting = ray.wait(list(self._names), num_returns=len(self._names), timeout=0, fetch_local=False)
         return ended, waiting
 
     def _first_cause(self, refs: list[Any]) -> WeightSyncError:
-        """Return the failure that the others are the outcome of: a death before an exception."""
+        """Return the failure that caused the others: a death before an exception."""
         ended, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
         later, lost = ray.wait(waiting, num_returns=len(waiting), timeout=_NEWS_S) if waiting else ([], [])
         failed = [(ref, error) for ref in (*ended, *later, *lost) if (error := raised(ref)) is not None]
@@ -77,19 +77,28 @@ class Pending:
 
 
 class Waited(Protocol):
-    """A call that is under way, such as a `Pending`."""
+    """A call in progress, such as a `Pending`."""
 
     def results(self) -> list[Any]: ...
 
 
 class CallFuture:
-    """The result of a call of a group that is under way."""
+    """The result of a group's call in progress."""
 
     def __init__(self, pending: Waited, collect: Callable[[list[Any]], Any]) -> None:
         self._pending, self._collect = pending, collect
 
     def result(self) -> Any:
-        """Wait for the result of the group. Raises what the call raises."""
+        """Wait for the result of the group.
+
+        Returns:
+            The result, joined by the method's dispatch mode.
+
+        Raises:
+            WorkerError: A worker raised. The text has its traceback.
+            PeerError: A worker or engine has died.
+            WeightSyncError: A worker or engine raised it.
+        """
         return self._collect(self._pending.results())
 
 
@@ -104,7 +113,7 @@ class Method:
 
 
 def raised(ref: Any) -> Exception | None:
-    """Return what a call has raised, or None where it has not, or not yet."""
+    """Return the exception of a call, or None if it has not raised so far."""
     try:
         ray.get(ref, timeout=0)
     except ray.exceptions.GetTimeoutError:
@@ -116,18 +125,18 @@ def raised(ref: Any) -> Exception | None:
 
 
 def has_died(ref: Any) -> bool:
-    """Return whether an actor has died, from the answer of a call that takes it no time. One that is busy has not."""
+    """Return whether an actor has died. `ref` is a call that takes no time. A busy actor has not died."""
     ended, _ = ray.wait([ref], timeout=_NEWS_S)
     return bool(ended) and isinstance(raised(ref), _DEATHS)
 
 
 def explain(error: BaseException, who: str, doing: str) -> WeightSyncError:
-    """Return an error of Ray as one that names the actor, with the traceback from there."""
+    """Return an error that names the actor, for an error of Ray. It keeps the actor's traceback."""
     if isinstance(error, _DEATHS):
         return PeerError(f"{who} died before it answered {doing}: {error}", who=who, phase=doing)
     cause = getattr(error, "cause", None)
     if isinstance(cause, WeightSyncError):
         cause.who = cause.who or who
-        cause.__cause__ = error  # whose text is the remote traceback
+        cause.__cause__ = error  # its text has the remote traceback
         return cause
     return WorkerError(f"{doing} raised {type(cause or error).__name__}: {error}", who=who, phase=doing)

@@ -1,4 +1,4 @@
-"""Resource pools: the processes that a group may have, on which nodes, and with how much of a GPU."""
+"""Resource pools: places on nodes for the processes of a group, each with its share of a GPU."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ WORKERS, ENGINES = "WorkerGroup", "RolloutGroup"
 class ResourcePool:
     """Places for processes: `ResourcePool([4, 4])` has four on one node and four on another, or on the same.
 
-    A pool carries one `WorkerGroup`, one `RolloutGroup`, or one of each, which then share its GPUs. Ray keeps what a
-    pool has reserved from everything else until `close`. Where a node dies, Ray reserves its places on another node
-    as soon as one has room.
+    A pool carries one `WorkerGroup`, one `RolloutGroup`, or one of each. Two groups share its GPUs. Ray reserves the
+    pool's resources until `close`. If a node dies, Ray reserves its places on another node as soon as one has room.
 
-    processes: how many there are, node by node.
-    gpus: the GPUs of each process, 0 or 1. None means one where the cluster has GPUs, and none elsewhere.
-    cpus: the CPUs of each process.
-    timeout_s: how long to wait until the cluster has these resources free, and again when a group is given the pool.
+    Args:
+        processes: The number of processes on each node.
+        gpus: The GPUs of each process, 0 or 1. None means one if the cluster has GPUs, else none.
+        cpus: The CPUs of each process.
+        timeout_s: The wait for the cluster to have these resources free. Each group that gets the pool waits as long
+            again.
 
-    Raises `PlacementError` for a pool that is larger than the cluster, or whose resources do not become free.
+    Raises:
+        ConfigError: An argument cannot work, or Ray is not running.
+        PlacementError: The pool is larger than the cluster, or its resources do not become free.
     """
 
     def __init__(
@@ -63,9 +66,10 @@ class ResourcePool:
         return sum(self.processes)
 
     def claim(self, kind: str) -> None:
-        """Give the pool to a group of this kind. Raises `ConfigError` while another one has it.
+        """Give the pool to a group of this kind.
 
-        Raises `PlacementError` where a node of the pool has died, and no other has room for its places.
+        Raises `ConfigError` while another group of this kind has it. Raises `PlacementError` if a node of the pool has
+        died, and no other has room for its places.
         """
         if kind in self._claimed:
             raise ConfigError(
@@ -81,7 +85,7 @@ class ResourcePool:
 
     @property
     def is_shared(self) -> bool:
-        """Whether groups of both kinds have the pool."""
+        """Whether both kinds of groups have the pool."""
         return len(self._claimed) > 1
 
     def options(self, process: int) -> dict[str, Any]:
@@ -91,11 +95,14 @@ class ResourcePool:
             bundle -= self.processes[node]
             node += 1
         strategy = PlacementGroupSchedulingStrategy(self._placement[node], placement_group_bundle_index=bundle)
-        # One half for each of the two kinds of groups, so that both can have the whole GPU.
+        # One half for each kind of group: with more, Ray would not start both on one GPU.
         return {"num_cpus": self.cpus / 2, "num_gpus": self.gpus / 2, "scheduling_strategy": strategy}
 
     def wait_until_reserved(self) -> None:
-        """Wait until the cluster has given the pool its places, anew where a node has died. Raises `PlacementError`."""
+        """Wait until the cluster has reserved all places of the pool, also after a node's death.
+
+        Raises `PlacementError` after the timeout.
+        """
         ready = [group.ready() for group in self._placement]
         _, waiting = ray.wait(ready, num_returns=len(ready), timeout=self.timeout_s)
         if waiting:
@@ -107,13 +114,13 @@ class ResourcePool:
             )
 
     def close(self) -> None:
-        """Give the resources back to the cluster, which ends what runs on them."""
+        """Give the resources back to the cluster. Ray ends all processes on them."""
         for group in self._placement:
             remove_placement_group(group)
 
 
 def place(needed: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> Mapping[str, float] | None:
-    """Return the first of `needed` that finds no node, the largest ones looking first, or None when all fit."""
+    """Return the first of `needed` without a node, or None if all fit. The largest look for a node first."""
     free = [dict(node) for node in nodes]
     for each in sorted(needed, key=lambda amounts: sorted(amounts.items(), reverse=True), reverse=True):
         fitting = (node for node in free if all(node.get(name, 0) >= amount for name, amount in each.items()))

@@ -16,11 +16,11 @@ from weightsync.hybrid.worker import Process, Worker
 
 
 class Processes:
-    """One process at each place of a pool. Each does one thing at a time, for all roles that live in it.
+    """One process at each place of a pool. A process serves all its roles, one call at a time.
 
-    nodes: the Ray node of each.
-    names: what errors call each, with the address of its node.
-    roles: the names of the classes of the workers in them.
+    nodes: the Ray node of each process.
+    names: each process's name in errors, with the address of its node.
+    roles: the names of the workers' classes in them.
     """
 
     def __init__(self, pool: ResourcePool, timeout_s: float) -> None:
@@ -86,7 +86,7 @@ class Processes:
     def _check_idle(self, doing: str) -> None:
         """Raise `ConfigError` once the processes are closed.
 
-        Raise `PeerError` while ranks are still in a call that has failed elsewhere, perhaps for good.
+        Raise `PeerError` while ranks are in a call that has failed on another rank. They may never return.
         """
         if not self._actors:
             raise ConfigError(f"{doing} cannot begin, since the processes are closed: make a new group")

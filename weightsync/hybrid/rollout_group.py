@@ -24,21 +24,21 @@ logger = logging.getLogger(__name__)
 
 
 class EngineState(Enum):
-    """Whether an engine of a group gets prompts."""
+    """The state of an engine in its group. Engines that serve get prompts."""
 
     SERVING = auto()
     NEW = auto()
-    """It was added, and no push has reached it. It has other weights than those that serve."""
+    """The engine was added, and no push has reached it. Its weights differ from the serving engines'."""
     LOST = auto()
-    """A push was made without it, since it did not answer. It is asked for nothing until a push reaches it."""
+    """A push left the engine out, because it did not answer. It gets no calls until a push reaches it."""
 
 
 @dataclass(eq=False)
 class GroupEngine:
     """One engine of a group.
 
-    pool, place: where its first worker is.
-    asleep: what of its memory sleeps.
+    pool, place: the place of its first worker.
+    asleep: the parts of its memory that sleep.
     """
 
     name: str
@@ -58,13 +58,18 @@ class RolloutGroup:
         batch = engine.generate(prompts, n=8, max_tokens=512)
         sync.push()
 
-    options: what vLLM's `LLM` takes. weightsync's plug-in is set up, and sleep mode where the GPUs are shared.
-    actor: the class of the Ray actor, in place of `weightsync.vllm.rollout.RolloutEngine`.
-    timeout_s: how long each call may take.
+    Engines serve the weights of `model` until the next push. After the death of an engine `remove` it, and `add`
+    another. With `follow(actor, on_engine_failure="drop")` the group goes on without it.
 
-    A call raises what one of a `WorkerGroup` does. After the death of an engine `remove` it, and `add` another in its
-    place. With `follow(actor, on_engine_failure="drop")` the group goes on without it. Engines serve the weights of
-    `model` until the next push.
+    Calls raise the same errors as calls of a `WorkerGroup`.
+
+    Args:
+        pool: The places of the engines' workers.
+        model: The model, as for vLLM's `LLM`.
+        tensor_parallel_size: The workers of each engine.
+        actor: The class of the Ray actor. None means `weightsync.vllm.rollout.RolloutEngine`.
+        timeout_s: The timeout of each call.
+        **options: The options of vLLM's `LLM`. The group sets up weightsync's plug-in, and sleep mode on shared GPUs.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class RolloutGroup:
             "model": model,
             "tensor_parallel_size": tensor_parallel_size,
             "weight_transfer_config": {"backend": "weightsync"},
-            # Or vLLM takes Ray for its workers, and they look for places that the group does not have.
+            # By default vLLM starts workers on Ray, and they look for places that the group does not have.
             "distributed_executor_backend": "mp" if tensor_parallel_size > 1 else None,
             "enable_sleep_mode": pool.gpus > 0 and pool.is_shared,
             **options,
@@ -108,12 +113,12 @@ class RolloutGroup:
 
     @property
     def actors(self) -> list[Any]:
-        """The Ray actors of the engines, without those that are lost."""
+        """The Ray actors of the engines, without lost ones."""
         return [one.actor for one in self._present()]
 
     @property
     def names(self) -> list[str]:
-        """What errors and reports call each of `actors`, with the address of its node."""
+        """The names of `actors` in errors and reports, each with the address of its node."""
         return [one.name for one in self._present()]
 
     @property
@@ -122,28 +127,39 @@ class RolloutGroup:
         return [one.node for one in self._present()]
 
     def follow(self, trainer: WorkerGroup, *, transport: Any = None, **options: Any) -> GroupSync:
-        """Return the sync whose `push` moves the weights of these workers into all engines.
+        """Return a sync. Its `push` moves the weights of these workers into all engines.
 
-        An earlier sync of this group pushes no more. The workers may push to other groups as well.
+        An earlier sync of this group cannot push any more. The workers may push to other groups as well.
 
-        transport: as for `WeightSync`, but for adapters and "single_copy". None means "ipc" where all ranks and engines
-            are on one host, else "broadcast". `GroupSync.reason` says which and why.
-        options: what `WeightSync` takes beside backend, transport and engine. With on_engine_failure="drop" the group
-            goes on without engines that die.
+        Args:
+            trainer: The workers.
+            transport: As for `WeightSync`, except adapters and "single_copy". None means "ipc" if all ranks and engines
+                are on one host, else "broadcast". `GroupSync.reason` gives the reason.
+            **options: The options of `WeightSync`, except backend, transport and engine. With on_engine_failure="drop"
+                the group goes on without engines that die.
 
-        Raises `PlacementError` where no transport, or not this one, can move weights between these places. Raises
-        `ConfigError` for a transport that a group cannot use.
+        Raises:
+            PlacementError: No transport, or not this one, can move weights between these places.
+            ConfigError: A group cannot use the transport.
         """
         self._sync = GroupSync(self, trainer, transport, options)
         return self._sync
 
     def add(self, pool: ResourcePool | None = None) -> list[str]:
-        """Start engines at all free places of a pool, or of those that the group has. Return their names.
+        """Start engines at all free places of a pool, or of the group's own pools.
 
-        Once the group was pushed to, they get no prompts before a push has reached them.
+        If the group was pushed to before, new engines get no prompts until a push has reached them.
 
-        Raises `PlacementError` where a node has died and no other has room, and where the transport of the group's sync
-        does not reach the new engines, which are ended then. Raises `ConfigError` where no place is free.
+        Args:
+            pool: A further pool. None means the pools that the group has.
+
+        Returns:
+            The names of the new engines.
+
+        Raises:
+            PlacementError: A node has died and no other has room, or the group's transport does not reach the new
+                engines. No new engine is left running.
+            ConfigError: No place is free.
         """
         if pool is not None and pool not in self._pools:
             places_of_engines(pool.processes, self._size)
@@ -152,7 +168,7 @@ class RolloutGroup:
         started: list[GroupEngine] = []
         try:
             for one in list(self._pools) if pool is None else [pool]:
-                one.wait_until_reserved()  # where a node has died, its engines' places move
+                one.wait_until_reserved()  # after a node's death its engines' places move
                 started += self._start(one)
             if not started:
                 raise ConfigError("no place is free for another engine: give a pool, or remove an engine first")
@@ -167,10 +183,10 @@ class RolloutGroup:
         return [one.name for one in started]
 
     def remove(self, name: str) -> None:
-        """End the engine of this name. Its place is free then: for `add`, or for another group where it was the last.
+        """End the engine of this name. `add`, or another group if it was the pool's last engine, can use its place
+        then.
 
-        Take the answers to its prompts first. Raises `ConfigError` for a name that no engine has, and for the only
-        engine.
+        Take the answers to its prompts first. Raises `ConfigError` for an unknown name, and for the only engine.
         """
         engine = next((one for one in self._engines if one.name == name), None)
         if engine is None:
@@ -182,16 +198,14 @@ class RolloutGroup:
 
     @property
     def generate(self) -> Method:
-        """The answers of the engines to a batch of prompts: its rows, each `n` times in a row, with more columns.
+        """The engines' answers to a batch of prompts: `generate(prompts, **sampling)`.
 
-            generate(prompts, **sampling)
+        Each row of `prompts` comes `n` times in a row, with the new columns "answers", padded with 0, "answer_mask" and
+        "sampled_logprobs". All engines get about as many tokens of prompts.
 
-        prompts: the column "prompts" has token ids, padded or nested. Where they are padded, "prompt_mask" is true for
-            those that count.
-        sampling: what vLLM's `SamplingParams` takes.
-
-        The new columns are "answers", padded with 0, "answer_mask" and "sampled_logprobs". All engines get about as
-        many tokens of prompts.
+        prompts: the column "prompts" has token ids, padded or nested. For padded ones "prompt_mask" is true for real
+            tokens.
+        sampling: the arguments of vLLM's `SamplingParams`.
         """
         return Method(self._begin_generate)
 
@@ -202,7 +216,7 @@ class RolloutGroup:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether `sleep` was called, and not all was woken again."""
+        """Whether any memory of an engine sleeps."""
         return any(one.asleep for one in self._present())
 
     def sleep(self, level: int = 1) -> None:
@@ -211,8 +225,8 @@ class RolloutGroup:
             one.asleep = {WEIGHTS, KV_CACHE}
 
     def wake_up(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
-        """Take back the memory of these, where they sleep. After level 2 the weights are anything until a push."""
-        # VLLM would map memory twice that is awake already.
+        """Take back the memory of these parts if they sleep. After level 2 the weights are undefined until a push."""
+        # vLLM would map memory twice if it is awake already.
         due = {one: [tag for tag in tags if tag in one.asleep] for one in self._present()}
         for one in self._call("wake_up", {one: one.actor.wake_up.remote(tags) for one, tags in due.items() if tags}):
             one.asleep -= {*due[one]}
@@ -222,15 +236,15 @@ class RolloutGroup:
         return pool.gpus > 0 and pool in self._pools
 
     def is_followed_by(self, sync: GroupSync) -> bool:
-        """Return whether this sync is the last that `follow` has made."""
+        """Return whether this sync is the last one that `follow` made."""
         return self._sync is sync
 
     def to_push(self) -> dict[str, Any]:
-        """Return the actors that a push is to reach, by name: lost ones too, which may answer again."""
+        """Return the actors for the next push, by name. Lost ones are among them: they may answer again."""
         return {one.name: one.actor for one in self._engines if WEIGHTS not in one.asleep}
 
     def was_pushed(self, left_out: Collection[str]) -> None:
-        """Note that engines serve a new version, but for those that the push has left out."""
+        """Note that all engines serve a new version, except those that the push has left out."""
         self._was_pushed = True
         for one in list(self._engines):
             if one.name not in left_out:
@@ -287,7 +301,7 @@ class RolloutGroup:
         return started
 
     def _devices(self, pool: ResourcePool, first_places: Sequence[int]) -> dict[int, str]:
-        """Return what CUDA calls the GPU of each place of engines that begin at these."""
+        """Return CUDA's name of the GPU of each place, for engines that begin at these places."""
         ask = ray.remote(_visible_devices)
         places = [place for first in first_places for place in range(first, first + self._size)]
         refs = {f"place {place}": ask.options(**pool.options(place)).remote() for place in places}
@@ -298,7 +312,7 @@ class RolloutGroup:
         self._engines.remove(engine)
 
     def _give_back(self, pool: ResourcePool) -> None:
-        """Release a pool on which no engine of this group is left, so that another group can have it."""
+        """Release a pool without engines of this group, so that another group can have it."""
         if pool in self._pools and all(one.pool is not pool for one in self._engines):
             self._pools.remove(pool)
             pool.release(ENGINES)
@@ -310,7 +324,7 @@ class RolloutGroup:
         return CallFuture(asked, partial(batch_of, prompts))
 
     def _begin_answers(self, sampling: dict[str, Any], prompts: dict[int, Prompt]) -> Begun:
-        """Share prompts out over the engines that serve."""
+        """Share prompts out over the serving engines."""
         serving = [one for one in self._engines if one.state is EngineState.SERVING]
         if any(one.asleep for one in serving):
             raise ConfigError("the engines are asleep: wake them, or push, before they generate")
@@ -335,7 +349,7 @@ class RolloutGroup:
         return list(self._wait(doing, refs))
 
     def _wait(self, doing: str, refs: Mapping[GroupEngine, Any]) -> dict[GroupEngine, Any]:
-        """Wait for calls of engines. Those that have died leave the group, where it goes on without them."""
+        """Wait for calls of engines. With on_engine_failure="drop", dead engines leave the group."""
         left = dict(refs)
         while True:
             pending = Pending(doing, {one.name: ref for one, ref in left.items()}, self._timeout_s)
@@ -353,7 +367,7 @@ class RolloutGroup:
 
 
 def places_of_engines(processes: Sequence[int], tensor_parallel_size: int) -> list[int]:
-    """Return the first place of each engine. Raises `ConfigError` where engines do not fill the nodes of a pool."""
+    """Return the first place of each engine. Raise `ConfigError` if engines do not fill the nodes of a pool."""
     size = tensor_parallel_size
     if size < 1 or any(count % size for count in processes):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What runs in the processes of a group: the user's `Worker`s, and the actor that holds them."""
+"""The processes of a group: the user's `Worker`s, and the actor that holds them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,24 @@ from weightsync.sync import WeightSync
 
 
 class Worker:
-    """One rank of a model, in a process of a `WorkerGroup`. Users derive their own from it.
+    """One rank of a model, in a process of a `WorkerGroup`. Users derive their own class from it.
 
         class Policy(Worker):
             def init_model(self, path): self.model = ...
             @register(Dispatch.DP)
             def update(self, batch): ...
 
-    backend: how the model holds its weights, as for `WeightSync`.
-    model: what a push sends. `init_model` sets it.
-    rank, world_size, local_rank, device: this process's place. `torch.distributed` is set up when `init_model` is
-        called, and `__init__` comes too early for all of these.
-    roles: the other workers of this process, by the names of their classes.
+    `torch.distributed` and this process's place (`rank` to `device`) are set when `init_model` is called. They are not
+    set in `__init__`.
+
+    Attributes:
+        backend: The model's backend, as for `WeightSync`.
+        model: The model that a push sends. `init_model` sets it.
+        rank: This process's rank in the group.
+        world_size: The number of processes in the group.
+        local_rank: This process's number on its node. It is 0 on GPUs: Ray shows each process its own GPU only.
+        device: The process's GPU, or the CPU.
+        roles: The other workers of this process, by the names of their classes.
     """
 
     backend: BackendName = "fsdp"
@@ -59,13 +65,13 @@ class Worker:
         self._syncs[name] = FollowedSync(self.backend, transport, options, self.rank)
 
     def name_engines(self, name: str, engines: dict[str, Any]) -> None:
-        """Take what the next pushes of a `WeightSync` are to reach: Ray actors by their names."""
+        """Take the engines of the next pushes of a `WeightSync`: Ray actors by their names."""
         self._syncs[name].name_engines(engines)
 
     def push(self, name: str, version: int | None) -> PushReport | None:
         """Push the model, and return the report on rank 0. Collective."""
         report = self._syncs[name].sync.push(self.model, version)
-        return report if self.rank == 0 else None  # all have the same, and each would cost the controller time
+        return report if self.rank == 0 else None  # all ranks have the same report
 
     def close_sync(self, name: str) -> None:
         """Close a `WeightSync`, if it is open."""
@@ -74,7 +80,7 @@ class Worker:
 
 
 class FollowedSync:
-    """A `WeightSync` whose engines the controller names. They keep these names in errors and reports."""
+    """A `WeightSync` with engines that the controller names. Errors and reports use these names."""
 
     def __init__(self, backend: BackendName, transport: Any, options: dict[str, Any], rank: int) -> None:
         self._engines: dict[str, RayEngine] = {}

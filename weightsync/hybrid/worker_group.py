@@ -1,4 +1,4 @@
-"""A group of workers as one object at the controller: its methods are those that the workers' class has registered."""
+"""A group of workers as one object at the controller. Its methods are the registered methods of the workers' class."""
 
 from __future__ import annotations
 
@@ -28,13 +28,20 @@ class WorkerGroup:
         batch = actor.logprobs(batch)                    # waits
         update = actor.update.remote(batch)              # does not: update.result() does
 
-    where: a `ResourcePool`, or a group whose processes these workers live in too. A process does one thing at a time.
-    worker: the class of the workers. Its name is the role's.
-    timeout_s: how long each call may take, and each collective between the workers: an hour when None. All roles of the
-        processes have the same.
+    A process does one thing at a time. After a `PeerError` `close` the group, and make another on the same pool.
 
-    A call raises what the first worker raised: `WorkerError` with the traceback from there, or a `WeightSyncError` as
-    it is. It raises `PeerError` where a worker has died. Then `close` the group, and make another on the same pool.
+    Args:
+        where: A `ResourcePool`, or a group to share the processes of.
+        worker: The class of the workers. Its name is the role's name.
+        *args, **kwargs: The arguments of `init_model`.
+        timeout_s: The timeout of each call, and of each collective between the workers. None means an hour. All roles
+            of the processes share it, so only their first group takes it.
+
+    Raises:
+        WorkerError: The first worker that raised. The text has its traceback. Calls of the group raise the same errors.
+        PeerError: A worker has died.
+        WeightSyncError: A worker raised it.
+        ConfigError: An argument cannot work.
     """
 
     def __init__(
@@ -101,7 +108,7 @@ class WorkerGroup:
 
 
 def stored_once(calls: dict[int, Call]) -> dict[int, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return the calls as they travel, with a batch that several ranks get as one object in Ray's store."""
+    """Return the calls in the form in which they travel. A batch for several ranks is one object in Ray's store."""
     given = [value for call in calls.values() for value in (*call.args, *call.kwargs.values())]
     batches = {id(value): value for value in given if isinstance(value, TensorDict)}
     counts = Counter(map(id, given))
