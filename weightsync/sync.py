@@ -216,11 +216,11 @@ class WeightSync:
 
         Args:
             model: The model. With backend="stream" the stream of this push: a list, a dict, a function that returns an
-                iterable, or an iterator. Rank 0's stream is sent. Other ranks give the same stream, because reading it
-                may run collectives, or None.
+                iterable, or an iterator. Rank 0's stream is sent. Other ranks give None, or the same stream if reading
+                it runs collectives.
             version: A number greater than every earlier version of the engines, other trainers' included. None: the
                 next.
-            label: Text reported by engines in place of the version, such as the trainer's step. It may repeat.
+            label: A value that engines report in place of the version, such as the trainer's step. It may repeat.
 
         Returns:
             The report, the same on every rank.

@@ -141,7 +141,7 @@ def lay_over(
     shards: the checkpoint regions of these tensors.
     exports: the workers' descriptions of their parameters.
 
-    Raises `ConfigError`, `PlacementError` or `UnsupportedError` for a tensor that is no view of the engine's memory.
+    Raises `ConfigError`, `PlacementError` or `UnsupportedError` for a tensor that cannot be such a view.
     """
     ranks = update.ranks
     own = exports[ranks.rank]
@@ -281,8 +281,7 @@ def _located(shards: Sequence[TensorShard], locations: Sequence[ShardLocation]) 
 
 
 def _to_repeat(locations: Sequence[ShardLocation], located: Sequence[ShardLocation], rank: int) -> list[CopyOp]:
-    """Return the copies into this rank's worker from the memory of other workers, for regions without a parameter of
-    this rank.
+    """Return the copies into this rank's worker of regions that only other ranks' parameters cover.
 
     Raises `PlacementError` for a region without a parameter on any rank.
     """

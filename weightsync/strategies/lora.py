@@ -255,7 +255,7 @@ class LoraAdapters(UpdateStrategy):
         """Unload adapters older than `keep_last`, and remove the files of adapters that an earlier push unloaded.
 
         An adapter in use by a request stays, with its files: an engine short of adapter slots loads it again. A failure
-            is logged and left to the next push, because engines serve the new adapter already.
+        is logged and left to the next push, because engines serve the new adapter already.
         """
         try:
             in_use = set().union(*(engine.adapters_in_use() for engine in self._engines))

@@ -104,7 +104,7 @@ def make_buckets(
 ) -> tuple[list[Bucket], frozenset[str]]:
     """Return the buckets of all tensors, and the names of the tensors in the last buckets.
 
-    The last buckets hold the `frozen` tensors and the tensors loaded together with them, and no others. `together` are
+    The last buckets hold the `frozen` tensors, except those loaded together with other tensors. `together` are
     quantised weights with the names of their scales. Raises `ConfigError` if everything is frozen, or if a bucket has a
     weight without its scales.
     """

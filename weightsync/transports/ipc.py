@@ -1,8 +1,8 @@
 """Memory of one host, mapped by trainer ranks and engine workers: CUDA IPC for GPUs, shared memory for CPUs.
 
 Workers read two kinds of tensors in place: GPU tensors, and CPU tensors in shared memory (`model.share_memory()`). The
-    owning rank stages all others: CPU tensors, and tensors computed for each push. A rank has two slots: workers read
-    one chunk while the rank fills the next. Counters in shared memory pace both.
+owning rank stages all others: CPU tensors, and tensors computed for each push. A rank has two slots: workers read one
+chunk while the rank fills the next. Counters in shared memory pace both.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ second worker of a chain receives from the first, over NVLink, shared memory or 
     worker 1                 receives 1   receives 2     receives 3
 
 Both ends have two slots: one chunk travels while the next is filled, or the last one loaded. Sends and receives match,
-    in the order of the plan, and so pace each other. A worker's slot takes the next chunk once its chunk has been
-    loaded and passed on. A worker waits only for earlier chunks, or for the same chunk on an earlier member. So waits
-    form no cycle.
+in the order of the plan, and so pace each other. A worker's slot takes the next chunk once its chunk has been loaded
+and passed on. A worker waits only for earlier chunks, or for the same chunk on an earlier member. So waits form no
+cycle.
 
 With an `encoding`, workers keep each chunk for the next push, in a slot of its own. Each rank begins a push with one
 byte to the workers. It says whether the rank sends messages (encoding.py) or plain runs.
