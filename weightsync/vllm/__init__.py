@@ -1,1 +1,1 @@
-"""The only room that imports vllm: the plug-in, the engine that vLLM calls, and what its versions changed."""
+"""The only package that imports vllm: the plug-in, vLLM's engine class, and the differences between versions."""

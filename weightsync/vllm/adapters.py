@@ -1,7 +1,7 @@
-"""Which of a running vLLM's modules an adapter is bound to, as one worker finds it.
+"""One worker's search for the modules of a running vLLM that an adapter is bound to.
 
-vLLM takes a tensor of an adapter when it knows the last part of its module's name. It binds the module where one of the
-engine's has the same whole name, after the model's own renaming, and drops it in silence elsewhere.
+vLLM takes an adapter's tensor if it knows the last part of its module's name. It binds the tensor to the engine's
+module with the same whole name, after the model's own renaming. Without such a module it drops the tensor silently.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FILE = "adapter_model.safetensors"
 
 
 class _Place(NamedTuple):
-    """Where an adapter's module goes: the engine's, and which part of it where several have been packed."""
+    """The target of an adapter's module: the engine's module, and the part of it if several have been packed."""
 
     module: str
     part: int
@@ -33,16 +33,20 @@ class _Place(NamedTuple):
 
 
 def offer(worker: Any) -> None:
-    """Give this worker the method that `collective_rpc` asks. The worker extension has it already."""
+    """Give this worker the method for `collective_rpc`. The worker extension has it already."""
     setattr(worker, ADAPTER_MODULES, partial(adapter_modules, worker))
 
 
 def adapter_modules(worker: Any, path: str, number: int) -> dict[str, Any]:
-    """Return what this worker makes of the adapter at `path`, a `BoundModules` as plain values.
+    """Return this worker's bindings of the adapter at `path`, a `BoundModules` as plain values.
 
-    number: the loaded adapter's, which is looked at too, or NOT_LOADED, or NEWEST. One that vLLM has dropped meanwhile,
-    to make room for another, is found by its names alone. Never raises: vLLM would leave the other workers' answers in
-    their queues, and give them to later calls.
+    Never raises: vLLM would leave the other workers' answers in their queues, and give them to later calls.
+
+    Args:
+        worker: vLLM's worker.
+        path: The adapter's folder.
+        number: The number of the loaded adapter, NEWEST or NOT_LOADED. A loaded adapter is searched too. If vLLM has
+            dropped it to make room for another, only its names are searched.
     """
     try:
         return asdict(_bound_modules(worker, path, number))
@@ -73,7 +77,7 @@ def _bound_modules(worker: Any, path: str, number: int) -> BoundModules:
 
 
 def _names(model: Any, file: Path) -> dict[str, str | None]:
-    """Return the name that vLLM gives each of an adapter's modules. None: the model's rules leave it out."""
+    """Return vLLM's name for each of an adapter's modules. None: the model's rules leave the module out."""
     mapper = compat.adapter_renaming(model)
     skipped = getattr(model, "lora_skip_prefixes", None) or ()
     with safe_open(file, framework="pt") as tensors:
@@ -86,12 +90,13 @@ def _names(model: Any, file: Path) -> dict[str, str | None]:
 
 
 def _places(manager: Any) -> dict[str, _Place]:
-    """Return where each name leads that vLLM finds one of the engine's modules by."""
+    """Return the target of each name by which vLLM finds one of the engine's modules."""
     places: dict[str, _Place] = {}
     for module, layer in manager.modules.items():
         parts = list(manager.packed_modules.get(module, [module]))
         if type(layer).__name__.startswith("FusedMoE"):
-            # A worker may have some of the experts alone, and stacks them. A fused adapter has two tensors for all.
+            # A worker may have only some of the experts, and stacks them. A fused adapter has two tensors for all
+            # experts.
             named = {name: _Place(module, 0, 0) for name in (*parts, module, f"{module}.base_layer")}
         else:
             named = {name: _Place(module, part, len(parts)) for part, name in enumerate(parts)}
@@ -104,7 +109,7 @@ def _places(manager: Any) -> dict[str, _Place]:
 
 
 def _loaded(manager: Any, number: int) -> Mapping[str, Any] | None:
-    """Return the factors of a loaded adapter, by the engine's module. None: it is not there."""
+    """Return the factors of a loaded adapter, by the engine's module. None: vLLM has no such adapter."""
     if number == NOT_LOADED:
         return None
     known = manager.list_adapters()
@@ -122,6 +127,6 @@ def _has(loaded: Mapping[str, Any], place: _Place) -> bool:
 
 
 def _likeliest(places: Mapping[str, _Place], unbound: list[str]) -> list[str]:
-    """Return the names that lead to modules, those first that end as one of the unbound ones does."""
+    """Return the names with targets, first the names with the last part of an unbound name."""
     ends = {name.rpartition(".")[2] for name in unbound}
     return sorted(places, key=lambda name: name.rpartition(".")[2] not in ends)

@@ -24,10 +24,13 @@ from weightsync.errors import UnsupportedError
 
 
 def without_lora(model: nn.Module) -> nn.Module:
-    """Return the running model's tree without the layers that vLLM has put around others for adapters.
+    """Return the running model's tree without vLLM's wrapping layers for adapters.
 
-    Its tensors and the modules that own them are the model's own, under the names of a fresh copy. It must not be
-    called. Raises `UnsupportedError` for layers that do more than add to what the layer inside them gives.
+    Its tensors and the modules that own them are the model's own, under the names of a fresh copy. Do not call its
+    forward.
+
+    Raises:
+        UnsupportedError: A wrapping layer does more than add to the wrapped layer's output.
     """
     known: dict[nn.Module, nn.Module] = {}
 
@@ -52,7 +55,7 @@ def without_lora(model: nn.Module) -> nn.Module:
 
 
 def drafter_of(worker: Any) -> nn.Module | None:
-    """Return the model that drafts tokens on this vLLM worker. None where none does, or none that is a model."""
+    """Return the drafter of this vLLM worker. None: the worker has no drafter, or one without a model."""
     runner = worker.model_runner
     if hasattr(runner, "get_draft_model"):
         found = runner.get_draft_model()
@@ -63,10 +66,13 @@ def drafter_of(worker: Any) -> nn.Module | None:
 
 
 def worker_under_way() -> Any:
-    """Return the vLLM worker that is making its weight transfer engine, in a frame below.
+    """Return the vLLM worker now making its weight transfer engine, found in a calling frame.
 
-    It gives the engine its model. Its drafter it gives only to an update of that alone, once the engine is up.
-    Raises `UnsupportedError` where no frame is a worker's.
+    The worker gives the engine its model. It gives its drafter only to an update of the drafter alone, once the engine
+    is up.
+
+    Raises:
+        UnsupportedError: No frame belongs to a worker.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -80,7 +86,7 @@ def worker_under_way() -> Any:
 
 
 def drafter_config(vllm_config: VllmConfig) -> VllmConfig:
-    """Return the configuration that vLLM makes the drafter with."""
+    """Return vLLM's configuration for the drafter."""
     speculative, config = vllm_config.speculative_config, copy.copy(vllm_config)
     if (backend := getattr(speculative, "moe_backend", None)) is not None:
         config.kernel_config = copy.copy(config.kernel_config)
@@ -92,14 +98,16 @@ def drafter_config(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def shares_checkpoint(vllm_config: VllmConfig) -> bool:
-    """Return whether a cold start would load the drafter from the model's own checkpoint, as it does what predicts
-    several tokens."""
+    """Return whether a cold start would load the drafter from the model's own checkpoint.
+
+    It does so for layers that predict several tokens.
+    """
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     return draft is not None and draft.model == vllm_config.model_config.model
 
 
 def has_plain_head(vllm_config: VllmConfig) -> bool:
-    """Return whether the drafter is an EAGLE head of which vLLM makes nothing but its parameters at the start."""
+    """Return whether the drafter is an EAGLE head without any state but its parameters at the start."""
     speculative = vllm_config.speculative_config
     return (
         getattr(speculative, "method", None) in ("eagle", "eagle3")
@@ -109,12 +117,12 @@ def has_plain_head(vllm_config: VllmConfig) -> bool:
 
 
 def lora_request(name: str, number: int, path: str) -> LoRARequest:
-    """Return what vLLM is asked for an adapter with."""
+    """Return vLLM's request for an adapter."""
     return LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
 
 
 def adapter_renaming(model: nn.Module) -> Any:
-    """Return what vLLM renames an adapter's tensors by. None: it renames nothing."""
+    """Return the mapper by which vLLM renames an adapter's tensors. None: it renames nothing."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     for method in ("get_rename_mapper", "get_unstacked_mapper"):  # the second one until 0.26
         if hasattr(mapper, method):
@@ -130,8 +138,10 @@ def _cannot_unwrap(name: str, module: nn.Module) -> UnsupportedError:
 
 
 def check_experts(vllm_config: VllmConfig) -> None:
-    """Raise `UnsupportedError` where vLLM would give some expert-parallel workers more experts than others: its
-    loaders do so, but nothing that spreads tokens over the workers says that it is meant to."""
+    """Raise `UnsupportedError` if vLLM would give some expert-parallel workers more experts than others.
+
+    Its loaders do so, but its spreading of tokens over workers is not known to support it.
+    """
     parallel = vllm_config.parallel_config
     workers = parallel.tensor_parallel_size * parallel.data_parallel_size
     experts = vllm_config.model_config.get_num_experts() if parallel.enable_expert_parallel else 0
@@ -148,10 +158,9 @@ def quant_method(module: nn.Module) -> QuantizeMethodBase | None:
 
 
 def kernel_objects(module: nn.Module) -> list[Any]:
-    """Return the objects beside a linear layer and its method that post-processing leaves something in, outermost
-    first.
+    """Return the objects beside a linear layer and its method that hold post-processed state, outermost first.
 
-    These are the scheme of a compressed-tensors layer, and the kernel that was chosen for it.
+    They are the scheme of a compressed-tensors layer, and the kernel chosen for it.
     """
     found: list[Any] = []
     if isinstance(module, LinearBase):
@@ -167,17 +176,17 @@ def kernel_objects(module: nn.Module) -> list[Any]:
 
 
 _ROTARY = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-"""Buffers of older checkpoints. Every engine computes them."""
+"""Buffers in older checkpoints. Every engine computes them."""
 
 
 _POOLER = ("pooler.dense.weight", "pooler.dense.bias")
-"""BERT's pooler. An engine that embeds has none, and loaders before 0.32 keep no table that says so."""
+"""BERT's pooler. An engine for embeddings has none, and loaders before 0.32 have no table to drop its tensors."""
 
 
 def is_of_a_later_layer(vllm_config: VllmConfig, name: str) -> bool:
-    """Return whether a tensor is of a layer that predicts further tokens, which checkpoints count after all others.
+    """Return whether a tensor is of a layer for further tokens. Checkpoints number these layers after all others.
 
-    Without a drafter that has them, vLLM's loaders pass over these.
+    vLLM's loaders pass over them if no drafter has them.
     """
     config = vllm_config.model_config.hf_text_config
     first, count = getattr(config, "num_hidden_layers", 0), getattr(config, "num_nextn_predict_layers", 0) or 0
@@ -188,8 +197,8 @@ def is_of_a_later_layer(vllm_config: VllmConfig, name: str) -> bool:
 def drops(model: nn.Module, name: str) -> bool:
     """Return whether vLLM's loaders pass over a tensor of this name.
 
-    Each module of `model` may have a table that maps names to nothing. One inside sees the name without the beginning
-    that led there.
+    Each module of `model` may have a table of names to drop. An inner module's table holds names without the prefix of
+    that module.
     """
     if any(part in name for part in _ROTARY) or name.endswith(_POOLER):
         return True
@@ -204,11 +213,11 @@ def drops(model: nn.Module, name: str) -> bool:
 
 
 CACHE_SCALES = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
-"""The buffers that attention layers keep the scales of an 8-bit KV cache in."""
+"""The buffers with an attention layer's scales of an 8-bit KV cache."""
 
 
 def attention_with_loaded_scales(model: nn.Module) -> list[nn.Module]:
-    """Return the attention layers whose checkpoint may have scales for an 8-bit KV cache."""
+    """Return the attention layers with possible scales for an 8-bit KV cache in a checkpoint."""
     return [module for module in model.modules() if isinstance(quant_method(module), BaseKVCacheMethod)]
 
 
@@ -217,8 +226,8 @@ def has_8_bit_cache(attention: nn.Module) -> bool:
 
 
 def reset_cache_scales(attention: nn.Module) -> None:
-    """Give an attention layer the scales that it has where no checkpoint has any."""
-    held = {**vars(attention), **attention._buffers, **attention._parameters}  # versions differ in where they keep them
+    """Give an attention layer the scales of a start without scales in the checkpoint."""
+    held = {**vars(attention), **attention._buffers, **attention._parameters}  # the place depends on the version
     for key, value in held.items():
         if key.removesuffix("_cpu").removesuffix("_float") in CACHE_SCALES:
             if isinstance(value, torch.Tensor):
@@ -228,7 +237,7 @@ def reset_cache_scales(attention: nn.Module) -> None:
 
 
 def post_processed_attention(model: nn.Module) -> list[nn.Module]:
-    """Return attention modules that derive tensors from another module's loaded weights (MLA's `W_UV`)."""
+    """Return attention modules with tensors derived from another module's loaded weights (MLA's `W_UV`)."""
     return [
         module
         for module in model.modules()
@@ -237,11 +246,13 @@ def post_processed_attention(model: nn.Module) -> list[nn.Module]:
 
 
 def sinks_of(model: nn.Module) -> list[tuple[Any, nn.Parameter]]:
-    """Return the attention kernels that have sinks, each with the parameter that these are or were made from.
+    """Return the attention kernels with sinks, each with the parameter behind its sinks.
 
     Most kernels read the parameter. FlashInfer's kernels copy it to float32. A CPU's kernel may copy it in the first
     forward.
-    Raises `UnsupportedError` for sinks of no known parameter.
+
+    Raises:
+        UnsupportedError: The sinks belong to no known parameter.
     """
     found: list[tuple[Any, nn.Parameter]] = []
     for name, module in model.named_modules():
@@ -261,9 +272,9 @@ def sinks_of(model: nn.Module) -> list[tuple[Any, nn.Parameter]]:
 
 
 def answering(model: nn.Module) -> list[nn.Module]:
-    """Return the modules without which the model answers nothing, and which no CUDA graph has: those that make logits.
+    """Return the modules that every answer passes outside of CUDA graphs: the makers of logits.
 
-    A model without logits answers by itself.
+    A model without logits is returned itself.
     """
     made = [m for m in model.modules() if isinstance(getattr(m, "base_layer", m), LogitsProcessor)]
     return made or [model]
@@ -272,7 +283,7 @@ def answering(model: nn.Module) -> list[nn.Module]:
 def weights_asleep() -> bool:
     """Return whether vLLM has given back the memory of this GPU worker's weights, as its sleep levels 1 and 2 do.
 
-    Older allocators do not say so for level 2.
+    Older allocators do not tell this for level 2.
     """
     from vllm.device_allocator.cumem import CuMemAllocator
 
@@ -284,7 +295,7 @@ def weights_asleep() -> bool:
 def kv_cache_asleep() -> bool:
     """Return whether vLLM has given back the memory of this GPU worker's KV cache.
 
-    True where an engine can sleep, and its allocator does not say.
+    True if an engine can sleep and its allocator does not tell.
     """
     from vllm.device_allocator.cumem import CuMemAllocator
 
@@ -299,9 +310,9 @@ def call_attention_hook(module: nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def vllm_scope(vllm_config: VllmConfig, device: torch.device) -> Iterator[None]:
-    """Set up what vLLM 0.21-0.26 does not set up around the calls of a weight transfer engine, and later versions do.
+    """Set up the context that vLLM 0.21-0.26 lacks around calls of a weight transfer engine. Later versions set it up.
 
-    It sets no default device, as an engine that starts sets none. With one, torch's compiler cannot look through vLLM's
+    Sets no default device, like an engine at its start. With a default device, torch's compiler cannot trace vLLM's
     parameters, and each call of torch takes longer.
     """
     of_worker = torch.cuda.device(device) if device.type == "cuda" else nullcontext()

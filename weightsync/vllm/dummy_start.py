@@ -1,8 +1,8 @@
-"""What a start with random weights has overwritten, and no checkpoint brings back.
+"""Values overwritten by a start with random weights and missing from every checkpoint.
 
-vLLM's dummy loader fills every parameter and every persistent buffer. Some buffers are computed by a constructor, and
-are in no checkpoint: how the pixels of a picture are scaled, the bounds of an activation. The constructor's values are
-what an engine that loads a checkpoint works with.
+vLLM's dummy loader fills every parameter and every persistent buffer. Some buffers are computed by a constructor and
+are in no checkpoint, such as the scaling of a picture's pixels or the bounds of an activation. An engine loaded from a
+checkpoint has the constructor's values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def has_random_weights(vllm_config: VllmConfig) -> bool:
 
 
 def overwritten_buffers(live: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers of the running model that the dummy loader fills, without the scales of caches."""
+    """Return the running model's buffers that the dummy loader fills, without the scales of caches."""
     return {
         f"{path}.{key}".removeprefix("."): buffer
         for path, module in live.named_modules()
@@ -40,18 +40,18 @@ def overwritten_buffers(live: nn.Module) -> dict[str, torch.Tensor]:
 def lost_values(
     live: nn.Module, filled: Collection[str], construct: Callable[[], nn.Module]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the buffers that a push does not fill, each with the value that its constructor gives it.
+    """Return the buffers not filled by a push, each with its constructor's value.
 
     Args:
         live: The running model.
         filled: Names of the tensors that a push fills.
-        construct: Returns the model as it is built, with the values that are computed from numbers, and `meta` tensors
-            for what is allocated alone.
+        construct: Returns the model as it is built. Values computed from numbers are real. Tensors that are only
+            allocated are on `meta`.
 
     Raises:
-        UnsupportedError: For a buffer that the constructor computes no value of.
+        UnsupportedError: The constructor computes no value of a buffer.
     """
-    tensors = named_tensors(live)  # under one name, where several modules share one
+    tensors = named_tensors(live)  # one name for each tensor shared by several modules
     filled_too = {id(tensors[name]) for name in filled if name in tensors}
     lost = {name: buffer for name, buffer in overwritten_buffers(live).items() if id(buffer) not in filled_too}
     if not lost:

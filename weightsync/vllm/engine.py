@@ -1,4 +1,4 @@
-"""The engine that vLLM calls: weight transfer backend "weightsync" (vLLM 0.25 and later)."""
+"""vLLM's engine class of the weight transfer backend "weightsync" (vLLM 0.25 and later)."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from weightsync.worker.session import WorkerSession
 
 @dataclass
 class UpdateInfo:
-    """What `update_weights` is sent; see `WorkerSession.update`."""
+    """The argument of `update_weights`: see `WorkerSession.update`."""
 
     session: str
 
 
 class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Hands vLLM's four phases to the conversation with the trainer."""
+    """vLLM's weight transfer engine. It passes vLLM's four phases on to the worker's session."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
-    """One update fills the model and its drafter. None is of the drafter alone."""
+    """One update fills the model and its drafter. There is no update of the drafter alone."""
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
@@ -40,7 +40,7 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         host = VllmModel(vllm_config, device, model, drafter)
         self.session = WorkerSession(host)
         if vllm_config.lora_config is not None:
-            with suppress(UnsupportedError):  # `plug_into` makes it outside of a worker, and needs no method of one
+            with suppress(UnsupportedError):  # `plug_into` makes the engine outside of a worker, without this method
                 offer(compat.worker_under_way())
         self._bridge = export_bridge(vllm_config, model, host.device, host.identity.rank, self.session.engine_instance)
 
@@ -51,7 +51,7 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.session.start()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # Not the base class's: it would wait for the device of whatever thread this is.
+        # The base class's method would wait for the device of the calling thread.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:

@@ -1,4 +1,4 @@
-"""One vLLM worker's model, as the receiver sees it."""
+"""One vLLM worker's model, for the receiver."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 class VllmModel:
     """The `weightsync.worker.engine_model.EngineModel` of a vLLM worker.
 
-    `pristine` raises `UnsupportedError` for engines that a push cannot keep right. Such are adapters on experts, CPU
-    offload, expert load balancing, sinks of no known parameter, a KV connector that cannot be reset, and quantisations
-    that the table of `supported_quant.py` does not have.
+    `pristine` raises `UnsupportedError` for engines that a push cannot keep correct. Such engines have adapters on
+    experts, CPU offload, expert load balancing, sinks of no known parameter, a KV connector without a reset, or a
+    quantisation missing from the table of `supported_quant.py`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class VllmModel:
         self._attention: list[nn.Module] | None = None
         self._sinks: list[tuple[Any, nn.Parameter]] = []
         self._has_random_weights = has_random_weights(vllm_config)
-        self._lost: list[tuple[torch.Tensor, torch.Tensor]] = []  # live buffers that await their values
+        self._lost: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live buffer, its value) for the next `restore_lost`
         self._lost_scales: list[nn.Module] = []
         self._last_layers: list[str] = []
         parallel = vllm_config.parallel_config
@@ -68,7 +68,7 @@ class VllmModel:
 
     @cached_property
     def live(self) -> nn.Module:
-        """Return the running model and its drafter, without the layers that vLLM puts around others for adapters."""
+        """Return the running model and its drafter, without vLLM's wrapping layers for adapters."""
         model = self._model
         if self._drafter is not None:
             children = {**model._modules, DRAFTER: self._drafter}
@@ -138,7 +138,7 @@ class VllmModel:
         if method is not None:
             method.process_weights_after_loading(module)
             if (update := getattr(module, "update_param_tp_status", None)) is not None:
-                update()  # what post-processing has put in place of a parameter knows only the global rank
+                update()  # post-processing may have replaced a parameter, and the new one knows only the global rank
 
     def find_lost(self, filled: Collection[str]) -> None:
         if not self._has_random_weights:
@@ -178,23 +178,23 @@ class VllmModel:
                     old.copy_(new)  # CUDA graphs hold the old address
                     setattr(module, key, old)
         copied = [(kernel.sinks, p) for kernel, p in self._sinks if kernel.sinks.data_ptr() != p.data_ptr()]
-        with torch.inference_mode():  # in which a forward has made them
+        with torch.inference_mode():  # a forward has made the sinks in this mode
             for sinks, param in copied:
                 sinks.copy_(param)
         return bool(self._attention or copied)
 
     def clear_kv_cache(self) -> bool:
         if self.device.type == "cuda" and compat.kv_cache_asleep():
-            return False  # its memory is taken away, and what was in it
+            return False  # sleep has discarded the cache
         layers = self._config.compilation_config.static_forward_context
-        self._last_layers = self._last_layers or last_layers(layers, self._models)  # a walk over all modules
+        self._last_layers = self._last_layers or last_layers(layers, self._models)  # walk over all modules only once
         return clear_non_finite(layers, self._last_layers)
 
     def end_process(self, reason: str) -> None:
         is_own = self._config.parallel_config.distributed_executor_backend != "external_launcher"
         logger.critical("%s%s", reason, "; this process ends, start the engine anew" if is_own else "")
         if is_own:
-            os._exit(1)  # the thread that waits in a collective would keep any other end waiting
+            os._exit(1)  # the thread in the collective would hold up any other end of the process
 
     def scope(self) -> AbstractContextManager[Any]:
         return compat.vllm_scope(self._config, self.device)

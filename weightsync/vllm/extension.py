@@ -1,7 +1,7 @@
-"""The other way into a vLLM worker than the plug-in: a mix-in class for `worker_extension_cls`.
+"""A mix-in class for `worker_extension_cls`: the way into a vLLM worker without the plug-in.
 
-It serves vLLM 0.20 to 0.24, frameworks that own the engine's workers, and trainers for which every millisecond counts.
-Each call into an engine takes one. An update is one call here, and three with the plug-in.
+It serves vLLM 0.20 to 0.24, and frameworks that own the engine's workers. It is also the faster way: an update is one
+call into the engine here, and three calls with the plug-in.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from weightsync.worker.session import WorkerSession
 
 
 class WeightSyncWorkerExtension:
-    """Adds `weightsync_*` methods, which `collective_rpc` calls, to a vLLM worker.
+    """The `weightsync_*` methods of a vLLM worker, for `collective_rpc`.
 
-    `LLM(..., worker_extension_cls="weightsync.vllm.extension.WeightSyncWorkerExtension")`; a framework with an
-    extension of its own inherits from this one as well.
+    Use: `LLM(..., worker_extension_cls="weightsync.vllm.extension.WeightSyncWorkerExtension")`. A framework with an
+    extension of its own also inherits from this one.
     """
 
     def weightsync_init(self, init_info: dict[str, Any]) -> None:
@@ -31,7 +31,7 @@ class WeightSyncWorkerExtension:
             session.update(update_info)
         finally:
             session.finish()
-        # Adapters were made for the weights that have just been replaced.
+        # Adapters were made for the replaced weights.
         reset = getattr(self.model_runner, "reset_lora_state", None)  # type: ignore[attr-defined]
         if reset is not None:
             reset()

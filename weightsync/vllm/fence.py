@@ -1,8 +1,8 @@
-"""The fence of a vLLM server: ASGI middleware that refuses the calls of trainers which do not hold the engine.
+"""The fence of a vLLM server: ASGI middleware to refuse the calls of trainers without a hold on the engine.
 
-`python -m weightsync.vllm.serve` adds it. A server started otherwise takes it as
-`--middleware weightsync.vllm.fence.Fence`, with `WEIGHTSYNC_FENCE` in its environment: the path of a file in a folder
-that no other user may write to.
+`python -m weightsync.vllm.serve` adds it. Any other server takes it as `--middleware weightsync.vllm.fence.Fence`.
+`WEIGHTSYNC_FENCE` in the server's environment must then be the path of a file, in a folder that no other user may write
+to.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _HEADER = HEADER.lower().encode()
 
 
 class Fence:
-    """Passes on each request but a trainer's whose session does not hold the engine, which is answered by a refusal.
+    """Middleware that refuses a trainer's request without a hold on the engine, and passes on any other request.
 
-    The engine does calls in the order in which they come. A call that was passed on before another trainer took the
-    engine over is thus done before the first call of that trainer.
+    A session holds the engine until another trainer takes it over. The engine handles calls in the order of their
+    arrival. A call passed on before the takeover is therefore done before the first call of the new trainer.
     """
 
     def __init__(self, app: Any) -> None:

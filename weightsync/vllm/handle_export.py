@@ -20,9 +20,10 @@ from weightsync.transports import handle_file
 def export_bridge(
     config: VllmConfig, model: nn.Module, device: torch.device, rank: int, engine_instance: str
 ) -> Path | None:
-    """Write the file that the environment asks for, once the weights are loaded. Collective among the engine's workers.
+    """Write `vllm_bridge_config.json` to the path in the environment, once the weights are loaded.
 
-    Return its path on the worker that wrote it. Parameters on a CPU move to shared memory.
+    Collective among the engine's workers. Return the path on the worker that wrote the file, else None. Parameters on a
+    CPU move to shared memory.
     """
     wanted = os.environ.get(handle_file.VARIABLE)
     if not wanted:
@@ -42,7 +43,7 @@ def export_bridge(
 
 
 def _gather(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Gather every worker's row, as JSON in tensors, so that nothing is pickled."""
+    """Gather every worker's row as JSON in tensors. torch would pickle objects."""
     group = get_world_group().cpu_group
     content = torch.frombuffer(bytearray(json.dumps(row).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]

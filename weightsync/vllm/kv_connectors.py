@@ -1,6 +1,6 @@
-"""Which KV connectors forget what they keep outside of the engine, when vLLM asks them to.
+"""A check that KV connectors forget their keys and values outside of the engine when vLLM asks them to.
 
-vLLM takes a connector's None for success, and None is what one answers that has no `reset_cache`.
+vLLM takes a connector's None for success, and a connector without `reset_cache` answers None.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _KEEP_NOTHING = {
     "NixlPullConnector",
     "NixlPushConnector",
 }
-"""vLLM's connectors that answer from nothing but blocks of an engine. Blocks of a transfer under way are in use, and a
-reset of the prefix cache fails while they are."""
+"""vLLM's connectors that answer only from blocks of an engine. Blocks of a transfer under way are in use, and a reset
+of the prefix cache fails meanwhile."""
 _KNOW_ADAPTERS = {"MooncakeStoreConnector", "OffloadingConnector", "SimpleCPUOffloadConnector"}
-"""vLLM's connectors that find keys and values by its hashes of blocks, which hold an adapter's name and path."""
+"""vLLM's connectors that look up keys and values by hashes of blocks. A hash covers an adapter's name and path."""
 
 
 def check_resets(config: VllmConfig) -> None:
-    """Raise `UnsupportedError` for an engine that would answer from keys and values of older weights after a push."""
+    """Raise `UnsupportedError` if the engine would answer from keys and values of older weights after a push."""
     for connector in _connectors(config.kv_transfer_config):
         reset: Any = getattr(connector, "reset_cache", None)
         if _is_one_of(connector, _KEEP_NOTHING):
@@ -57,7 +57,7 @@ def check_resets(config: VllmConfig) -> None:
 
 
 def check_adapters(config: VllmConfig) -> None:
-    """Raise `UnsupportedError` for an engine that may answer with one adapter from keys and values of another."""
+    """Raise `UnsupportedError` if the engine may answer with one adapter from keys and values of another."""
     for connector in _connectors(config.kv_transfer_config):
         if not _is_one_of(connector, _KEEP_NOTHING | _KNOW_ADAPTERS):
             raise UnsupportedError(
@@ -81,7 +81,7 @@ def answers_none_alone(function: Any) -> bool:
 
 
 def _connectors(config: KVTransferConfig | None) -> list[type]:
-    """Return the classes of an engine's connectors. In place of one that holds others, those."""
+    """Return the classes of an engine's connectors. A connector of several connectors is replaced by its members."""
     if config is None or config.kv_connector is None:
         return []
     connector = KVConnectorFactory.get_connector_class(config)

@@ -1,9 +1,9 @@
-"""ASGI middleware of a vLLM server: it resumes the engine where a trainer was killed before the engine had paused.
+"""ASGI middleware of a vLLM server: it resumes the engine if a trainer was killed before the engine had paused.
 
-An engine may take seconds to pause. The trainer would resume it, and a trainer that has died cannot. No mark says then
-why the engine is mute. The server sees that the trainer's connection has ended.
+An engine may take seconds to pause. The trainer resumes it, and a dead trainer cannot. Nothing then marks the reason
+for the engine's silence. Only the server sees the end of the trainer's connection.
 
-`python -m weightsync.vllm.serve` adds this. A server started otherwise takes it as
+`python -m weightsync.vllm.serve` adds this middleware. Any other server takes it by an option:
 `--middleware weightsync.vllm.pauses.Pauses`.
 """
 
@@ -21,9 +21,9 @@ _PAUSE, _RESUME, _SCHEDULING = "/sleep", "/wake_up", b"tags=scheduling"
 
 
 class Pauses:
-    """Passes on each request, and takes back a trainer's pause whose answer the trainer did not wait for.
+    """Middleware that passes on each request, and undoes a trainer's pause if the trainer left before the answer.
 
-    A pause stays where another one has come since, which may be the next trainer's.
+    The pause stays if another pause has come since: it may be the next trainer's.
     """
 
     def __init__(self, app: Any) -> None:
@@ -44,7 +44,7 @@ class Pauses:
             await self._app(again, _no_body, _unanswered)
 
     async def _pass_on(self, scope: Any, receive: Any, send: Any) -> bool:
-        """Pass a request on, and return whether its caller had gone before the answer began."""
+        """Pass a request on. Return whether its caller had disconnected before the answer began."""
         messages: asyncio.Queue[Any] = asyncio.Queue()
         is_gone = had_gone = False
 

@@ -1,4 +1,4 @@
-"""What vLLM's loader would do with a model, found out from its config.json: no weights, no GPU, no running engine."""
+"""The actions of vLLM's loader for a model, from its config.json alone: no weights, no GPU, no running engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-# Read when vllm is imported; its log goes to standard output otherwise, among the report.
+# vLLM reads these when it is imported. By default its log goes to standard output, into the report.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
@@ -29,15 +29,15 @@ from weightsync.vllm.pristine import build_on_meta
 from weightsync.worker.trace import Trace, named_tensors, trace_loader, uncovered
 
 _LONGEST_REASON = 300
-"""Characters of what vLLM says against a config.json; some of it lists every model that there is."""
+"""Most characters of vLLM's reason against a config.json. Some reasons list every known model."""
 
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What one engine worker makes of a manifest.
+    """One engine worker's plan for a manifest.
 
     params: its parameters and buffers, on the meta device.
-    missing, doubled: the regions of its parameters that no tensor fills, or that are filled twice.
+    missing, doubled: the regions of its parameters filled by no tensor, and the regions filled twice.
     """
 
     trace: Trace
@@ -51,8 +51,15 @@ def plan_workers(
 ) -> list[WorkerPlan]:
     """Return the plan of each of `tp` workers, in rank order.
 
-    dtype: vLLM's `--dtype`, "auto" for the config's own. expert_parallel: its `--enable-expert-parallel`. Raises
-    `ConfigError` where vLLM has no such model, or its sizes cannot be divided.
+    Args:
+        model_dir: The folder of config.json.
+        manifest: The trainer's tensors.
+        tp: The number of tensor-parallel workers.
+        dtype: vLLM's `--dtype`, "auto" for the config's own.
+        expert_parallel: vLLM's `--enable-expert-parallel`.
+
+    Raises:
+        ConfigError: vLLM has no such model, or its sizes cannot be divided.
     """
     arguments = EngineArgs(
         model=str(model_dir),
@@ -79,7 +86,7 @@ def plan_workers(
 def _plan(config: VllmConfig, manifest: Manifest) -> WorkerPlan:
     try:
         model = build_on_meta(config, config.model_config, torch.device("cpu"))
-    except Exception as error:  # sizes that it does not take, or fields that it lacks; assertions often say nothing
+    except Exception as error:  # wrong sizes or missing fields; assertions often give no text
         reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
         raise ConfigError(
             "vLLM cannot make a model of this config for "
@@ -95,8 +102,8 @@ def _plan(config: VllmConfig, manifest: Manifest) -> WorkerPlan:
 def _alone() -> Iterator[Callable[[int, int], None]]:
     """Make process groups of vLLM with this process as their only member.
 
-    Yield a function that makes this process take any rank of any number. Building and loading a model only ask for
-    these two numbers.
+    Yield a function (rank, size) to give this process any rank of any number of workers. Building and loading a model
+    need only these two numbers.
     """
     with tempfile.TemporaryDirectory() as folder:
         parallel_state.init_distributed_environment(
@@ -105,7 +112,7 @@ def _alone() -> Iterator[Callable[[int, int], None]]:
         parallel_state.initialize_model_parallel(1, 1, backend="gloo")
         try:
             groups = [parallel_state.get_tp_group()]
-            if parallel_state._EP is not None:  # models without experts have none
+            if parallel_state._EP is not None:  # models without experts have no such group
                 groups.append(parallel_state.get_ep_group())
 
             def become(rank: int, size: int) -> None:

@@ -1,7 +1,7 @@
 """The entry point `vllm.general_plugins`: vLLM calls `register` in every one of its processes.
 
-It must never raise nor import anything heavy. A plug-in that raises keeps every vLLM on the machine from starting, also
-for users who do not use weightsync.
+`register` must never raise, and must not import large modules. A raising plug-in keeps every vLLM on the machine from
+starting, even for users without weightsync.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ def register() -> None:
 
 
 def plug_into(llm: Any) -> None:
-    """Give an `LLM` that others have made what `weight_transfer_config={"backend": "weightsync"}` would have given it.
+    """Give a running `LLM` the plug-in of `weight_transfer_config={"backend": "weightsync"}`.
 
-    Raises `ConfigError` for an `LLM` whose engine or workers are other processes, which only take it as they start, and
-    for one with another weight transfer backend.
+    Raises:
+        ConfigError: The engine or the workers of the `LLM` are other processes, and take the plug-in only at their
+            start. Or the `LLM` has another weight transfer backend.
     """
     from vllm.config import WeightTransferConfig
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

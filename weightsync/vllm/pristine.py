@@ -20,7 +20,7 @@ from weightsync.worker.reload import materialise
 
 
 def fresh_config(vllm_config: VllmConfig) -> VllmConfig:
-    """Return the same configuration, without the register of layers that a model under construction adds itself to."""
+    """Return the same configuration, with empty registers: a model under construction registers its layers there."""
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
@@ -31,8 +31,11 @@ def fresh_config(vllm_config: VllmConfig) -> VllmConfig:
 
 
 class _IndicesOn(TorchFunctionMode):
-    """Meanwhile tensors of computed integers are made on a real device: a model looks into its map of experts to ranks
-    as it is built and as it is loaded. Weights are floating point or come from `torch.empty`."""
+    """A mode that makes tensors of computed integers on a real device.
+
+    A model reads its map of experts to ranks while it is built and loaded. Weights are floating point or come from
+    `torch.empty`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -50,7 +53,7 @@ class _IndicesOn(TorchFunctionMode):
 
 
 class _WeightsOnMeta(TorchFunctionMode):
-    """Puts tensors that are allocated on `meta`. Tensors that are computed from numbers stay real."""
+    """A mode that puts allocated tensors on `meta`. Tensors computed from numbers stay real."""
 
     _ALLOCATE = (torch.empty, torch.empty_strided, torch.zeros, torch.ones)
 
@@ -62,9 +65,9 @@ class _WeightsOnMeta(TorchFunctionMode):
 
 
 def build_on_meta(vllm_config: VllmConfig, model_config: Any, device: torch.device, prefix: str = "") -> nn.Module:
-    """Build a copy of a model on the `meta` device, never loaded, with its indices on `device`.
+    """Build a never loaded copy of a model on the `meta` device, with its indices on `device`.
 
-    `device` is that of the running model. That model and its registers are not touched.
+    `device` is the running model's. The running model and its registers are not changed.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(model_config.dtype)
@@ -73,7 +76,7 @@ def build_on_meta(vllm_config: VllmConfig, model_config: Any, device: torch.devi
             with torch.device("meta"), _IndicesOn(device):
                 model = _initialise(vllm_config, model_config, prefix)
         except (NotImplementedError, RuntimeError):
-            # A constructor that works with values: the bounds of xIELU, the slopes of ALiBi.
+            # Some constructors compute with values: the bounds of xIELU, the slopes of ALiBi.
             model = build_with_values(vllm_config, model_config, device, prefix)
             _move_parameters_to_meta(model)
     finally:
@@ -84,9 +87,9 @@ def build_on_meta(vllm_config: VllmConfig, model_config: Any, device: torch.devi
 
 
 def build_with_values(vllm_config: VllmConfig, model_config: Any, device: torch.device, prefix: str = "") -> nn.Module:
-    """Build a copy of a model that was never loaded. What its constructor computes from numbers is on `device`.
+    """Build a never loaded copy of a model. Values that its constructor computes from numbers are on `device`.
 
-    What is allocated alone is on the `meta` device.
+    Tensors that are only allocated are on the `meta` device.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(model_config.dtype)
@@ -103,7 +106,7 @@ def _initialise(vllm_config: VllmConfig, model_config: Any, prefix: str) -> nn.M
 
 
 def share_alike(live: nn.Module, pristine: nn.Module) -> None:
-    """Give the drafter in `pristine` those of the model's modules that vLLM has given it in `live`."""
+    """Share the model's modules with the drafter in `pristine` as vLLM does in `live`."""
     first: dict[nn.Module, str] = {}
     for name, module in live.named_modules(remove_duplicate=False):
         at = first.setdefault(module, name)
@@ -113,9 +116,9 @@ def share_alike(live: nn.Module, pristine: nn.Module) -> None:
 
 
 def tie_alike(live: nn.Module, pristine: nn.Module) -> None:
-    """Give modules of `pristine` one parameter in common where those of `live` have one.
+    """Give modules of `pristine` one common parameter if the modules of `live` have one.
 
-    vLLM builds an output layer of its own for a checkpoint that has one, and ties it again after loading when it equals
+    vLLM builds a separate output layer if the checkpoint has one. It ties the layer again after loading if it equals
     the embedding.
     """
     twins = dict(pristine.named_modules(remove_duplicate=False))
@@ -131,7 +134,7 @@ def tie_alike(live: nn.Module, pristine: nn.Module) -> None:
 
 
 def _move_parameters_to_meta(model: nn.Module) -> None:
-    """Replace the parameters that a constructor has computed. `Module.to` would lose their loaders."""
+    """Replace computed parameters by parameters on `meta`. `Module.to` would lose their loaders."""
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for key, param in module._parameters.items():
@@ -142,9 +145,9 @@ def _move_parameters_to_meta(model: nn.Module) -> None:
 
 
 def _unwrap_loaders(model: nn.Module) -> None:
-    """Replace loaders that hold back what arrives by the loaders that they are wrapped around.
+    """Replace deferring loaders by the loaders that they wrap.
 
-    Layers that are quantised as they are loaded have such loaders, which make the layer when all is there.
+    Layers that are quantised at loading have deferring loaders. These make the layer once all its tensors are there.
     """
     tensors: list[Any] = [*model.parameters(), *model.buffers()]
     for tensor in tensors:
@@ -154,9 +157,10 @@ def _unwrap_loaders(model: nn.Module) -> None:
 
 
 def _drop_cache_scales(model: nn.Module) -> None:
-    """Remove the placeholders for the KV cache's scales, which a checkpoint may have and a started engine has not.
+    """Remove the placeholders for the KV cache's scales.
 
-    What the engine made of them belongs to the cache, not to the weights, and stays.
+    A checkpoint may have the scales, and a started engine has no placeholders. The engine's own scales belong to the
+    cache, not to the weights, and stay.
     """
     for module in model.modules():
         if isinstance(quant_method(module), BaseKVCacheMethod):
@@ -167,9 +171,9 @@ def _drop_cache_scales(model: nn.Module) -> None:
 
 @contextmanager
 def complete(model: nn.Module) -> Iterator[list[str]]:
-    """Put back the modules that vLLM has made and left out, until the context ends. Yields the paths of all towers.
+    """Put back the modules left out by vLLM, until the context ends. Yields the paths of all towers.
 
-    vLLM leaves out a tower whose modality no prompt may have.
+    vLLM leaves out a tower if no prompt may have its modality.
     """
     missing = [
         (module, f"{path}.{key}".removeprefix("."), key, child)

@@ -20,13 +20,14 @@ from weightsync.kernels.quantize import int8_per_channel, row_maxima
 
 
 class Int8LinearMethod(LinearMethodBase):
-    """A linear layer that takes bf16 weights and works with vLLM's int8 kernels.
+    """A linear layer with bf16 weights as input and vLLM's int8 kernels.
 
     Weights have a scale for each output channel, the same for any number of tensor parallel workers.
     """
 
     uses_meta_device = True
-    """The bf16 weights of one layer at a time are in memory while the engine starts: vLLM makes them as they come."""
+    """A marker for vLLM: make each layer's weights when they arrive. Only one layer's bf16 weights are then in memory
+    at the start."""
 
     def create_weights(
         self,
@@ -52,7 +53,7 @@ class Int8LinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Quantise the weight. Collective with row parallelism: all workers call this for their layers in one order."""
         if getattr(layer, "weightsync_is_int8", False):
-            return  # vLLM calls it a second time when all layers are loaded
+            return  # vLLM calls this again after all layers are loaded
         maxima = row_maxima(layer.weight)
         if self.splits_inputs:
             largest = torch.distributed.ReduceOp.MAX
@@ -60,7 +61,7 @@ class Int8LinearMethod(LinearMethodBase):
         scale = int8_per_channel.scale(maxima)
         layer.weight = nn.Parameter(int8_per_channel.values(layer.weight, scale), requires_grad=False)
         layer.weight_scale = nn.Parameter(scale, requires_grad=False)
-        layer.input_scale = layer.input_zero_point = layer.azp_adj = None  # activations are scaled as they come
+        layer.input_scale = layer.input_zero_point = layer.azp_adj = None  # activations are scaled at run time
         self.kernel.process_weights_after_loading(layer)
         layer.weightsync_is_int8 = True
 
@@ -78,7 +79,10 @@ def _kernel() -> Any:
 
 
 class _ExactOnCpu:
-    """The kernel for CPUs without VNNI, where oneDNN's is wrong: it adds products in pairs of 16 bits that overflow."""
+    """The kernel for CPUs without VNNI.
+
+    oneDNN's kernel is wrong there: it adds products in pairs of 16 bits, and these overflow.
+    """
 
     def process_weights_after_loading(self, layer: Any) -> None:
         layer.weight = nn.Parameter(layer.weight.data.t(), requires_grad=False)
@@ -97,7 +101,7 @@ class PlainLinearMethod(UnquantizedLinearMethod):
     """vLLM's unquantised linear layer, without the packing for a CPU's kernels."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        layer.cpu_linear = functional.linear  # what vLLM calls on a CPU; GPUs do not use it
+        layer.cpu_linear = functional.linear  # vLLM calls this on a CPU; GPUs do not use it
 
 
 class PlainEmbeddingMethod(UnquantizedEmbeddingMethod):

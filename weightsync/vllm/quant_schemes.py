@@ -1,6 +1,7 @@
 """The quantisations that weightsync adds to vLLM: `quantization="weightsync_int8"` and `"weightsync_plain"`.
 
-vLLM's plug-in loader calls `register` in every process. Only what vLLM has imported by then is imported here.
+vLLM's plug-in loader calls `register` in every process. This module imports only modules that vLLM has imported by
+then.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 _ROUTERS = (r"re:.*\.(gate|router|shared_expert_gate)$",)
-"""Small layers, whose decisions are worth more than their bytes."""
+"""Small layers with large effects: they stay unquantised."""
 
 
 class _Scheme(QuantizationConfig):
-    """A quantisation made from bf16 weights as they are loaded, and made anew at every push."""
+    """A quantisation of bf16 weights at loading, repeated at every push."""
 
     weightsync_reloads = True
     _capability = 0
@@ -34,10 +35,13 @@ class _Scheme(QuantizationConfig):
 
 
 class Int8Config(_Scheme):
-    """Linear layers in int8: a scale for each output channel of weights, and for each token of activations.
+    """A quantisation of linear layers to int8, with scales for output channels of weights and tokens of activations.
 
-    vLLM quantises to fp8 as it loads, but not to int8. Embeddings, `lm_head`, routers, norms and experts stay as they
-    are. `ignore` has names of layers to leave alone, or patterns after "re:", as in compressed-tensors.
+    vLLM quantises to fp8 at loading, but not to int8. Embeddings, `lm_head`, routers, norms and experts stay as they
+    are.
+
+    Args:
+        ignore: Names of layers to leave alone, or patterns after "re:", as in compressed-tensors.
     """
 
     _capability = 75
@@ -71,9 +75,9 @@ class Int8Config(_Scheme):
 class PlainConfig(_Scheme):
     """No quantisation: linear layers and embeddings stay as they are loaded, on CPUs too.
 
-    On CPUs with AVX-512 vLLM packs the weights of linear layers for oneDNN and drops the originals. With this it keeps
-    and uses the originals, as on GPUs, so that a trainer can share them (transport="single_copy"). vLLM still packs
-    experts, and the layers that it makes without asking a quantisation: routers, gates of shared experts.
+    On CPUs with AVX-512, vLLM packs the weights of linear layers for oneDNN and drops the originals. With this
+    configuration it keeps and uses the originals, as on GPUs, so a trainer can share them (transport="single_copy").
+    vLLM still packs experts, and layers that it makes without asking a quantisation: routers, gates of shared experts.
     """
 
     @classmethod

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class RolloutEngine:
-    """An `LLM` with what a rollout group calls of it."""
+    """An `LLM` with the methods for a rollout group."""
 
     def __init__(self, devices: str, options: dict[str, Any]) -> None:
         if devices:
@@ -22,7 +22,7 @@ class RolloutEngine:
     def generate(
         self, prompts: Sequence[list[int]], sampling: dict[str, Any]
     ) -> list[list[tuple[list[int], list[float]]]]:
-        """Return the answers to each prompt: token ids, and the log-probability with which each was sampled."""
+        """Return the answers to each prompt: token ids, and the log-probability of each sampled token."""
         params = self._sampling(**{"logprobs": 0, "detokenize": False, **sampling})
         outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return [[_answer(completion) for completion in output.outputs] for output in outputs]

