@@ -1,1 +1,1 @@
-"""Arithmetic over many tensors at once: copies, digests, quantisation; on GPUs in Triton, on CPUs in torch."""
+"""Arithmetic over many tensors at once: copies, digests, quantisation. It runs on GPUs in Triton, on CPUs in torch."""

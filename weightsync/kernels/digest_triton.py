@@ -111,8 +111,8 @@ def _constants(unit: int, chunk_bytes: int) -> dict[str, Any]:
 def _chunks(address: torch.Tensor, nbytes: torch.Tensor, sampled: bool, chunk_bytes: int) -> torch.Tensor:
     """Return one row for each chunk of runs with these addresses and sizes.
 
-    Fields of a row: address in sample 0, whether the chunk moves with the sample, number of its first word, number of
-    its words, number of the run, and bytes after the last whole word.
+    Fields of a row: address in sample 0, whether the chunk moves with the sample, first word, words, run, and tail
+    bytes. The first word and the run are numbers, words is a count. Tail bytes follow the last whole word.
     """
     whole = nbytes // MIB if sampled else torch.zeros_like(nbytes)
     rest = nbytes - whole * MIB

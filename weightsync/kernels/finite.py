@@ -1,7 +1,7 @@
-"""A search for tensors that hold NaN or infinity, at the speed of memory.
+"""A search for tensors with NaN or infinity, at the speed of memory.
 
 The sum of a tensor is finite if all its elements are, unless the sum overflows. One pass of sums, without temporaries,
-therefore clears nearly all tensors. Only tensors with a sum that is not finite are searched element by element.
+therefore clears nearly all tensors. Only tensors without a finite sum are searched element by element.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The only package that imports vllm: the plug-in, vLLM's engine class, and the differences between versions."""
+"""The only importer of vllm: the plug-in, vLLM's engine class, and the differences between vLLM versions."""

@@ -1,4 +1,4 @@
-"""Every difference between vLLM versions that weightsync depends on; tested with 0.26 and 0.32."""
+"""The differences between vLLM versions that weightsync depends on. Tested with 0.26 and 0.32."""
 
 from __future__ import annotations
 

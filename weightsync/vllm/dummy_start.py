@@ -1,7 +1,7 @@
 """Values overwritten by a start with random weights and missing from every checkpoint.
 
 vLLM's dummy loader fills every parameter and every persistent buffer. Some buffers are computed by a constructor and
-are in no checkpoint, such as the scaling of a picture's pixels or the bounds of an activation. An engine loaded from a
+are in no checkpoint: the scaling of a picture's pixels, or the bounds of an activation. An engine loaded from a
 checkpoint has the constructor's values.
 """
 

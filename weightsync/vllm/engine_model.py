@@ -29,9 +29,11 @@ logger = logging.getLogger(__name__)
 class VllmModel:
     """The `weightsync.worker.engine_model.EngineModel` of a vLLM worker.
 
-    `pristine` raises `UnsupportedError` for engines that a push cannot keep correct. Such engines have adapters on
-    experts, CPU offload, expert load balancing, sinks of no known parameter, a KV connector without a reset, or a
-    quantisation missing from the table of `supported_quant.py`.
+    `pristine` raises `UnsupportedError` for engines that a push cannot keep correct:
+
+    - with adapters on experts, CPU offload, or expert load balancing
+    - with sinks of no known parameter, or a KV connector without a reset
+    - with a quantisation missing from the table of `supported_quant.py`
     """
 
     def __init__(

@@ -365,7 +365,7 @@ class _Reloading(LoadPath):
 
 
 class ReloadPath(_Reloading):
-    """Loads modules afresh, each when its last chunk has come."""
+    """A reload of modules, each when its last chunk has come."""
 
     name = RELOAD
 
@@ -389,7 +389,7 @@ class ReloadPath(_Reloading):
 
 
 class NativeLoader(_Reloading):
-    """Puts whole tensors together and hands them to the engine's own loader."""
+    """A reload by the engine's own loader, from whole tensors put together here."""
 
     name = NATIVE_LOADER
 

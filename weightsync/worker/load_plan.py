@@ -42,7 +42,7 @@ IN_PLACE, FUSED_QUANTIZE, RELOAD, NATIVE_LOADER = LOAD_PATHS = ("in_place", "fus
 
 @dataclass(frozen=True)
 class TracedLoad:
-    """A worker's own knowledge of its load plan.
+    """A load plan with the worker's own records of it.
 
     answer: the plan as the trainer is told.
     trace: the loader's actions, in terms of the trainer's tensors.
@@ -70,7 +70,7 @@ class TracedLoad:
 
 
 class LoadPlanner:
-    """Maker of load plans for one model. It lives as long as the engine, and finds groups and addresses once."""
+    """The planner of one model. It lives as long as the engine, and finds groups and addresses once."""
 
     def __init__(self, model: EngineModel) -> None:
         self.addresses = Addresses(model, [])

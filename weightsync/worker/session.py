@@ -4,14 +4,14 @@ The engine calls `init`, `start`, `update` and `finish` when the trainer asks fo
 worker answers messages on its own connection to the trainer, until the trainer releases it. The end of this connection
 shows at once that a trainer has died.
 
-The open connection is the trainer's hold on the engine. Another trainer gets the engine if the connection is closed, if
-the trainer does not answer a `Ping`, or if it answers that its push is stuck. The worker then tells the old trainer
-that it is fenced off, and closes the connection. The model refuses to answer while its weights are a mixture, even if a
-user has woken the engine.
+The open connection is the trainer's hold on the engine. Another trainer gets the engine if the connection is closed. It
+also gets the engine if the trainer does not answer a `Ping`, or answers that its push is stuck. The worker then tells
+the old trainer that it is fenced off, and closes the connection. The model refuses to answer while its weights are a
+mixture, even if a user has woken the engine.
 
-The worker tells the trainer of every failure on that connection. The engine's call returns normally. If one of several
-workers raises, vLLM's multi-process executor takes the first failed answer and leaves the answers of later workers in
-their queues. From then on every call gets an older call's answers. So only the last worker may raise.
+The worker tells the trainer of every failure on that connection. The engine's call returns normally. vLLM's
+multi-process executor takes the first failed answer and leaves later workers' answers in their queues. From then on
+every call would get an older call's answers. So only the last worker may raise.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from weightsync.transports.proof import MemoryFingerprint
 
 
 class Verifier:
-    """A comparison of digests over one connection: for the runs of each chunk, and for memory that is read in place."""
+    """The digest checks of one connection: of each chunk's runs, and of memory that is read in place."""
 
     def __init__(
         self, source: TransportReceiver, runs: Sequence[Sequence[ByteRange]], in_place: Sequence[ByteRange]
