@@ -183,10 +183,11 @@ class RolloutGroup:
         return [one.name for one in started]
 
     def remove(self, name: str) -> None:
-        """End the engine of this name. `add`, or another group if it was the pool's last engine, can use its place
-        then.
+        """End the engine of this name, and free its place.
 
-        Take the answers to its prompts first. Raises `ConfigError` for an unknown name, and for the only engine.
+        `add` can use the place again. If the group has no other engine on the pool, another group can claim the pool.
+        Take the answers to the engine's prompts first. Raises `ConfigError` for an unknown name, and for the only
+        engine.
         """
         engine = next((one for one in self._engines if one.name == name), None)
         if engine is None:

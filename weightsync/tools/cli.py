@@ -2,15 +2,15 @@
 
     WeightSync(backend="fsdp", transport="ipc", engine="http://localhost:8000").push(model)
 
-and the engine answers as one that was started cold from these weights. The commands prove it, and help where it fails:
+and the engine answers like an engine started cold from these weights. The commands prove it, and help after a failure:
 
     weightsync demo
-        Train a tiny model, push it to a live vLLM after each step, and prove that the engine answers as one that was
+        Train a tiny model, push it to a live vLLM after each step, and prove that the engine answers like an engine
         started cold from the last weights. It takes a minute or two, and needs no network and no GPU.
 
     weightsync plan ~/models/Qwen3-8B --tp 2
-        Show what vLLM would do with a model's tensors, from its config.json alone: which region goes where, what
-        fuses, which buckets travel.
+        Show vLLM's use of a model's tensors, from its config.json alone: the place of each region, the fused tensors,
+        the buckets that travel.
 
     weightsync bench --shape 0.5B --transport ipc broadcast
         Measure how long a push takes, by phase, beside vLLM's own ways and the limits of this machine.
@@ -20,7 +20,7 @@ and the engine answers as one that was started cold from these weights. The comm
         --model DIR too: pushes to yours.
 
     weightsync handles
-        Show where the engine that `python -m weightsync.vllm.serve` runs has its parameters.
+        Show the places of the parameters of an engine that runs by `python -m weightsync.vllm.serve`.
 
 Exit status: 0 when all is well, 1 when something failed, 2 when the call itself cannot work.
 """
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     from rich.console import Console
 
-    signal.signal(signal.SIGTERM, _terminated)  # so that children are ended, as after a Ctrl-C
+    signal.signal(signal.SIGTERM, _terminated)  # end children, as after a Ctrl-C
     try:
         return 0 if import_module(options.module).run(options, Console()) else 1
     except WeightSyncError as error:
@@ -98,7 +98,7 @@ def _add_plan(commands: Commands) -> None:
     )
     option = plan.add_argument
     option("model_dir", metavar="MODEL_DIR", type=Path, help="a folder with a Hugging Face config.json, or that file")
-    # None where nothing is said: --simulate refuses these, with whatever value.
+    # None if not given: --simulate refuses these options with any value.
     option("--tp", type=int, metavar="N", help="tensor parallel workers of the engine; default: 1")
     option("--expert-parallel", action="store_true", help="experts are spread over the workers, whole")
     dtypes = ("auto", "bfloat16", "float16", "float32", "half", "float")
@@ -131,7 +131,7 @@ def _add_bench(commands: Commands) -> None:
     matrix = bench.add_argument_group("what is measured: every combination of these, each may have several values")
 
     def axis(name: str, default: Any, text: str, **more: Any) -> None:
-        if "choices" in more:  # once, and not in each place where argparse would list them
+        if "choices" in more:  # argparse would list them at each place
             more["metavar"] = "NAME"
             text += f": {', '.join(more['choices'])}"
         matrix.add_argument(name, nargs="+", default=[default], help=f"{text}; default: {default}", **more)

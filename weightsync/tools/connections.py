@@ -18,7 +18,7 @@ _TIMEOUT_S = 60.0
 
 
 def connections(url: str) -> Findings:
-    """Connect to an engine from both sides, as a push does, and let it go again."""
+    """Connect to an engine from both sides, as a push does, and release it again."""
     (engine,) = connect(url, _TIMEOUT_S)
     try:
         version = engine.version() or "that it does not tell"

@@ -1,11 +1,11 @@
 """`weightsync demo`: train two ranks, push to a live vLLM after each step, prove it equal to an engine started cold.
 
-Who takes part:
+The processes:
 
     this process   starts and watches the others
-    trainers       `weightsync.tools.demo_trainer`, FSDP2; they push, and rank 0 shows what each push did
-    engine         a vLLM server, which starts with random weights and lives through all pushes
-    cold engine    a vLLM server that starts from the trainer's last weights, as a checkpoint, and never sees a push
+    trainers       `weightsync.tools.demo_trainer`, FSDP2; they push, and rank 0 shows each push
+    engine         a vLLM server with random weights at its start, alive through all pushes
+    cold engine    a vLLM server started from a checkpoint of the trainer's last weights, without a push
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from weightsync.tools.tables import print_line, print_table
 _START_TIMEOUT_S = 300.0
 _STEP_TIMEOUT_S = 120.0
 _MOURNING_S = 1.0
-"""After a failure: time for the process that caused it to end, so that its log can be shown too."""
+"""Seconds after a failure for the process at fault to end, so that its log can be shown too."""
 _WAYS = {
     ("ipc", False): "shared memory of this host",
     ("ipc", True): "CUDA IPC, the engine reads the trainers' memory",
@@ -41,7 +41,7 @@ _WAYS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Which device each trainer rank trains on, and what the engine's environment says about its own."""
+    """The device of each trainer rank, and the device and environment of the engine."""
 
     trainers: tuple[str, ...]
     engine: str
@@ -49,7 +49,7 @@ class Layout:
 
 
 def lay_out(gpus: int, transport: str) -> Layout:
-    """Return two trainer ranks where there is room for two. Raise `ConfigError` when there is none.
+    """Return a layout with two trainer ranks if two have room, else with one. Raise `ConfigError` if none has room.
 
     Over ipc the engine shares the first trainer's GPU. NCCL needs a GPU for each of its members, so for a broadcast the
     engine has the last GPU to itself.
@@ -70,7 +70,7 @@ def lay_out(gpus: int, transport: str) -> Layout:
 def run(options: Namespace, console: Console) -> bool:
     """Run the whole demo, and return whether the proof succeeded. All processes have ended then.
 
-    Raise `ConfigError` for what cannot work here, and `ChildError` when an engine or a trainer fails.
+    Raise `ConfigError` if the demo cannot work here, and `ChildError` if an engine or a trainer fails.
     """
     transport, steps, layers = options.transport, options.steps, options.layers
     if steps < 1 or layers < 1:

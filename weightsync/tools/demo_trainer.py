@@ -1,6 +1,6 @@
-"""One trainer rank of `weightsync demo`: a Qwen3 under FSDP2 that learns to count, and pushes what it has learnt.
+"""One trainer rank of `weightsync demo`: a Qwen3 under FSDP2 that learns to count, and pushes its weights.
 
-The demo starts it with torchrun's variables and one argument: what to do, as JSON.
+The demo starts it with torchrun's variables and one argument: its order, as JSON.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from weightsync.tools.processes import VOCABULARY, Answer, generate
 from weightsync.tools.tables import print_line
 
 PROMPTS = ([5, 6, 7, 8], [40, 41], [100, 101, 102], [9, 3, 77, 1])
-"""What the engines are asked. The answer to the first is shown before and after each push."""
+"""Prompts for the engines. The answer to the first is shown before and after each push."""
 LEARNING_RATE = 5e-3
 OPTIMIZER_STEPS = 4
-"""In each training step, before each push."""
+"""Optimizer steps in each training step, before each push."""
 _BATCH, _LENGTH = 16, 32
 _MAX_BYTES = 2**19
 """Small, so that even this model travels in several chunks."""
@@ -51,7 +51,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.devi
 
 
 def save(model: Any, folder: str) -> None:
-    """Write a bfloat16 checkpoint, without weightsync: a proof does not rest on what it proves. Collective."""
+    """Write a bfloat16 checkpoint, without weightsync: the proof must not depend on the code under test. Collective."""
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = get_model_state_dict(model, options=whole)
     if dist.get_rank() == 0:
@@ -93,7 +93,7 @@ def run(order: dict[str, Any], console: Console) -> None:
 def main() -> None:
     end_with_parent()
     shown = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what other code prints goes to the log
+    os.dup2(2, 1)  # prints of other code go to the log
     logging.basicConfig(level=logging.INFO)
     run(json.loads(sys.argv[1]), Console(file=shown))
 

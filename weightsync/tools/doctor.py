@@ -1,10 +1,13 @@
-"""`weightsync doctor`: check what a push needs of a machine, one by one, then push to a live engine.
+"""`weightsync doctor`: check a push's needs of a machine, one by one, then push to a live engine.
 
-Each check prints one line: pass, "FAIL" with what to do, or "skip" with the reason. A given engine is connected to as a
-push does, from both sides, and let go. With weights the last three are pushes: the engine's own (A), others (B), and A
-again, which must give its first answers exactly. A line "afterwards"
-says which weights a given engine was left with, when a check failed. A quantised engine that was pushed B is also
-compared with one that was started from B, and with an unquantised one, for users who need importance ratios.
+Each check prints one line: pass, "FAIL" with the remedy, or "skip" with the reason. The doctor connects to a given
+    engine from both sides, as a push does, and releases it.
+
+With weights the last three checks are pushes: the engine's own (A), others (B), and A again. The second A must give
+    exactly the first answers. If one fails, a line "afterwards" gives the weights that the engine is left with.
+
+With `--quantization`, the engine with pushed B is also compared with an engine started from B, and with an unquantised
+one. The second difference matters for importance ratios.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ from weightsync.transports.shared_handles import SHARED_MEMORY, export, open_exp
 
 _PROMPTS = ([5, 6, 7, 8], [40, 41], [100, 101, 102])
 _LAST_VLLM = (0, 33)
-"""The last release that the plug-in works in."""
+"""The last release that the plug-in supports."""
 _WEIGHTS = ("*.safetensors", "*.bin")
 _START_TIMEOUT_S = 300.0
 _CHILD_TIMEOUT_S = 60.0
@@ -71,7 +74,7 @@ def run(options: Namespace, console: Console) -> bool:
         raise ConfigError("--quantization starts engines of the doctor's own: leave it out here")
     checks: list[Callable[[], Findings]] = [_versions, _gpus, _shared_memory, _handles, _settings, _port, _plug_in]
     if url is not None:
-        connect(url, _CHILD_TIMEOUT_S)  # refuses a wrong URL, and contacts no server
+        connect(url, _CHILD_TIMEOUT_S)  # raises for a wrong URL, without contacting a server
         if model_dir is not None:
             _check_checkpoint(model_dir)
         checks.append(lambda: _your_engine(url, model_dir, transport))
@@ -151,7 +154,7 @@ def _handles() -> Findings:
 
 
 def _kernels(device: torch.device) -> Finding:
-    """Check weightsync's kernels, which are compiled where they are first used."""
+    """Check weightsync's kernels. They are compiled at their first use."""
     source = torch.arange(_PROBE_ELEMENTS, dtype=torch.int32, device=device)
     target = torch.zeros_like(source)
     try:
@@ -263,7 +266,7 @@ def _own_engine(transport: str, quantization: str | None) -> Findings:
             pushed = generate(engine.url, _PROMPTS)
             rollouts = [[*prompt, *answer.token_ids] for prompt, answer in zip(_PROMPTS, pushed, strict=True)]
             quantised = processes.score(engine.url, rollouts)
-            engine.stop()  # two of them may not fit
+            engine.stop()  # two engines may not fit
             cold = start("B", quantization)
             ends = "answers {} as the one that B was pushed to"
             yield _same("cold start", generate(cold.url, _PROMPTS), pushed, "an engine that was started from B", ends)
@@ -281,7 +284,7 @@ def _gap(quantised: list[float], plain: list[float]) -> Finding:
 
 
 def _check_checkpoint(model_dir: Path) -> None:
-    """Raise `ConfigError` where `model_dir` is no checkpoint that transformers could read."""
+    """Raise `ConfigError` if transformers could not read `model_dir` as a checkpoint."""
     if processes.installed("transformers") is None:
         raise ConfigError("--model is read with transformers, which is not installed: pip install transformers")
     expected = "expected the folder of the checkpoint that the engine serves"
@@ -312,7 +315,7 @@ def _given_engine(url: str, model_dir: Path, transport: str) -> Findings:
         problem = Finding("FAIL", "engine", str(error))
     except WeightSyncError as error:
         problem = Finding("FAIL", "generate", f"the engine fails before any push; its log says why: {error}")
-    except Exception as error:  # of many kinds, by what is wrong with the files
+    except Exception as error:  # many kinds, for different faults of the files
         text = f"transformers does not load {model_dir}: {type(error).__name__}: {error}"
         problem = Finding("FAIL", "model", text)
     else:
@@ -338,7 +341,7 @@ def _load(model_dir: Path) -> Any:
 def _pushes(url: str, model: nn.Module, transport: str, own: list[Answer]) -> Findings:
     """Push A, B and A. `own` are the engine's answers before.
 
-    Whatever fails, the last push that is tried has the engine serve A, unless no push has changed it.
+    After a failed push, another push makes the engine serve A, unless no push has changed its weights.
     """
     served = pushing = "A"
     try:
@@ -380,7 +383,7 @@ def _pushes(url: str, model: nn.Module, transport: str, own: list[Answer]) -> Fi
 def _is_whole(url: str, own: list[Answer]) -> bool:
     """Return whether no push has failed half-way.
 
-    The engine says so. Where it has no version to say it with, it answers as before, which a paused one would not.
+    The engine's version shows it. An engine without versions must answer as before: a paused one would not answer.
     """
     (engine,) = connect(url, _CHILD_TIMEOUT_S)
     try:
@@ -395,7 +398,7 @@ def _is_whole(url: str, own: list[Answer]) -> bool:
 
 
 def _same(check: str, expected: Sequence[Answer], found: Sequence[Answer], subject: str, predicate: str) -> Finding:
-    """Return a pass when the answers are equal. `predicate` has a place for "exactly" or "not"."""
+    """Return a pass if the answers are equal. `predicate` has a place for "exactly" or "not"."""
     gap = processes.difference(expected, found)
     if gap == 0:
         return Finding("pass", check, f"{subject} {predicate.format('exactly')}")

@@ -1,4 +1,4 @@
-"""What the doctor has found."""
+"""Results of the doctor's checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True)
 class Finding:
-    """One line. `text` is what was found, what to do, or why the check was left out."""
+    """One line. `text` has the result, the remedy, or the reason for a check left out."""
 
     status: str
     check: str

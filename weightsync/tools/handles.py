@@ -1,4 +1,4 @@
-"""`weightsync handles`: print what an engine's handle file says, and check whether it still holds."""
+"""`weightsync handles`: print an engine's handle file, and check whether it is still valid."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightsync.transports import handle_file
 def run(options: Namespace, console: Console) -> bool:
     """Print the file, and return whether its engine lives and its parameters can be mapped.
 
-    GPU memory is not mapped here, since torch counts how often it is. Raise as `handle_file.find` and `read` do.
+    GPU memory is not mapped here, because torch counts its mappings. Raise as `handle_file.find` and `read` do.
     """
     found = handle_file.read(handle_file.find(options.file))
     print_line(console, f"{found.path}: {found.model}, tensor parallel {found.tp_degree}, {found.url or 'no server'}")

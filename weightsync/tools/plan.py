@@ -1,4 +1,4 @@
-"""`weightsync plan`: show what an engine would do with a trainer's tensors, from a config.json alone.
+"""`weightsync plan`: show an engine's use of a trainer's tensors, from a config.json alone.
 
 The tensors are those of the Hugging Face model, the load plan is traced from vLLM's loader, and the buckets are those
 of a push. Layers that are alike are shown once.
@@ -43,13 +43,13 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _SIZE = re.compile(r"[\d.]+[MBT]", re.IGNORECASE)
 _MOST_BUCKETS = 6
 _LONGEST_REASON = 300
-"""Characters of what transformers says against a config.json; some list every model that there is."""
+"""Characters of transformers' error about a config.json. Some errors list every known model."""
 
 
 def run(options: Namespace, console: Console) -> bool:
     """Print the report, or a prediction, and return whether the tensors fill the engine's model.
 
-    A report loads vLLM and transformers. Raise `ConfigError` for what cannot be planned.
+    A report loads vLLM and transformers. Raise `ConfigError` if there can be no plan.
     """
     if options.simulate:
         return _predict(options, console)
@@ -61,7 +61,7 @@ def run(options: Namespace, console: Console) -> bool:
     if tp < 1:
         raise ConfigError(f"--tp {tp}: expected a number of workers, at least 1")
     if "VLLM_LOGGING_LEVEL" not in os.environ:
-        logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM warns before it has set up its own logging, too
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM also warns before it sets up logging
     try:
         from weightsync.vllm.plan_offline import plan_workers
     except ModuleNotFoundError as error:
@@ -85,7 +85,7 @@ def run(options: Namespace, console: Console) -> bool:
 
 
 def _predict(options: Namespace, console: Console) -> bool:
-    """Print what a push takes in bfloat16 on each topology, also for a size such as "70B", and return True."""
+    """Print the seconds of a push in bfloat16 on each topology, also for a size such as "70B". Return True."""
     in_topology = {"tp": f"tp={options.tp}", "max_bytes": "chunk_mib=N"}
     for name in ("tp", "expert_parallel", "dtype", "bucketer", "max_bytes", "all"):
         if (value := getattr(options, name)) is not None and value is not False:
@@ -105,13 +105,13 @@ def _predict(options: Namespace, console: Console) -> bool:
 
 
 def _folder(model: Path) -> Path | None:
-    """Return the folder of the config.json of `model`, which is that folder or that file. None: there is none."""
+    """Return the folder of the config.json of `model`, or None if there is none. `model` is the folder or the file."""
     folder = model.parent if model.name == "config.json" else model
     return folder if (folder / "config.json").is_file() else None
 
 
 def _way_out(model: str) -> str:
-    """Return what a user can do about a `model` that is no folder with a config.json."""
+    """Return a remedy for a `model` that is not a folder with a config.json."""
     if _SIZE.fullmatch(model):
         return f"a size goes with --simulate: weightsync plan {model} --simulate hosts=1"
     if _HUB_NAME.fullmatch(model) and not Path(model).exists():
@@ -121,9 +121,9 @@ def _way_out(model: str) -> str:
 
 
 def checkpoint_tensors(model_dir: Path) -> tuple[str, Manifest]:
-    """Return the class of the Hugging Face model of `model_dir`, and the tensors that a trainer of it sends.
+    """Return the class of the Hugging Face model of `model_dir`, and the tensors that its trainer sends.
 
-    Tied tensors come once. Nothing is allocated. Raises `ConfigError` when transformers makes no model of the
+    Tied tensors come once. Nothing is allocated. Raises `ConfigError` if transformers cannot make a model of the
     config.json.
     """
     import torch
@@ -136,7 +136,7 @@ def checkpoint_tensors(model_dir: Path) -> tuple[str, Manifest]:
         config = AutoConfig.from_pretrained(model_dir)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # of many kinds, by what is wrong with it
+    except Exception as error:  # many kinds, for different faults of the file
         reason = shorten(f"{type(error).__name__}: {error}", _LONGEST_REASON, placeholder=" ...")
         raise ConfigError(f"transformers makes no model of {model_dir / 'config.json'}: {reason}") from error
     tensors: dict[int, TensorMeta] = {}
@@ -147,14 +147,14 @@ def checkpoint_tensors(model_dir: Path) -> tuple[str, Manifest]:
 
 
 def _as_held(manifest: Manifest, workers: Sequence[WorkerPlan]) -> Manifest:
-    """Return the manifest in the dtypes of the parameters that the tensors are copied into."""
+    """Return the manifest in the dtypes of the engine's parameters."""
     landed = ((copy.name, worker.params[copy.param]) for worker in workers for copy in worker.trace.copies)
     held = {name: str(param.dtype).removeprefix("torch.") for name, param in landed}
     return Manifest(tuple(TensorMeta(t.name, t.shape, held.get(t.name, t.dtype)) for t in manifest))
 
 
 _Entry = tuple[str, tuple[tuple[str, str], ...]]
-"""One parameter of the engine, or several that are alike, with stars. Rows say which part, and what lands there."""
+"""One parameter of the engine, or several alike ones, with stars. Each row has a part of it, and its source."""
 
 
 def _show_worker(
@@ -215,7 +215,7 @@ def _landing(copy: LoadCopy, shape: tuple[int, ...], stride: tuple[int, ...]) ->
 
 
 def _boxes(boxes: Sequence[Box], shape: Sequence[int]) -> str:
-    """Return boxes of a tensor of `shape` as an index: that of the box around them all, if they fill it."""
+    """Return boxes of a tensor of `shape` as an index. If they fill the box around them, it is that box's index."""
     start = tuple(map(min, zip(*(box.start for box in boxes), strict=True)))
     end = tuple(map(max, zip(*(map(sum, zip(box.start, box.size, strict=True)) for box in boxes), strict=True)))
     around = Box(start, tuple(b - a for a, b in zip(start, end, strict=True)))
@@ -269,7 +269,7 @@ def _starred(name: str) -> str:
 
 
 def _braces(names: Sequence[str]) -> str:
-    """Return names that differ in one part as one: "layers.*.self_attn.{q_proj,k_proj,v_proj}.weight"."""
+    """Return names with one different part as one: "layers.*.self_attn.{q_proj,k_proj,v_proj}.weight"."""
     columns = list(zip(*(name.split(".") for name in names), strict=False))
     different = [i for i, column in enumerate(columns) if len(set(column)) > 1]
     if len({name.count(".") for name in names}) > 1 or len(different) > 1:

@@ -33,7 +33,7 @@ _POLL_S = 0.1
 # Settings for a tiny engine. A variable that the user has set keeps its value.
 _ENGINE_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",  # engines that are compared must add up in the same order
+    "OMP_NUM_THREADS": "1",  # compared engines must add up in the same order
     "VLLM_CPU_CI_ENV": "1",  # no warm-up runs
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; otherwise an engine on a CPU takes most of the memory
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" wants a core to spare
@@ -47,7 +47,7 @@ class ChildError(WeightSyncError):
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine generated greedily for one prompt: token ids and the log-probability of each."""
+    """A greedy answer of an engine to one prompt: token ids and the log-probability of each."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -57,7 +57,7 @@ class Answer:
 
 
 def installed(*distributions: str) -> str | None:
-    """Return the version of the first of these distributions that is installed. Nothing is imported."""
+    """Return the version of the first installed one of these distributions. Nothing is imported."""
     for name in distributions:
         try:
             return importlib.metadata.version(name)
@@ -79,7 +79,7 @@ def tiny_model(folder: Path, layers: int) -> Path:
 
 
 def engine_options() -> dict[str, Any]:
-    """Return how our engines are configured, as `vllm.LLM` takes it: no tokenizer, no compilation, little memory."""
+    """Return our engines' options for `vllm.LLM`: no tokenizer, no compilation, little memory."""
     return {
         "skip_tokenizer_init": True,
         "enforce_eager": True,
@@ -91,12 +91,12 @@ def engine_options() -> dict[str, Any]:
 
 
 def engine_environment() -> dict[str, str]:
-    """Return what an engine of ours needs in its environment, where the user has not set it."""
+    """Return the environment variables of our engines, without variables that the user has set."""
     return {name: value for name, value in _ENGINE_ENVIRONMENT.items() if name not in os.environ}
 
 
 def visible_gpus(numbers: Sequence[int]) -> dict[str, str]:
-    """Return the environment of a process that is to see only these of the GPUs of this process. Empty for none."""
+    """Return the environment for a process that sees only these of this process's GPUs. Empty for none."""
     if not numbers:
         return {}
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -116,9 +116,10 @@ def run_trainers(
 ) -> None:
     """Run `python -m module ORDER` as trainer ranks, with torchrun's variables, and return when rank 0 has ended.
 
-    `order` is passed on as JSON. shows: rank 0's standard output is this process's. Raise `ChildError` with the end of
-    its log for a rank that fails, or for rank 0 that takes longer than `timeout_s`, and once another thread has set
-    `over`. No rank is left running.
+    `order` is passed on as JSON. `shows`: rank 0 prints to this process's standard output.
+
+    Raise `ChildError` if a rank fails, with the end of its log. Raise it also if rank 0 takes longer than `timeout_s`,
+    or once another thread has set `over`. No rank is left running.
     """
     place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-m", module, json.dumps(order)]
@@ -135,7 +136,7 @@ def run_trainers(
 def wait_for_first(children: Sequence[Child], timeout_s: float, over: Event | None = None) -> None:
     """Return when the first child has ended well.
 
-    Raise `ChildError` where another ends badly before, or in time, and once `over` is set.
+    Raise `ChildError` if a child fails, after `timeout_s`, and once `over` is set.
     """
     deadline, over = Deadline(timeout_s), over or Event()
     while children[0].process.poll() is None:
@@ -152,7 +153,7 @@ def wait_for_first(children: Sequence[Child], timeout_s: float, over: Event | No
 class Server(VllmServer):
     """A vLLM server on this host with the weightsync backend, launched at once.
 
-    `options` are more of vLLM's than `engine_options` has, or others: {"tensor_parallel_size": 2}.
+    `options` are added to `engine_options`, or replace its values: {"tensor_parallel_size": 2}.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ def generate(url: str, prompts: Sequence[Sequence[int]]) -> list[Answer]:
 
 
 def score(url: str, sequences: Sequence[Sequence[int]]) -> list[float]:
-    """Return the log-probability that the server gives each token of `sequences` but the first of each, in order."""
+    """Return the server's log-probabilities of all tokens of `sequences` in order, without each first one."""
     engine = HttpEngine(url, name=url, timeout_s=_ANSWER_TIMEOUT_S)
     found: list[float] = []
     for tokens in sequences:
@@ -216,7 +217,7 @@ def _complete(engine: HttpEngine, prompt: Sequence[int], asked: dict[str, Any]) 
 def difference(a: Sequence[Answer], b: Sequence[Answer]) -> float:
     """Return the largest difference of log-probabilities.
 
-    It is infinite where the token ids differ, or a log-probability is not a number.
+    It is infinite if the token ids differ, or a log-probability is not a number.
     """
     if [answer.token_ids for answer in a] != [answer.token_ids for answer in b]:
         return float("inf")

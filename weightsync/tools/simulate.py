@@ -1,4 +1,4 @@
-"""Predict how long a push takes on machines that are not at hand. The module is pure: it runs nothing.
+"""Predict the seconds of a push on other machines. The module is pure: it runs nothing.
 
 `docs/scaling.md` explains each formula and constant. `S` is the bytes that travel, `R` the trainer's ranks, `W` the
 engines' workers, `E` the engines, `C` the bytes of a chunk.
@@ -24,11 +24,11 @@ from weightsync.planning.bucketing import DEFAULT_MAX_BYTES
 from weightsync.planning.transfer_plan import CHUNKS_PER_HOP
 
 _COPYING = 0.93
-"""The share of the device's speed that the copies of a push reach."""
+"""The push's share of the device's copy speed."""
 _BY_ROWS = 2 / 3
-"""The share of a transformer's weights that tensor parallelism divides by rows, as FSDP and ZeRO divide all."""
+"""The share of a transformer's weights that both tensor parallelism and FSDP or ZeRO divide by rows."""
 _ENCODE_S, _DECODE_S = (0.9, 15.5), (0.1, 12.0)
-"""Seconds of a core for 1 GB: where nothing has changed, and what is added where everything has."""
+"""Seconds of a core for 1 GB: without any change, and in addition if everything has changed."""
 _MESSAGES = 4
 """The messages between rank 0 and each participant: ranks look, go, done, commit; workers go, done, commit, answer."""
 COLUMNS = ("GPUs", "hosts", "ranks", "engines", "chunk", "transport", "push", "control", "longest part")
@@ -36,11 +36,11 @@ COLUMNS = ("GPUs", "hosts", "ranks", "engines", "chunk", "transport", "push", "c
 
 @dataclass(frozen=True)
 class Topology:
-    """Hosts, what connects them, and who has which part. Speeds are GB/s of payload.
+    """Hosts, their connections, and the places of ranks and workers. Speeds are GB/s of payload.
 
     `ranks` of the trainer hold equal shards. `engines` of `tp` workers each hold the model. `cards` is the network
-    cards of a host; 0 stands for eight where a host has eight GPUs, and for one elsewhere. `changed` is the share of
-    bfloat16 values that a step changes, most of them by little; with 1 there are no deltas.
+    cards of a host; 0 stands for eight on hosts with eight GPUs, and for one on others. `changed` is the share of
+    bfloat16 values that a step changes, most of them by little. With 1 there are no deltas.
     """
 
     hosts: int = 1
@@ -67,7 +67,7 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str) -> Topology:
-        """Return the topology of "hosts=16,ranks=64,engines=8,tp=8" and defaults. Raise `ConfigError` for others."""
+        """Return the topology of "hosts=16,ranks=64,engines=8,tp=8" and defaults. Raise `ConfigError` for bad text."""
         kinds = {field.name: int if field.type == "int" else float for field in fields(cls)}
         found: dict[str, Any] = {}
         for part in filter(None, text.split(",")):
@@ -92,7 +92,7 @@ class Topology:
         return self.engines * self.tp
 
     def link(self, on_each: int) -> float:
-        """Return the GB/s of each of `on_each` ranks or workers that a host has, when all of them send or receive."""
+        """Return the GB/s of each of a host's `on_each` ranks or workers, if all of them send or receive at once."""
         if self.hosts == 1:
             return self.broadcast
         cards = self.cards or (8 if self.gpus_per_host == 8 else 1)
@@ -101,7 +101,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The seconds of each part of one push. `impossible` says why there are none."""
+    """The seconds of each part of one push. `impossible` has the reason if there are none."""
 
     transport: str
     parts: dict[str, float]
@@ -144,7 +144,7 @@ def _impossible(transport: str, nbytes: int, t: Topology) -> str | None:
 
 def _ipc(nbytes: int, t: Topology) -> dict[str, float]:
     share = nbytes / t.tp
-    here = 1 / t.ranks if t.workers <= t.ranks else 0.0  # of the slowest worker
+    here = 1 / t.ranks if t.workers <= t.ranks else 0.0  # the slowest worker's share
     if t.ranks == t.tp == t.workers:
         here = _BY_ROWS + (1 - _BY_ROWS) / t.ranks
     near_s = share * here / (t.device_copy * 1e9 * _COPYING)
@@ -153,7 +153,7 @@ def _ipc(nbytes: int, t: Topology) -> dict[str, float]:
 
 
 def _broadcast(nbytes: int, t: Topology) -> dict[str, float]:
-    """Return the parts of a push along chains: each rank sends to the first engine, whose workers pass on."""
+    """Return the parts of a push along chains: each rank sends to the first engine, and its workers pass on."""
     duplex = t.relaying if t.hosts == 1 and t.engines > 1 else 1.0
     sent_s = nbytes / t.ranks / (t.link(t.ranks) * 1e9)
     received_s = nbytes / t.tp / (t.link(t.workers) * 1e9 * duplex)
@@ -162,7 +162,7 @@ def _broadcast(nbytes: int, t: Topology) -> dict[str, float]:
 
 
 def _chunk_share(nbytes: int, t: Topology) -> float:
-    """Return the share of a chunk in what the busiest member sends or receives."""
+    """Return the share of a chunk in the busiest member's bytes."""
     busiest, hops, chunk = nbytes / min(t.ranks, t.tp), t.engines - 1, float(t.chunk_mib << 20)
     if hops:
         chunk = min(chunk, max(busiest / (CHUNKS_PER_HOP * hops), t.least_mib * 2**20))
@@ -170,7 +170,7 @@ def _chunk_share(nbytes: int, t: Topology) -> float:
 
 
 def _deltas(nbytes: int, t: Topology) -> dict[str, float]:
-    """Return the parts of a push that sends differences: encoded, sent and decoded at the same time."""
+    """Return the parts of a push of differences. They are encoded, sent and decoded at the same time."""
     sending_s, passing_s = (_written(t.changed) * seconds for seconds in _broadcast(nbytes, t).values())
     encoding_s, decoding_s = (
         nbytes / holders / 1e9 * (least + more * t.changed)
@@ -183,8 +183,10 @@ def _deltas(nbytes: int, t: Topology) -> dict[str, float]:
 
 
 def _written(changed: float) -> float:
-    """Return the bytes of a difference by those of the weights: a bit or more for each value that has changed, and
-    where it is in somewhat more than the least bits that say it."""
+    """Return the bytes of a difference, as a share of the weights' bytes.
+
+    A changed value takes one bit or more. The positions of changed values take somewhat more than their entropy.
+    """
     least = -changed * math.log2(changed) - (1 - changed) * math.log2(1 - changed)
     return (1.25 * least + changed * (1 + 4 * changed)) / 16
 
@@ -202,7 +204,7 @@ def _control(t: Topology) -> float:
 
 
 def bfloat16_bytes(text: str) -> int:
-    """Return the size of a model of so many parameters, given as "70B" or "1T". Raise `ConfigError` for others."""
+    """Return the bytes of a model with "70B" or "1T" parameters. Raise `ConfigError` for other texts."""
     scale = {"M": 10**6, "B": 10**9, "T": 10**12}
     try:
         return int(float(text[:-1]) * scale[text[-1:].upper()]) * 2

@@ -1,4 +1,4 @@
-"""Tables of text for a terminal, which is as wide as its cells need."""
+"""Tables of text for a terminal, as wide as their cells."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Starts trainers of models without data and vLLM engines, and times whole pushes on the trainer's clock: one after the
-other, and as users push, with tokens generated, an optimizer step and 0.3 s of waiting before each. Every engine is
-pushed other weights and then those that it was started from, and must answer as it did then: same token ids, same
-log-probabilities. What a push cannot be faster than is measured too.
+other, and as users push, with tokens generated, an optimizer step and 0.3 s of waiting before each. Every engine gets
+other weights and then its first weights again. Then its answers must be the first ones: same token ids, same
+log-probabilities. The lower bounds of a push are measured too.
 
     weightsync bench --transport ipc broadcast checkpoint
         A tiny model, a few minutes, also without a GPU. Peers on the same work are measured beside.
@@ -13,7 +13,7 @@ log-probabilities. What a push cannot be faster than is measured too.
         Whether tiny models of many families answer right, not how long they take.
 
     weightsync bench --shape 70B --backend fsdp --ranks 8 --tp 1 2 4 --gpus 8 --dry-run
-        What would be measured, and what a push takes at least.
+        The cases, and the lower bound of a push for each.
 
 Exit status 1 when a push failed or left other answers than a cold start.
 """

@@ -1,4 +1,4 @@
-"""What is measured: the cases of a benchmark, where each runs, and which cannot run and why. Pure."""
+"""The cases of a benchmark, the GPUs of each, and the reasons against impossible ones. Pure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ TRANSPORTS = ("ipc", "broadcast", "checkpoint")
 BUCKETERS = ("module", "threshold", "parameter")
 DTYPES = ("bfloat16", "float32")
 HTTP, LLM, EXTENSION = CLIENTS = ("http", "llm", "extension")
-"""How the trainer calls an engine: a server, or an `LLM` in rank 0's process with the plug-in or the extension."""
+"""The trainer's client of an engine: a server, or an `LLM` in rank 0's process with plug-in or extension."""
 GRAPHS = ("off", "decode", "compiled")
-"""off: none. decode: CUDA graphs without torch.compile, which start sooner. compiled: vLLM's default."""
+"""off: none. decode: CUDA graphs without torch.compile, which starts sooner. compiled: vLLM's default."""
 WEIGHTSYNC, FILES = "weightsync", "vllm reload"
 NATIVE = {
     "vllm nccl": ("nccl", False),
@@ -27,17 +27,17 @@ NATIVE = {
 }
 """Ways of vLLM's own transfer engines: the backend's name, and whether tensors are packed into buffers."""
 PEERS = {FILES: (HTTP, LLM), **dict.fromkeys(NATIVE, (LLM,))}
-"""Other ways to bring the same weights into the same engine, with the clients that each is measured with."""
+"""Other ways to bring the same weights into the same engine, each with its clients."""
 
 MEMCPY, FILE_WRITE, DEVICE_COPY, PEER_COPY, BROADCAST = "memcpy", "file write", "device copy", "peer copy", "broadcast"
 ASSUMED = {MEMCPY: 20.0, FILE_WRITE: 1.5, DEVICE_COPY: 2140.0, PEER_COPY: 397.0, BROADCAST: 369.0}
-"""GB/s that a dry run assumes, of H200s. A broadcast over gloo reaches `ASSUMED_GLOO`."""
+"""GB/s of H200s, for dry runs. A broadcast over gloo reaches `ASSUMED_GLOO`."""
 ASSUMED_GLOO = 5.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement. `way` is `WEIGHTSYNC` or one of `PEERS`, which have no `transport` and `bucketer` ("").
+    """One measurement. `way` is `WEIGHTSYNC` or one of `PEERS`. Peers have no `transport` and `bucketer` ("").
 
     `ranks` of the trainer hold the model in `dtype`. The engines hold it in bfloat16, or quantise it.
     """
@@ -61,7 +61,7 @@ class Case:
 
     @property
     def apart(self) -> bool:
-        """Whether NCCL broadcasts, which wants a GPU for each of its members."""
+        """Whether NCCL broadcasts. It needs a GPU for each of its members."""
         return self.transport == "broadcast" or NATIVE.get(self.way, ("", False))[0] == "nccl"
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which GPU each trainer rank has, and which each engine's workers have. Empty on a machine without GPUs."""
+    """The GPU of each trainer rank, and the GPUs of each engine's workers. Empty on a machine without GPUs."""
 
     trainers: tuple[int, ...]
     engines: tuple[tuple[int, ...], ...]
@@ -95,9 +95,9 @@ def expand(options: Namespace) -> list[Case]:
 
 
 def lay_out(case: Case, gpus: int) -> Layout:
-    """Return engines on the first GPUs, and trainers on the same ones, or on those after them where NCCL broadcasts.
+    """Return engines on the first GPUs. Trainers are on the same ones, or on the next ones if NCCL broadcasts.
 
-    Raise `ConfigError` when there are too few.
+    Raise `ConfigError` if there are too few.
     """
     if gpus == 0:
         return Layout((), ())
@@ -110,7 +110,7 @@ def lay_out(case: Case, gpus: int) -> Layout:
 
 
 def refusal(case: Case, gpus: int, installed: frozenset[str], core_in_process: bool = False) -> str | None:
-    """Return why this case cannot run with so many GPUs and these modules. None: it can.
+    """Return the reason why this case cannot run with `gpus` GPUs and these modules, or None if it can.
 
     core_in_process: vLLM runs the core of an `LLM` in the process that makes it.
     """
@@ -130,7 +130,7 @@ def refusal(case: Case, gpus: int, installed: frozenset[str], core_in_process: b
         "Megatron models are of dense Qwen3 shapes": case.backend == "megatron" and config["model_type"] != "qwen3",
         f"{case.ranks} ranks cannot share {kv_heads} heads": case.backend == "megatron" and kv_heads % case.ranks,
         f"{case.tp} workers cannot share {heads} attention heads": heads % case.tp,
-        # Whose worker would take the ranks' process group for its own, and wait in it for the other ranks.
+        # Such a worker would use the ranks' process group as its own, and wait in it for the other ranks.
         f"VLLM_ENABLE_V1_MULTIPROCESSING=0 puts an LLM of one worker into the process of rank 0, which has "
         f"{case.ranks} ranks: unset it, or use --client http or --ranks 1": (
             case.client != HTTP and case.ranks > 1 and case.tp == 1 and core_in_process
@@ -144,7 +144,7 @@ def refusal(case: Case, gpus: int, installed: frozenset[str], core_in_process: b
 
 
 def floor(case: Case, nbytes: int, limits: Mapping[str, float], gpus: int) -> tuple[float, str]:
-    """Return the least seconds for `nbytes` that travel, and the limit that they pass, of GB/s by name."""
+    """Return the least seconds for `nbytes`, and the name of the limit. `limits` has GB/s by name."""
     if case.transport == "checkpoint" or case.way == FILES:
         limit, passed = FILE_WRITE, float(nbytes)
     elif case.apart:
@@ -153,7 +153,7 @@ def floor(case: Case, nbytes: int, limits: Mapping[str, float], gpus: int) -> tu
         limit, passed = MEMCPY, float(case.engines * nbytes)
     elif case.ranks == 1 and case.receivers == 1:
         limit, passed = DEVICE_COPY, float(nbytes)
-    else:  # the slowest worker reads all but what lies on its own GPU over the link
+    else:  # the slowest worker reads its bytes on other GPUs over the link
         near = 1 / case.ranks if case.receivers <= case.ranks else 0.0
         limit, passed = PEER_COPY, nbytes / case.tp * (1 - near)
     return passed / (limits[limit] * 1e9), limit

@@ -1,4 +1,4 @@
-"""The engines of a case, as rank 0 of its trainer has them: servers, or `LLM`s in its process."""
+"""The engines of a case at rank 0 of its trainer: servers, or `LLM`s in its process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BenchServer(Server):
 
     @property
     def target(self) -> str:
-        """What `WeightSync` is given."""
+        """The engine, as an argument of `WeightSync`."""
         return self.url
 
     def reload(self, folder: Path) -> None:
@@ -40,7 +40,7 @@ class BenchServer(Server):
         engine.reset_caches()
 
     def extra_bytes(self, start: bool) -> list[int]:
-        """Return nothing: a server does not say what memory it takes."""
+        """Return nothing: a server does not report its memory."""
         return []
 
 
@@ -56,7 +56,7 @@ class BenchLlm:
         way: dict[str, Any] = {"worker_extension_cls": "weightsync.vllm.extension.WeightSyncWorkerExtension"}
         if case.client != EXTENSION:
             way = {"weight_transfer_config": {"backend": NATIVE.get(case.way, ("weightsync",))[0]}}
-        with patch.dict(os.environ, place):  # of the engine alone: this process has begun to use its own GPU
+        with patch.dict(os.environ, place):  # for the engine alone: this process already uses its own GPU
             self.target = LLM(str(model), disable_log_stats=True, **{**engine_options(), **options, **way})
         self._held: list[int] = []
 
@@ -77,7 +77,7 @@ class BenchLlm:
         self.target.reset_prefix_cache()
 
     def extra_bytes(self, start: bool) -> list[int]:
-        """Return how far each worker's GPU memory has peaked above what it held at the call with `start`."""
+        """Return each worker's peak of GPU memory, minus its memory at the call with `start`."""
         if not torch.cuda.is_available():
             return []
         peaks: list[int] = self.target.collective_rpc(_reset_peak if start else _peak)
@@ -90,7 +90,7 @@ class BenchLlm:
 
 
 Engines: TypeAlias = Sequence[BenchServer | BenchLlm]
-"""The engines of a case, as rank 0 has them. Other ranks have none."""
+"""The engines of a case on rank 0. Other ranks have none."""
 
 
 def start_engines(case: Case, model: Path, gpus: Sequence[Sequence[int]], graphs: str, folder: Path) -> Engines:
@@ -99,7 +99,7 @@ def start_engines(case: Case, model: Path, gpus: Sequence[Sequence[int]], graphs
         **_GRAPHS[graphs],
         "tensor_parallel_size": case.tp,
         "kv_cache_memory_bytes": _KV_CACHE_BYTES,
-        "gpu_memory_utilization": 0.1,  # what must be free at the start
+        "gpu_memory_utilization": 0.1,  # this much must be free at the start
         "max_num_seqs": 16,
     }
     if case.quantization != "none":

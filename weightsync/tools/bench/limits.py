@@ -1,4 +1,4 @@
-"""What this machine's memory and links carry at best, measured: the lower bounds of a benchmark rest on it."""
+"""The measured best speeds of this machine's memory and links, for the lower bounds of a benchmark."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def measure(folder: Path, gpus: int) -> dict[str, float]:
     if gpus > 1:
         found[PEER_COPY] = _copy("cuda:0", "cuda:1")
     if gpus:
-        torch.cuda.empty_cache()  # the engines want it
+        torch.cuda.empty_cache()  # the engines need it
     result = folder / "broadcast"
     torch.multiprocessing.spawn(_broadcast, ("cuda" if gpus > 1 else "cpu", free_port(), str(result)), nprocs=2)
     return {**found, BROADCAST: float(result.read_text())}
@@ -60,7 +60,7 @@ def _copy(source: str, target: str) -> float:
 
 
 def _broadcast(rank: int, kind: str, port: int, result: str) -> None:
-    """Run one of two members of a raw broadcast, of which the sender writes the GB/s to the file `result`."""
+    """Run one of two members of a raw broadcast. The sender writes the GB/s to the file `result`."""
     device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
@@ -81,7 +81,7 @@ def _broadcast(rank: int, kind: str, port: int, result: str) -> None:
 
 
 def _speed(nbytes: int, once: Callable[[], object]) -> float:
-    """Return the GB/s of the best of several calls, after one that does not count."""
+    """Return the GB/s of the best of several calls, after a first one for warm-up."""
     once()
     seconds = []
     for _ in range(_REPEATS):

@@ -1,7 +1,7 @@
 """The trainers that a benchmark pushes from: models without data, under each backend.
 
-Weights are random, and the same in every process that draws them on the same kind of device for the same text. They
-are bfloat16 values, also where the trainer holds float32, so that engines which cast them hold the same.
+Weights are random. All processes draw the same ones on the same kind of device for the same text. They are bfloat16
+values, also if the trainer holds float32, so that a cast in the engine changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weightsync.sources.base import Model
 
 
 def source_of(backend: str) -> str:
-    """Return what `WeightSync` calls the trainer that a benchmark calls `backend`."""
+    """Return `WeightSync`'s backend for the benchmark's `backend`."""
     return "fsdp" if backend == "plain" else backend
 
 
@@ -37,7 +37,7 @@ def join(device: torch.device, *, alone: bool = False) -> None:
 
 
 def gather_ranks(device: torch.device) -> None:
-    """Return when all ranks of the default process group have called this, and done all on a GPU. Collective."""
+    """Return when all ranks of the default process group have called this, and their GPUs are idle. Collective."""
     if torch.distributed.is_initialized():
         torch.distributed.barrier(device_ids=[device.index] if device.type == "cuda" else None)
     if device.type == "cuda":
@@ -45,7 +45,7 @@ def gather_ranks(device: torch.device) -> None:
 
 
 def make_trainer(backend: str, model_dir: str, dtype: torch.dtype, device: torch.device) -> Model:
-    """Return what `WeightSync.push` is given; the weights are not set yet. `model_dir` has a config.json. Collective.
+    """Return a model for `WeightSync.push`, without values so far. `model_dir` has a config.json. Collective.
 
     All but "plain" use the default process group.
     """
@@ -56,7 +56,7 @@ def make_trainer(backend: str, model_dir: str, dtype: torch.dtype, device: torch
 
 @torch.no_grad()
 def fill(model: Model, backend: str, weights: str, draw: torch.device) -> None:
-    """Overwrite this rank's shards in place with the values that `weights` stands for, drawn on the device `draw`."""
+    """Overwrite this rank's shards in place with values seeded by the text `weights`, drawn on device `draw`."""
     name, whole = "", torch.empty(0)
     for shard in _shards(model, backend):
         if shard.meta.name != name:
@@ -64,13 +64,13 @@ def fill(model: Model, backend: str, weights: str, draw: torch.device) -> None:
         region = zip(shard.box.start, shard.box.size, strict=True)
         shard.tensor.copy_(whole[tuple(slice(start, start + size) for start, size in region)])
     if draw.type == "cuda":
-        torch.cuda.synchronize()  # peers read on streams of their own, and no push is to wait for it
+        torch.cuda.synchronize()  # peers read on their own streams, and a push must not wait for this
 
 
 def stepper(model: Any, backend: str) -> Callable[[], None]:
     """Return one optimizer step: a forward and a backward pass of a short sequence, and SGD. Collective.
 
-    Megatron's forward needs a GPU and a batch of its own kind, so its shards are only added to.
+    Megatron's forward needs a GPU and a special batch, so its step adds a constant to the shards.
     """
     if backend == "megatron":
         tensors = [shard.tensor for shard in _shards(model, backend)]
@@ -93,7 +93,7 @@ def stepper(model: Any, backend: str) -> Callable[[], None]:
 
 
 def share_memory(model: Model, backend: str) -> None:
-    """Move this rank's shards to shared memory, where engines on this host read them, as `nn.Module.share_memory`."""
+    """Move this rank's shards to shared memory, as `nn.Module.share_memory` does, for engines on this host."""
     for shard in _shards(model, backend):
         shard.tensor.share_memory_()
 
@@ -110,9 +110,9 @@ def _values(weights: str, name: str, shape: tuple[int, ...], device: torch.devic
 
 
 def save_checkpoint(model_dir: str, weights: str, folder: Path, draw: torch.device) -> None:
-    """Write the model with these weights as transformers saves it, for the engine's class that `model_dir` names.
+    """Write the model with these weights as transformers saves it, with the architecture of `model_dir`.
 
-    It takes the model's size of host memory.
+    Takes the model's size of host memory.
     """
     model = _plain(model_dir, torch.bfloat16, torch.device("cpu"))
     fill(model, "plain", weights, draw)
@@ -143,7 +143,7 @@ def _plain(model_dir: str, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _set_buffers(model: Any) -> None:
-    """Compute what no checkpoint has, and no push brings: the frequencies of rotary embeddings."""
+    """Compute the frequencies of rotary embeddings. No checkpoint and no push has them."""
     for module in model.modules():
         if hasattr(module, "inv_freq"):
             module.inv_freq.copy_(type(module)(module.config).inv_freq)
@@ -153,7 +153,7 @@ def _fsdp(model_dir: str, dtype: torch.dtype, device: torch.device) -> nn.Module
     from torch.distributed.fsdp import fully_shard
 
     tied = _config(model_dir).tie_word_embeddings
-    # Ties hold before FSDP looks. Such models are small enough to be whole on every rank for a moment.
+    # Tie weights before `fully_shard`. Tied models are small enough to be whole on every rank for a moment.
     model = _plain(model_dir, dtype, device) if tied else _empty(model_dir, dtype)
     for layer in model.get_submodule("model.layers").children():
         fully_shard(layer)
@@ -172,7 +172,7 @@ def _zero3(model_dir: str, dtype: torch.dtype, device: torch.device) -> nn.Modul
     from transformers import AutoModelForCausalLM
 
     if device.type == "cpu":
-        deepspeed.ops.__compatible_ops__ = {}  # or it compiles an all-reduce of its own first, which takes a minute
+        deepspeed.ops.__compatible_ops__ = {}  # or it first compiles its own all-reduce
     deepspeed.init_distributed(torch.distributed.get_backend(), verbose=False)
     settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
     settings |= {"bf16": {"enabled": dtype == torch.bfloat16}, "zero_optimization": {"stage": 3}}

@@ -27,9 +27,9 @@ _PACKED_BYTES = 2 << 30
 
 
 def make_peer_push(case: Case, model: Any, engines: Engines, folder: Path) -> Push:
-    """Return a push of `case.way`, which returns its seconds. Collective. `engines` are rank 0's, none elsewhere.
+    """Return a function that pushes by `case.way` and returns its seconds. Collective. Only rank 0 has `engines`.
 
-    Raise `UnsupportedError` for a vLLM that has no such way.
+    Raise `UnsupportedError` if this vLLM lacks the way.
     """
     if case.way == FILES:
         return lambda: _push_files(model, engines, folder)
@@ -68,7 +68,7 @@ def _native_push(model: nn.Module, backend: str, packed: bool, engines: Engines,
             llm.update_weights({"update_info": given})
 
     if backend == "ipc":
-        # Its buffer must have room for the largest tensor, which the default has not for an 8B model's embedding.
+        # Its buffer must have room for the largest tensor. The default is too small for an 8B model's embedding.
         buffer = max(_PACKED_BYTES, *(param.numel() * param.element_size() for _, param in params))
         how = arguments(send_mode=update, packed=packed, packed_buffer_size_bytes=buffer)
     else:
@@ -78,7 +78,7 @@ def _native_push(model: nn.Module, backend: str, packed: bool, engines: Engines,
             how = arguments(group=source.trainer_init(place), packed=packed)
 
     def push() -> dict[str, float]:
-        weights = ((name, _whole(param)) for name, param in params)  # gathered on the stream that will read them
+        weights = ((name, _whole(param)) for name, param in params)  # gathered on the stream of the reader
         if llm is not None:
             llm.start_weight_update()
         if backend == "ipc":
@@ -102,15 +102,15 @@ def _native_push(model: nn.Module, backend: str, packed: bool, engines: Engines,
 
 
 def _whole(param: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor. Collective for a tensor that is spread over ranks, and no copy for others."""
+    """Return the full tensor. Collective for a sharded tensor, and no copy for others."""
     param = param.detach()
     return param.full_tensor() if isinstance(param, DTensor) else param
 
 
 def _or_end(call: Callable[[], object]) -> None:
-    """Make a call into vLLM beside a thread that waits for what the call starts.
+    """Make a call into vLLM beside a thread that waits for the call's effect.
 
-    When the call fails, that thread would wait for ever, so this process ends, and its log says why.
+    If the call fails, that thread would wait for ever. So this process logs the error and ends.
     """
     try:
         call()
@@ -121,7 +121,7 @@ def _or_end(call: Callable[[], object]) -> None:
 
 @contextmanager
 def _meanwhile(call: Callable[[], Any]) -> Any:
-    """Run a call into vLLM in a thread during a `with` block, which ends when both have."""
+    """Run a call into vLLM in a thread during a `with` block. The block ends after both."""
     thread = threading.Thread(target=_or_end, args=(call,), daemon=True)
     thread.start()
     yield

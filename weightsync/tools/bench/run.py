@@ -51,7 +51,7 @@ _DISTRIBUTIONS = ("transformers", "deepspeed", "megatron-core")
 def run(options: Namespace, console: Console) -> bool:
     """Run the whole command, and return whether every push of weightsync was right.
 
-    Raise `ConfigError` for what cannot work, and `ChildError` when the limits cannot be measured.
+    Raise `ConfigError` for impossible options, and `ChildError` if the limits cannot be measured.
     """
     if options.num_iters < 1 or options.num_iters_warmup < 0:
         raise ConfigError(f"--num-iters {options.num_iters} {options.num_iters_warmup}: expected at least 1, and 0")
@@ -90,7 +90,7 @@ def run(options: Namespace, console: Console) -> bool:
             limits, where = measure(folder, gpus), _environment(gpus)
             for row in _measure_all(able, options, sizes, gpus, limits, folder, console):
                 rows.append({"schema": SCHEMA, "environment": where, "limits": limits, **row})
-                if options.json is not None:  # after each, so that little is lost when something breaks
+                if options.json is not None:  # after each case, so that a crash loses little
                     options.json.write_text(json.dumps(rows, indent=1))
             _show(console, rows)
     for case, why in refused.items():
@@ -110,11 +110,11 @@ def _measure_all(
     folder: Path,
     console: Console,
 ) -> Iterator[dict[str, Any]]:
-    """Yield each case, measured, as it is done; `options.jobs` run at once. None runs on when the caller leaves."""
+    """Yield each measured case when it is done. `options.jobs` run at once. All end when the caller leaves."""
     over = threading.Event()
 
     def measure_one(case: Case) -> dict[str, Any]:
-        own = Path(tempfile.mkdtemp(dir=folder))  # logs and checkpoints have the same names in each
+        own = Path(tempfile.mkdtemp(dir=folder))  # all cases use the same names of logs and checkpoints
         (own / f"{case.shape}-config").symlink_to(folder / f"{case.shape}-config")
         return _measure(case, options, sizes[case.shape], gpus, limits, own, over)
 
@@ -142,7 +142,7 @@ def _measure(
     folder: Path,
     over: threading.Event,
 ) -> dict[str, Any]:
-    """Return one case, measured, as plain values. A case that fails, or that `over` breaks off, has an "error"."""
+    """Return one measured case as plain values. A case has an "error" if it fails or `over` ends it."""
     timeout_s = _PATIENCE_S + nbytes / _SLOWEST_BYTES_PER_S
     least_s, limit = floor(case, nbytes, limits, gpus)
     row: dict[str, Any] = {"case": asdict(case), "nbytes": nbytes, "floor_s": least_s, "floor_limit": limit}
@@ -163,7 +163,7 @@ def _measure(
 
 
 def _causes(folder: Path) -> list[str]:
-    """Return the first messages of exceptions in each log. They come long before the end."""
+    """Return the first messages of exceptions in each log. The end of a log shows only their consequences."""
     found: dict[str, None] = {}
     for log in sorted(folder.glob("*.log")):
         lines = re.findall(r"^.*?(\w+(?:Error|Exception): .+)$", log.read_text(errors="replace"), re.MULTILINE)
@@ -216,13 +216,13 @@ def _show_dry_run(console: Console, cases: Sequence[Case], sizes: Mapping[str, i
 
 
 def _nbytes(shape: str, folder: Path) -> int:
-    """Return the bytes of a shape in bfloat16, which is what travels."""
+    """Return the bytes of a shape in bfloat16, the dtype that travels."""
     manifest = checkpoint_tensors(write_config(shape, folder / f"{shape}-config"))[1]
     return sum(TensorMeta(tensor.name, tensor.shape, "bfloat16").nbytes for tensor in manifest)
 
 
 def _environment(gpus: int) -> dict[str, Any]:
-    """Return where and with what is measured."""
+    """Return the machine and the versions of a measurement."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {

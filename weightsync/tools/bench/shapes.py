@@ -1,4 +1,4 @@
-"""The models that are benchmarked: configurations of known families, written out, without weights."""
+"""The models of a benchmark: configurations of known families, written out, without weights."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "32B": _shape(_DENSE, 5120, 25600, 64, 64, 8),
     "70B": _shape(_LLAMA, 8192, 28672, 80, 64, 8, rms_norm_eps=1e-5, rope_theta=500_000.0),
 }
-"""By name: Hugging Face's config.json of Qwen2.5 (0.5B, 1.5B), Qwen3 (4B to 32B, 30B-A3B) and Llama 3 (70B)."""
+"""Hugging Face's config.json by name, of Qwen2.5 (0.5B, 1.5B), Qwen3 (4B to 32B, 30B-A3B) and Llama 3 (70B)."""
 
 
 def write_config(shape: str, folder: Path) -> Path:
@@ -66,7 +66,7 @@ def write_config(shape: str, folder: Path) -> Path:
 def add_shapes(file: Path) -> list[str]:
     """Add the models of a JSON file of config.json's by name to `SHAPES`, and return their names.
 
-    Raise `ConfigError` for a file that has something else.
+    Raise `ConfigError` for any other file.
     """
     try:
         found = json.loads(file.read_text())

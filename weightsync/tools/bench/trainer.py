@@ -1,4 +1,4 @@
-"""One trainer rank of `weightsync bench`, which starts it with torchrun's variables. All ranks run the same case.
+"""One trainer rank of `weightsync bench`. The command starts it with torchrun's variables. All ranks run the same case.
 
     fill A, start engines, note their answers         rank 0 starts engines from a checkpoint of A
     push A                                            "first": connects, plans and maps; the answers must stay
@@ -42,7 +42,7 @@ from weightsync.tools.bench.peers import make_peer_push
 from weightsync.tools.processes import Answer, ChildError, difference
 
 _WAIT_S = 0.3
-"""Between a step and its push: the time in which the processor's caches forget the push before."""
+"""Seconds between a step and its push. Meanwhile the processor's caches lose the bytes of the last push."""
 _POLL_S = 0.05
 
 Seconds = dict[str, float]
@@ -56,21 +56,21 @@ def main() -> None:
         found = run(order)
     except Exception:
         logging.getLogger(__name__).exception("this trainer rank has failed")
-        os._exit(1)  # at once: what other ranks and engines are in the middle of may never end
+        os._exit(1)  # at once: other ranks and engines may hang
     if rank == "0":
         Path(order.result).write_text(json.dumps(found))
     os._exit(0)
 
 
 def run(order: Namespace) -> dict[str, Any]:
-    """Measure one case, and return the fields of a result on rank 0. Collective. Raise what fails."""
+    """Measure one case, and return the fields of a result on rank 0. Collective. Raise any failure."""
     case, folder, gpus = Case(**order.case), Path(order.folder), order.gpus
     config = str(folder / f"{case.shape}-config")
     rank = int(os.environ["RANK"])
     layout = lay_out(case, gpus)
     device = torch.device("cuda", layout.trainers[rank]) if gpus and not order.trainer_on_cpu else torch.device("cpu")
     join(device, alone=case.backend == "plain")
-    # A CPU draws other numbers than a GPU, and engines start from what rank 0 draws.
+    # A CPU draws other numbers than a GPU, and engines start from the numbers of rank 0.
     draw = torch.device("cuda", layout.trainers[rank]) if gpus else torch.device("cpu")
     model = make_trainer(case.backend, config, getattr(torch, case.dtype), device)
     if case.transport == "ipc" and gpus == 0:
@@ -98,7 +98,7 @@ def run(order: Namespace) -> dict[str, Any]:
             _answers(engines)
             step()
             time.sleep(_WAIT_S)
-            gather_ranks(device)  # how far apart they come out of a step is not the push's time
+            gather_ranks(device)  # the push's time must not include the ranks' skew after a step
             found["in_training"].append(push())
         fill(model, case.backend, "A", draw)
         push()
@@ -133,7 +133,7 @@ def _start(
         ready.touch()
         return engines
     ends = time.monotonic() + timeout_s
-    while not ready.exists():  # on the host: a rank in a barrier of NCCL would take time from an engine on its GPU
+    while not ready.exists():  # poll on the host: an NCCL barrier would take time from an engine on this GPU
         if time.monotonic() > ends:
             raise ChildError(f"rank 0 has started no engines within {timeout_s:g} s")
         time.sleep(_POLL_S)
@@ -143,9 +143,9 @@ def _start(
 def _make_push(
     case: Case, model: Any, engines: Engines, folder: Path, max_bytes: int | None, timeout_s: float
 ) -> Callable[[], Seconds]:
-    """Return what brings the weights of the moment into the engines, and returns the seconds of its phases. Collective.
+    """Return a function that pushes the current weights and returns the seconds of its phases. Collective.
 
-    "total_s" is the whole of it, on this process's clock.
+    "total_s" is the time of the whole call, on this process's clock.
     """
     phases: Callable[[], Seconds]
     if case.way in PEERS:

@@ -1,9 +1,8 @@
 """One conformance suite for every weight source, transport and engine client, weightsync's own and those of plug-ins.
 
-Each check drives one implementation through what the rest of weightsync does with it. It raises `AssertionError` with
-the promise that was broken. The promises are in the docstrings of `weightsync.sources.base`,
-`weightsync.transports.base` and `weightsync.engines`. docs/extending.md shows how to call the checks. They need neither
-pytest nor vLLM.
+Each check makes the same calls to one implementation as the rest of weightsync. It raises `AssertionError` with the
+broken promise. The promises are in the docstrings of `weightsync.sources.base`, `weightsync.transports.base` and
+`weightsync.engines`. docs/extending.md shows how to call the checks. They need neither pytest nor vLLM.
 """
 
 from weightsync.tools.testing.engines import check_dead_engine, check_engine

@@ -1,4 +1,4 @@
-"""What the checks have in common: a broken promise is an `AssertionError` in plain words."""
+"""Helpers of all checks. A broken promise is an `AssertionError` in plain words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weightsync.errors import PlacementError, SyncTimeoutError, WeightSyncError
 from weightsync.planning.layout import Box
 
 PROMPT_S = 10.0
-"""How soon a wait must end once there is a reason to."""
+"""Seconds for a wait to end after a reason to."""
 _ERRORS = {"deadline": SyncTimeoutError, "abort": WeightSyncError, "news": PlacementError}
 
 
@@ -35,7 +35,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @contextmanager
 def must_end(what: str, reason: str) -> Iterator[Callable[[], None]]:
-    """Require that a wait ends soon when there is a reason to. Where there is nothing to wait for it may return."""
+    """Require that a wait ends soon after a reason to. It may return if there is nothing to wait for."""
     started = time.monotonic()
 
     def check() -> None:

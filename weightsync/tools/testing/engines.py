@@ -20,10 +20,17 @@ from weightsync.tools.testing.assertions import PROMPT_S, require
 
 
 def check_engine(engine: Engine, *, timeout_s: float = 60.0) -> None:
-    """Check a client of a running engine with the weightsync plug-in, which no trainer is connected to.
+    """Check a client of a running engine with the weightsync plug-in. No trainer may be connected to the engine.
 
-    The engine's workers are called in as by a trainer, and let go again without a push: the weights stay what they
-    are. The engine's version does not.
+    The check connects the engine's workers like a trainer, and releases them without a push. The weights stay
+    unchanged. The engine's version changes.
+
+    Args:
+        engine: The client to check.
+        timeout_s: The timeout of each wait.
+
+    Raises:
+        AssertionError: The client breaks a promise.
     """
     require(isinstance(engine, Engine), f"{type(engine).__name__} lacks a method of weightsync.engines.Engine")
     require(bool(engine.name), "name must be a text for error messages")
@@ -81,7 +88,7 @@ def _succeed(what: str, call: Callable[[], None]) -> None:
 
 
 def _succeed_at_once(calls: dict[str, Callable[[], None]]) -> None:
-    """As a push makes them: from one thread each."""
+    """Make each call in a thread of its own, as a push does, and require that all succeed."""
     with ThreadPoolExecutor(len(calls)) as threads:
         ended = {what: threads.submit(call) for what, call in calls.items()}
     for what, future in ended.items():
@@ -96,7 +103,14 @@ def _require_version(engine: Engine, expected: str, when: str) -> None:
 
 
 def check_dead_engine(engine: Engine) -> None:
-    """Check a client of an engine that has died or that nothing answers for: it must say so, and promptly."""
+    """Check a client of a dead or unreachable engine: its calls must say so, and promptly.
+
+    Args:
+        engine: The client to check.
+
+    Raises:
+        AssertionError: A call returns, raises another error than `EngineUnreachableError`, or takes too long.
+    """
     calls: dict[str, Callable[[], Any]] = {
         "init": lambda: engine.init({}),
         "start": engine.start,
@@ -127,7 +141,7 @@ def check_dead_engine(engine: Engine) -> None:
 
 @dataclass
 class _Trainer:
-    """Calls an engine's workers in and lets them go."""
+    """A trainer's end: it connects an engine's workers and releases them."""
 
     engine: Engine
     timeout_s: float
@@ -143,7 +157,7 @@ class _Trainer:
         self._must_still_run("init")
 
     def call_in_again(self) -> None:
-        """The workers are connected already, and wait to be spoken to."""
+        """Call `init` again. The workers are connected already, and wait for a message."""
         self._init()
         self._must_still_run("init, called by the same trainer again,")
 
@@ -157,7 +171,10 @@ class _Trainer:
         self._must_return(what)
 
     def offend(self) -> None:
-        """Send what no worker expects: they report it here, and the engine's call returns as after a good one."""
+        """Send a message that no worker expects.
+
+        Workers must report the error on the connection, and the engine's call must return as after a good update.
+        """
         for connection in self.connections:
             connection.send(Committed(1, 0.0), Deadline(self.timeout_s), "update")
         for connection in self.connections:

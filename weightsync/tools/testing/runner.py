@@ -1,4 +1,4 @@
-"""Trainer ranks and engine workers for a check. All run at once, and talk to rank 0 in plain values."""
+"""Trainer ranks and engine workers for a check. All run at once, and exchange plain values with rank 0."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from weightsync.tools.testing.assertions import require
 
 _FAILED = Failure(ErrorFields("WeightSyncError", "this end has failed", None, None, {}))
 _PATIENCE = 8
-"""Whoever waits for an end that has several waits of its own waits this many times as long."""
+"""Factor of `timeout_s` for a wait for an end with several waits of its own."""
 
 
 class AnotherEndFailed(Exception):  # noqa: N818 (it is a consequence, not the error)
-    """Another end has failed; its own error says why."""
+    """Another end has failed. Its own error has the cause."""
 
 
 class Mail:
-    """One end's connections: rank 0's to all others, another end's to rank 0. It has what transports ask of `Ranks`.
+    """One end's connections: rank 0's to all others, another end's to rank 0. It has the methods of `Ranks` that
+    transports call.
 
-    Messages are msgpack, which proves that an implementation sends plain values. Ranks are numbered before workers.
+    Messages are msgpack. This proves that an implementation sends plain values. Ranks are numbered before workers.
     """
 
     host = "127.0.0.1"
@@ -68,7 +69,7 @@ class Mail:
         return value
 
     def wait(self, seconds: float) -> None:
-        """Sleep for at most that long. Raises `AnotherEndFailed`."""
+        """Sleep for at most `seconds`, or until a message arrives. Raise `AnotherEndFailed`."""
         for pipe in wait(list(self._pipes.values()), seconds):
             end = next(number for number, one in self._pipes.items() if one is pipe)
             try:
@@ -94,7 +95,7 @@ def title(end: int, ranks: int) -> str:
 def run_together(ends: Sequence[Callable[[Mail], None]], ranks: int, in_processes: bool, timeout_s: float) -> None:
     """Run all ends at once, the first `ranks` of them trainer ranks.
 
-    Raises `AssertionError` with the first error of an end that did not only suffer from another's.
+    Raises `AssertionError` with the earliest error. Errors that follow from another end's failure count last.
     """
     pairs = [multiprocessing.Pipe() for _ in ends[1:]]
     pipes = [{at + 1: mine for at, (mine, _) in enumerate(pairs)}, *({0: theirs} for _, theirs in pairs)]

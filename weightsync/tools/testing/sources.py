@@ -27,13 +27,17 @@ def check_source(
     *,
     timeout_s: float = 60.0,
 ) -> None:
-    """Check a trainer source. Collective where a default process group exists: every trainer rank calls this.
+    """Check a trainer source. Collective: with a default process group every trainer rank calls this.
 
-    `model` is the trainer's model on this rank, or its chunks. `expected` has every tensor that a push delivers, whole,
-    under its checkpoint name, with the values and the dtype that the trainer holds. It is the same on every rank: a
-    pipeline stage knows its own tensors, and the ranks together must know all.
+    Args:
+        open_source: Returns the source to check, for a selection.
+        model: The trainer's model on this rank, or its chunks.
+        expected: Every tensor of a push, whole, under its checkpoint name, with the trainer's values and dtype. It is
+            the same on every rank. A pipeline stage knows its own tensors, and the ranks together must know all.
+        timeout_s: The timeout of each wait.
 
-    Raises the same `AssertionError` on all ranks.
+    Raises:
+        AssertionError: The source breaks a promise. The error is the same on all ranks.
     """
     ranks = Ranks(timeout_s)
     try:
@@ -56,7 +60,7 @@ def check_source(
 def _check_own_shards(
     open_source: OpenSource, model: Model, expected: Mapping[str, torch.Tensor], view: list[Any]
 ) -> None:
-    """Check what one rank can see on its own. Append its manifest and its boxes to `view`."""
+    """Check one rank's own manifest and shards. Append its manifest and its boxes to `view`."""
     source = open_source(TensorSelection())
     manifest = source.manifest(model)
     shards = source.shards(model)
@@ -94,7 +98,7 @@ def _check_own_shards(
         "shards are not views of the trainer's memory: a second call gives other addresses",
     )
 
-    left_out = manifest.names[-1]  # the first are embeddings, which may be tied and then travel under another name
+    left_out = manifest.names[-1]  # the first are embeddings: tied ones travel under another name
     without = open_source(TensorSelection(exclude=(left_out,)))
     if len(manifest) > 1:
         found = without.manifest(model).names
@@ -108,7 +112,7 @@ def _check_own_shards(
 
 
 def _first_problem(views: Sequence[Any], expected: Mapping[str, torch.Tensor]) -> str | None:
-    """Return what is wrong on any rank, or with what the ranks hold together."""
+    """Return the first rank's problem, or a problem of all ranks' shards together."""
     for problem, _ in views:
         if problem is not None:
             return str(problem)

@@ -1,4 +1,4 @@
-"""The conformance check of transports: real trainer ranks and engine workers, of which only the models are missing."""
+"""The conformance check of transports: real trainer ranks and engine workers, without models."""
 
 from __future__ import annotations
 
@@ -38,20 +38,31 @@ def check_transport(
     in_processes: bool = False,
     timeout_s: float = 30.0,
 ) -> None:
-    """Check a transport between as many trainer ranks (two at least) and engine workers as there are devices.
+    """Check a transport between trainer ranks (two at least) and engine workers, one for each device.
 
     The ranks hold tensors of many dtypes in uneven shards, replicas and strided views. Some are in shared memory, some
     are computed, some are frozen, one is larger than a chunk. Pushes follow each other with other contents, over plans
-    for workers that read everything or parts. In between, pushes are broken off: a deadline passes, the transport is
-    aborted, bad news comes. After each the same transport must serve a new plan.
+    for workers that read everything or parts.
 
-    `wrong_pairings` are (ranks, workers) that `Transport.route` must refuse. Every end runs in a thread, or with
-    `in_processes` in a process of its own, as GPUs need (no process can map its own memory by CUDA IPC). Both
-    functions must then be functions of a module. No wait lasts longer than `timeout_s`.
+    In between, pushes are broken off: a deadline passes, the transport is aborted, a check raises. After each the same
+        transport must serve a new plan.
+
+    Args:
+        make_transport: Returns the trainer's end on each rank.
+        open_receiver: Returns a worker's end on a device.
+        rank_devices: The device of each trainer rank.
+        worker_devices: The device of each worker.
+        wrong_pairings: Pairs (ranks, workers) that `Transport.route` must refuse.
+        in_processes: Run every end in a process of its own, not in a thread. CUDA IPC needs it: no process can map its
+            own memory. Both functions must then be functions of a module.
+        timeout_s: The longest time of each wait.
+
+    Raises:
+        AssertionError: The transport breaks a promise.
     """
     require(len(rank_devices) >= 2, "check_transport needs two trainer ranks at least")
     transport = make_transport()
-    transport.abort()  # from any state: also when nothing has happened
+    transport.abort()  # from any state, also before any other call
     for ranks, workers in wrong_pairings:
         reads = [_reads(worker, len(workers), False) for worker in range(len(workers))]
         try:
@@ -66,19 +77,19 @@ def check_transport(
     run_together(ends, len(rank_devices), in_processes, timeout_s)
 
 
-# What is delivered
+# The tensors of a push
 
 _DTYPES = (
     *("bool", "uint8", "int8", "int16", "int32", "int64"),
     *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"),
 )
 _MAX_BYTES = 3 * 2**20
-"""Each rank's part of a full chunk is more than 1 MiB, so that a sample of it is other than all of it."""
+"""Each rank's part of a full chunk is more than 1 MiB, so that a sample of it is not all of it."""
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """One tensor: the dtype that the trainer has, the one that travels, and which rank holds which box."""
+    """One tensor: the trainer's dtype, the dtype that travels, and the boxes with their ranks."""
 
     name: str
     shape: tuple[int, ...]
@@ -112,12 +123,12 @@ _MANIFEST = Manifest(tuple(TensorMeta(tensor.name, tensor.shape, tensor.wire) fo
 _FROZEN = frozenset({"rows.uint8", "rank1.only"})
 _COMPUTED = frozenset({"rows.float16", "columns", "cast", "long.computed"})
 _SHARED = frozenset({"rows.int32", "rows.float16", "replicated", "scalar"})
-"""In shared memory on a CPU, where a transport may map them."""
+"""Tensors in shared memory on a CPU, so that a transport may map them."""
 
 
 @lru_cache(maxsize=64)
 def _values(name: str, contents: int) -> torch.Tensor:
-    """Return a tensor's values in the trainer's dtype: the same everywhere, others for other `contents`."""
+    """Return a tensor's values in the trainer's dtype. They are the same on every end, and differ by `contents`."""
     tensor = _TRIAL[name]
     draw = torch.Generator().manual_seed(zlib.crc32(f"{name} {contents}".encode()))
     kind: torch.dtype = getattr(torch, tensor.dtype)
@@ -127,7 +138,7 @@ def _values(name: str, contents: int) -> torch.Tensor:
 
 
 def _reads(worker: int, workers: int, cut: bool) -> ReadRegions:
-    """Return all of everything, or one share of the rows of what has rows enough."""
+    """Return a worker's regions: all, or with `cut` its share of the rows of each tensor with enough rows."""
     reads: dict[str, tuple[Box, ...]] = {}
     for tensor in _TRIAL.values():
         box = Box.full(tensor.shape)
@@ -161,7 +172,7 @@ def _run_rank(make_transport: Callable[[], Transport], device: str, mail: Mail) 
 
 
 class _Rank:
-    """A trainer rank. Rank 0 tells the workers what to do."""
+    """A trainer rank. Rank 0 sends orders to the workers."""
 
     def __init__(self, transport: Transport, device: torch.device, mail: Mail) -> None:
         self.transport, self.device, self.mail = transport, device, mail
@@ -169,19 +180,19 @@ class _Rank:
         self.version = 0
         self.breaking = False
         self.gathered: set[str] = set()
-        self.had: set[str] = set()  # names that were gathered in this push
+        self.had: set[str] = set()  # names gathered in this push
         own = _introduce(f"trainer rank {mail.rank}", device)
         self.ranks = [MachineInfo(*row) for row in mail.gather(own, "plan")]
         self.workers = [MachineInfo(*mail.receive(end)) for end in mail.workers] if mail.rank == 0 else []
 
     def order(self, *orders: dict[str, Any]) -> None:
-        """Rank 0: tell the workers, each its own order or all the same one."""
+        """Send each worker its own order, or all the same one. Rank 0 sends, other ranks do nothing."""
         if self.mail.rank == 0:
             for at, end in enumerate(self.mail.workers):
                 self.mail.send(end, orders[at % len(orders)])
 
     def hear(self) -> None:
-        """Wait until every rank is here, and every worker has done what it was told."""
+        """Wait until every rank is here, and every worker has carried out its order."""
         self.mail.gather(None, "done")
         if self.mail.rank == 0:
             for end in self.mail.workers:
@@ -239,8 +250,8 @@ class _Rank:
         return TransferPlan(_MANIFEST, chains, chunks, len(reads), self.mail.host, {})
 
     def gather(self, names: Sequence[str]) -> None:
-        """Stand for what ranks fetch from each other together: all must ask for the same, once in a push."""
-        if not self.breaking:  # or a rank whose wait has ended would keep the others here
+        """Stand in for a source's `gather`. All ranks must ask for the same names, once in a push."""
+        if not self.breaking:  # in a broken-off push some ranks never come here
             require(self.mail.broadcast(list(names), "gather") == list(names), "ranks gather different names")
         require(not self.had.intersection(names), f"{self.had.intersection(names)} are gathered twice in a push")
         self.had.update(names)
@@ -268,13 +279,13 @@ class _Rank:
         self.pushes += 1
 
     def look(self, sample: int | None) -> list[int]:
-        """Let every rank look, before any sends."""
+        """Have every rank look before any rank sends."""
         digests = self.mail.gather(self.transport.prepare_push(sample), "look")
         self.mail.broadcast(None, "look")
         return digests
 
     def break_off(self, end: str, reason: str) -> None:
-        """Let one end of a push wait for another that does nothing."""
+        """Make one end of a push wait for another that does nothing."""
         due = [*self.plan.due(first=False)]
         self.breaking = True
         self.look(WHOLE)
@@ -291,7 +302,7 @@ class _Rank:
                 self.transport.send(due, WHOLE, update)
             if reason == "abort":
                 abort.join()
-            self.mail.gather(None, "done")  # until then workers stay, or their leaving would be what ends a wait
+            self.mail.gather(None, "done")  # workers stay until then: their EOF would end a wait
             self.order({"do": "leave"})
         self.hear()
         self.transport.abort()
@@ -299,7 +310,7 @@ class _Rank:
 
 
 def _hold(rank: int, device: torch.device) -> list[tuple[_Tensor, Box, torch.Tensor]]:
-    """Allocate what a rank holds. Of each dtype the first lies within a larger storage, others are transposed."""
+    """Allocate a rank's shards. Of each dtype the first is a view into a larger storage, others are transposed."""
     seen: set[str] = set()
     held = []
     for tensor, box in [(t, box) for t in _TRIAL.values() for holder, box in t.boxes if holder == rank]:
@@ -330,7 +341,7 @@ def _run_worker(open_receiver: Callable[[torch.device], TransportReceiver], devi
 
 
 class _Worker:
-    """An engine worker: does what rank 0 says, and compares what it reads with what the trainer has."""
+    """An engine worker. It carries out rank 0's orders, and compares the bytes that it reads with the trainer's."""
 
     def __init__(self, open_receiver: Callable[[], TransportReceiver], mail: Mail) -> None:
         self.open_receiver, self.mail = open_receiver, mail
@@ -412,7 +423,7 @@ class _Worker:
             self.source = None
 
 
-# Waits that nobody answers
+# Waits without an answer
 
 _SHORT_S = 1.0
 _BREAKS = (
