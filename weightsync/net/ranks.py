@@ -1,7 +1,7 @@
-"""The trainer's ranks as one group on the host: collective steps that fail on every rank together.
+"""The trainer's ranks as one group on the CPU: collective steps that fail on every rank together.
 
-The ranks talk to trainer rank 0 over the same kind of connection as the engine's workers. A rank that dies is noticed
-at once and by name. A rank that waits keeps no device busy.
+The other ranks talk to trainer rank 0 over connections like those of the engine's workers. The EOF of a connection
+shows at once which rank has died. A waiting rank keeps no device busy.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _ROLE = "rank"
 
 
 class Call(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank has called, which must be the same on every rank.
+    """One rank's call of a collective method. Every rank must make the same call.
 
-    number: how many calls the rank has made since all ranks were in step. A version that the user gives says more.
-    refused: why the call cannot be, which all ranks raise. Otherwise the others would wait for this rank.
+    number: count of the rank's calls since all ranks were in step. Not compared when the user gives a version.
+    refused: the reason why the call is invalid. All ranks raise it, or the others would wait for this rank.
     """
 
     name: str = ""
@@ -53,12 +53,12 @@ class Call(Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.name}(version={self.version}{label}), call {self.number}"
 
     def what(self) -> str:
-        """Return what is equal for the same call of two ranks."""
+        """Return a text that is equal for the same call of two ranks."""
         return str(self if self.version is None else replace(self, number=0))
 
 
 class _Begun(Struct, frozen=True, forbid_unknown_fields=True):
-    """What rank 0 tells at the start of a step: whether any rank has connected for it, and what rank 0 has called."""
+    """Rank 0's message at the start of a step: its call, and whether any rank has connected for the step."""
 
     is_new: bool
     call: Call
@@ -67,12 +67,13 @@ class _Begun(Struct, frozen=True, forbid_unknown_fields=True):
 class Ranks:
     """All ranks of a process group, or this process alone.
 
-    members: the group. None: the default group, or this process where there is none. "alone": this process.
-    options: what every rank must have been given alike. Compared when ranks connect.
+    members: the group. None: the default group, or this process if there is none. "alone": this process.
+    options: options that must be equal on every rank. Compared when ranks connect.
     hold_s: see `Hold`.
 
-    `gather` and `broadcast` are collective. An error on any rank is raised on all, from whichever step they are in.
-    `listener` is where the engines' workers connect to rank 0; None on other ranks, and while disconnected.
+    `gather` and `broadcast` are collective. An error on any rank is raised on all, from the step that each is in.
+    `listener` takes the connections of the engines' workers and of the other ranks. It is None on other ranks than 0,
+    and while disconnected.
     """
 
     def __init__(
@@ -89,25 +90,27 @@ class Ranks:
         self.listener: Listener | None = None
         self.hold = Hold(timeout_s, hold_s)
         self._peers: dict[int, Connection] = {}  # rank 0: to ranks 1, 2, ...; elsewhere: to rank 0
-        self._address = "", 0, ""  # elsewhere than on rank 0: where it listens, and its token
+        self._address = "", 0, ""  # of rank 0, on other ranks: address, port and token
         self.unended: Ending[WeightSyncError] | None = None
-        """What must be done of a step that has begun and not ended."""
+        """The work that ends a failed step. None: no step is open."""
         self._calls = 0
-        self._kept = ""  # what rank 0 calls the state that all ranks have kept after a refusal
-        self._may_keep = False  # all ranks have been in this step with what they knew before
-        self._has_heard = False  # in the last call, of the failure of a call that other ranks had ended before
+        self._kept = ""  # rank 0's random name for the state that all ranks have kept after a refusal
+        self._may_keep = False  # every rank has entered this step with its state of earlier steps
+        self._has_heard = False  # the last call has raised the failure of a call that other ranks had ended before
 
     @property
     def connections(self) -> list[Connection]:
-        """Those to the other ranks, in rank order, on rank 0. Elsewhere that to rank 0."""
+        """On rank 0: the connections to the other ranks, in rank order. On other ranks: the one to rank 0."""
         return list(self._peers.values())
 
     def begin(self, phase: str, call: Call | None = None) -> bool:
-        """Begin a step together, and connect the ranks that are not connected. Collective.
+        """Begin a step on every rank, and connect ranks that are not connected. Collective.
 
-        Returns whether some were not, on all ranks, but for ranks that are apart since a refusal that all have `kept`.
-        What such a rank knew of earlier steps may be lost. Raises `SyncTimeoutError` when a rank has not come within
-        `timeout_s`, and `ConfigError` when it has other options or has made another `call`.
+        Returns, on every rank, whether any rank has connected anew: its state of earlier steps may be lost. Returns
+        False after a refusal that all ranks have `kept`, though they connect anew then too.
+
+        Raises `SyncTimeoutError` when a rank does not come within `timeout_s`. Raises `ConfigError` when a rank has
+        other options, or has made another `call`.
         """
         self._may_keep = False
         self.rank, self.size = place_among(self._members)
@@ -138,11 +141,11 @@ class Ranks:
         return not self._may_keep
 
     def _follow(self, call: Call, phase: str, has_heard: bool) -> _Begun:
-        """Return what rank 0 has begun, on another rank.
+        """Return rank 0's `_Begun`, on another rank.
 
-        A call that rank 0 has given up meanwhile is the same one where this rank comes late, which then hears why. It
-        is another one where this rank has left it out. Ranks without versions and labels cannot tell, and so hear of
-        one such call at most.
+        Rank 0 may have given its call up meanwhile. If this rank makes the same call, it is late, and raises rank 0's
+        failure. If it makes another one, it has skipped rank 0's call, and joins the next. Calls without a version look
+        the same in both cases. So two calls in a row never raise such a failure.
         """
         if self._has_lost(0, has_heard):
             self._join(call, has_heard)
@@ -158,10 +161,10 @@ class Ranks:
         return begun
 
     def _know_each_other(self, phase: str) -> bool:
-        """Return whether all ranks have kept what they knew at the same refusal. Collective.
+        """Return whether all ranks have kept their state at the same refusal. Collective.
 
-        Raises `ConfigError`, on rank 0, where another rank has other options. Ranks with other options do not follow
-        one protocol, so that what would fail next would name another cause.
+        Raises `ConfigError`, on rank 0, when another rank has other options. Such ranks would take different steps, and
+        a later failure would name another cause.
         """
         everyone = self.gather((self._kept, self._options), phase, tuple[str, dict[str, str]])
         for rank, (_, theirs) in enumerate(everyone):
@@ -176,9 +179,9 @@ class Ranks:
         return bool(self.broadcast(is_kept, phase, bool))
 
     def gather(self, value: Any, phase: str, kind: Any = Plain) -> list[Any]:
-        """Return every rank's value, in rank order, on rank 0; an empty list elsewhere.
+        """Return every rank's value, in rank order, on rank 0. Return an empty list on other ranks. Collective.
 
-        Values are of this `kind`, which msgpack carries.
+        kind: the type of the values, one that msgpack can encode.
         """
         self.hold.move()
         deadline = Deadline(self.timeout_s)
@@ -192,9 +195,9 @@ class Ranks:
         return [value, *(message.read(kind) for message in told)]
 
     def broadcast(self, value: Any, phase: str, kind: Any = Plain, away_s: float = 0.0) -> Any:
-        """Return rank 0's value, which is of this `kind`. Collective.
+        """Return rank 0's value, of this `kind`. Collective.
 
-        The other ranks wait `away_s` longer than usual, for what rank 0 does before.
+        away_s: seconds added to the other ranks' wait, for rank 0's work before it calls this.
         """
         if self.rank:
             return (
@@ -209,7 +212,10 @@ class Ranks:
         return value
 
     def meet(self, check: Callable[[], None], deadline: Deadline, phase: str) -> None:
-        """Return once every rank has come. Collective. Raise when one has failed, and on rank 0 what `check` raises."""
+        """Return once all ranks have called this. Collective.
+
+        Raises when a rank has failed, and on rank 0 as `check` does.
+        """
         if self.rank:
             self.gather(None, phase)
         elif self.listener is not None:
@@ -217,16 +223,17 @@ class Ranks:
         self.broadcast(None, phase)
 
     def wait(self, seconds: float) -> None:
-        """Sleep for that long, during a wait of another kind. Raise when any rank has failed or died."""
+        """Sleep for this time. Raise when any rank has failed or died. For the loops of other waits."""
         self.hold.move()
         time.sleep(seconds)
         for connection in self.connections:
             connection.check("transfer")
 
     def agree_on(self, error: WeightSyncError, is_untouched: bool = False) -> WeightSyncError:
-        """Tell the others what went wrong here. Return the error that every rank raises: the first that rank 0 met.
+        """Tell the other ranks this rank's error. Return the error that every rank raises: the first to reach rank 0.
 
-        is_untouched: on rank 0, the step was refused before it changed anything. Every rank that hears so has `kept`.
+        is_untouched: on rank 0, the step was refused before it changed anything. Every rank that gets rank 0's error
+        then has `kept` its state.
         """
         self._name_silent(error)
         if not self.rank and "calls" in error.facts:
@@ -235,7 +242,7 @@ class Ranks:
             error.add_facts(kept=[secrets.token_hex(8)])
         deadline = Deadline(timeouts.VERDICT_S)
         for connection in self.connections:
-            with suppress(WeightSyncError):  # it is gone, and knows
+            with suppress(WeightSyncError):  # the rank is gone
                 connection.send(Failure(error.to_fields()), deadline, "fail")
         agreed = self._verdict(error, deadline) if self.rank and self._peers else error
         if "calls" in agreed.facts:
@@ -245,11 +252,11 @@ class Ranks:
 
     @property
     def kept(self) -> bool:
-        """Return whether what this rank knows outlives the step that was refused, and the connections to engines do."""
+        """Whether this rank's state and the connections to engines are kept after the refused step."""
         return bool(self._kept)
 
     def _name_silent(self, error: WeightSyncError) -> None:
-        """Name in an error that blames rank 0, which is here and lives, the ranks that do not answer it."""
+        """Add the silent ranks to an error that blames rank 0. Rank 0 runs this, so the error is wrong about it."""
         if self.rank or "trainer rank 0" not in getattr(error, "waiting_for", []):
             return
         deadline = Deadline(timeouts.RANK_ANSWER_S)
@@ -258,16 +265,16 @@ class Ranks:
         while (silent := [each.peer for each in self.connections if each.seconds_since_read]) and not deadline.passed():
             time.sleep(timeouts.RANK_LOOK_S)
             for connection in self.connections:
-                connection.answer_pings()  # takes in answers, too
+                connection.answer_pings()  # reads `Pong`s, too
         if silent:
             error.message += f"; {', '.join(silent)} does not answer"
             error.add_facts(waiting_for=silent)
 
     def _name_out_of_step(self, error: WeightSyncError) -> None:
-        """Name in an error of rank 0, which has one rank's call, the other ranks that have made other calls too."""
+        """Add the calls of further ranks to rank 0's out-of-step error, made for the first such rank."""
         calls, deadline = [*error.facts["calls"]], Deadline(timeouts.RANK_ANSWER_S)
         for connection in self.connections:
-            # A rank that has made the same call says something as well, and goes on.
+            # A rank with the same call sends a message as well, so this wait ends for every rank.
             while connection.is_open() and not connection.has_mail() and not deadline.passed():
                 time.sleep(timeouts.RANK_LOOK_S)
             said = connection.reported()
@@ -277,7 +284,7 @@ class Ranks:
             error.add_facts(calls=calls)
 
     def _verdict(self, error: WeightSyncError, deadline: Deadline) -> WeightSyncError:
-        """Return what rank 0 says the first failure was; `error` when it says the same, or nothing."""
+        """Return the first failure according to rank 0. Return `error` if rank 0 names the same one, or none."""
         try:
             while True:
                 self._peers[0].receive(deadline, "fail")
@@ -305,16 +312,19 @@ class Ranks:
         self.listener = None
 
     def _has_lost(self, rank: int, has_heard: bool) -> bool:
-        """Return whether a rank must connect. The mail of one that left is heard first, but once in a row."""
+        """Return whether a rank must connect anew.
+
+        The messages of a rank that has left are read first, but not in two calls in a row.
+        """
         connection = self._peers.get(rank)
         return connection is None or not (connection.is_open() or (connection.has_mail() and not has_heard))
 
     def _call(self, lost: list[int], listener: Listener, call: Call) -> None:
-        """Wait for these ranks, on rank 0. A rank that cannot connect says why, and all ranks raise."""
+        """Wait until these ranks connect, on rank 0. A rank that cannot connect reports why, and all ranks raise."""
         meeting, deadline = Rendezvous(self._members), Deadline(self.timeout_s)
         meeting.invite(lost, call.what())
         try:
-            # Rank 0's own name may be that of the loopback on its host. Its interface that faces another rank is not.
+            # Rank 0's host name may resolve to the loopback. The interface that faces another rank is reachable.
             faced = [each for each in meeting.hosts(deadline) if each and not is_loopback(each)]
             try:
                 self.host, port = listener.listen(faced[0] if faced else LOOPBACK)
@@ -334,7 +344,7 @@ class Ranks:
             raise
 
     def listen_anew(self, phase: str) -> None:
-        """Listen at another port, since a fleet that is over has closed the last one. Collective."""
+        """Listen at another port: a failed fleet has closed the last listener. Collective."""
         if self.listener is not None:
             self.listener.close()
             self.listener = Listener()
@@ -343,7 +353,7 @@ class Ranks:
         self._address = self.broadcast(self._address, phase, tuple[str, int, str])
 
     def _join(self, call: Call, has_heard: bool) -> None:
-        """Connect to rank 0, on another rank. Both raise where that fails."""
+        """Connect to rank 0, on another rank. On failure both ranks raise."""
         self.part()
         meeting, deadline = Rendezvous(self._members), Deadline(self.timeout_s)
         self.host, port, token = meeting.fetch(_own_address(), deadline, call.what(), not has_heard).split()
@@ -375,9 +385,9 @@ class Ranks:
 
 
 def place_among(members: Any) -> tuple[int, int]:
-    """Return this process's rank among the members of a `Ranks`, and how many these are.
+    """Return this process's rank among the members of a `Ranks`, and the number of members.
 
-    Raises `ConfigError` for what is no group, and for a group without this process.
+    Raises `ConfigError` when `members` is not a group, or a group without this process.
     """
     is_available = dist.is_available()
     is_group = is_available and isinstance(members, dist.ProcessGroup)
@@ -392,7 +402,7 @@ def place_among(members: Any) -> tuple[int, int]:
 
 
 def uses_nccl(members: Any) -> bool:
-    """Return whether the members of a `Ranks` are a process group in which NCCL carries the tensors of GPUs."""
+    """Return whether the members of a `Ranks` are a process group with NCCL as its backend for GPU tensors."""
     is_group = members != ALONE and dist.is_available() and dist.is_initialized()
     # A group may have a backend for each kind of device, and then get_backend does not name NCCL.
     return is_group and "cuda:nccl" in dist.get_backend_config(members).split(",")
@@ -409,15 +419,20 @@ def collective(
 ) -> Iterator[Update]:
     """Run the body as one step of all ranks: the first failure of any rank is raised on every rank. Collective.
 
-    The body runs in `PlainModes`. Ranks compare their `call`s. After a failure `explain` returns the better cause that
-    this rank knows. `reset` is called with the error that all ranks raise, and the ranks are disconnected. `reset` is
-    called before the body, too, when ranks connect anew. Neither may raise.
+    The body runs in `PlainModes`. Every rank must make the same `call`. None of the functions below may raise.
 
-    A call may be refused where rank 0 finds that all `is_untouched`. `withdraw` is called then in the place of `reset`.
-    It returns whether the engines are as they were, and stay connected. Rank 0 decides alone: no rank goes on from what
-    all ranks do alike before rank 0 does.
+    Args:
+        ranks: all ranks of the trainer.
+        call: this rank's call. None: an unnamed one.
+        explain: returns a failure's cause, as far as this rank knows it.
+        reset: called with the error that all ranks raise, before the ranks are disconnected. Called also before the
+            body, when a rank has connected anew.
+        is_untouched: returns whether a refused call has changed nothing on any rank. Rank 0's answer counts: no rank
+            changes anything before rank 0 does.
+        withdraw: called in place of `reset` after such a refusal. Returns whether the engines are as they were. The
+            ranks then stay connected to them.
     """
-    if ranks.unended is not None:  # a step that was interrupted before it could end
+    if ranks.unended is not None:  # an earlier step, interrupted before its end
         ranks.unended.result()
     update = Update(ranks, ranks.timeout_s, call.version if call is not None else None)
 
@@ -427,7 +442,7 @@ def collective(
             error = explain(error)
             error = ranks.agree_on(error, isinstance(error, REFUSALS) and is_untouched())
             if ranks.kept:
-                ranks.part()  # whose failure would break the calls of `withdraw`
+                ranks.part()  # or the other ranks' `Failure`s and EOFs would break the calls of `withdraw`
                 keeps = withdraw()
             if not keeps:
                 reset(error)
@@ -460,7 +475,7 @@ def collective(
             finally:
                 ranks.hold.end()
     finally:
-        # Where a signal has interrupted what is done above to end the step.
+        # A signal may have interrupted the code above that ends the step.
         if ranks.unended is not None:
             ranks.unended.result()
         update.modes.leave()
@@ -468,7 +483,7 @@ def collective(
 
 @contextmanager
 def _hint(hint: str) -> Iterator[None]:
-    """Add to a `SyncTimeoutError` of the body what may be the cause."""
+    """Add a probable cause to a `SyncTimeoutError` of the body."""
     try:
         yield
     except SyncTimeoutError as error:
@@ -478,7 +493,7 @@ def _hint(hint: str) -> Iterator[None]:
 
 
 def _own_address() -> str:
-    """Return the address of this rank's host that faces rank 0's, as far as MASTER_ADDR tells."""
+    """Return this host's address that faces $MASTER_ADDR, the host of rank 0. "": there is no route."""
     try:
         return local_and_peer_address(os.environ.get("MASTER_ADDR", LOOPBACK))[0]
     except OSError:

@@ -1,7 +1,7 @@
-"""Every constant in seconds, beside the `timeout_s` that a user sets.
+"""Every constant in seconds, beside the user's `timeout_s`.
 
-A wait for one answer ends after `timeout_s`. The participant that knows most about a failure waits least: rank 0 gives
-up before a worker, and a worker before the other ranks. `tests/unit/test_timeouts.py` holds the order.
+A wait for one answer ends after `timeout_s`. The participant with the best error waits least: rank 0 gives up before a
+worker, and a worker before the other ranks. `tests/unit/test_timeouts.py` checks the order.
 """
 
 from __future__ import annotations
@@ -9,139 +9,139 @@ from __future__ import annotations
 MAX_TIMEOUT_S = 86400.0
 """Largest `timeout_s`: a day."""
 
-# Patience: how many times `timeout_s` a wait takes that covers several waits of another participant.
+# Patience: the factor of `timeout_s` in a wait for a participant with several waits of its own.
 
 WORKERS_DONE_PATIENCE = 7
-"""Most times that rank 0 waits for all workers to be done with their chunks."""
+"""Largest factor of rank 0's wait for all workers' `Done`."""
 WORKER_PATIENCE = 8
-"""Times that a worker waits once it is ready or done: other workers may load more, or be served before it."""
+"""Factor of a worker's wait after `Ready` or `Done`: other workers may load more, or be served first."""
 RANK_PATIENCE = 8
-"""Times that a rank waits for rank 0 between two steps. Rank 0's own waits end before, with the better error."""
+"""Factor of a rank's wait for rank 0 between two steps. Rank 0's own waits end before, with the better error."""
 NCCL_PATIENCE = 8
-"""Times that a member's operation may take before NCCL or gloo gives it up. A deadline of ours ends it before."""
+"""Factor of the timeout given to NCCL and gloo for one operation. A `Deadline` ends the operation before."""
 
-# Grace: how much longer a participant waits than the one whose error says more.
+# Grace: the time that a participant waits longer than another one with the better error.
 
 WORKER_GRACE_S = 5.0
-"""Added to a worker's wait for the trainer, so that the trainer's error comes first."""
+"""Added to a worker's wait for the trainer. The trainer's error then comes first."""
 RANK_GRACE_S = 5.0
-"""Added, at most, to a wait for a rank that itself waits for workers."""
+"""Most time added to a rank's wait for workers. A worker's error, with the late rank's name, then comes first."""
 OTHER_RANK_GRACE_S = 5.0
-"""Added to rank 0's wait for an engine in another rank, so that the error of that rank comes first."""
+"""Added to rank 0's wait for an engine in another rank's process. The error of the other rank then comes first."""
 
 # Connections between ranks and workers.
 
 REACH_S = 5.0
-"""Longest that a host may take to accept a connection. Its kernel accepts, however busy its processes are."""
+"""Longest wait for a host to accept a connection. Its kernel accepts, however busy its processes are."""
 GREETING_S = 10.0
-"""Longest that a dialer waits for the listener's greeting. An engine does nothing else meanwhile."""
+"""Longest wait of a dialer for the listener's greeting. An engine does nothing else meanwhile."""
 DIAL_AGAIN_S = 0.3
-"""Pause before a dial that a listener has closed is repeated."""
+"""Pause before a dialer repeats a dial, after the listener has closed the connection."""
 NEWCOMER_S = 5.0
-"""Longest that a newcomer may take until its `Hello` has arrived."""
+"""Longest time from a newcomer's connection to its `Hello`."""
 NEWCOMER_LEAST_S = 0.5
-"""Shortest time that a newcomer keeps its place in a flood of connections."""
+"""Shortest time until another connection may replace a newcomer."""
 NO_ROOM_S = 0.05
-"""Pause of a listener whose process has no file descriptor left."""
+"""Pause of a listener without a free file descriptor."""
 LISTENER_POLL_S = 0.5
-"""Longest poll of a listener. Timers and changes by other threads are seen this late at most."""
+"""Longest poll of a listener. Timers and other threads' changes are checked this often."""
 PONG_SENT_S = 1.0
-"""Longest that sending a `Ping` or a `Pong` may take."""
+"""Longest time to send a `Ping` or a `Pong`."""
 HOST_LOST_S = 30.0
-"""Longest until a host that has lost power is given up. Such a host closes no connection."""
+"""Longest time to notice a host that has lost power. Such a host closes no connection."""
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 15, 5, 3
-"""TCP keepalive, which gives up a lost host after `HOST_LOST_S`."""
+"""TCP keepalive. The kernel gives up a silent host after `HOST_LOST_S`."""
 RENDEZVOUS_POLL_S, RENDEZVOUS_LONGEST_POLL_S = 0.01, 0.1
-"""First and longest pause between two reads of a rendezvous. A store that serves many ranks is read less often."""
+"""First and longest pause between two reads of a rendezvous. The pause grows, since one store serves many ranks."""
 
 # Ranks.
 
 VERDICT_S = 5.0
-"""Longest that rank 0's verdict on a failure may take to reach the other ranks."""
+"""Longest time for rank 0's verdict on a failure to reach the other ranks."""
 RANK_ANSWER_S = 1.0
-"""Longest that a rank that is alive may take to say so."""
+"""Longest time for a live rank to answer rank 0 after a failure."""
 RANK_LOOK_S = 0.01
-"""Pause between two looks of rank 0 at ranks that were asked."""
+"""Pause between two reads by rank 0 of such answers."""
 RANK_DEATH_S = 0.2
-"""Longest until the death of a rank is seen on its connection."""
+"""Longest time from the death of a rank to the EOF of its connection."""
 
-# A trainer that holds an engine.
+# The trainer's hold on an engine.
 
 LEASE_LOOK_S = 0.5
-"""Pause between two looks of a trainer for a worker's `Ping`."""
+"""Pause between two reads by a trainer for a worker's `Ping`."""
 WORKER_LEASE_LOOK_S = 0.5
-"""Pause between two looks of a worker that runs the plan for the trainer's `Ping`."""
+"""Pause between two reads by a worker for the trainer's `Ping`, while the worker runs the plan."""
 HOLDER_ANSWER_S = 10.0
-"""Longest that an engine's trainer may take to answer a `Ping`, when another trainer asks for the engine."""
+"""Longest time for an engine's trainer to answer a `Ping`, when another trainer asks for the engine."""
 HEALTH_LOOK_S = 1.0
-"""Pause between two questions to an engine during a push whether it is alive."""
+"""Pause between two health checks of an engine during a push."""
 HEALTH_TIMEOUT_S = 10.0
-"""Longest that an engine may take to answer such a question. At most half of `timeout_s`: two silences are a death."""
+"""Longest time for an engine to answer a health check. At most half of `timeout_s`: two failed checks are a death."""
 ENGINE_ANSWER_S = 2.0
-"""Longest that an engine may take to show that it is alive, after an error that it may have caused."""
+"""Longest time for an engine to answer a health check after an error, before the error blames the engine."""
 LOST_ENGINE_ANSWER_S = 0.2
-"""Longest that a push waits for lost engines that were asked whether they are back. A lost host answers nothing."""
+"""Longest time for which a push waits for lost engines' health checks. A lost host answers nothing."""
 
 # Calls to engines.
 
 SERVING_S = 3600.0
-"""Longest of `init`, `update`, and a reset behind them. Workers return from these when the trainer releases them, and
-each wait inside has its own deadline. This one is for an engine that never answers."""
+"""Longest time of `init`, `update`, and a cache reset queued behind them, for an engine that never answers. Workers
+return when the trainer releases them, and each wait inside has its own deadline."""
 WORKER_ARRIVAL_S = 3.0
-"""Longest that a worker may take to connect once its engine says that it was called in."""
+"""Longest time for a worker to connect after its engine's `init` has returned."""
 DOUBT_S = 3.0
-"""Longest that workers may take before another engine of the list may be the same one."""
+"""Longest wait for an engine's workers before other engines are released: two names of the list may be one engine."""
 WORKER_MESSAGE_S = 0.5
-"""Longest until a worker's message arrives, once its part of a transfer has broken or its call has failed."""
+"""Longest time for a worker's `Failure` to arrive after its transfer broke or its engine call failed."""
 CALL_POLL_S = 0.1
-"""Pause between two looks whether the engine of a call has died."""
+"""Pause between two checks whether the engine of a call has died."""
 CALL_LOOK_S = 0.1
-"""Pause between two looks of a wait for an engine at the other ranks."""
+"""Pause between two checks of the other ranks, during a wait for an engine call."""
 NEXT_CALL_S = 1.0
 """Shortest time for the last round of calls, even if earlier calls used up the deadline."""
 OTHER_RANK_LOOK_S = 5.0
 """Longest read of a connection to another rank before it is read again. Nothing depends on it."""
 RAY_POLL_S, RAY_LONGEST_POLL_S = 0.0005, 0.02
-"""First and longest pause between two looks at a call into an `AsyncLLM` inside a Ray actor."""
+"""First and longest pause between two polls of a call into an `AsyncLLM` inside a Ray actor."""
 SERVER_POLL_S = 0.2
-"""Pause between two looks at a server that starts or ends."""
+"""Pause between two checks of a server that starts or ends."""
 SERVER_PORT_S = 20.0
-"""Longest that a server's port may stay taken by the server before it."""
+"""Longest wait for the port of a server that has ended."""
 
 # The end of a push, an engine or a process.
 
 FAREWELL_S = 3.0
-"""Longest that an engine may take to end its calls after a failure."""
+"""Longest time for an engine to end its calls after a failure."""
 ENGINE_FAREWELL_S = 3.0
-"""Longest that a worker's last message may take to be sent."""
+"""Longest time to send a worker its `Release` before hanging up."""
 WORKER_FAREWELL_S = 1.0
-"""Longest that a worker's error may take to be sent to a trainer."""
+"""Longest time for a worker to send its error to a trainer."""
 ADAPTER_FAREWELL_S = 5.0
-"""Longest that engines may take to forget adapters."""
+"""Longest time for engines to forget adapters."""
 EXIT_S = 10.0
-"""Longest that a process that exits waits for the calls of pushes that failed."""
+"""Longest wait of an exiting process for the calls of failed pushes."""
 CHILD_FAREWELL_S = 20.0
-"""Longest that a child process may take to end before it is killed."""
+"""Longest time for a child process to end before it is killed."""
 CHILD_LOOK_S = 0.5
-"""Pause between two looks of a child at its parent."""
+"""Pause between two checks by a child of its parent."""
 COMMUNICATOR_LEAVE_S = 1.0
-"""Longest that leaving a communicator may hold up its process."""
+"""Longest time for which leaving a communicator may block its process."""
 IDLE_THREAD_S = 10.0
-"""Longest that an idle thread is kept for the next function."""
+"""Longest time for which an idle thread is kept."""
 
 # Loading and transports.
 
 CHUNK_LOOK_S = 0.05
-"""Pause between two looks of a worker for an error of another worker."""
+"""Pause between two checks by a worker for another worker's error."""
 STREAM_POLL_S = 0.00005
-"""Pause between two looks at a GPU stream."""
+"""Pause between two queries of a GPU stream."""
 STAGING_POLL_S, STAGING_LONGEST_POLL_S = 0.00005, 0.001
-"""First and longest pause between two looks at the counters of staged chunks."""
+"""First and longest pause between two reads of the counters of staged chunks."""
 NCCL_POLL_S = 0.00002
-"""Pause between two looks at an NCCL operation. A chunk takes less than a millisecond."""
+"""Pause between two queries of an NCCL operation. A chunk takes less than a millisecond."""
 GLOO_LOOK_S = 0.01
-"""Pause between two looks for an error while gloo works."""
+"""Pause between two checks for an error while gloo works."""
 MEMBER_POLL_S = 0.002
-"""Pause between two looks whether a communicator's members have met."""
+"""Pause between two checks whether a communicator's members have met."""
 MEMBER_ARRIVAL_POLL_S = 0.01
-"""Pause between two reads of the count of members that have arrived."""
+"""Pause between two reads of the count of arrived members."""

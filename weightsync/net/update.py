@@ -68,9 +68,9 @@ class Update:
         return Deadline(self.timeout_s)
 
     def deadline_after_workers(self) -> Deadline:
-        """Return a later deadline, for a wait for workers that themselves wait for other ranks.
+        """Return a later deadline, for a rank's wait for workers, or for ranks that wait for workers.
 
-        A worker's own timeout then comes first, and its error names the rank.
+        The workers may wait for another rank. A worker's own timeout then comes first, and its error names the rank.
         """
         return Deadline(self.timeout_s + min(timeouts.RANK_GRACE_S, self.timeout_s / 2))
 

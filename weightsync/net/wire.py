@@ -1,8 +1,8 @@
 """The messages that cross a process boundary, and their bytes. docs/wire.md is the specification.
 
 A frame is a 4-byte little-endian length and that many bytes of msgpack: a map with the message's name under "t" and
-its fields. Each message has one form: what encodes to other bytes than those that came is refused. Nothing in a frame
-is ever executed. This module knows nothing about sockets, tensors, trainers or engines.
+its fields. Each message has one canonical encoding, and a frame in another one is refused. Nothing in a frame is ever
+executed. This module knows nothing about sockets, tensors, trainers or engines.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from weightsync.planning.wire_types import ByteRange, ChunkLayout, Plain, Storag
 
 PROTOCOL = 4
 CLEAN, POISONED = "CLEAN", "POISONED"
-"""States of a worker's model. The version of an engine begins with the second one when a push into it has failed after
-its first bucket was announced."""
+"""States of a worker's model. The version of an engine begins with POISONED while a push is under way, and after a push
+that failed once its workers had `Go`."""
 MAX_VERSION = 2**63 - 1
-"""No version is larger: msgpack, and what counts versions elsewhere, take 64 bits."""
+"""The largest version: a signed 64-bit integer."""
 MAX_FRAME_BYTES = 1 << 28
 _LENGTH = struct.Struct("<I")
 _REASON_CHARS = 300
@@ -41,15 +41,15 @@ Sample = Annotated[int, Meta(ge=-1, le=15)]
 Turn = Annotated[int, Meta(ge=-1)]
 """The number of a push, from which each memory takes a sample of its own, or -1 for all bytes."""
 Role = Annotated[str, Meta(pattern=r"^(worker|rank|engines)\Z")]
-"""What connects. "engines" is a rank's second connection, for calls into the engines that it has."""
+"""The kind of a peer. "engines": a rank's second connection, for calls into the engines of its process."""
 Process = Annotated[str, Meta(pattern=r"^[0-9a-f-]+:[0-9]+:[0-9]+\Z")]
-"""A process, as `runtime.this_process` names it."""
+"""A process's name, as `runtime.this_process` returns it."""
 
 
 class InitInfo(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What the engine's `init` call tells its workers: where trainer rank 0 listens, and for which session.
+    """The arguments of an engine's `init` call, for its workers: rank 0's address, and the session.
 
-    asks: the call only asks whether these workers have met the session's trainer. Any others raise.
+    asks: the call only checks that these workers have met the session's trainer. Workers of another engine raise.
     """
 
     session: str
@@ -65,18 +65,19 @@ class InitInfo(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 BACKEND = "weightsync"
 """The weight transfer backend in `weight_transfer_config={"backend": "weightsync"}`."""
 ADAPTER_MODULES = "weightsync_adapter_modules"
-"""A method that the plug-in or the worker extension gives an engine's workers. It answers `BoundModules`."""
+"""The method of an engine's workers that returns `BoundModules`. The plug-in or the worker extension adds it."""
 NOT_LOADED, NEWEST = 0, -1
-"""What stands for an adapter's number: it is not loaded yet; a server has chosen the number, and numbers grow."""
+"""In place of an adapter's number. NOT_LOADED: the adapter is not loaded yet. NEWEST: the server chose the number, and
+the newest adapter has the largest."""
 
 
 class BoundModules(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one engine worker makes of an adapter.
+    """The binding of an adapter's modules to the engine's, on one engine worker.
 
-    unbound: the adapter's modules that it does not bind. With pipeline parallelism another worker may.
-    twice: those that the worker binds to a module that another one of the adapter's is bound to.
-    modules: the engine's own that adapters can be bound to, the likeliest first; none where nothing is wrong.
-    error: why the worker cannot take it, or could not find out; "" where it could.
+    unbound: the adapter's modules without a module of this worker. Another pipeline stage may have the module.
+    twice: the adapter's modules that share one module of the engine.
+    modules: the engine's modules that take adapters, the likeliest first. Empty when nothing is unbound or bound twice.
+    error: the reason why the worker cannot take the adapter, or could not check it. "" without one.
     """
 
     unbound: list[str] = []
@@ -86,11 +87,11 @@ class BoundModules(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag=True):
-    """One message. Its fields are of the types that docs/wire.md gives them."""
+    """The base of all messages. docs/wire.md specifies the types of their fields."""
 
 
 class MachineInfo(Struct, frozen=True, array_like=True):
-    """Where a trainer rank or an engine worker runs. `peer` is its name for people."""
+    """The host and device of a trainer rank or an engine worker. `peer` is its name for people."""
 
     peer: str
     device: str
@@ -103,14 +104,14 @@ class Hello(Message, frozen=True):
 
     protocol: int
     role: Role
-    group: Count  # worker: the engine's number; rank: 0; engines: the rank's number
+    group: Count  # worker: the engine's number; rank and engines: the rank's number
     rank: Count  # worker: its number in the engine; rank: its number among the trainer's ranks
-    world: Count  # how many such peers the group has
+    world: Count  # number of such peers in the group
     boot_id: str
     device: Annotated[str, Meta(pattern=r"^(cpu|cuda|)\Z")]  # "" of a rank
     gpu_uuid: str  # "" on a CPU
     name: str  # for people: "tp=1 pp=0 dp=0"
-    version: Count  # worker: the last version that was committed, 0 when none; rank: 0
+    version: Count  # worker: the last committed version, 0 when none; rank: 0
     state: Annotated[str, Meta(pattern=r"^(CLEAN|POISONED|)\Z")]  # "" of a rank
     update_open: bool  # worker: whether its engine has an update started and not finished; rank: False
 
@@ -118,18 +119,18 @@ class Hello(Message, frozen=True):
 class Value(Message, frozen=True):
     """Between trainer ranks: one contribution to, or the outcome of, a collective step.
 
-    It stays the bytes that it came in until its reader says what it is.
+    The value stays encoded until `read(kind)` decodes it.
     """
 
     value: Raw
 
     @classmethod
     def of(cls, value: Any) -> Value:
-        """Return the message that carries this. Raises `ProtocolError` for what is no plain value."""
+        """Return a message with this value. Raises `ProtocolError` unless it is a plain value."""
         return cls(Raw(_written(value, "Value")))
 
     def read(self, kind: Any = Plain) -> Any:
-        """Return what it carries, as the `kind` that its sender meant. Raises `ProtocolError` for anything else."""
+        """Return the value decoded as a `kind`. Raises `ProtocolError` for a value of another kind."""
         try:
             value = _reader(kind)(self.value)
             if memoryview(self.value) != _encode(value):
@@ -140,39 +141,39 @@ class Value(Message, frozen=True):
 
 
 class PlanRequest(Message, frozen=True):
-    """To a worker: the tensors that a push will deliver. The worker answers `LoadPlan`, and writes nothing."""
+    """To a worker: the tensors of a push. The worker answers `LoadPlan`, and writes nothing."""
 
     tensors: tuple[TensorMeta, ...]
-    tied: tuple[tuple[str, str], ...]  # (other name, name) of each tensor that the trainer's model has twice
+    tied: tuple[tuple[str, str], ...]  # (other name, name) of each tensor with two names in the trainer's model
 
 
 class LoadPlan(Message, frozen=True):
-    """From a worker: how its model takes the tensors."""
+    """From a worker: the use of the tensors by its model."""
 
-    used: dict[str, str]  # tensor name -> dtype that the engine holds it in
-    partial: dict[str, tuple[Box, ...]]  # tensor name -> the regions it reads, where that is not all of it
-    refused: dict[str, str]  # tensor name -> what the engine's loader has against it
-    groups: list[list[str]]  # names that land in one engine parameter
-    reloads: list[list[str]]  # names that a module needs all of whenever any of them changes
-    missing: list[str]  # parts of the engine's parameters that no tensor fills
-    hints: list[str]  # the tensor names that would fill them, where other layers tell
-    load_paths: dict[str, Count]  # load path -> how many modules take it
+    used: dict[str, str]  # tensor name -> dtype in the engine
+    partial: dict[str, tuple[Box, ...]]  # tensor name -> the regions that the worker reads; absent: the whole tensor
+    refused: dict[str, str]  # tensor name -> the reason why the engine cannot load it
+    groups: list[list[str]]  # names of the tensors in one engine parameter
+    reloads: list[list[str]]  # tensor names of one module: when any of them changes, all must be pushed
+    missing: list[str]  # parts of the engine's parameters without a tensor
+    hints: list[str]  # tensor names for these parts, guessed from other layers' names
+    load_paths: dict[str, Count]  # load path -> number of modules
     left_out: list[str]  # tensors of a part of the model that the engine does not run
-    kept: list[str]  # parameters of a drafter that no tensor fills, and that stay as they are
-    tied: list[str]  # tensors that fill a parameter which several modules of the engine share
-    duplicates: dict[str, str]  # tensor name -> the tensor that fills the same parameter, and must be equal
+    kept: list[str]  # parameters of a drafter without a tensor; they keep their values
+    tied: list[str]  # tensors of a parameter shared by several modules of the engine
+    duplicates: dict[str, str]  # tensor name -> another tensor of the same parameter; their values must be equal
 
 
 class Connect(Message, frozen=True):
-    """To a worker: its part of the plan. It maps or joins what the transport needs, and answers `Connected`."""
+    """To a worker: its part of the plan. It maps storages or joins communicators, and answers `Connected`."""
 
     transport: str
     storages: list[Storage]
-    chunks: list[ChunkLayout]  # each that the worker reads
-    frozen: Count  # how many chunks, the last ones, no push has any more after one was committed
-    in_place: list[ByteRange]  # what is read where it lies
-    proof: list[Count]  # the digest of each rank's runs in `in_place`, of all bytes, in rank order
-    fields: dict[str, Plain]  # what else this transport needs
+    chunks: list[ChunkLayout]  # the chunks that the worker reads
+    frozen: Count  # number of chunks, at the end of the list, that travel only until a push is committed
+    in_place: list[ByteRange]  # memory of the ranks that the worker reads without a copy
+    proof: list[Count]  # the digest of all bytes of each rank's runs in `in_place`, in rank order
+    fields: dict[str, Plain]  # the transport's own fields
 
 
 class Connected(Message, frozen=True):
@@ -186,24 +187,24 @@ class ExportParameters(Message, frozen=True):
 
 
 class ParametersExported(Message, frozen=True):
-    """From a worker: where the tensors of `PlanRequest` lie in its parameters. Nothing has been written."""
+    """From a worker: the locations of `PlanRequest`'s tensors in its parameters. Nothing has been written."""
 
-    engine_instance: str  # another one for each start of an engine
+    engine_instance: str  # unique for each start of an engine, and after each take-back of the parameters
     storages: list[tuple[Count, str, dict[str, Plain]]]  # [storage, kind, fields]
     locations: list[ShardLocation]
 
 
 class Ready(Message, frozen=True):
-    """To a worker: can you take a push? It answers the same, from the call that it serves, and writes nothing."""
+    """To a worker: can you take a push? It answers `Ready` from the engine's update call, and writes nothing."""
 
 
 class Go(Message, frozen=True):
     """To a worker: run the plan. From here on its weights are a mixture, until `Commit`."""
 
     version: Count
-    sample: Sample | None  # which sample of each run in the slots has a digest beside it; None: no run has one
-    place_sample: Turn | None  # which sample of what is read in place `digests` are of; -1: all bytes
-    digests: list[Count]  # of each rank's sample of its runs in `in_place`; empty when nothing is verified
+    sample: Sample | None  # the sample of each run in the slots, for the digest behind the run; None: no digests
+    place_sample: Turn | None  # the sample of the runs in `in_place`, for `digests`; -1: all bytes
+    digests: list[Count]  # one for each rank, of its runs in `in_place`; empty when nothing is verified
 
 
 class Done(Message, frozen=True):
@@ -217,7 +218,7 @@ class Done(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    """To a worker: every worker is done. It checks that nothing is missing."""
+    """To a worker: every worker is done. The worker checks that nothing is missing."""
 
     version: Count
 
@@ -230,30 +231,30 @@ class Committed(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """To a worker: return from the engine call that it serves this connection in."""
+    """To a worker: return from the engine's `init` or `update` call."""
 
 
 class Ping(Message, frozen=True):
-    """From a worker that another trainer asks for: does the one that has the engine keep it?
+    """To the peer's process: are you alive? A worker asks its trainer when another trainer calls the engine.
 
-    The answer is `Pong`, and may come at any time.
+    The answer is `Pong`, and may come between any two messages.
     """
 
 
 class Pong(Message, frozen=True):
-    """From a trainer that has an engine, and runs."""
+    """The answer to `Ping`: the peer's process runs."""
 
-    holds: bool  # the trainer keeps the engine: its push moves, or it has none under way; True from others
+    holds: bool  # the trainer keeps the engine: its push makes progress, or none is under way; True from others
 
 
 class Failure(Message, frozen=True):
-    """Either way: the sender of this has failed."""
+    """In either direction: the sender has failed."""
 
     error: ErrorFields
 
 
 _LEARNING = threading.Lock()
-"""Held while msgspec learns a kind: it ends the process where two threads show it a `Struct` for the first time."""
+"""Held while msgspec inspects a kind: it crashes the process when two threads use a new `Struct` at the same time."""
 
 
 @cache
@@ -269,7 +270,7 @@ _decode = msgspec.msgpack.Decoder(reduce(or_, Message.__subclasses__())).decode
 def encode(message: Message) -> bytes:
     """Return the frame of `message`.
 
-    Raises `ProtocolError` when it would pass `MAX_FRAME_BYTES`, or holds what is not a plain value.
+    Raises `ProtocolError` when the body is over `MAX_FRAME_BYTES`, or a value is not a plain value.
     """
     name = type(message).__name__
     body = _written(message, name)
@@ -286,9 +287,9 @@ def _written(value: Any, name: str) -> bytes:
 
 
 def decode(body: bytes) -> Message:
-    """Return the message in a frame's body, which is the frame without its length.
+    """Return the message in a frame's body: the frame without its length.
 
-    Raises `ProtocolError` for anything but the bytes that `encode` gives a message.
+    Raises `ProtocolError` unless `encode` returns the same bytes for the message.
     """
     try:
         message: Message = _decode(body)
@@ -302,8 +303,8 @@ def decode(body: bytes) -> Message:
 
 
 def typed(value: Any, kind: type[T]) -> T:
-    """Return plain values as the `kind` that their sender meant. Raises `ProtocolError` for anything else."""
-    _reader(kind)  # type: ignore[arg-type]  # which lets msgspec learn it
+    """Return plain values converted to a `kind`. Raises `ProtocolError` for values of another kind."""
+    _reader(kind)  # type: ignore[arg-type]  # msgspec inspects a new `kind` here, under the lock
     try:
         return msgspec.convert(value, kind)
     except ValueError as error:
@@ -316,7 +317,7 @@ def _no(kind: Any, error: Exception) -> ProtocolError:
 
 
 def frame_length(prefix: bytes, most_bytes: int = MAX_FRAME_BYTES) -> int:
-    """Return the body's length from a frame's first 4 bytes. Raises `ProtocolError` when it passes `most_bytes`."""
+    """Return the body's length from a frame's first 4 bytes. Raises `ProtocolError` when it is over `most_bytes`."""
     (length,) = _LENGTH.unpack(prefix)
     if length > most_bytes:
         raise ProtocolError(f"a frame announces {length} bytes, over the {most_bytes} byte limit")
