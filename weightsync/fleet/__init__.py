@@ -1,4 +1,4 @@
-"""Which engines a `WeightSync` pushes to, what was asked of each, and what is taken back when a push fails."""
+"""The engines of a `WeightSync`, the calls to each, and their rollback when a push fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that run beside the conversation with the engines' workers."""
+"""Engine calls in threads, beside the messages to and from the engines' workers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundCall:
-    """A call that runs in a thread beside the conversation with the engine's workers, and wakes the hub at its end.
+    """A call in a thread of its own. It wakes the listener at its end.
 
-    who: the engine that is called, where it is one.
+    who: the called engine's name, or "" when the call is not to an engine.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class BackgroundCall:
         self._over.wait(timeout_s)
 
     def since_failure_s(self) -> float:
-        """Return the seconds since this was first asked after the call had failed."""
+        """Return the seconds since the first call of this method, to be called once the call has failed."""
         self._failure_seen_at = min(self._failure_seen_at, time.monotonic())
         return time.monotonic() - self._failure_seen_at
 
@@ -56,7 +56,7 @@ class BackgroundCall:
 
 
 def join(calls: Sequence[BackgroundCall], silent: Collection[str], deadline: Deadline) -> set[str]:
-    """Wait for the calls of engines that are not `silent`. Return the engines whose calls have not ended."""
+    """Wait for calls, except to `silent` engines. Return the names of the engines with calls that have not ended."""
     for call in calls:
         if call.who not in silent:
             call.join(deadline.left_s())
@@ -64,14 +64,14 @@ def join(calls: Sequence[BackgroundCall], silent: Collection[str], deadline: Dea
 
 
 _owed: weakref.WeakSet[BackgroundCall] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_owed.clear)  # a child process has not the threads of these calls
+os.register_at_fork(after_in_child=_owed.clear)  # a child process does not have the threads of these calls
 
 
 def wait_at_exit(calls: Sequence[BackgroundCall]) -> None:
-    """Wait for these calls when this process exits. They would end with it, and leave engines paused."""
+    """Wait for these calls when this process exits. Without the wait they would end, and engines would stay paused."""
     _owed.update(calls)
     atexit.unregister(_wait_for_owed)
-    atexit.register(_wait_for_owed)  # last, and so before what has been imported since ends, such as Ray
+    atexit.register(_wait_for_owed)  # registered anew, it runs before the exit handlers of later imports, such as Ray
 
 
 def _wait_for_owed() -> None:
@@ -82,7 +82,10 @@ def _wait_for_owed() -> None:
 def make_arrival_check(
     calls: Sequence[BackgroundCall], listener: Listener, check: Callable[[], None], deadline: Deadline
 ) -> Callable[[], None]:
-    """Return what a wait for workers that `calls` call in looks at: `check`, and whether they still may come."""
+    """Return a check for a wait for the workers of the `init` calls in `calls`.
+
+    It raises as `check` does. It raises `EngineError` when a call has returned and the engine's workers do not connect.
+    """
     returned: dict[BackgroundCall, float] = {}
 
     def look() -> None:
@@ -102,7 +105,7 @@ def make_arrival_check(
 
 
 def repeat(method: weakref.WeakMethod[Callable[[], None]], every_s: float, ended: threading.Event) -> None:
-    """Call a method of an object every so often, until `ended` is set or the object is gone."""
+    """Call an object's method every `every_s`, until `ended` is set or the object is collected."""
     while not ended.wait(every_s) and (call := method()) is not None:
         call()
-        del call  # this thread must not keep the object
+        del call  # or this thread's reference would keep the object alive

@@ -1,4 +1,4 @@
-"""One engine of a fleet, as rank 0 has it: its workers, and what a push has done to it and not yet taken back."""
+"""One engine of a fleet, on rank 0: its workers, and its changes by a push."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from weightsync.net.runtime import Deadline, submit
 from weightsync.net.wire import POISONED, Go, Hello, MachineInfo, Release
 
 CALLER = "caller"
-"""The pause of a caller that pauses and resumes engines itself."""
+"""The pause mode when the caller itself pauses and resumes engines."""
 _SILENT = 2
-"""A busy server may not answer once."""
+"""Failed health checks in a row of a dead engine. A busy server may fail one."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class Worker:
 
 @dataclass(eq=False)
 class EngineHandle:
-    """One engine. The calls that change it, each of which raises `WeightSyncError`s.
+    """One engine, and the calls that change it. Each call raises `WeightSyncError`s.
 
-    number: the engine's, which no other of the fleet has had.
+    number: the engine's number, unique in the life of the fleet.
     served: the version that this trainer has pushed into it, or None.
     is_left_open: another trainer has started an update and not finished it.
     is_poisoned: the weights are a mixture.
-    version: what it reports while no push is under way, once it `was_asked`. None: vLLM before 0.27 reports none.
-    is_dirty: its workers may have had `Go`, and the push has not been completed.
-    is_over: the push has failed; a call that ends late takes back what it has done.
-    is_whole: the weights are those of one version where the push has failed.
-    runs: its workers run the plan, or wait to commit.
+    version: the version reported between two pushes, once `was_asked` is set. None: vLLM before 0.27 reports none.
+    is_dirty: its workers may have had `Go`, and the push is not complete.
+    is_over: the push has failed. A call that ends later rolls its change back.
+    is_whole: after a failed push, the weights are those of one version.
+    runs: its workers run the plan, or wait for `Commit`.
     """
 
     engine: Engine
@@ -61,60 +61,60 @@ class EngineHandle:
     is_started: bool = False
     is_paused: bool = False
     paused_at: float = 0.0
-    """When the engine said that it is paused: before that it may have been busy, and have generated on."""
+    """Time of the engine's answer that it is paused. Before the answer it may have generated."""
     is_marked: bool = False
     is_dirty: bool = False
     is_over: bool = False
     is_whole: bool = True
     runs: bool = False
     silent: int = 0
-    """How often in a row the engine has not answered that it is alive."""
+    """Failed health checks in a row."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def meet(self, admitted: Sequence[tuple[Hello, Connection]]) -> None:
-        """Take the workers that have come, and what they say of the trainer before."""
+        """Take the engine's workers. Their `Hello`s tell the state in which the last trainer left the engine."""
         self.workers = [Worker(hello, connection) for hello, connection in admitted]
-        # It may have died between start and finish, or with the weights half loaded.
+        # The last trainer may have died between start and finish, or with the weights half loaded.
         self.is_left_open = any(hello.update_open for hello, _ in admitted)
         self.is_poisoned = any(hello.state == POISONED for hello, _ in admitted)
 
     def hang_up(self) -> None:
-        """Release the workers. Never raises."""
+        """Release the workers and close their connections. Never raises."""
         for worker in self.workers:
-            with suppress(WeightSyncError):  # it is gone
+            with suppress(WeightSyncError):  # the worker is gone
                 worker.connection.send(Release(), Deadline(timeouts.ENGINE_FAREWELL_S), "close")
             worker.connection.close()
 
     def is_held(self) -> bool:
-        """Return whether this trainer still has the engine: no worker has hung up."""
+        """Return whether this trainer still holds the engine: the connections of all workers are open."""
         return all(worker.connection.is_open() for worker in self.workers)
 
     @property
     def newest_version(self) -> int:
-        """Return the newest version that it has had."""
+        """The newest version that the engine has served."""
         return max(self.served or 0, *(worker.hello.version for worker in self.workers))
 
     @property
     def names(self) -> set[str]:
-        """Return what errors call it: by its name, or a worker's."""
+        """The engine's names in errors: its own, and its workers'."""
         return {self.engine.name, *(worker.connection.peer for worker in self.workers)}
 
     def ask_whether_alive(self) -> None:
         self.silent = self.silent + 1 if self.engine.is_alive() is False else 0
 
     def ask_workers(self) -> None:
-        """Ask workers in a push whether they are alive: vLLM's core answers for one that has stopped."""
+        """Send workers a `Ping` during a push. The engine's health check does not notice a stopped worker."""
         for worker in self.workers:
             worker.connection.ask(lambda: self.runs)
 
     def is_stuck(self) -> bool:
-        """Return whether a worker does not answer, though its engine may."""
+        """Return whether a worker owes a `Pong`, although the engine may pass its health check."""
         return self.runs and any(
             worker.connection.seconds_since_read > timeouts.ENGINE_ANSWER_S for worker in self.workers
         )
 
     def check_health(self, timeout_s: float) -> None:
-        """Raise when the engine has died though its workers may answer, or a worker does not for so long."""
+        """Raise when the engine fails its health checks, or a worker has owed a `Pong` for `timeout_s`."""
         silent = [worker.connection.peer for worker in self.workers if worker.connection.seconds_since_read > timeout_s]
         if silent and self.runs:
             raise timed_out(silent, "load", Deadline(timeout_s))
@@ -122,12 +122,12 @@ class EngineHandle:
             raise EngineUnreachableError("the engine has died in a push; its log says why", who=self.engine.name)
 
     def call(self, method: Callable[[EngineHandle], None]) -> None:
-        """Call a method, unless another trainer has taken the engine over. Raise `FencedError` then."""
+        """Call a method with this handle. Raise `FencedError` instead if another trainer has taken the engine over."""
         self.check_fence()
         method(self)
 
     def check_fence(self) -> None:
-        """Raise `FencedError` where another trainer has taken the engine over."""
+        """Raise `FencedError` when another trainer has taken the engine over."""
         for worker in self.workers:
             fenced = None if worker.connection.is_open() else worker.connection.reported()
             if isinstance(fenced, FencedError):
@@ -139,7 +139,7 @@ class EngineHandle:
         self.is_left_open = False
 
     def read_version(self) -> None:
-        """Ask for the version, before the first push changes what it is."""
+        """Ask for the version. Called before the first push: its mark replaces the version."""
         self.version, self.was_asked = self.engine.version(), True
 
     def pause(self, mode: str) -> None:
@@ -153,12 +153,12 @@ class EngineHandle:
             self.engine.pause(mode)
             self.paused_at = time.perf_counter()
         finally:
-            if self.is_over:  # the fleet did not wait for this call; what it resumed was not paused yet
+            if self.is_over:  # the fleet did not wait for this call, and its `resume` came before this pause
                 self.is_paused = True
                 self.call(EngineHandle.roll_back)
 
     def _check_paused(self) -> None:
-        """Raise where the engine says that it generates. Not every engine can say so."""
+        """Raise `EngineError` when the engine reports that it generates. Not every engine reports it."""
         is_paused = getattr(self.engine, "is_paused", lambda: None)()
         if is_paused is False:
             raise EngineError(
@@ -176,7 +176,7 @@ class EngineHandle:
             self.call(EngineHandle.roll_back)
 
     def mark(self) -> None:
-        """Mark the engine before anything is written, since the trainer may die before it can."""
+        """Mark the engine POISONED before anything is written: after that the trainer may die at any time."""
         if self.version is None or self.is_over:
             return
         self.is_marked = True
@@ -186,20 +186,20 @@ class EngineHandle:
             self.call(EngineHandle.roll_back)
 
     def go(self, message: Go, deadline: Deadline) -> None:
-        """Tell the workers to run their part of the plan."""
-        self.is_dirty = True  # before they are told, since some may be told and others not
+        """Send the workers `Go`: run their part of the plan."""
+        self.is_dirty = True  # before sending: a failure between two workers leaves some with `Go`
         for worker in self.workers:
             worker.connection.send(message, deadline, "transfer")
         self.runs = True
 
     def finish(self, version: int, label: str) -> None:
-        """Finish the update. The engine serves `version`, and reports `label`."""
+        """Finish the update. The engine then serves `version` and reports `label`."""
         self._finish(label)
         self.version, self.is_marked = label if self.version is not None else None, False
         self.is_poisoned, self.served = False, version
 
     def abort_update(self) -> None:
-        """Finish the update, in which nothing was written. The engine then reports its version as before."""
+        """Finish an update in which nothing was written. The engine then reports its version as before."""
         self._finish(None)
         self._unmark()
 
@@ -210,17 +210,17 @@ class EngineHandle:
             self.engine.resume()
 
     def mark_failed(self) -> None:
-        """Note that the push has failed."""
-        # What the engine remembers may be of other weights, though: the mark of an earlier push says so.
+        """Record the failure of the push."""
+        # An earlier failed push may have left other weights: the engine's version then begins with POISONED.
         marked = (self.version or "").startswith(POISONED)
         self.is_whole = not (self.is_dirty or self.is_poisoned or marked)
         self.is_over, self.runs = True, False
 
     def roll_back(self) -> None:
-        """Finish the update after a failure. Where the weights are whole, let the engine generate as before."""
+        """Finish the update after a failure. If the weights are whole, restore the version and resume generation."""
         with self.lock:
             try:
-                if self.is_started:  # vLLM takes no other way out of an update
+                if self.is_started:  # `finish` is vLLM's only way out of an update
                     self._finish(None)
                 if self.is_whole:
                     self._unmark()
@@ -229,7 +229,7 @@ class EngineHandle:
                     self.resume()
 
     def _finish(self, version: str | None) -> None:
-        self.is_started = False  # before the call: vLLM must not be asked twice, whatever comes of it
+        self.is_started = False  # before the call: even after a failure vLLM must not be asked twice
         self.engine.finish(version)
 
     def _unmark(self) -> None:
@@ -246,11 +246,11 @@ def admit(
     check: Callable[[], None],
     deadline: Deadline,
 ) -> None:
-    """Wait for the workers of an engine that was `called` with others, and take them in. Raise what `check` raises.
+    """Wait for the workers of engine `one`, and give them to its handle. Raises as `check` does.
 
-    An engine takes one call after the other. One that is listed under two names serves its first call, and leaves the
-    second waiting. So engines whose workers are late may be others once more: those are released, and put in `early`.
-    The worker then says what is wrong.
+    An engine serves one call at a time. An engine listed under two names serves its first `init`, and the second one
+    waits. So when workers are late, this releases the engines in `called` that have met their workers, and puts them
+    into `early`. A worker that then gets the second `init` of its session reports the error.
     """
     doubt = Deadline(min(timeouts.DOUBT_S, deadline.timeout_s / 4))
 
@@ -265,15 +265,15 @@ def admit(
 
 
 def find_lost(handles: Sequence[EngineHandle], error: WeightSyncError) -> list[str]:
-    """Return the names of the engines that have died, or do not answer, of those that `error` may be about.
+    """Return the names of the engines that have died or do not answer, among those that may have caused `error`.
 
-    The error's text then names them.
+    Adds their names to the error's text.
     """
     waiting_for = getattr(error, "waiting_for", [])
     named = {error.who, *waiting_for}
     suspects = [one for one in handles if not one.is_held() or not named.isdisjoint(one.names)]
     if not suspects and waiting_for and not any(name.startswith("trainer rank") for name in waiting_for):
-        suspects = list(handles)  # ranks know workers by their numbers alone
+        suspects = list(handles)  # the error may be of a rank, with the workers' numbers in place of their names
     asked = {one: submit("health", one.engine.is_alive) for one in suspects if one.silent < _SILENT}
     answered, _ = wait(asked.values(), timeouts.ENGINE_ANSWER_S)
     alive = {one for one, answer in asked.items() if answer in answered and not answer.exception() and answer.result()}

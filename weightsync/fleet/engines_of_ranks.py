@@ -1,11 +1,11 @@
-"""Engines that live in the process of another trainer rank than rank 0, such as an `LLM` in each rank.
+"""Engines in the processes of other trainer ranks than rank 0, such as an `LLM` in each rank.
 
-Rank 0 calls them through a connection from their rank. A call there is what it would be on rank 0: it runs in a thread
-of the process that has the engine, raises the same errors, and has the same timeouts.
+Rank 0 calls them through a second connection from their rank. A call runs in a thread of the engine's process. It has
+the same errors and timeouts as a call of an engine in rank 0's process.
 
-    their rank      Hello(role="engines"), once
+    other rank      Hello(role="engines"), once
     rank 0          Value(EngineCall), any number at a time
-    their rank      Value(EngineAnswer), in any order
+    other rank      Value(EngineAnswer), in any order
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class OwnEngine(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Offer(Struct, frozen=True, forbid_unknown_fields=True):
-    """What engines a rank was given.
+    """The engines given to one rank.
 
-    named: those that every process can reach, so that rank 0 must have been given them too.
-    own: those that live in this rank's process.
+    named: the public names of engines that every process can reach. Rank 0 must have them too.
+    own: the engines in this rank's process.
     """
 
     named: list[str]
@@ -75,25 +75,30 @@ class Offer(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OtherRanks:
-    """The engines that other ranks than rank 0 have in their processes. Every rank has one of these."""
+    """The engines in the processes of other ranks than rank 0. Every rank has one `OtherRanks`."""
 
     def __init__(self, engines: EngineList, timeout_s: float) -> None:
         self._engines, self._timeout_s = engines, timeout_s
         self._private: list[object] | None = None
         self._own: list[Engine] = []
-        self._connection: Connection | None = None  # another rank's, to rank 0
-        self._found: dict[int, tuple[_Calls, list[Engine]]] = {}  # rank 0's, by rank
+        self._connection: Connection | None = None  # on another rank: to rank 0
+        self._found: dict[int, tuple[_Calls, list[Engine]]] = {}  # on rank 0: by the other rank
 
     @property
     def engines(self) -> list[Engine]:
-        """The engines of all other ranks, in their order. There are none but on rank 0."""
+        """On rank 0: the engines of all other ranks, in rank order. Empty on other ranks."""
         return [engine for _, (_, those) in sorted(self._found.items()) for engine in those]
 
     def meet(self, ranks: Ranks, refuse: str = "") -> None:
-        """Connect rank 0 to the engines that other ranks have in their processes. Collective.
+        """Connect rank 0 to the engines in other ranks' processes. Collective.
 
-        Raises `ConfigError` where another rank was given an engine that no push would reach: one that rank 0 was not
-        given. With `refuse`, the name of a strategy, an engine in another rank's process is such a one too.
+        Args:
+            ranks: all ranks of the trainer.
+            refuse: the name of a strategy without support for engines in other ranks' processes, or "".
+
+        Raises:
+            ConfigError: another rank was given an engine that no push would reach, because rank 0 was not given it, or
+                because of `refuse`.
         """
         offer = self._offer(ranks) if ranks.rank else Offer([], [])
         everyone = ranks.gather(offer, "plan", Offer)
@@ -109,7 +114,7 @@ class OtherRanks:
                 self._found[rank] = self._admit(ranks, rank, everyone[rank].own)
 
     def close(self) -> None:
-        """Hang up, on any rank at any time."""
+        """Close the connections between rank 0 and these ranks. On any rank, at any time."""
         for connection in (self._connection, *(calls.connection for calls, _ in self._found.values())):
             if connection is not None:
                 connection.close()
@@ -129,7 +134,7 @@ class OtherRanks:
         return Offer([name for name in named if name], own)
 
     def check_unchanged(self, rank: int) -> None:
-        """Raise `ConfigError` where another rank than rank 0 has another engine in its process than at first."""
+        """Raise `ConfigError` when the engines in this process have changed, on another rank than rank 0."""
         if rank and self._private is not None and self._private != self._in_this_process():
             raise ConfigError(
                 f"an engine in the process of trainer rank {rank} was added or removed: only those that rank 0 reaches "
@@ -166,7 +171,7 @@ class OtherRanks:
 
 
 class RankEngine(CalledEngine):
-    """An engine in another rank's process, as rank 0 calls it."""
+    """Rank 0's client of an engine in another rank's process."""
 
     def __init__(self, calls: _Calls, number: int, about: OwnEngine, timeout_s: float) -> None:
         self.name, self.host, self.part = about.name, about.host, about.part
@@ -189,7 +194,7 @@ _METHODS = frozenset(name for name in vars(CalledEngine) if not name.startswith(
 
 
 class _Calls:
-    """Rank 0's calls into the engines of one other rank, and the thread that takes the answers."""
+    """Rank 0's calls into the engines of one other rank, and the thread that receives the answers."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -200,7 +205,7 @@ class _Calls:
         spawn(f"answers of {connection.peer}", self._receive)
 
     def send(self, engine: int, method: str, args: Sequence[Any], who: str) -> concurrent.futures.Future[Any]:
-        """Send a call, and return what will have its answer. Raises `EngineUnreachableError`."""
+        """Send a call, and return the future of its answer. Raises `EngineUnreachableError`."""
         number = next(self._count)
         answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self._lock:
@@ -236,7 +241,7 @@ class _Calls:
 
 
 def _serve(engines: Sequence[Engine], connection: Connection) -> None:
-    """Answer rank 0's calls of the engines of this rank, until it hangs up."""
+    """Answer rank 0's calls of this rank's engines, until the connection closes."""
 
     def answer(call: EngineCall) -> None:
         value: Any = None
@@ -260,7 +265,7 @@ def _serve(engines: Sequence[Engine], connection: Connection) -> None:
 
 
 def _next(connection: Connection) -> Value:
-    """Return the next message, however late it comes."""
+    """Return the next message. Wait without a limit."""
     while True:
         with suppress(SyncTimeoutError):
             return connection.expect(Value, Deadline(timeouts.OTHER_RANK_LOOK_S), "call")

@@ -1,9 +1,9 @@
-"""Trainer rank 0 and the engines: what is asked of them in a push, and what is done when a push ends early.
+"""Trainer rank 0 and the engines: the calls and messages of a push, and the rollback of a push that fails.
 
-    add, dismiss        engines come and go
-    connect             once for an engine: its `init` brings its workers, who answer PlanRequest and Connect
-    open, opened        finish what another trainer left open, pause, start; then the update call, in which workers wait
-    go, done            workers run the plan
+    add, remove         engines come and go
+    connect             once for an engine: its `init` connects its workers, which answer PlanRequest and Connect
+    open, wait_open     finish an update left open by another trainer, pause, start; then call `update`
+    go, wait_done       workers run the plan
     commit              workers commit; caches are reset, the update is finished under its version, generation resumes
 
     the push ends in    calls                                              an engine afterwards
@@ -12,12 +12,12 @@
     DIRTY               finish, mark (as OPEN where it had no Go)          paused and POISONED
     COMMITTED           none                                               serves the new version
 
-An engine is marked POISONED before anything is written, so that it says so also where the trainer dies. The open
-connection to its workers is a trainer's hold on it. Where they have closed it, the engine has died or another trainer
-has taken it over: this one touches it no more.
+An engine is marked POISONED before anything is written, so its version is right even if the trainer dies. The open
+connection to its workers is a trainer's hold on it. When a worker closes the connection, the engine has died or another
+trainer has taken it over. This trainer then makes no more calls to the engine.
 
 Engine calls run in threads, since each returns only when its workers are released. This module knows nothing about
-models, plans or how bytes travel.
+models, plans or transports.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ M = TypeVar("M", bound=Message)
 _Method = Callable[[EngineHandle], None]
 
 _REFUSALS = FencedError, EngineAsleepError, FrozenLostError
-"""What a worker says before it leaves a push, so that the others' part of it breaks."""
+"""Errors of a worker that leaves a push. Their effects on the other workers may be reported before them."""
 
 
 class UpdateState(Enum):
-    """How far a push has come. The table at the top says what is done when it ends there."""
+    """The state of a push. The table at the top has the rollback from each state."""
 
     CLOSED = auto()
     OPEN = auto()
@@ -89,7 +89,8 @@ class UpdateState(Enum):
 class Fleet:
     """The engines of one `WeightSync`, on rank 0. Every method but `fail` raises `WeightSyncError`s.
 
-    A conversation is with all engines, or with those that `connect` or `open` was given. The others generate on.
+    Messages and calls go to the active engines: all, or the handles given to `connect` or `open`. Other engines
+    continue to generate.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Fleet:
         timeout_s: float,
         after: Fleet | None = None,
     ) -> None:
-        """Take these engines. `after` is the fleet that failed before. Its last calls to an engine are waited for."""
+        """Take these engines. `after`: the failed fleet before this one. `connect` waits for its unfinished calls."""
         assert ranks.listener is not None, "a fleet is rank 0's"
         self.handles: list[EngineHandle] = []
         self.newest_version = 0
@@ -117,8 +118,8 @@ class Fleet:
         self._timeout_s = timeout_s
         self._id = secrets.token_hex(8)
         self._version = 0
-        self._calls: list[BackgroundCall] = []  # init and update, which return when the workers are released
-        self._changing: list[BackgroundCall] = []  # this push's calls that change what an engine does
+        self._calls: list[BackgroundCall] = []  # `init` and `update`: they return when the workers are released
+        self._changing: list[BackgroundCall] = []  # this push's calls that change an engine's state, such as `pause`
         self._opening: BackgroundCall | None = None
         self._over = False
         self._ended = threading.Event()
@@ -130,32 +131,35 @@ class Fleet:
 
     @property
     def paused_at(self) -> float:
-        """When generation was paused for this push, on the first of the engines."""
+        """The time when the first engine was paused for this push."""
         return min(one.paused_at for one in self._active)
 
     @property
     def workers(self) -> list[Worker]:
-        """The workers that the conversation is with."""
+        """The workers of the active engines."""
         return [worker for one in self._active for worker in one.workers]
 
     @property
     def host(self) -> str:
-        """This process's address that every engine of the conversation reaches."""
+        """This process's address for the active engines. The loopback only if they are all on this host."""
         addresses = [self._listener.listen(one.engine.host)[0] for one in self._active]
         return next((address for address in addresses if not is_loopback(address)), addresses[0])
 
     def add(self, engines: Sequence[Engine]) -> None:
-        """Take more engines, which are not called yet."""
+        """Add engines, without a call to them."""
         self.handles = self._active = [*self.handles, *(EngineHandle(one, next(self._numbers)) for one in engines)]
 
     def remove(self, handles: Sequence[EngineHandle]) -> None:
-        """Release these engines, as they are. Another trainer may push to them."""
+        """Release these engines in their current state. Another trainer may push to them."""
         self.handles = self._active = [one for one in self.handles if one not in handles]
         for one in handles:
             one.hang_up()
 
     def connect(self, handles: Sequence[EngineHandle] | None = None) -> list[Worker]:
-        """Call the workers of every engine in, or of these engines. They wait for messages until `release`."""
+        """Call `init` on all engines, or on these, and return their workers.
+
+        The workers wait for messages until `release`.
+        """
         self._active = [*(self.handles if handles is None else handles)]
         self._await_earlier()
         deadline = Deadline(self._timeout_s)
@@ -166,7 +170,7 @@ class Fleet:
                 arrived = make_arrival_check([calls[one]], self._listener, self._check_everyone, deadline)
                 admit(one, calls, early, self._listener, arrived, deadline)
                 self.newest_version = max(self.newest_version, one.newest_version)
-                for worker in one.workers:  # some transports lead past the network, and would not miss it
+                for worker in one.workers:  # a transport through shared memory does not notice a lost network
                     worker.connection.watch_host(self._timeout_s)
                     worker.connection.holds = self._ranks.hold.lasts
         if early:
@@ -176,8 +180,8 @@ class Fleet:
         return self.workers
 
     def _call_in(self, one: EngineHandle) -> BackgroundCall:
-        """Begin to call the workers of an engine in."""
-        where = one.engine.host  # which may ask the engine, and raise a `TimeoutError`
+        """Begin an engine's `init` call."""
+        where = one.engine.host  # outside of `try`: it may call the engine and raise a `SyncTimeoutError`, an `OSError`
         try:
             info = self._listener.invitation(self._id, one.number, where, self._timeout_s)
         except OSError as error:
@@ -187,22 +191,19 @@ class Fleet:
         return call
 
     def plan(self, manifest: Manifest) -> list[LoadPlan]:
-        """Return what each worker's model makes of these tensors."""
+        """Return each worker's load plan for these tensors."""
         deadline = Deadline(self._timeout_s)
         self._send(PlanRequest(manifest.tensors, manifest.tied), deadline, "plan")
         return self._collect(LoadPlan, deadline, "plan")
 
     def export(self, processes: Sequence[str]) -> list[ParametersExported]:
-        """Return where each worker's parameters lie. `processes` are those that will write there."""
+        """Return the locations of each worker's parameters. `processes`: names of the processes that write there."""
         deadline = Deadline(self._timeout_s)
         self._send(ExportParameters(list(processes)), deadline, "connect")
         return self._collect(ParametersExported, deadline, "connect")
 
     def connect_transport(self, messages: Sequence[Connect], meet: Callable[[Deadline], None]) -> None:
-        """Send every worker its `Connect`, and wait until it has mapped or joined what that names.
-
-        `meet` runs in a thread meanwhile.
-        """
+        """Send every worker its `Connect`, and wait for every `Connected`. `meet` runs in a thread meanwhile."""
         deadline = Deadline(self._timeout_s)
         for worker, message in zip(self.workers, messages, strict=True):
             worker.connection.send(message, deadline, "connect")
@@ -213,41 +214,41 @@ class Fleet:
         self._calls.remove(meeting)
 
     def release(self, phase: str) -> None:
-        """Release the workers from their engine calls, and wait until these have returned."""
+        """Release the workers from their engine calls, and wait until the calls have returned."""
         deadline = Deadline(self._timeout_s)
         self._send(Release(), deadline, phase)
         self._await_calls(deadline, phase)
 
     def open(self, handles: Sequence[EngineHandle] | None = None) -> None:
-        """Begin to pause generation and to open the update, everywhere or for these engines.
+        """Begin to pause generation and to open the update, on all engines or on these.
 
-        Returns at once; `wait_open` waits.
+        Returns at once. `wait_open` waits.
         """
         self._active = [*(self.handles if handles is None else handles)]
-        for worker in self.workers:  # an engine that was started anew at the same address is left alone
+        for worker in self.workers:  # raises before a call could reach an engine that was restarted at this address
             worker.connection.check("pause")
         self._changing = []
         self.state = UpdateState.OPEN
         self._opening = BackgroundCall(self._listener, "open", self._open)
 
     def wait_open(self) -> None:
-        """Wait until generation is paused everywhere and every worker serves the update, or has refused it."""
+        """Wait until generation is paused everywhere and every worker serves the update. Raise a worker's refusal."""
         opening = self._opening
         if opening is None:
             return
-        while opening.is_alive():  # each of its calls has a deadline of its own
+        while opening.is_alive():  # ends: each of its calls has a deadline
             opening.join(timeouts.CALL_LOOK_S)
             self._check_ranks()
         self._opening = None
         if opening.error is not None:
             raise opening.error
-        # A worker that cannot take part, or does not answer, is found while nothing has been written anywhere.
+        # Finds a worker that cannot take part, or does not answer, before anything is written anywhere.
         deadline = Deadline(self._timeout_s)
         self._send(Ready(), deadline, "pause")
         self._collect(Ready, deadline, "pause")
 
     def cancel(self) -> None:
-        """Close the update that was opened, before `go`: the engines generate as before."""
+        """Close the open update before `go`. The engines then generate as before."""
         self.wait_open()
         self.check()
         self.release("pause")
@@ -256,9 +257,9 @@ class Fleet:
         self.state = UpdateState.CLOSED
 
     def go(self, message: Go, handles: Sequence[EngineHandle] | None = None) -> None:
-        """Tell every worker, or those of these engines, to run its part of the plan.
+        """Send `Go` to all workers, or to those of these engines: run your part of the plan.
 
-        From here on the engines' weights are a mixture. A rank or a worker that is known to have gone is raised before.
+        From here on the engines' weights are a mixture. Raises before if a rank or a worker is known to be gone.
         """
         self._check_ranks()
         self.check()
@@ -268,16 +269,19 @@ class Fleet:
             one.go(message, deadline)
 
     def wait_done(self, timeout_s: float | None = None) -> list[Done]:
-        """Wait until every worker has verified and loaded everything; at most `timeout_s`, or one wait's time."""
+        """Wait for every worker's `Done`: it has verified and loaded everything.
+
+        timeout_s: the limit. None: that of a single wait.
+        """
         return self._collect(Done, Deadline(timeout_s or self._timeout_s), "load")
 
     def commit(self, label: str | None = None) -> list[Committed]:
-        """Declare the version complete: reset caches, stamp the version or its `label`, resume generation."""
+        """Commit the version: reset caches, stamp the version or its `label`, resume generation."""
         deadline = Deadline(self._timeout_s)
-        # From here on some worker may have it, and no other weights may get the number, whatever happens now.
+        # Set before sending: once a worker may have this version, no other weights may get its number.
         self.newest_version = max(self.newest_version, self._version)
         self._send(Commit(self._version), deadline, "commit")
-        # An engine does one thing after the other: this one waits behind the update, and saves a round trip.
+        # An engine serves one call at a time. Queued behind `update`, the reset saves a round trip.
         resets = [self._call("commit", one, lambda each: each.engine.reset_caches()) for one in self._active]
         answers = self._collect(Committed, deadline, "commit")
         for one in self._active:
@@ -286,7 +290,7 @@ class Fleet:
         version, text = self._version, str(self._version) if label is None else label
         self._all("commit", self._active, lambda one: one.finish(version, text))
         self._wait(resets, Deadline(self._timeout_s), "commit")
-        # Only now: an engine that remembers what old weights computed must not resume.
+        # After the resets: an engine with a KV cache of the old weights must not resume.
         self.state = UpdateState.COMMITTED
         self._all("resume", self._active, EngineHandle.resume)
         self.state = UpdateState.CLOSED
@@ -300,14 +304,14 @@ class Fleet:
         self._check_health()
 
     def explain(self, error: WeightSyncError) -> WeightSyncError:
-        """Return the cause of `error`: why a worker has refused or failed, or `error` with the engines that are lost.
+        """Return the cause of `error`: a worker's own error, or else `error` itself.
 
-        They are its `lost`, by name, and the others are its `survivors`.
+        Adds the names of lost engines as the fact `lost`, and of the others as `survivors`.
         """
         if isinstance(error, PeerError) and self.state is UpdateState.DIRTY:
             time.sleep(timeouts.WORKER_MESSAGE_S)
         for worker in self.workers:
-            worker.connection.is_open()  # takes in what it has said
+            worker.connection.is_open()  # reads the worker's messages into the inbox
         said = [worker.connection.reported() for worker in self.workers]
         for kind in _REFUSALS:
             if (refusal := next((each for each in said if isinstance(each, kind)), None)) is not None:
@@ -316,15 +320,15 @@ class Fleet:
         if may_be_engines and (lost := find_lost(self.handles, error)):
             error.add_facts(lost=lost, survivors=[o.engine.name for o in self.handles if o.engine.name not in lost])
         elif isinstance(error, PeerError):
-            # A worker that fails says why and leaves the transfer, which may be seen to break before its words come.
+            # The transfer may break before the `Failure` of the worker that broke it arrives.
             return next((e for e in said if e is not None and not isinstance(e, (PeerError, SyncTimeoutError))), error)
         return error
 
     def fail(self, error: WeightSyncError) -> None:
-        """End the push as the table says, after any failure. Never raises, takes seconds; the fleet is over.
+        """Roll the push back according to the table, after any failure. Never raises. Takes seconds. Ends the fleet.
 
-        Engines that do not answer are not waited for, but at this process's exit. They do what is asked of them when
-        they go on. An engine that has left a call unanswered to its deadline is one: all further calls wait behind it.
+        Calls to silent engines are made, but not waited for before this process exits. A silent engine serves them when
+        it continues. An engine is silent, too, if a call has reached its deadline: further calls wait behind this call.
         """
         state, self._over = self.state, True
         silent = {*getattr(error, "lost", []), *getattr(error, "waiting_for", [])}
@@ -334,15 +338,15 @@ class Fleet:
             one.mark_failed()
         everyone = [worker for one in self.handles for worker in one.workers]
         for worker in everyone:
-            with suppress(WeightSyncError):  # it is gone
+            with suppress(WeightSyncError):  # the worker is gone
                 worker.connection.send(Failure(error.to_fields()), deadline, "fail")
-        # A worker that is only just connecting would wait to be admitted, and its engine with it.
+        # Otherwise a worker that is connecting would wait for its admission, and block its engine.
         self._listener.close()
         join([*([self._opening] if self._opening else []), *self._calls, *self._changing], silent, deadline)
         if state in (UpdateState.OPEN, UpdateState.DIRTY):
             silent |= self._try_all("give up", held, EngineHandle.roll_back, silent, deadline)
         if state is UpdateState.DIRTY:
-            # The version that vLLM reports with every answer is where people look. Generation stays paused.
+            # vLLM reports the version with every answer, so users see the mark. Generation stays paused.
             mark = f"{POISONED}: the push of version {self._version} failed"
             mixed = [one for one in held if not one.is_whole]
             self._try_all("mark", mixed, lambda one: one.engine.set_version(mark), silent, deadline)
@@ -357,15 +361,15 @@ class Fleet:
         self.remove(self.handles)
 
     def _answer_pings(self) -> None:
-        """Show workers that ask that this process is alive, whatever its other threads do, and ask them the same."""
+        """Answer the workers' `Ping`s and send them ours. In a thread, so other threads' work does not delay it."""
         for one in self.handles:
             for worker in one.workers:
                 if worker.connection.answer_pings():
-                    self._listener.wake()  # else a wait for what was taken in would last a turn
+                    self._listener.wake()  # the main thread's poll does not see bytes that were read here
             one.ask_workers()
 
     def _ask_whether_alive(self) -> None:
-        """Ask engines whether they are alive, while a push or a call is under way."""
+        """Run the engines' health checks, while a push or a call is under way."""
         for one in self._active if self._calls or self.state is not UpdateState.CLOSED else ():
             one.ask_whether_alive()
 
@@ -376,7 +380,7 @@ class Fleet:
             self._all(
                 "pause", [one for one in self._active if not one.was_asked], EngineHandle.read_version, in_opening=True
             )
-            # Both at once: requests that are running have to end a step first, or all of their tokens.
+            # Both at once: `pause` first waits for running requests, for one step or for all of their tokens.
             pause = partial(EngineHandle.pause, mode=self._pause)
             self._all("pause", self._active, pause, EngineHandle.start, in_opening=True)
             self._all("pause", self._active, EngineHandle.mark, in_opening=True)
@@ -389,12 +393,12 @@ class Fleet:
                 self._calls.append(BackgroundCall(self._listener, "update", one.engine.update, info, who=who))
 
     def _under_way(self) -> list[BackgroundCall]:
-        """Return the calls that `fail` did not wait for, here and before. Each may pause or resume an engine."""
+        """Return unfinished calls of this fleet and of earlier ones. Each may still pause or resume an engine."""
         calls = [*self._previous_calls, *self._changing, *([self._opening] if self._opening else [])]
         return [call for call in calls if call.is_alive()]
 
     def _await_earlier(self) -> None:
-        """Wait for the calls of pushes that failed, to the engines that the conversation is with."""
+        """Wait for unfinished calls of failed pushes to the active engines."""
         names, deadline = {"", *(one.engine.name for one in self._active)}, Deadline(self._timeout_s)
         while late := [call for call in self._previous_calls if call.who in names and call.is_alive()]:
             if deadline.passed():
@@ -414,7 +418,7 @@ class Fleet:
         try:
             return self._listener.collect(connections, kind, deadline, phase, self._check_everyone)
         except PeerError:
-            self._check_ranks()  # what a rank has done to a worker is the better cause
+            self._check_ranks()  # a rank's death may be the cause of the worker's
             raise
 
     def _check_ranks(self) -> None:
@@ -428,11 +432,11 @@ class Fleet:
         self._check_ranks()
         self._check_calls(
             timeouts.WORKER_MESSAGE_S
-        )  # a worker that turns this trainer away says why, and its call may then fail
+        )  # a worker's own `Failure` is a better error than the failed call that follows it
         self._check_health()
 
     def _check_calls(self, news_s: float = 0.0) -> None:
-        """Raise the error of a call that failed, once a worker has had `news_s` to be heard with the cause."""
+        """Raise a failed call's error, after `news_s`: a worker's `Failure` with the cause comes first."""
         for call in (*([self._opening] if self._opening else []), *self._calls):
             if call.error is not None and call.since_failure_s() >= news_s:
                 raise call.error
@@ -444,14 +448,14 @@ class Fleet:
             self._calls = []
 
     def _all(self, phase: str, handles: Sequence[EngineHandle], *methods: _Method, in_opening: bool = False) -> None:
-        """Call these methods with each of these engines, all at once, and wait."""
+        """Call these methods with each of these engines, all at the same time. Wait for all calls."""
         calls = [self._call(phase, one, method) for method in methods for one in handles]
         self._wait(calls, Deadline(self._timeout_s), phase, in_opening)
 
     def _try_all(
         self, phase: str, handles: Sequence[EngineHandle], method: _Method, silent: Collection[str], deadline: Deadline
     ) -> set[str]:
-        """Call this method with each of these engines. See `join` for the rest."""
+        """Call this method with each of these engines. Wait and return as `join` does. Errors are ignored."""
         calls = [self._call(phase, one, method) for one in handles]
         return join(calls, silent, Deadline(max(deadline.left_s(), timeouts.NEXT_CALL_S)))
 
@@ -465,7 +469,7 @@ class Fleet:
             while call.is_alive() and not deadline.passed():
                 call.join(min(timeouts.CALL_LOOK_S, deadline.left_s()))
                 self._check_health()
-                if not in_opening:  # whose thread must not read the ranks' connections
+                if not in_opening:  # the thread of `_open` must not read the ranks' connections: the main thread does
                     self._check_ranks()
             if call.is_alive():
                 text = f"{call.name} did not return within {deadline.timeout_s:g} s"

@@ -1,4 +1,4 @@
-"""Engines that pushes leave out until they answer again."""
+"""Engines left out of pushes until they answer again."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from weightsync.net.runtime import submit
 
 
 class LostEngines:
-    """The engines that were lost, by name. Each push asks them whether they answer, beside what else it does."""
+    """The names of lost engines. Each push runs their health checks in other threads."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
         self._asked: dict[str, Future[bool | None]] = {}
 
     def add(self, names: Iterable[str]) -> None:
-        """Leave these out from now on."""
+        """Leave these engines out from now on."""
         self.names.update(names)
 
     def present(self, engines: Sequence[Engine]) -> list[Engine]:
-        """Return those of `engines` that are not lost, or answer again. Forget those that are none of `engines`.
+        """Return `engines` without the lost ones that still do not answer. Forget lost engines not in `engines`.
 
-        An engine that does not answer at once is asked only once at a time, however many pushes there are meanwhile.
+        A lost engine has at most one health check at a time: later pushes look at the running one.
         """
         asked = {
             one.name: self._asked.get(one.name) or submit(f"health of {one.name}", one.is_alive)

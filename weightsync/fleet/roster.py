@@ -1,4 +1,4 @@
-"""Which engines there are: what the user named, what was added and removed since, and how each is called."""
+"""The list of engines: the user's, with later additions and removals, and the client of each engine."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ _COMMENT = "#"
 
 
 class EngineList:
-    """The engines of one `WeightSync`, which is its `engines`.
+    """The engines of one `WeightSync`: its attribute `engines`.
 
         sync.engines.add("http://10.0.0.7:8000")
         sync.engines.remove("http://10.0.0.3:8000")
 
-    The next push reaches what the list of rank 0 has then. Where other ranks were given the same list, change it on
-    each of them; where they were given None, on rank 0. Neither is collective.
+    A push reaches the engines in rank 0's list. If the other ranks were given the same list, change it on every rank.
+    If they were given None, change it on rank 0 alone. `add` and `remove` are not collective.
 
-    The engines are those that `connect` takes. A callable is asked for them before each push, and the `Path` of a file
-    is read: an address a line, and what follows a # is left out. Only rank 0 asks and reads.
+    Each engine is one that `connect` accepts. In place of a list there may be a callable that returns it, or the `Path`
+    of a file with one address a line. Text after a # in the file is ignored. Rank 0 alone calls or reads it, before
+    each push.
     """
 
     def __init__(self, given: object, timeout_s: float, of: str = "") -> None:
-        """Take what the user gave. The engines' names say whose they are, `of`."""
+        """Take the user's engines. `of` is the end of their names, such as " of trainer rank 1"."""
         self.given = given
         self._read: Callable[[], object] | None = None
         if isinstance(given, os.PathLike):
@@ -47,15 +48,26 @@ class EngineList:
         self._count = 0
 
     def add(self, engine: object) -> None:
-        """Add an engine, which the next push reaches. Raises `ConfigError` for one that they reach already."""
+        """Add an engine for the next push.
+
+        Args:
+            engine: one engine that `connect` accepts.
+
+        Raises:
+            ConfigError: the engine is in the list already, or the list comes from a callable or a file.
+        """
         if any(_is_same(engine, one) for one in self._changeable()):
             raise ConfigError(f"{engine!r} is among the engines already")
         self._added.append(engine)
 
     def remove(self, engine: object) -> None:
-        """Take an engine off the list. It goes on with the weights that it has.
+        """Remove an engine from the list. It continues to serve its current weights.
 
-        Raises `ConfigError` for one that they do not reach.
+        Args:
+            engine: the engine, as it was given.
+
+        Raises:
+            ConfigError: the engine is not in the list, or the list comes from a callable or a file.
         """
         before = self._changeable()
         if not any(_is_same(engine, one) for one in before):
@@ -63,20 +75,20 @@ class EngineList:
         self._listed, self._added = [one for one in before if not _is_same(engine, one)], []
 
     def named(self) -> list[object]:
-        """Return what this process itself was given: nothing where that was None, or is found out by rank 0."""
+        """Return the engines given to this process itself. Empty when it was given None, a callable or a file."""
         return [*(self._listed or ()), *self._added]
 
     def all(self) -> list[object]:
-        """Return what pushes reach now, as the user named it."""
+        """Return the current engines as the user gave them. Call the callable or read the file, if there is one."""
         if self._read is not None:
             return listed(self._read())
         return [*(listed(None) if self._listed is None else self._listed), *self._added]
 
     def engines(self) -> list[Engine]:
-        """Return what pushes reach now, as engines, in order. One that stays is the same object as before.
+        """Return the clients of the current engines, in order. An engine that stays keeps its client object.
 
-        Contacts none of them. Raises `ConfigError` when there is none, when one is there twice, and for what is no
-        engine.
+        Contacts no engine. Raises `ConfigError` when there is no engine, when an engine is listed twice, and for an
+        object that `connect` does not accept.
         """
         given = self.all()
         if not given:
@@ -102,17 +114,23 @@ class EngineList:
 
 
 def connect(engines: object, timeout_s: float, of: str = "") -> list[Engine]:
-    """Return the engines that `engines` names, in order. Contacts none of them. Their names say whose they are, `of`.
+    """Return the clients of `engines`, in order. Contacts no engine.
 
-    Accepts an `LLM`, an `AsyncLLM`, a Ray actor handle of either, a server's URL, a `VllmServer` or another object with
-    a `url`, an `Engine`, or a list or tuple of these. None stands for the comma-separated URLs in $WEIGHTSYNC_ENGINE,
-    or else http://localhost:8000. Raises `ConfigError` for anything else.
+    Args:
+        engines: an `LLM`, an `AsyncLLM`, a Ray actor handle of either, a server's URL, a `VllmServer` or another object
+            with a `url`, an `Engine`, or a list or tuple of these. None stands for the comma-separated URLs in
+            $WEIGHTSYNC_ENGINE, or else http://localhost:8000.
+        timeout_s: the limit of each wait for an engine.
+        of: the end of the engines' names, such as " of trainer rank 1".
+
+    Raises:
+        ConfigError: `engines` is empty, lists an engine twice, or has another object.
     """
     return EngineList(engines, timeout_s, of).engines()
 
 
 def listed(engines: object) -> list[object]:
-    """Return the engines that the user gave, one by one, and those that None stands for."""
+    """Return the user's engines as a list. None stands for those of $WEIGHTSYNC_ENGINE, or else the default URL."""
     if engines is None:
         return [url.strip() for url in os.environ.get(ENGINE_VARIABLE, DEFAULT_URL).split(",") if url.strip()]
     # A configuration's list may be of a class of its own, such as OmegaConf's.
@@ -120,7 +138,7 @@ def listed(engines: object) -> list[object]:
 
 
 def public_name(engine: Any) -> str | None:
-    """Return the URL or the Ray actor's id by which every process reaches an engine. None: it lives in this process."""
+    """Return the URL or Ray actor id of an engine that every process can reach. None: it lives in this process."""
     if isinstance(engine, Engine):
         return None
     if (url := _url(engine)) is not None:
@@ -129,7 +147,7 @@ def public_name(engine: Any) -> str | None:
 
 
 def _url(engine: Any) -> str | None:
-    """Return the URL that an engine is, or has, as a `VllmServer` does."""
+    """Return the engine itself if it is a URL, or else its `url`, such as a `VllmServer`'s. None: it has neither."""
     url = engine if isinstance(engine, str) else getattr(engine, "url", None)
     return url if isinstance(url, str) else None
 
@@ -144,7 +162,7 @@ def _is_same(one: object, other: object) -> bool:
 
 def _addresses(file: Path) -> list[object]:
     try:
-        if file.exists() and not file.is_file():  # a pipe would be waited for
+        if file.exists() and not file.is_file():  # reading a pipe would block
             raise OSError("it is no file")
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,6 +1,6 @@
-"""An engine whose workers are in the processes of several ranks, as under vLLM's external_launcher.
+"""An engine with workers in the processes of several ranks, as under vLLM's external_launcher.
 
-Each rank's `LLM` is a part of it: one worker, and a scheduler that decides as those of the other parts do.
+Each rank's `LLM` is one part of the engine: one worker, and a scheduler. All parts' schedulers take the same decisions.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from weightsync.net.wire import POISONED
 
 
 def join(engines: Sequence[Engine]) -> list[Engine]:
-    """Return these engines, and one in place of all parts of the same.
+    """Return these engines, with one `SpmdEngine` in place of the parts of each engine.
 
-    Raises `ConfigError` where some parts of an engine are missing.
+    Raises `ConfigError` when parts of an engine are missing.
     """
     whole: list[Engine] = []
     parts: dict[SpmdPart, list[Engine]] = {}
@@ -40,7 +40,7 @@ def join(engines: Sequence[Engine]) -> list[Engine]:
 
 
 class SpmdEngine(CalledEngine):
-    """The parts of one engine. Each call is one of all parts at once. Equal where the parts are the same."""
+    """The parts of one engine. Each call goes to all parts at once. Two are equal if their parts are the same."""
 
     def __init__(self, parts: Sequence[Engine]) -> None:
         self.name = f"{parts[0].name} and its parts in {len(parts) - 1} other ranks"
@@ -68,7 +68,7 @@ class SpmdEngine(CalledEngine):
         return self._call_all(method, *args)[0]
 
     def _call_all(self, method: str, *args: Any) -> list[Any]:
-        """Return every part's answer. Raise what the first part raises, though others may not have answered."""
+        """Return every part's answer. Raise the first error of any part, without waiting for the other parts."""
         calls = ((part.name, partial(getattr(part, method), *args)) for part in self._parts)
         answers = [submit(f"{method} of {name}", call) for name, call in calls]
         done, _ = concurrent.futures.wait(answers, return_when=concurrent.futures.FIRST_EXCEPTION)
