@@ -45,7 +45,7 @@ class ErrorFields(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WeightSyncError(Exception):
-    """Base of every error that weightsync raises on purpose.
+    """Base of all errors raised on purpose by weightsync.
 
     Attributes:
         message: The text, without `who` and `phase`. `str()` adds them.
@@ -90,7 +90,7 @@ class ManifestError(WeightSyncError, ValueError):
     """Tensors that do not fit the engine's model. Nothing was written.
 
     Attributes:
-        missing: Names that the engine needs and the trainer does not have.
+        missing: Names required by the engine, without a tensor of the trainer.
         unexpected: The trainer's names without a place in the engine.
         mismatched: The fault of a tensor, by name: its shape, its dtype, or a second write of it.
     """
@@ -128,11 +128,11 @@ class NonFiniteError(WeightSyncError, ValueError):
 
 
 REFUSALS = ConfigError, ManifestError, NonFiniteError
-"""Errors that may be raised before a call has changed anything."""
+"""Errors that a call may raise before it has changed anything."""
 
 
 class UnsupportedError(WeightSyncError, NotImplementedError):
-    """A model, layer or machine that weightsync does not cover. The message has the reason and the way out."""
+    """A model, layer or machine without support in weightsync. The message has the reason and the way out."""
 
 
 class PlacementError(WeightSyncError, ValueError):
@@ -143,7 +143,7 @@ class PlacementError(WeightSyncError, ValueError):
 
 
 class EngineError(WeightSyncError, RuntimeError):
-    """An engine call that the engine refused, or an engine that broke during the call."""
+    """An engine call refused by the engine, or an engine broken during the call."""
 
 
 class EngineUnreachableError(EngineError, ConnectionError):
@@ -151,13 +151,13 @@ class EngineUnreachableError(EngineError, ConnectionError):
 
 
 class EngineBusyError(EngineError):
-    """An engine that is connected to another trainer."""
+    """An engine connected to another trainer."""
 
 
 class FencedError(EngineError):
-    """An engine that another trainer has taken over, because this trainer did not answer.
+    """An engine taken over by another trainer, because this trainer did not answer.
 
-    This trainer changed nothing in the engine after that. Push again once the other trainer has closed its
+    This trainer changed nothing in the engine afterwards. Push again once the other trainer has closed its
     `WeightSync`.
     """
 
@@ -167,7 +167,7 @@ class EngineAsleepError(EngineError):
 
 
 class FrozenLostError(EngineError):
-    """An engine that has lost frozen tensors. `WeightSync.push` then sends all tensors."""
+    """An engine without its frozen tensors: it has lost them. `WeightSync.push` then sends all tensors."""
 
 
 class PeerError(WeightSyncError, ConnectionError):
@@ -175,7 +175,7 @@ class PeerError(WeightSyncError, ConnectionError):
 
 
 class SyncTimeoutError(WeightSyncError, TimeoutError):
-    """A wait that passed its deadline. `waiting_for` names the ranks, workers or engines without an answer."""
+    """A wait past its deadline. `waiting_for` names the ranks, workers or engines without an answer."""
 
     waiting_for: list[str]
 

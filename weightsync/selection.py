@@ -20,30 +20,30 @@ UNQUANTIZED = (
     "*_gate.weight",
     "*router*",
 )
-"""Two-dimensional weights that quantised checkpoints leave unquantised: embeddings, output layers and routers."""
+"""Two-dimensional weights left unquantised by quantised checkpoints: embeddings, output layers and routers."""
 
 
 @dataclass(frozen=True)
 class TensorSelection:
-    """The tensors that travel, and their form.
+    """A choice of tensors, with their frequency and dtype.
 
     Patterns are shell patterns on checkpoint names (`*.mlp.gate.weight`), case sensitive. `*` matches dots too.
 
     Args:
         exclude: Tensors that are never pushed.
         buffers: Whether persistent buffers travel. Other buffers never do.
-        frozen: Tensors that only the first push sends. The first push after a failed push or `close` sends them again.
-            A changed frozen tensor is not noticed. A frozen tensor still travels if it shares an engine parameter with
-            a trained one, or lies in a module that is loaded whole. A push sends everything to engines that have lost
-            weights, as in vLLM's sleep at level 2. With verify="none" such a loss is not noticed.
+        frozen: Tensors for the first push alone. The first push after a failed push or `close` sends them again. A
+            changed frozen tensor is not noticed. A frozen tensor still travels if it shares an engine parameter with a
+            trained one, or lies in a module that is loaded whole. A push sends everything to engines without their
+            weights, as after vLLM's sleep at level 2. With verify="none" such a loss is not noticed.
         only_trained: Whether parameters without a gradient and without an adapter are frozen too.
         dtypes: Pattern to torch's dtype name on the wire. Default: the narrower of the trainer's and the engine's
             dtype. The first match counts.
-        unquantized: With `WeightSync(quantize=...)`, the two-dimensional tensors `....weight` that travel unquantised.
-            All others of these are quantised. Match the tensors that the engine's checkpoint leaves unquantised.
-        rename: Regular expression to the replacement of each match in a name, in this order. Or a function that returns
-            the new name. `exclude` matches old names, all other patterns match new names. For pushes that copy weights
-            or save them.
+        unquantized: With `WeightSync(quantize=...)`, the unquantised two-dimensional tensors `....weight`. All other
+            such tensors are quantised. Match the tensors left unquantised in the engine's checkpoint.
+        rename: Regular expression to the replacement of each match in a name, in this order. Or a function from the old
+            name to the new one. `exclude` matches old names, all other patterns match new names. For pushes that copy
+            weights or save them.
 
     Raises:
         ConfigError: Patterns that are no sequence of strings, an unknown dtype, or an invalid `rename`.

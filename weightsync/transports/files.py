@@ -5,10 +5,10 @@
     folder/.incoming-3f2a/1/        the first push of this connection, while it is under way
     folder/version-00000007/        complete
 
-Every rank writes its part of each chunk to its place in the safetensors files. Then the rank appends the part's digest
-to its own progress file. A worker reads a chunk after every rank with a part of it has done so. When all workers have
-loaded all chunks, the folder gets its name. Network file systems cache names. So no name is used twice, and a rank's
-progress file exists before a worker opens it.
+Every rank writes its part of each chunk to its place in the safetensors files. When the part is on the disk, the rank
+appends its digest to the rank's own progress file. A worker reads a chunk after every rank with a part of it has done
+so. When all workers have loaded all chunks, the folder gets its name. Network file systems cache names. So no name is
+used twice, and a rank's progress file exists before a worker opens it.
 """
 
 from __future__ import annotations

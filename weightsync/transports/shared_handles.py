@@ -180,7 +180,7 @@ def _open_cuda(fields: CudaHandle, device: torch.device, owner: str) -> torch.Te
     # kernels read it. Under the owner's index the copies would run on the owner's GPU.
     handle, counter, event = map(bytes.fromhex, (fields.handle, fields.counter_handle, fields.event_handle))
     given = handle, fields.nbytes, fields.offset_bytes, counter, fields.counter_offset, event, fields.event_sync
-    torch.cuda.init()  # the next call crashes in a process without a CUDA context
+    torch.cuda.init()  # or the next call crashes in a process without a CUDA context
     own = storage_from_cache(torch.UntypedStorage, (handle, fields.offset_bytes))
     if own is not None and own.device == device:
         torch.UntypedStorage._release_ipc_counter(counter, fields.counter_offset, device=device)
