@@ -1,15 +1,15 @@
-"""The trainer's way to call a running vLLM: one `Engine` for an `LLM`, an `AsyncLLM`, a Ray actor or a server.
+"""Clients of a running vLLM: one `Engine` for an `LLM`, an `AsyncLLM`, a Ray actor or a server.
 
 For every method of an engine:
 
-- It blocks until vLLM has answered, for at most `timeout_s`, or longer as `calls.limit_s` says.
+- It blocks until vLLM has answered, for at most `calls.limit_s`: `timeout_s`, or longer for some calls.
 - It raises only `weightsync.errors`.
-- `pause` and `start` are called at the same time, from two threads. `reset_caches` may be called while `update` runs,
-  and `finish` when `update` has returned.
-- It never repeats a call, since none of vLLM's weight calls may run twice. A connection that breaks is an error.
+- `pause` and `start` are called at the same time, from two threads. `reset_caches` may be called while `update` runs.
+  `finish` is called after `update` has returned.
+- It never repeats a call, since none of vLLM's weight calls may run twice. A broken connection is an error.
 
-vLLM is imported only for the class that an `LLM` or `AsyncLLM` wants adapters in, and Ray only when an engine is a Ray
-actor. This package knows nothing about weights or transports.
+vLLM is imported only for its `LoRARequest`, and Ray only for a Ray actor. This package knows nothing about weights or
+transports.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from weightsync.vllm.llm_object import died
 
 
 class AsyncEngine(VllmEngine):
-    """A `vllm.AsyncLLM` that lives in an event loop of this process, in a thread other than the caller's."""
+    """A `vllm.AsyncLLM` in this process, in an event loop of another thread than the caller's."""
 
     def __init__(self, engine: Any, *, name: str, timeout_s: float) -> None:
         super().__init__(engine, name=name, timeout_s=timeout_s)
@@ -23,7 +23,7 @@ class AsyncEngine(VllmEngine):
         return bool(self._call("is_paused")) if hasattr(self._engine, "is_paused") else None
 
     def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
-        loop = self.loop()  # first: a coroutine that is made must run
+        loop = self.loop()  # may raise, so before the coroutine is made: Python warns of one that never runs
         answer = asyncio.run_coroutine_threadsafe(getattr(self._engine, method)(*args, **kwargs), loop)
         try:
             return wait(answer, doing or method, self.timeout_s, self.name, lambda: died(self._engine))
@@ -34,9 +34,13 @@ class AsyncEngine(VllmEngine):
         return self._call(method, *map(as_request, args))
 
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Return the engine's event loop, which runs. Raises `ConfigError` where it cannot be known, or is this one."""
-        # The task that handles the engine's output says which loop is the engine's. It starts with the engine, or
-        # with the first request when the engine was made outside of any loop.
+        """Return the engine's event loop.
+
+        Raises `ConfigError` when the engine has no loop yet, or the caller runs in it. Raises `EngineUnreachableError`
+        when the loop does not run.
+        """
+        # The engine's output task knows the loop. The task starts with the engine, or with the first request if the
+        # engine was made outside of any loop.
         task = self._engine.output_handler
         loop: asyncio.AbstractEventLoop | None = task.get_loop() if task is not None else self._loop_here
         if loop is None:

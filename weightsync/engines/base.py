@@ -1,4 +1,4 @@
-"""The interfaces of an engine, as the trainer sees it."""
+"""The trainer's interfaces of an engine."""
 
 from __future__ import annotations
 
@@ -10,53 +10,72 @@ from weightsync.planning.layout import Count
 
 @runtime_checkable
 class Engine(Protocol):
-    """One running vLLM. A user's own engine may be one; every method follows the rules of `weightsync.engines`."""
+    """One running vLLM. A user may implement it. Every method follows the rules of `weightsync.engines`."""
 
     @property
     def name(self) -> str:
-        """Return its name for error messages, such as "engine 0 (http://10.0.0.3:8000)"."""
+        """The engine's name for error messages, such as "engine 0 (http://10.0.0.3:8000)"."""
 
     @property
     def host(self) -> str:
-        """Return the address of its workers' host, as seen from here; "127.0.0.1" when that is this host."""
+        """The address of the workers' host, as seen from this process. "127.0.0.1" for this host."""
 
     def init(self, init_info: dict[str, Any]) -> None:
-        """Hand `init_info`, plain values that JSON can carry, to every worker's weightsync plug-in."""
+        """Hand `init_info` to every worker's weightsync plug-in.
+
+        Args:
+            init_info: plain values for JSON.
+        """
 
     def start(self) -> None:
         """Begin a weight update."""
 
     def update(self, update_info: dict[str, Any]) -> None:
-        """Hand `update_info`, plain values that JSON can carry, to every worker. Between `start` and `finish`."""
+        """Hand `update_info` to every worker. Called between `start` and `finish`.
+
+        Args:
+            update_info: plain values for JSON.
+        """
 
     def finish(self, version: str | None) -> None:
-        """End the weight update and, from vLLM 0.27 on, stamp `version` on all output from now on."""
+        """End the weight update.
+
+        Args:
+            version: from vLLM 0.27 on, stamped on all later output. None: the version stays.
+        """
 
     def pause(self, mode: str) -> None:
-        """Stop generating. Requests in flight are frozen ("keep"), finished first ("wait") or aborted ("abort")."""
+        """Stop generating.
+
+        Args:
+            mode: for requests in flight. "keep" freezes them, "wait" finishes them first, "abort" aborts them.
+        """
 
     def resume(self) -> None:
         """Generate again."""
 
     def reset_caches(self) -> None:
-        """Forget everything computed with older weights: prefix cache, KV connector, encoder outputs.
+        """Drop everything computed with older weights: prefix cache, KV connector, encoder outputs.
 
-        Requests in flight compute their KV again. Raises `EngineError` when vLLM says that it did not succeed. Called
-        when all workers serve an update, or later. The engine then generates nothing until `resume`.
+        Requests in flight compute their KV again. Called while all workers serve an update, or later. The engine then
+        generates nothing until `resume`.
+
+        Raises:
+            EngineError: vLLM answers that a cache was not reset.
         """
 
     def set_version(self, version: str) -> None:
         """Stamp `version` without an update. Do nothing before vLLM 0.27."""
 
     def version(self) -> str | None:
-        """Return the version stamped last: vLLM's own "default" before the first, None before vLLM 0.27."""
+        """Return the version stamped last. vLLM's own is "default". None: vLLM before 0.27."""
 
     def is_alive(self) -> bool | None:
-        """Return whether the engine can still answer, or None when it may be busy. Never raises, takes seconds."""
+        """Return whether the engine can still answer. None: it may be busy. Never raises. Takes seconds."""
 
 
 class CalledEngine(ABC):
-    """An `Engine` whose methods are calls of the same names elsewhere."""
+    """An `Engine` that forwards each method to another object, by the method's name."""
 
     def init(self, init_info: dict[str, Any]) -> None:
         self._call("init", init_info)
@@ -91,20 +110,21 @@ class CalledEngine(ABC):
 
     @abstractmethod
     def _call(self, method: str, *args: Any) -> Any:
-        """Call the method there. Return its answer, or raise its error."""
+        """Call the other object's method. Return its answer, or raise its error."""
 
 
 class SpmdPart(NamedTuple):
-    """Which part of which engine an `LLM` is."""
+    """The engine of an `LLM` under external_launcher, and the number of the engine's parts. Equal for all its parts."""
 
     engine: Count
     parts: Count
 
 
 class LoraAdapter(NamedTuple):
-    """An adapter that engines have been given.
+    """An adapter in the engines.
 
-    In a process that has vLLM, `LoRARequest(*adapter)` asks for it. A server is asked for the model `name`.
+    A request to an `LLM` or `AsyncLLM` names it by `LoRARequest(*adapter)`. A request to a server names it as its
+    model.
     """
 
     name: str
@@ -114,25 +134,30 @@ class LoraAdapter(NamedTuple):
 
 @runtime_checkable
 class AdapterEngine(Engine, Protocol):
-    """An engine that adapters can be pushed to."""
+    """An engine for pushes of adapters."""
 
     def max_lora_rank(self) -> int | None:
-        """Return the largest rank that it was started for, or None when it does not say.
+        """Return the engine's largest LoRA rank. None: the engine does not report it.
 
-        Raises `EngineError` when it was started without adapters.
+        Raises:
+            EngineError: the engine was started without adapters.
         """
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
-        """Load it into every worker from `adapter.path`, and make sure that the engine says so.
+        """Load an adapter into every worker from `adapter.path`, and check that the engine has it.
 
         The engine must not have an adapter of this name or id.
+
+        Raises:
+            UnsupportedError: a module of the adapter is bound to no module of the engine.
+            EngineError: the engine did not load the adapter.
         """
 
     def unload_adapter(self, adapter: LoraAdapter) -> None:
-        """Forget it, if it is known. Requests that use it go on, and may load it again."""
+        """Remove an adapter if the engine has it. Running requests with it continue, and may load it again."""
 
     def has_adapter(self, adapter: LoraAdapter) -> bool:
-        """Return whether it can be asked for this adapter, by its name or else its id."""
+        """Return whether the engine has this adapter, by its name or else its id."""
 
     def adapters_in_use(self) -> set[str]:
-        """Return the names of the adapters that requests, running or waiting, have asked for."""
+        """Return the names of the adapters of all running and waiting requests."""

@@ -1,7 +1,7 @@
-"""The proof that an adapter acts: each of its modules is bound to one of the engine's.
+"""The check that each module of an adapter is bound to one of the engine's modules.
 
-vLLM answers that it has loaded an adapter of whose modules it binds none, and then answers as without the adapter. So
-the engine's workers are asked what they bind: before an adapter is loaded, and of what was loaded.
+vLLM reports an adapter as loaded even if it has bound none of its modules, and then generates as without it. So the
+engine's workers are asked for their bindings twice: before the adapter is loaded, and after.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from weightsync.net.wire import BoundModules, typed
 
 
 def ask_worker(worker: Any, path: str, number: int) -> dict[str, Any]:
-    """Ask a worker, as a function that the engine is given where its workers have no such method."""
+    """Return the worker's `BoundModules`. `collective_rpc` takes this function if the workers have no such method."""
     from weightsync.vllm.adapters import adapter_modules
 
     return adapter_modules(worker, path, number)
 
 
 def check_bound(adapter: LoraAdapter, answers: Any, who: str) -> None:
-    """Raise `UnsupportedError` unless some worker binds each of the adapter's modules, and to one that no other has.
+    """Raise `UnsupportedError` unless each of the adapter's modules is bound, on some worker, to a module of its own.
 
-    answers: those of all workers, as they came. Raises `EngineError` for one that could not find out.
+    answers: the answers of all workers, not parsed yet. Raises `EngineError` for a worker's error.
     """
     found = typed(answers, list[BoundModules])
     if error := next((one.error for one in found if one.error), "" if found else "no worker answers"):

@@ -1,4 +1,4 @@
-"""Calls into vLLM: their names, how long each may take, whose turn it is, and what their answers mean."""
+"""Calls into vLLM: their names, time limits, order, and errors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
 
 EXTENSION_SINCE, PLUG_INS_SINCE = (0, 20), (0, 25)
-"""The first releases of vLLM that the worker extension and the plug-in work in."""
+"""The first releases of vLLM for the worker extension and for the plug-in."""
 LOCAL = "127.0.0.1"
 
-# What a call is named on the workers, with the plug-in and with the worker extension, to which an update is one call.
+# Names of the workers' methods. With the worker extension an update is a single call.
 PLUG_IN_METHODS = {
     "init": "init_weight_transfer_engine",
     "start": "start_weight_update",
@@ -30,10 +30,10 @@ EXTENSION_METHODS = {
 
 RESET = "reset_prefix_cache"
 _SERVED = "init", "update"
-_SERVING = {RESET, "reset_caches", *_SERVED}  # as an engine of another rank is asked for them, and as vLLM is
+_SERVING = {RESET, "reset_caches", *_SERVED}  # with both names: vLLM's, and that for an engine of another rank
 _SERVING |= {methods[call] for methods in (PLUG_IN_METHODS, EXTENSION_METHODS) for call in _SERVED}
 STILL_ASLEEP = "%s generates again only when its memory, which has been put to sleep, is woken up"
-# vLLM's words for "no weight transfer", "another backend's init_info" and "the worker has no such method".
+# vLLM's texts for: no weight transfer; init_info of another backend; a method that the workers lack.
 _NO_PLUG_IN = re.compile(
     r"Weight transfer not configured|Invalid init_info for (?!WeightSync)\w+|Method 'weightsync_\w+' is not implemented"
 )
@@ -41,9 +41,9 @@ _ENGINE_DEAD = "EngineCore encountered an issue"  # the text of vLLM's EngineDea
 
 
 class CallLock:
-    """One call at a time, for an engine that cannot do two things at once.
+    """A lock for one call at a time, for an engine that serves no two calls at once.
 
-    A call gives its turn when it has ended, which may be long after its caller stopped waiting.
+    A call holds its turn until it has ended, perhaps long after the caller's timeout.
     """
 
     def __init__(self, who: str, timeout_s: float, died: Callable[[], bool] = lambda: False) -> None:
@@ -51,10 +51,10 @@ class CallLock:
         self._lock = threading.Lock()
         self._counting = threading.Lock()
         self._doing = ""
-        self._calls = 0  # that share the turn
+        self._calls = 0  # number of calls that share the turn
 
     def acquire(self, doing: str) -> None:
-        """Wait for the turn. Raises `SyncTimeoutError`, or `EngineUnreachableError` when the engine died."""
+        """Wait for the turn. Raises `SyncTimeoutError`, or `EngineUnreachableError` when the engine has died."""
         deadline = Deadline(limit_s(doing, self._timeout_s) if doing == RESET else self._timeout_s)
         while not self._lock.acquire(timeout=min(timeouts.CALL_POLL_S, deadline.left_s())):
             if self._died():
@@ -69,14 +69,14 @@ class CallLock:
             self._doing, self._calls = doing, 1
 
     def join(self, doing: str) -> bool:
-        """Share the turn of the call that is `doing` this. Return whether there was one."""
+        """Share the turn of the current call if it is `doing` this. Return whether it is."""
         with self._counting:
             joined = self._calls > 0 and self._doing == doing
             self._calls += joined
         return joined
 
     def release(self) -> None:
-        """End this call's share of the turn, and the turn when no other call has one."""
+        """End this call's share of the turn. The last share ends the turn."""
         with self._counting:
             self._calls -= 1
             if self._calls == 0:
@@ -86,9 +86,9 @@ class CallLock:
 def wait(
     answer: concurrent.futures.Future[Any], doing: str, timeout_s: float, who: str, died: Callable[[], bool]
 ) -> Any:
-    """Return the result of `answer`. vLLM leaves the calls of a dead engine unanswered, so this also asks `died`."""
+    """Return the result of `answer`. Polls `died` meanwhile, since vLLM never answers the calls of a dead engine."""
     deadline = Deadline(limit_s(doing, timeout_s))
-    ended = threading.Event()  # `concurrent.futures.wait` returns 0.05 ms later
+    ended = threading.Event()  # `concurrent.futures.wait` is slower
     answer.add_done_callback(lambda _: ended.set())
     while not ended.wait(min(timeouts.CALL_POLL_S, deadline.left_s())):
         if died():
@@ -104,7 +104,7 @@ def wait(
 
 
 def as_ours(error: BaseException, doing: str, who: str) -> WeightSyncError:
-    """Return what was raised in the engine as a `WeightSyncError`. One that is a `WeightSyncError` stays as it is."""
+    """Return an engine's exception as a `WeightSyncError`. A `WeightSyncError` is returned itself."""
     if isinstance(error, WeightSyncError):
         error.who = error.who or who
         return error
@@ -112,7 +112,7 @@ def as_ours(error: BaseException, doing: str, who: str) -> WeightSyncError:
 
 
 def engine_error(text: str, doing: str, who: str) -> EngineError:
-    """Return the error that vLLM's `text` stands for."""
+    """Return the error for an error text of vLLM."""
     if _ENGINE_DEAD in text:
         return EngineUnreachableError(f"{doing}: the engine is dead; its log says why", who=who)
     return no_plug_in(text, who) if _NO_PLUG_IN.search(text) else EngineError(f"{doing}: {text}", who=who)
@@ -137,7 +137,7 @@ def caches_not_reset(who: str) -> EngineError:
 
 
 def limit_s(doing: str, timeout_s: float) -> float:
-    """Return how long to wait for the answer to this call."""
+    """Return the time limit of the call `doing`, in seconds."""
     return max(timeouts.SERVING_S, timeout_s) if doing in _SERVING else timeout_s
 
 

@@ -49,17 +49,17 @@ DEFAULT_URL = "http://localhost:8000"
 logger = logging.getLogger(__name__)
 
 _QUESTIONS = 12
-"""How often a server is asked whether its workers have met the trainer. Two engines that are drawn by lot are found out
-4,095 times in 4,096, and two that take turns always."""
+"""Number of questions to a server whether its workers have met the trainer. A load balancer that draws one of two
+engines at random is found 4,095 times in 4,096, and one that alternates always."""
 _TRIES = 32
-"""How often a call that undoes a push is made behind a load balancer."""
+"""Most tries of a rollback call behind a load balancer."""
 _MOST_BYTES = 1 << 24
-"""The most that is read of an answer. The largest is that of /metrics, which has some hundred thousand bytes."""
+"""Most bytes to read of an answer. The largest answer, of /metrics, has some hundred thousand bytes."""
 _MESSAGE_CHARS = 2000
 _HEALTH = "/health"
 _DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
 _KEY = "VLLM_API_KEY"
-"""Where vLLM's server looks for its key too, if it has no --api-key."""
+"""The environment variable with the API key. vLLM's server reads it, too, unless it has --api-key."""
 _LORA_UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 _LORA_METRIC = "vllm:lora_requests_info"
 _LORA_SAMPLE = re.compile(rf"^{_LORA_METRIC}\{{(.*)\}} (\S+)", re.MULTILINE)
@@ -96,11 +96,11 @@ class _ServerInfo(Struct):
 
 
 class HttpEngine:
-    """A vLLM server with the plug-in, started with VLLM_SERVER_DEV_MODE=1, without which it has no routes for weights.
+    """A vLLM server with the plug-in, or before vLLM 0.25 with the worker extension.
 
-    Before vLLM 0.25, which has no plug-ins, it is one with the worker extension. Proxies of the environment are not
-    used. Every request carries the key in VLLM_API_KEY, where that is set. Each call is a connection of its own: an old
-    one that the server has closed would have to be retried.
+    The server must be started with VLLM_SERVER_DEV_MODE=1, or it has no routes for weights. Every request carries the
+    key in VLLM_API_KEY, if it is set. Proxies in the environment are not used. Each call opens a connection of its own:
+    a kept one may have been closed by the server, and the call would have to be repeated.
     """
 
     def __init__(self, url: str, *, name: str, timeout_s: float) -> None:
@@ -130,14 +130,14 @@ class HttpEngine:
         self._has_plug_ins = True
         self._has_workers = False
         self._session = ""
-        """The trainer's session, which the server's fence compares. Empty until `init` has returned."""
+        """The trainer's session, for the server's fence. Empty until `init` has returned."""
         self._meets_others = False
-        """Another engine has answered a call of this session."""
+        """Another engine behind this address has refused a call of this session."""
 
     def call(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> dict[str, Any]:
-        """Return the JSON object that the server answers to one request, {} for no body. Raise `EngineError`s."""
+        """Send one request, and return the JSON object of the answer, {} for an empty body. Raises `EngineError`s."""
         route = path.partition("?")[0]
         limit = timeout_s or limit_s(route.lstrip("/"), self.timeout_s)
         text = self._ask(route, method, path, body, limit)
@@ -147,7 +147,7 @@ class HttpEngine:
         return answer
 
     def _told(self, path: str, kind: type[T]) -> T:
-        """Return what the server answers to a GET, as the `kind` that vLLM answers. Raise `EngineError`s."""
+        """Send a GET request, and return the answer as a `kind`. Raises `EngineError`s."""
         answer = self.call("GET", path)
         try:
             return convert(answer, kind)
@@ -155,9 +155,10 @@ class HttpEngine:
             raise EngineError(f"{path}: the answer is not vLLM's: {error}", who=self.name) from error
 
     def _ask(self, route: str, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> str:
-        """Return the text of the answer to one request.
+        """Send one request, and return the text of the answer.
 
-        Once another engine has refused a call, the calls that undo a push are repeated until the right one has them.
+        Once another engine behind this address has refused a call, refused calls are repeated. The rollback of the push
+        then reaches the right engine.
         """
         for left in reversed(range(_TRIES)):
             status, text = self._request(method, path, body, timeout_s)
@@ -172,14 +173,15 @@ class HttpEngine:
 
     def init(self, init_info: dict[str, Any]) -> None:
         self._session, self._meets_others = "", False
-        # Known from the version, not found by trying: see `VllmEngine`. A build without tags calls itself 0.1.dev1.
+        # Read from the version, not found by trying: see `VllmEngine._worker_methods`. A build of vLLM without git tags
+        # has the version 0.1.dev1, and is taken for a new one.
         version = re.match(r"(\d{1,9})\.(\d{1,9})", str(self.call("GET", "/version").get("version")))
         release = tuple(map(int, version.groups())) if version is not None else PLUG_INS_SINCE
         self._has_plug_ins = not EXTENSION_SINCE <= release < PLUG_INS_SINCE
         self._init(init_info)
         if session := init_info.get("session"):
             self._session = session
-            for _ in range(_QUESTIONS):  # of which a load balancer brings some to another engine
+            for _ in range(_QUESTIONS):  # a load balancer would send some of them to another engine
                 self._init({**init_info, "asks": True})
 
     def _init(self, info: dict[str, Any]) -> None:
@@ -206,23 +208,24 @@ class HttpEngine:
             self.set_version(version)
 
     def _call_workers(self, method: str, *args: Any) -> dict[str, Any]:
-        """Return what the workers answer, {} where the server says nothing of it."""
+        """Call a method of all workers. Return the server's answer, with the workers' under "results", or {}."""
         return self.call("POST", "/collective_rpc", {"method": method, "args": args}, limit_s(method, self.timeout_s))
 
     def pause(self, mode: str) -> None:
-        # Level 0 is to pause, without the 20 ms that vLLM's route of that name sleeps afterwards.
+        # Level 0 pauses, and returns sooner than /pause, which sleeps afterwards.
         self._post(f"/sleep?level=0&mode={quote(mode)}")
-        # If this cannot be done, nothing has been written yet. Not the connector, which may take it once.
+        # An engine that cannot reset its cache is found before anything is written. Without the connector: it may allow
+        # one reset, the one after the update.
         self._reset_prefix_cache(connector=False)
 
     def is_paused(self) -> bool | None:
-        """Return whether generation is paused, by this trainer or another caller. None: the server does not say."""
+        """Return whether generation is paused, by this trainer or another caller. None: the server cannot tell."""
         with suppress(UnsupportedError):
             return self._told("/is_paused", _Paused).is_paused
         return None
 
     def resume(self) -> None:
-        # This does not resume an engine whose memory has been put to sleep.
+        # This does not resume an engine while its memory sleeps.
         if self._post("/wake_up?tags=scheduling").get("status") == "sleeping":
             logger.warning(STILL_ASLEEP, self.name)
 
@@ -233,7 +236,7 @@ class HttpEngine:
     def _reset_prefix_cache(self, connector: bool = True) -> None:
         external = str(connector).lower()
         answer = self._post(f"/reset_prefix_cache?reset_running_requests=true&reset_external={external}")
-        # vLLM 0.25 has no field for it: there a failure is a status 500, and a connector's is not told.
+        # vLLM 0.25 has no such field: a failure is a status 500 there, and the connector's failure is not reported.
         if not answer.get("success", True):
             raise caches_not_reset(self.name)
 
@@ -255,7 +258,7 @@ class HttpEngine:
         return status == 200
 
     def max_lora_rank(self) -> int | None:
-        return None  # a server does not say it, and refuses what is too much
+        return None  # a server has no route for it, and itself refuses an adapter of a larger rank
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
         self._check_bound(adapter, NOT_LOADED)
@@ -269,15 +272,15 @@ class HttpEngine:
         self._check_bound(adapter, NEWEST)
 
     def _check_bound(self, adapter: LoraAdapter, number: int) -> None:
-        """Raise unless the workers bind every module of an adapter: see `check_bound`."""
+        """Raise unless the workers bind every module of an adapter, as `check_bound` does."""
         self._check_workers()
         answers = self._call_workers(ADAPTER_MODULES, adapter.path, number).get("results")
         check_bound(adapter, answers, self.name)
 
     def _check_workers(self) -> None:
-        """Raise for a server whose workers have neither the plug-in nor the extension.
+        """Raise `EngineError` when the server's workers have neither the plug-in nor the extension.
 
-        It is asked for its configuration, and not for trying: see `VllmEngine`.
+        Reads the server's configuration, since a try could harm: see `VllmEngine._worker_methods`.
         """
         if self._has_workers:
             return
@@ -298,7 +301,7 @@ class HttpEngine:
         return adapter.name in self._adapters()
 
     def _adapters(self) -> dict[str, str | None]:
-        """Return the paths of all adapters that the server lists, by name. The base model is listed too."""
+        """Return the path of each adapter in the server's list, by name. The list has the base model, too."""
         return {row.id: row.root for row in self._told("/v1/models", _Models).data}
 
     def adapters_in_use(self) -> set[str]:
@@ -310,7 +313,7 @@ class HttpEngine:
                 "--enable-lora, and without --disable-log-stats",
                 who=self.name,
             )
-        # One sample for each set of adapters that there has been; its value is the time when that was seen last.
+        # One sample for each set of adapters since the start. Its value is the time when this set was in use last.
         try:
             samples = [(float(value), labels) for labels, value in _LORA_SAMPLE.findall(text)]
         except ValueError as error:
@@ -324,11 +327,11 @@ class HttpEngine:
         return self.call("POST", path, body)
 
     def _checked(self, route: str, status: int, text: str, needs: str = _DEV_MODE) -> str:
-        """Return the text of an answer of status 200; raise the error that another answer stands for."""
+        """Return the text of an answer of status 200. Raise the error for an answer of another status."""
         if status == 200:
             return text
         message = _message_of(text)
-        if status == 404 and (needs == _DEV_MODE or message == "Not Found"):  # an adapter that is not found is named
+        if status == 404 and (needs == _DEV_MODE or message == "Not Found"):  # else an adapter is missing
             raise UnsupportedError(
                 f"the server has no route {route} (status 404); vLLM has it only when started with {needs} in its "
                 "environment. Is it a vLLM that answers there?",
@@ -345,7 +348,7 @@ class HttpEngine:
         raise engine_error(message, f"{route} (status {status})", self.name)
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> tuple[int, str]:
-        """Return status and text of the answer to one request."""
+        """Send one request, and return the status and text of the answer."""
         deadline = Deadline(timeout_s)
         route = path.partition("?")[0]
         content = b"" if body is None else json.dumps(body).encode()
@@ -384,9 +387,9 @@ class HttpEngine:
 
 
 class _Reader(io.RawIOBase):
-    """What a server sends until a deadline: a socket's own timeout begins anew with every byte.
+    """A server's bytes until a deadline. A socket's own timeout begins anew with every byte.
 
-    Of a chunk of -1 bytes `http.client` would read all that comes, so the bytes are counted too.
+    Counts the bytes, too: for a chunk of -1 bytes `http.client` would read without an end.
     """
 
     def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
@@ -419,7 +422,7 @@ def _in_time(deadline: Deadline, sock: socket.socket, *level: int, **options: An
 
 
 def _parsed(text: str) -> Any:
-    """Return what JSON says. None: it is none, or nested too deep to be an answer."""
+    """Return the value of a JSON text. None: it is not JSON, or nested too deep to be an answer."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -427,7 +430,7 @@ def _parsed(text: str) -> Any:
 
 
 def _message_of(text: str) -> str:
-    """Return what an error answer says: {"error": {"message": ...}} or {"error": ...}, or FastAPI's {"detail": ...}."""
+    """Return an error answer's message: {"error": {"message": ...}} or {"error": ...}, or FastAPI's {"detail": ...}."""
     error = answer = _parsed(text)
     if isinstance(answer, dict):
         error = answer.get("error", answer.get("detail", answer.get("message")))

@@ -15,9 +15,9 @@ from weightsync.vllm.llm_object import core_process, died, front_of
 class LlmEngine(VllmEngine):
     """A `vllm.LLM` in this process.
 
-    Each call runs in a thread other than the caller's, because a call into an engine whose process died never returns.
-    CUDA's current device belongs to a thread, so code that runs beside the model must set its own. No thread may
-    generate or enqueue while a call runs.
+    Each call runs in another thread than the caller's, since a call never returns after the death of the engine's
+    process. CUDA's current device belongs to a thread, so code beside the model must set its own. No thread may
+    generate or enqueue requests while a call runs.
     """
 
     def __init__(self, engine: Any, *, name: str, timeout_s: float) -> None:
@@ -26,7 +26,7 @@ class LlmEngine(VllmEngine):
 
     @property
     def part(self) -> SpmdPart | None:
-        """Return which part of an engine this is, under external_launcher. None: its workers are all its own."""
+        """The engine's part in this process, under external_launcher. None: the engine has no other parts."""
         parallel = self._engine.llm_engine.vllm_config.parallel_config
         launcher = getattr(parallel, "distributed_executor_backend", None)
         if launcher != "external_launcher" or parallel.world_size == 1:
@@ -34,16 +34,16 @@ class LlmEngine(VllmEngine):
         return SpmdPart(parallel.rank // parallel.world_size, parallel.world_size)
 
     def pause(self, mode: str) -> None:
-        """Drop requests that were refused: an engine core in this process would wait for them for ever.
+        """Abort all requests if a worker has refused to run them: a core in this process would wait for them forever.
 
-        An `LLM` cannot be paused, and the thread that drives it is not generating now.
+        An `LLM` needs no pause: its thread does not generate during a push.
         """
         if core_process(self._engine) is None and any(self._call("collective_rpc", _take_refusal)):
             left = list(self._engine.llm_engine.output_processor.request_states)
             self._run("abort", lambda: self._engine.llm_engine.abort_request(left, True))
 
     def resume(self) -> None:
-        """Do nothing; see `pause`."""
+        """Do nothing: see `pause`."""
 
     def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
         return self._run(doing or method, lambda: getattr(self._engine, method)(*args, **kwargs))
@@ -52,8 +52,8 @@ class LlmEngine(VllmEngine):
         return self._run(method, lambda: getattr(front_of(self._engine), method)(*map(as_request, args)))
 
     def _run(self, doing: str, call: Callable[[], Any]) -> Any:
-        # An engine core in its own process does one thing after another. A reset may then be sent while that of an
-        # update, which the workers are serving, returns.
+        # An engine core in its own process queues calls. So a reset may be sent during an update call, and shares its
+        # turn.
         follows = doing == RESET and core_process(self._engine) is not None
         if not (follows and self._turns.join(self._worker_methods["update"])):
             self._turns.acquire(doing)
@@ -73,7 +73,7 @@ class LlmEngine(VllmEngine):
 
 
 def _take_refusal(worker: Any) -> bool:
-    """Return whether a worker of this process has refused to answer since the last call."""
+    """Return whether the model of a worker has refused to run since the last call of this function."""
     plug_in = getattr(worker, "weight_transfer_engine", None)
     session: Any = getattr(plug_in, "session", None) or getattr(worker, "weightsync_session", None)
     if session is None or not session.has_refused:

@@ -1,4 +1,4 @@
-"""A Ray actor that is a vLLM, or holds one."""
+"""A Ray actor that is or holds a vLLM."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from weightsync.vllm.llm_object import died, front_of, vllm_class
 class RayEngine(VllmEngine):
     """A Ray actor that is an `LLM` or `AsyncLLM`, or holds one in an attribute.
 
-    Nothing is asked of the actor's class: what is called is the engine inside, by functions that Ray carries there. An
-    `LLM` is called in the actor's turn, between its own methods. An `AsyncLLM` is called in its event loop. Ray
-    starts no other method of the actor meanwhile, so a call is begun, and then looked at until it has ended.
-    weightsync must be installed where the actor runs.
+    The actor's class needs no methods for this: Ray carries functions into the actor, and they call the engine inside.
+    weightsync must be installed in the actor's environment.
+
+    A call of an `LLM` runs between the actor's own methods. A call of an `AsyncLLM` runs in its event loop. One
+    function begins it, and another polls for its answer: Ray starts no other method of the actor while a function
+    waits.
     """
 
     def __init__(self, engine: Any, *, name: str, timeout_s: float) -> None:
@@ -34,21 +36,21 @@ class RayEngine(VllmEngine):
 
     @property
     def host(self) -> str:
-        """Return the address of the actor's node. Asks the actor the first time, and raises as any call does."""
+        """The address of the actor's node. The first read calls the actor, and raises as any call does."""
         import ray
 
         address = self._setup["address"]
         return LOCAL if address == ray.util.get_node_ip_address() else address
 
     def pause(self, mode: str) -> None:
-        """Pause an `AsyncLLM`. An `LLM` cannot be paused, and what it generates now is waited for."""
+        """Pause an `AsyncLLM`. For an `LLM`, wait until the actor's running method has returned."""
         if self._is_async:
             super().pause(mode)
         else:
             self._take_turn("pause", _nothing)
 
     def resume(self) -> None:
-        """See `pause`."""
+        """Resume an `AsyncLLM`. Do nothing for an `LLM`."""
         if self._is_async:
             super().resume()
 
@@ -56,7 +58,7 @@ class RayEngine(VllmEngine):
         try:
             return not self._ask(died, timeout_s=min(self.timeout_s / 2, timeouts.HEALTH_TIMEOUT_S))
         except SyncTimeoutError:
-            return None  # an actor that is busy does not answer, nor does one that has stopped
+            return None  # a busy actor does not answer, nor does a stopped one
         except WeightSyncError:
             return False
 
@@ -92,7 +94,7 @@ class RayEngine(VllmEngine):
         return found
 
     def _take_turn(self, doing: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a function in the actor, one at a time, also where the actor takes several."""
+        """Run a function in the actor, one at a time even if the actor has several threads."""
         self._turns.acquire(doing)
         try:
             answer = self._remote(function, *args)
@@ -126,7 +128,7 @@ _begun: dict[str, concurrent.futures.Future[Any]] = {}
 
 
 def _inside(actor: Any) -> Any:
-    """Return the `LLM` or `AsyncLLM` that an actor is or holds. Raise `ConfigError` where there is none."""
+    """Return the actor itself or its first attribute that is an `LLM` or `AsyncLLM`. Raise `ConfigError` for none."""
     candidates: Iterable[Any] = (actor, *getattr(actor, "__dict__", {}).values())
     found = next((candidate for candidate in candidates if vllm_class(candidate)), None)
     if found is None:
@@ -157,13 +159,13 @@ def _call(actor: Any, front: bool, method: str, args: Iterable[Any], kwargs: dic
 
 
 def _begin(actor: Any, call: str, method: str, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
-    """Begin a call of an `AsyncLLM` in its loop."""
+    """Begin a call of an `AsyncLLM` in its event loop. `_look` returns the answer."""
     loop = AsyncEngine(_inside(actor), name="the actor's AsyncLLM", timeout_s=0.0).loop()
     _begun[call] = asyncio.run_coroutine_threadsafe(_call(actor, False, method, args, kwargs), loop)
 
 
 def _look(actor: Any, call: str) -> list[Any]:
-    """Return the answer of a call that was begun, in a list, or an empty list while it runs."""
+    """Return a list with the answer of a begun call, or an empty list while the call runs."""
     if _begun[call].done():
         return [_begun.pop(call).result()]
     if died(_inside(actor)):

@@ -1,4 +1,4 @@
-"""A vLLM server that this process starts, starts anew, and ends by its process id."""
+"""A vLLM server as a child process of this process."""
 
 from __future__ import annotations
 
@@ -18,19 +18,26 @@ from weightsync.net.runtime import Deadline
 
 
 class VllmServer:
-    """`python -m weightsync.vllm.serve MODEL OPTIONS...` as a process that ends when this is closed.
+    """`python -m weightsync.vllm.serve MODEL OPTIONS...` as a child process, for the length of a `with` block.
 
         with VllmServer("Qwen/Qwen3-0.6B", "--max-model-len", "2048") as server:
             sync = WeightSync("fsdp", CheckpointTransport(folder, restart=True), server)
 
-    Where this process is killed before that, the server ends itself.
+    If this process is killed before the end of the block, the server ends itself.
 
-    port: None takes a free one. log: where the server's output goes, "vllm.log" in a temporary folder when None.
-    environment: added to this process's. start_timeout_s: how long loading a model may take.
+    Entering the block, `start` and `restart` return when the server answers. After an error no process is left running.
 
-    Entering it, `start` and `restart` return when the server answers.
-    They raise `EngineError` with the end of its log when it ends instead.
-    They raise `SyncTimeoutError` when it takes too long. No process is left running then.
+    Args:
+        model: the model for vLLM, a name or a folder.
+        options: command line options of `vllm serve`.
+        port: the server's port on 127.0.0.1. None: a free one.
+        log: the file for the server's output. None: "vllm.log" in a new temporary folder.
+        environment: variables added to this process's environment.
+        start_timeout_s: longest time from the start to the first answer, which includes loading the model.
+
+    Raises:
+        EngineError: the server has ended before it answered. The text has the end of its log.
+        SyncTimeoutError: the server has not answered within `start_timeout_s`.
     """
 
     def __init__(
@@ -53,23 +60,24 @@ class VllmServer:
 
     @property
     def pid(self) -> int | None:
-        """The process's id; None while there is none."""
+        """The server's process id. None: no process."""
         return self._child.process.pid if self._child is not None else None
 
     def start(self) -> None:
-        """Launch the server, and return when it answers. Raise `EngineError`s as `launch` and `wait` do."""
+        """Launch the server, and return when it answers. Raises as `launch` and `wait` do."""
         self.launch()
         self.wait(self.start_timeout_s)
 
     def launch(self) -> None:
         """Start the process, and return at once.
 
-        Raise `EngineError` where it runs already, or where another process listens at its port.
+        Raises:
+            EngineError: the server runs already, or another process listens at its port.
         """
         if self._child is not None:
             raise EngineError(f"the server runs already, as process {self.pid}", who=self.url)
         if (problem := self._taken()) is not None:
-            raise EngineError(  # another program there would be taken for our server, which ends for want of the port
+            raise EngineError(  # `wait` would take the other program for our server
                 f"port {self.port} cannot be had ({problem}): perhaps a server that outlived its trainer still listens "
                 "there; end it, or give another port",
                 who=self.url,
@@ -78,7 +86,15 @@ class VllmServer:
         self._child = Child("the server", command, self._environment, self.log)
 
     def wait(self, timeout_s: float) -> None:
-        """Return when the launched server answers. Stop it and raise an `EngineError` where it does not."""
+        """Return when the launched server answers. After an error the server is stopped.
+
+        Args:
+            timeout_s: longest time until the first answer.
+
+        Raises:
+            EngineError: the server has ended.
+            SyncTimeoutError: the server has not answered within `timeout_s`.
+        """
         assert self._child is not None
         try:
             self._wait(self._child, timeout_s)
@@ -87,27 +103,24 @@ class VllmServer:
             raise
 
     def exit_report(self) -> str | None:
-        """Return how the process ended, with the end of its log. None: it lives, or was not started."""
+        """Return the exit code as text, with the end of the log. None: the process runs, or was not started."""
         return self._child.exit_report() if self._child is not None else None
 
     def restart(self, model: str | os.PathLike[str]) -> None:
-        """End the server and start it from other weights, at the same address."""
+        """End the server and start it with another model, at the same address. Raises as `start` does."""
         self.stop()
         self._model = os.fspath(model)
         self.start()
 
     def stop(self) -> None:
-        """End the server and all that it has started, and wait until its port is free.
-
-        Nothing happens where it has not been started.
-        """
+        """End the server and its child processes, and wait until its port is free. Do nothing if it was not started."""
         child, self._child = self._child, None
         if child is None:
             return
         child.stop()
         deadline = Deadline(timeouts.SERVER_PORT_S)
         while self._taken() is not None and not deadline.passed():
-            time.sleep(timeouts.SERVER_POLL_S)  # the kernel closes the sockets of killed processes in its own time
+            time.sleep(timeouts.SERVER_POLL_S)  # the kernel closes a killed process's sockets later
 
     def __enter__(self) -> VllmServer:
         self.start()
@@ -117,9 +130,10 @@ class VllmServer:
         self.stop()
 
     def _taken(self) -> OSError | None:
-        """Return why no server can listen at the port, if so."""
+        """Return the error of listening at the port. None: the port is free."""
         with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have just ended linger
+            # Otherwise ended connections in TIME_WAIT would make the port look taken.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", self.port))
             except OSError as error:

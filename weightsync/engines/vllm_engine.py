@@ -1,4 +1,4 @@
-"""The base of the clients of `LLM`, `AsyncLLM` and their Ray actors: vLLM's own methods, called by name."""
+"""The base class of the clients of `LLM`, `AsyncLLM` and their Ray actors. It calls vLLM's own methods by name."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ Answer = TypeVar("Answer")
 class VllmEngine(ABC):
     """The client of an `LLM`, an `AsyncLLM` or a Ray actor of one.
 
-    Weight calls go through `collective_rpc` and not through vLLM's methods of the same names, which only wrap it. It is
-    the same for all three in every version and serves the worker extension too. It takes plain dicts, where `AsyncLLM`
-    wants vLLM's request classes and 0.25 checks them.
+    Weight calls go through `collective_rpc`, not through vLLM's methods of the same names: these only wrap it.
+    `collective_rpc` is the same for all three in every version, and serves the worker extension, too. It takes plain
+    dicts. `AsyncLLM`'s own methods take vLLM's request classes, and 0.25 checks the classes.
     """
 
     def __init__(self, engine: Any, *, name: str, timeout_s: float) -> None:
@@ -46,7 +46,7 @@ class VllmEngine(ABC):
         return LOCAL
 
     def pause(self, mode: str) -> None:
-        """Pause an `AsyncLLM`, for the reasons that `HttpEngine` has for these calls."""
+        """Pause an `AsyncLLM` by the same calls as `HttpEngine.pause`, for the same reasons."""
         self._call("sleep", 0, mode, doing="pause")
         self._reset_prefix_cache(connector=False)
 
@@ -56,14 +56,14 @@ class VllmEngine(ABC):
 
     @abstractmethod
     def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
-        """Call the engine's `method` and wait for its answer. Messages name the call `doing`, or else `method`."""
+        """Call the engine's `method`, and wait for the answer. Errors name the call `doing`, or else `method`."""
 
     @abstractmethod
     def _call_front(self, method: str, *args: Any) -> Any:
-        """Call a method of `front_of(engine)`, and wait for its answer. A `LoRARequest` takes each adapter's place."""
+        """Call a method of `front_of(engine)`, and wait for the answer. A `LoraAdapter` becomes a `LoRARequest`."""
 
     def _ask(self, question: Callable[[Any], Answer]) -> Answer:
-        """Return `question(engine)`, asked where the engine lives. Does not wait for the engine's calls."""
+        """Return `question(engine)`, called in the engine's process. Does not wait for the engine's other calls."""
         return question(self._engine)
 
     @cached_property
@@ -72,8 +72,8 @@ class VllmEngine(ABC):
 
     @cached_property
     def _worker_methods(self) -> dict[str, str]:
-        # Known from the configuration, not found by trying: with several worker processes a call that the first of
-        # them refuses leaves the answers of the others in vLLM's queue, and later calls read those.
+        # Read from the configuration, not found by trying: if the first of several worker processes refuses a call, the
+        # answers of the others stay in vLLM's queues, and later calls get these answers.
         backend = self._setup["backend"]
         if backend == BACKEND:
             return PLUG_IN_METHODS
@@ -127,17 +127,17 @@ class VllmEngine(ABC):
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
         self._check_bound(adapter, NOT_LOADED)
-        # Whether its workers list it afterwards cannot be asked: other requests may have taken its place by then.
+        # Its workers' lists are no proof afterwards: adapters of other requests may have replaced it by then.
         if not self._call_front("add_lora", adapter):
             raise EngineError(f"vLLM says that its workers have not loaded the adapter {adapter.name}", who=self.name)
         self._check_bound(adapter, adapter.id)
 
     def _check_bound(self, adapter: LoraAdapter, number: int) -> None:
-        """Raise unless the workers bind every module of an adapter: see `check_bound`."""
-        # A function travels where the core of the engine is in its process. Elsewhere vLLM takes names alone.
+        """Raise unless the workers bind every module of an adapter, as `check_bound` does."""
+        # An engine core in the `LLM`'s process takes a function. Otherwise vLLM takes only the name of a method.
         question: Any = ask_worker if self._setup["core"] == "here" else ADAPTER_MODULES
         if question is ADAPTER_MODULES:
-            _ = self._worker_methods  # raises for an engine that has neither the plug-in nor the extension
+            _ = self._worker_methods  # raises for an engine without the plug-in and the extension
         answers = self._call("collective_rpc", question, args=(adapter.path, number), doing=ADAPTER_MODULES)
         check_bound(adapter, answers, self.name)
 
@@ -151,11 +151,11 @@ class VllmEngine(ABC):
         return self._ask(lora_names_in_use)
 
 
-# These run where the engine lives, which may be another process.
+# These functions run in the engine's process, perhaps a Ray actor.
 
 
 def as_request(argument: Any) -> Any:
-    """Return the `LoRARequest` of an adapter, and anything else as it is."""
+    """Return the `LoRARequest` of a `LoraAdapter`. Return other arguments unchanged."""
     if not isinstance(argument, LoraAdapter):
         return argument
     from weightsync.vllm.compat import lora_request
@@ -164,9 +164,9 @@ def as_request(argument: Any) -> Any:
 
 
 def setup_of(engine: Any) -> dict[str, str]:
-    """Return what an engine was started with and can: transfer backend, worker extension, and more; "" for nothing."""
+    """Return an engine's configuration and abilities: transfer backend, worker extension, and more. "": it has none."""
     config = front_of(engine).vllm_config
-    # A model that does not say is taken to have encoders, and so a cache of what they made.
+    # A model without these attributes is taken to have encoders, and so a cache of their outputs to reset.
     kinds = (getattr(getattr(config, "model_config", None), name, True) for name in _ENCODING)
     return {
         "backend": getattr(config.weight_transfer_config, "backend", None) or "",
@@ -183,7 +183,7 @@ _ENCODING = ("is_multimodal_model", "is_encoder_decoder")
 
 
 def lora_names_in_use(engine: Any) -> set[str]:
-    """Return the adapters of all requests that an engine has taken and not answered to their end."""
-    # In one step, since an event loop in another thread may change it.
+    """Return the names of the adapters of an engine's unfinished requests."""
+    # Copied in one step: an event loop in another thread may change the dict meanwhile.
     requests = list(front_of(engine).output_processor.request_states.values())
     return {request.lora_name for request in requests if request.lora_name is not None}
