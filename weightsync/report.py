@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tqdm import tqdm
 
@@ -64,6 +65,12 @@ class PushReport:
     load_paths: dict[str, int] = field(default_factory=dict)
     workers: tuple[WorkerReport, ...] = ()
     left_out: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, workers: Sequence[WorkerReport], **facts: Any) -> PushReport:
+        """Return the report with these `facts`, and the seconds of the slowest of the workers."""
+        slowest = {name: max(getattr(each, name) for each in workers) for name in ("transfer_s", "verify_s", "load_s")}
+        return cls(workers=tuple(workers), **slowest, **facts)
 
     def __str__(self) -> str:
         parts = ("control", "gather", "transfer", "verify", "load")

@@ -347,9 +347,9 @@ tower frozen, and with nothing but the tower trained. The engine is asked in wor
 
 ## Pooling models
 
-Embedding, classification and reward models take pushes too. A reranker that vLLM makes from a causal LM is refused. vLLM
-reads the `Dense` layers of a sentence-transformers checkpoint from its folder when it starts. A push does not reach
-these: after training them, start the engine anew.
+Embedding, classification and reward models take pushes too. A reranker that vLLM makes from a causal LM is refused.
+vLLM reads the `Dense` layers of a sentence-transformers checkpoint from its folder when it starts. A push does not
+reach these: after training them, start the engine anew.
 
 ## Drafters
 

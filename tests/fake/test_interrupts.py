@@ -116,7 +116,7 @@ def test_a_push_that_is_interrupted_at_any_line_is_followed_by_one_that_succeeds
 
 
 @pytest.mark.parametrize("fails", [KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize("moment", ["look", "send"])
+@pytest.mark.parametrize("moment", ["prepare_push", "send"])
 def test_a_second_interrupt_at_any_line_of_the_cleanup_changes_nothing(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, moment: str, fails: type[BaseException]
 ) -> None:
@@ -138,7 +138,7 @@ def test_a_second_interrupt_at_any_line_of_the_cleanup_changes_nothing(
                     sync.push(model)
             if lines.where is None:
                 break
-            if moment == "look":  # nothing was written
+            if moment == "prepare_push":  # nothing was written
                 assert engine.version() == version, lines.where
                 assert engine.log.count("pause keep") == engine.log.count("resume"), lines.where
             check(sync, engine, model, 2 + at % 5, lines.where)
@@ -172,7 +172,7 @@ def test_a_second_ctrl_c_in_the_middle_of_the_cleanup_is_raised_when_that_is_ove
     with WeightSync("fsdp", "ipc", engine, timeout_s=20.0) as sync:
         sync.push(model)
         with monkeypatch.context() as patched:
-            patched.setattr(IpcTransport, "look", fail)
+            patched.setattr(IpcTransport, "prepare_push", fail)
             with pytest.raises(KeyboardInterrupt):
                 sync.push(model)
         assert left < 1

@@ -250,7 +250,7 @@ def test_bytes_are_made_readable_while_the_engine_pauses(monkeypatch: pytest.Mon
             assert looked.wait(TIMEOUT_S)
             pause(mode)
 
-        monkeypatch.setattr(IpcTransport, "look", look_and_tell)
+        monkeypatch.setattr(IpcTransport, "prepare_push", look_and_tell)
         monkeypatch.setattr(engine, "pause", pause_when_looked)
         assert sync.push(model).version == 2
 
@@ -287,7 +287,7 @@ def test_an_engine_that_pauses_late_goes_on_when_the_push_has_failed_meanwhile(
         with monkeypatch.context() as patch:
             patch.setattr(engine, "pause", pause_late)
             patch.setattr(engine, "start", start_and_tell)
-            patch.setattr(IpcTransport, "look", run_out)
+            patch.setattr(IpcTransport, "prepare_push", run_out)
             with pytest.raises(WeightSyncError, match="no room for this chunk"):
                 sync.push(model)
             assert engine.log == ["start", "finish", "resume"]
@@ -456,7 +456,7 @@ def test_workers_read_nothing_that_a_rank_has_yet_to_write(is_shared: bool) -> N
 
 def test_memory_that_was_freed_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    for name in ("look", "prepare"):
+    for name in ("prepare_push", "prepare"):
         method = getattr(IpcTransport, name)
         monkeypatch.setattr(IpcTransport, name, lambda *a, n=name, m=method: (calls.append(n), m(*a))[1])
     model, host = trainer_model(checkpoint(2)), ModuleHost(TinyEngineModel, checkpoint(1))
@@ -464,7 +464,7 @@ def test_memory_that_was_freed_is_not_looked_at(monkeypatch: pytest.MonkeyPatch)
         for _ in range(3):
             calls.clear()
             sync.push(model)
-        assert calls == ["look"], "a model that stays where it is"
+        assert calls == ["prepare_push"], "a model that stays where it is"
         calls.clear()
         other = checkpoint(3)["embed.weight"]  # before the memory is free, or it may get the same
         model.embed.weight.data.untyped_storage().resize_(0)  # as those do that offload a model
@@ -611,7 +611,7 @@ def test_vllm_is_told_to_finish_once_though_its_caches_cannot_be_reset(monkeypat
         assert engine.log[-1] == "resume"
         engine.log.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(IpcTransport, "look", refuse)
+            patch.setattr(IpcTransport, "prepare_push", refuse)
             with pytest.raises(EngineError, match="could not be reset"):
                 sync.push(model)
         # Whether it had been paused by then is the order of two threads.

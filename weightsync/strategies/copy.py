@@ -123,7 +123,7 @@ class CopyWeights(FleetStrategy):
         if not sessions:
             return None
         planned = opened = time.perf_counter()
-        fleet, dues = self._fleet, [session.due for session in sessions]
+        fleet, chunks = self._fleet, sum(len(session.due) for session in sessions)
         label = self._pushed.label if late and self._pushed is not None else update.label
         nbytes = max(session.nbytes for session in sessions)
         if fleet is not None:
@@ -131,16 +131,7 @@ class CopyWeights(FleetStrategy):
                 fleet.wait_open()
             opened = time.perf_counter()
         self._memory.begin(model, self._shards or ())
-        for session, due, those in zip(sessions, dues, digests, strict=True):
-            if fleet is not None:
-                with timeline.during("transfer"):
-                    fleet.go(Go(version, session.sample, session.place_sample, those), session.handles)
-            with (
-                timeline.during("transfer"),
-                update.blaming_ranks(),
-                Progress(self._options.progress, f"push {version}", due, ranks.rank == 0) as bar,
-            ):
-                session.transport.send(bar, session.sample, update)
+        self._send(update, version, sessions, digests)
         self._source.gather(())
         sent = time.perf_counter()
         pushed = self._memory.note(version, label)  # overlaps with the workers' loading
@@ -159,25 +150,21 @@ class CopyWeights(FleetStrategy):
                     session.transport.on_commit(version)
                 commit_s = [answer.load_s for answer in fleet.commit(label)]
             now = time.perf_counter()
-            workers = _worker_reports(fleet, done, commit_s)
-            report = PushReport(
+            report = PushReport.of(
+                _worker_reports(fleet, done, commit_s),
                 version=version,
                 nbytes=nbytes,
-                chunks=sum(map(len, dues)),
+                chunks=chunks,
                 sent_bytes=sent_bytes,
                 plan_s=planned - started,
                 control_s=opened - started + now - loaded,
                 gather_s=sent - opened,
-                transfer_s=max(worker.transfer_s for worker in workers),
-                verify_s=max(worker.verify_s for worker in workers),
-                load_s=max(worker.load_s for worker in workers),
                 pause_s=now - fleet.paused_at,
                 total_s=now - started,
                 load_paths={
                     path: sum(session.plan.load_paths[path] for session in sessions)
                     for path in sessions[0].plan.load_paths
                 },
-                workers=workers,
                 left_out=tuple(sorted(self._lost.names)),
             )
             logger.info("pushed %s", report)
@@ -188,6 +175,22 @@ class CopyWeights(FleetStrategy):
             session.pushes += 1
         self._pushed = pushed
         return report
+
+    def _send(
+        self, update: Update, version: int, sessions: Sequence[TransferSession], digests: Sequence[list[int]]
+    ) -> None:
+        """Tell workers to begin, and send them this rank's part, session by session."""
+        timeline = update.timeline
+        for session, those in zip(sessions, digests, strict=True):
+            if self._fleet is not None:
+                with timeline.during("transfer"):
+                    self._fleet.go(Go(version, session.sample, session.place_sample, those), session.handles)
+            with (
+                timeline.during("transfer"),
+                update.blaming_ranks(),
+                Progress(self._options.progress, f"push {version}", session.due, update.ranks.rank == 0) as bar,
+            ):
+                session.transport.send(bar, session.sample, update)
 
     def is_untouched(self) -> bool:
         # A rank changes sessions only after rank 0's broadcast of the changes, so rank 0 knows of every change.

@@ -141,16 +141,15 @@ class LoraAdapters(UpdateStrategy):
             with timeline.during("load"):
                 if incoming is not None:
                     adapter, workers = self._deliver(incoming, version, manifest.nbytes)
-                    report = PushReport(
+                    report = PushReport.of(
+                        workers,
                         version=version,
                         nbytes=manifest.nbytes,
                         chunks=1,
                         plan_s=planned - started,
                         control_s=planned - started,
                         gather_s=saved - planned,
-                        load_s=max(worker.load_s for worker in workers),
                         total_s=time.perf_counter() - started,
-                        workers=workers,
                     )
                     logger.info("pushed the adapter %s, %s", adapter.name, report)
                     outcome = report, adapter

@@ -161,15 +161,14 @@ class SharedMemory(FleetStrategy):
                 )
                 now = time.perf_counter()
                 total_s = now - started - (written - paused)
-                report = PushReport(
+                report = PushReport.of(
+                    workers,
                     version=version,
                     nbytes=0,
                     plan_s=planned - started,
                     control_s=total_s,
-                    load_s=max(worker.load_s for worker in workers),
                     pause_s=now - fleet.paused_at,
                     total_s=total_s,
-                    workers=workers,
                 )
                 logger.info("wrote %s", report)
             self._source.shards(attached.model)
