@@ -86,8 +86,7 @@ def visit(host: str, port: int, deadline: Deadline) -> dist.Store:
 
 
 class Communicator:
-    """A group of `size` members on `device`s of one type. This process is member `rank`. All `meet` before anything
-    else.
+    """A group of `size` members on `device`s of one type. This process is member `rank`. All members `meet` first.
 
     place: [host, port, name] of the rendezvous.
     rendezvous: the rendezvous itself, on the first member alone.
@@ -293,8 +292,8 @@ class Communicator:
 
 def _leave(group: list[Any], others: Sequence[int]) -> None:
     """Break the operations of a gloo group, and close the group. The close waits for them."""
-    # gloo has no abort. A receive that times out breaks all operations of the group, here and on the other members. It
-    # raises `RuntimeError` if the other member has gone.
+    # gloo has no abort. A receive that times out breaks all operations of the group, here and on the other members. If
+    # the other member has gone, the receive raises at once.
     for member in others:
         with suppress(RuntimeError):
             group[0].recv([torch.empty(1, dtype=torch.uint8)], member, _NO_NUMBER).wait(timedelta(milliseconds=1))
