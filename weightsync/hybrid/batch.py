@@ -1,4 +1,4 @@
-"""Batches: a `TensorDict` whose first dimension is the rows, joined, split and padded without a change of order.
+"""Batches: a `TensorDict` with rows as its first dimension, joined, split and padded without a change of order.
 
 A column is a tensor, a nested tensor or, for anything else, a `NonTensorStack` with one value for each row. Meta
 information is a `NonTensorData`: one value for the whole batch. It is never split, and a part of a batch has all of it.

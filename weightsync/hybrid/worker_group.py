@@ -31,7 +31,7 @@ class WorkerGroup:
     A process does one thing at a time. After a `PeerError` `close` the group, and make another on the same pool.
 
     Args:
-        where: A `ResourcePool`, or a group to share the processes of.
+        where: A `ResourcePool`, or another group, to share its processes.
         worker: The class of the workers. Its name is the role's name.
         *args, **kwargs: The arguments of `init_model`.
         timeout_s: The timeout of each call, and of each collective between the workers. None means an hour. All roles
@@ -108,7 +108,7 @@ class WorkerGroup:
 
 
 def stored_once(calls: dict[int, Call]) -> dict[int, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return the calls in the form in which they travel. A batch for several ranks is one object in Ray's store."""
+    """Return the calls as they travel. A batch for several ranks is one object in Ray's store."""
     given = [value for call in calls.values() for value in (*call.args, *call.kwargs.values())]
     batches = {id(value): value for value in given if isinstance(value, TensorDict)}
     counts = Counter(map(id, given))

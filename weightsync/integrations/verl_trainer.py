@@ -1,4 +1,4 @@
-"""A trainer of verl's with ranks that push their own shards, so that no tensor is gathered.
+"""A trainer of verl's. Its ranks push their own shards, so no tensor is gathered.
 
     export VERL_USE_EXTERNAL_MODULES=weightsync.integrations.verl_trainer
     trainer.v1.trainer_mode=weightsync_separate_async

@@ -17,10 +17,10 @@ class WorkerExtension(WeightSyncWorkerExtension, vLLMColocateWorkerExtension):
     def update_weights_from_ipc(
         self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
-        """Receive verl's empty update. Its sender waits for that.
+        """Receive verl's empty update. Its sender waits for the end.
 
-        verl's method would run vLLM's post-processing again, over weights that weightsync has already converted into a
-        kernel's format. Raises `ConfigError` for an update that is not empty.
+        verl's method would run vLLM's post-processing again, over weights already in a kernel's format. Raises
+        `ConfigError` for an update with tensors.
         """
         names: list[str] = []
         receiver = BucketedWeightReceiver(self._get_zmq_handle(), self.device, use_shm)

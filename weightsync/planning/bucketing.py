@@ -1,4 +1,4 @@
-"""The buckets of a push: groups of tensors that travel together.
+"""The buckets of a push: groups of tensors for one transfer.
 
 A bucket is gathered, sent and loaded as one. A *unit* must not be cut. It has the tensors that fuse into one engine
 parameter, by the engine's load plan (see `layout.fuse_groups`). It also has all tensors of one innermost module, so
@@ -18,7 +18,7 @@ DEFAULT_MAX_BYTES = 256 * 2**20
 """Chunks of this size keep an NVLink busy. With smaller chunks the host becomes the limit."""
 
 Groups = Sequence[Sequence[str]]
-"""Names that must stay together, from the engine's load plan. A name may occur in several groups."""
+"""Inseparable names, from the engine's load plan. A name may occur in several groups."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def open_bucketer(kind: str, max_bytes: int | None) -> Bucketer:
 
 
 def never_resent(manifest: Manifest, frozen: set[str], groups: Groups) -> frozenset[str]:
-    """Return the names in `frozen` that never need to travel again.
+    """Return the names in `frozen` that need not travel again.
 
     They share no group, directly or by a chain, with a name that is not frozen.
     """

@@ -304,11 +304,11 @@ def _affine(shape: Sequence[int], offset: int, dims: Iterable[_Dim], *, steps: b
 
 
 def _shards(shape: tuple[int, ...], offset: int, dims: list[_Dim], steps: bool) -> list[_Piece] | None:
-    """Return the pieces of `_affine`. `dims` are longer than 1, ordered by falling source stride, and inside of the
-    tensor.
+    """Return the pieces of `_affine` for sorted dims inside of the tensor.
 
-    The tensor is seen as rows. Dims that stride over whole rows choose rows. The others move within a row, and choose
-    boxes of it. A dim that does neither is cut into parts that do.
+    `dims` are longer than 1, and ordered by falling source stride. The tensor is seen as rows. Dims that stride over
+    whole rows choose rows. The others move within a row, and choose boxes of it. A dim that does neither is cut into
+    parts that do.
     """
     if not shape:
         return [(Box((), ()), 0, ())]
@@ -349,7 +349,7 @@ _Part = tuple[int, list[_Dim]]
 
 
 def _row_parts(row: int, column: int, within: list[_Dim]) -> list[_Part]:
-    """Cut the first of `within`, which begins at `column` and passes the end of the row.
+    """Cut the first of `within`. It begins at `column` and passes the end of the row.
 
     Each part stays in one row, or is whole rows. A part is a single index if a dim further in passes the end. Stops
     after `MAX_BOXES` parts, because the caller gives up on more.

@@ -1,4 +1,4 @@
-"""The single view of a storage that equals a set of copies. Pure arithmetic, like `layout`."""
+"""The single view of a storage for a set of copies. Pure arithmetic, like `layout`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weightsync.planning.layout import CopyOp, View, row_major
 
 
 def as_single_view(shape: Sequence[int], offset: int, steps: Iterable[CopyOp]) -> View | None:
-    """Return the strided view of a storage whose elements `steps` copy.
+    """Return the strided view of a storage from which `steps` read.
 
     The steps write a contiguous tensor of `shape`, from `offset` of their destination on, and must write all of it. The
     view's element at each index is the element that the steps write there. Returns None if no such view exists, or if

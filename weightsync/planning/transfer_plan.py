@@ -33,8 +33,7 @@ _FINENESS = 8
 
 
 class Chain(Struct, frozen=True, array_like=True):
-    """Workers with the same bytes to receive. Every rank sends its bytes to the first worker, and each worker passes
-    all on.
+    """Workers that receive the same bytes. Every rank sends to the first worker, and each worker passes all on.
 
     workers: their numbers, in the order of the bytes' path. Workers of one host follow each other.
     reads: the union of their regions.

@@ -25,7 +25,7 @@ ReadRegions: TypeAlias = Mapping[str, tuple[Box, ...]]
 
 
 class ByteRange(Struct, frozen=True, array_like=True, gc=False):
-    """Bytes of a storage that one rank fills for one chunk. Their digest follows them, at byte `first + nbytes`."""
+    """Bytes of a storage, filled by one rank for one chunk. Their digest follows them, at byte `first + nbytes`."""
 
     rank: Count
     storage: int

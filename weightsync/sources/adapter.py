@@ -31,9 +31,7 @@ of the base, and the engine has these from its checkpoint.
 
 @dataclass(frozen=True)
 class Lora:
-    """An adapter: all names and shapes of its factors, this rank's shards of them, and PEFT's config (with
-    `save_pretrained`).
-    """
+    """An adapter: all names and shapes of its factors, this rank's shards of them, and PEFT's config."""
 
     manifest: Manifest
     shards: list[TensorShard]

@@ -67,15 +67,14 @@ class TensorShard:
 
 @runtime_checkable
 class ShardSource(Protocol):
-    """One trainer backend. Implement it to push from a trainer that weightsync does not know.
+    """One trainer backend. Implement it to push from a trainer of your own.
 
-    `manifest` and `shards` are local, except those of a stream, which are collective. No forward or backward may be
-    running. The trainer's GPU work may still be queued.
+    `manifest` and `shards` are local. Only a stream's are collective. No forward or backward may be running. The
+    trainer's GPU work may still be queued.
     """
 
     def manifest(self, model: Model) -> Manifest:
-        """Return every tensor that this rank knows, with full shape and the trainer's dtype, in the model's export
-        order.
+        """Return every tensor of this rank with full shape and the trainer's dtype, in the model's export order.
 
         A pipeline stage knows its own tensors. A push delivers the union of all ranks' manifests.
 
@@ -95,8 +94,8 @@ class ShardSource(Protocol):
             model: The model that the user pushes.
 
         Returns:
-            The list object of the last call for as long as no tensor has moved: a push then skips planning. The views
-            stay valid until the trainer moves its storages.
+            The list object of the last call until a tensor moves: a push then skips planning. The views stay valid
+                until the trainer moves its storages.
 
         Raises:
             UnsupportedError: As `manifest` does.
@@ -120,8 +119,7 @@ def no_barrier() -> None:
     """Do nothing: the attribute `barrier` of a source outside of pushes.
 
     A source has this attribute if its `gather` runs collectives of the training job, and calls it first. During a push
-    `barrier` returns after every rank has called it. Without it, ranks would wait in a collective for a rank that
-    failed.
+    `barrier` returns after every rank has called it. Without it, ranks would wait in a collective for a failed rank.
     """
 
 
@@ -148,7 +146,7 @@ class Memo(Generic[Found]):
 
 
 class LocalSource(ABC):
-    """A `ShardSource` that reads this rank's tensors again only after a tensor has moved."""
+    """A `ShardSource` with a memory: it reads this rank's tensors again only after one has moved."""
 
     def __init__(self, selection: TensorSelection) -> None:
         self.selection = selection

@@ -128,15 +128,16 @@ def _sharded_parts(tensor: DTensor, local: torch.Tensor) -> list[tuple[Box, torc
 
 
 def _with_local_start(ranges: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Return ranges as (start, size, start in the local tensor), where they follow each other without gaps."""
+    """Return ranges as (start, size, start in the local tensor). There they follow each other without gaps."""
     ends = accumulate(size for _, size in ranges)
     return [(start, size, end - size) for (start, size), end in zip(ranges, ends, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A mesh dimension that shards a tensor dimension into `chunks`. This rank has chunk number `index`. `split_factor`
-    is `_StridedShard`'s, and 1 for a plain `Shard`.
+    """A mesh dimension that shards a tensor dimension into `chunks`. This rank has chunk number `index`.
+
+    `split_factor` is `_StridedShard`'s, and 1 for a plain `Shard`.
     """
 
     chunks: int

@@ -58,7 +58,7 @@ class SavedParts:
         )
 
     def cut(self, held: Iterable[tuple[Box, torch.Tensor]]) -> list[tuple[TensorMeta, Box, torch.Tensor]]:
-        """Return the regions of the parts that the tensors `held` contain, in the parts' order.
+        """Return the regions of the parts in the tensors `held`, in the parts' order.
 
         `held` has regions of the model's tensor. Each result is a tensor of the checkpoint, a region of it, and this
         region as a view of a tensor in `held`.
@@ -92,7 +92,7 @@ def saved_form(model: nn.Module, tensors: Sequence[TensorMeta], selection: Tenso
     """Return, for each of the model's `tensors`, its parts in the checkpoint, without excluded ones.
 
     `tensors` have the names that `walk` gives them. A model that is not from transformers is saved unchanged. Raises
-    one `UnsupportedError` that lists every tensor whose values the checkpoint does not contain unchanged.
+    one `UnsupportedError` for all tensors with values that a save computes.
     """
     return [
         SavedParts(tuple(part for part in parts if not selection.excludes(part.meta.name)))
@@ -149,9 +149,9 @@ def _follow(model: nn.Module, tensors: Sequence[TensorMeta]) -> Iterable[list[Sa
 
 
 class Aliases(TorchDispatchMode):
-    """A mode in which a clone is the tensor itself, so that its storage identifies the tensor that was cloned.
+    """A mode that returns a tensor as its own clone. So a clone's storage identifies the cloned tensor.
 
-    It notes the parts of a tensor that `cat` or `stack` joins, and the storages that are written to.
+    It notes the parts of tensors made by `cat` and `stack`, and the written storages.
     """
 
     def __init__(self) -> None:
@@ -181,9 +181,9 @@ class Aliases(TorchDispatchMode):
         return result
 
     def parts(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Box]]:
-        """Return the tensors that were joined to `tensor`, each with its region in it.
+        """Return the parts of a joined `tensor`, each with its region in it.
 
-        A tensor that was not joined is its own only part.
+        Any other tensor is its own only part.
         """
         whole, parts = self._joined.get(_storage(tensor), (None, []))
         as_joined = whole is not None and (whole.shape, whole.stride()) == (tensor.shape, tensor.stride())
@@ -191,8 +191,7 @@ class Aliases(TorchDispatchMode):
 
 
 def _region(shape: tuple[int, ...], view: torch.Tensor) -> tuple[Box, tuple[int | None, ...]] | None:
-    """Return the region of a contiguous tensor of `shape` that `view` covers, and its dimension for each view
-    dimension.
+    """Return the region of a contiguous tensor of `shape` under `view`, and its dimension for each view dimension.
 
     Return None if the view is no region, such as every second row.
     """
@@ -215,7 +214,7 @@ def _region(shape: tuple[int, ...], view: torch.Tensor) -> tuple[Box, tuple[int 
 
 
 def _cut(number: int, saved: Saved, box: Box, stride: tuple[int, ...]) -> _Cut | None:
-    """Cut part `saved` from a tensor with strides `stride`, which holds the region `box` of the model's tensor."""
+    """Cut part `saved` from a tensor with strides `stride` and the region `box` of the model's tensor."""
     if (common := saved.box.intersect(box)) is None:
         return None
     offset = sum((inner - outer) * step for inner, outer, step in zip(common.start, box.start, stride, strict=True))

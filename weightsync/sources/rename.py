@@ -1,4 +1,4 @@
-"""A source of tensors with new names."""
+"""A source with new tensor names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightsync.sources.base import Model, ShardSource, TensorShard
 
 
 class RenamingSource:
-    """The tensors of `source`, under the names that `selection.rename` gives. See `ShardSource`."""
+    """The tensors of `source`, under the names of `selection.rename`. See `ShardSource`."""
 
     def __init__(self, source: ShardSource, selection: TensorSelection) -> None:
         self._source = source

@@ -1,4 +1,4 @@
-"""Modules with a `state_dict` that computes values, such as a norm that is kept around zero.
+"""Modules with computed values in their `state_dict`, such as a norm stored around zero.
 
 A checkpoint has the values of `state_dict`, and engines load these. Hooks that rename, copy or reshard give the tensors
 unchanged. No list tells them from hooks that compute. So a copy of the modules holds stand-ins without storage, and the
@@ -37,7 +37,7 @@ def hooks_of(module: nn.Module) -> list[Any]:
 def changed_when_saved(
     model: nn.Module, tensors: Mapping[str, tuple[Hashable, tuple[int, ...], torch.dtype]]
 ) -> dict[str, str]:
-    """Return the names with values that `state_dict` computes, each with the reason why it cannot be pushed.
+    """Return the names of values computed by `state_dict`, each with the reason against a push.
 
     tensors: identity, full shape and dtype of each tensor by its name in the checkpoint.
     """
@@ -93,7 +93,7 @@ def _tensors(model: nn.Module, at: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class _Copies(Aliases):
-    """A mode in which a lossless copy is the tensor itself."""
+    """A mode that returns a tensor as its own lossless copy."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""The connections that a push makes with an engine before it transfers, tried one after the other from both sides."""
+"""The connections of a push with an engine, tried one after the other from both sides."""
 
 from __future__ import annotations
 

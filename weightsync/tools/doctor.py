@@ -1,10 +1,10 @@
 """`weightsync doctor`: check a push's needs of a machine, one by one, then push to a live engine.
 
 Each check prints one line: pass, "FAIL" with the remedy, or "skip" with the reason. The doctor connects to a given
-    engine from both sides, as a push does, and releases it.
+engine from both sides, as a push does, and releases it.
 
 With weights the last three checks are pushes: the engine's own (A), others (B), and A again. The second A must give
-    exactly the first answers. If one fails, a line "afterwards" gives the weights that the engine is left with.
+exactly the first answers. If one fails, a line "afterwards" gives the weights that the engine is left with.
 
 With `--quantization`, the engine with pushed B is also compared with an engine started from B, and with an unquantised
 one. The second difference matters for importance ratios.

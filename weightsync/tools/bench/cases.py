@@ -17,7 +17,7 @@ DTYPES = ("bfloat16", "float32")
 HTTP, LLM, EXTENSION = CLIENTS = ("http", "llm", "extension")
 """The trainer's client of an engine: a server, or an `LLM` in rank 0's process with plug-in or extension."""
 GRAPHS = ("off", "decode", "compiled")
-"""off: none. decode: CUDA graphs without torch.compile, which starts sooner. compiled: vLLM's default."""
+"""off: none. decode: CUDA graphs without torch.compile, for a faster start. compiled: vLLM's default."""
 WEIGHTSYNC, FILES = "weightsync", "vllm reload"
 NATIVE = {
     "vllm nccl": ("nccl", False),

@@ -1,4 +1,4 @@
-"""One conformance suite for every weight source, transport and engine client, weightsync's own and those of plug-ins.
+"""One conformance suite for every weight source, transport and engine client, weightsync's own and plug-ins'.
 
 Each check makes the same calls to one implementation as the rest of weightsync. It raises `AssertionError` with the
 broken promise. The promises are in the docstrings of `weightsync.sources.base`, `weightsync.transports.base` and

@@ -27,10 +27,10 @@ class AnotherEndFailed(Exception):  # noqa: N818 (it is a consequence, not the e
 
 
 class Mail:
-    """One end's connections: rank 0's to all others, another end's to rank 0. It has the methods of `Ranks` that
-    transports call.
+    """One end's connections: rank 0's to all others, another end's to rank 0.
 
-    Messages are msgpack. This proves that an implementation sends plain values. Ranks are numbered before workers.
+    It has the methods of `Ranks` that transports call. Messages are msgpack. This proves that an implementation sends
+    plain values. Ranks are numbered before workers.
     """
 
     host = "127.0.0.1"

@@ -45,7 +45,7 @@ def check_transport(
     for workers that read everything or parts.
 
     In between, pushes are broken off: a deadline passes, the transport is aborted, a check raises. After each the same
-        transport must serve a new plan.
+    transport must serve a new plan.
 
     Args:
         make_transport: Returns the trainer's end on each rank.
