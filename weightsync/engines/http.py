@@ -49,8 +49,8 @@ DEFAULT_URL = "http://localhost:8000"
 logger = logging.getLogger(__name__)
 
 _QUESTIONS = 12
-"""Number of questions to a server whether its workers have met the trainer. A load balancer that draws one of two
-engines at random is found 4,095 times in 4,096, and one that alternates always."""
+"""Number of questions to a server whether its workers have met the trainer. A load balancer between two engines is
+found always if it alternates, and 4,095 times in 4,096 if it draws at random."""
 _TRIES = 32
 """Most tries of a rollback call behind a load balancer."""
 _MOST_BYTES = 1 << 24
@@ -99,8 +99,8 @@ class HttpEngine:
     """A vLLM server with the plug-in, or before vLLM 0.25 with the worker extension.
 
     The server must be started with VLLM_SERVER_DEV_MODE=1, or it has no routes for weights. Every request carries the
-    key in VLLM_API_KEY, if it is set. Proxies in the environment are not used. Each call opens a connection of its own:
-    a kept one may have been closed by the server, and the call would have to be repeated.
+    key in VLLM_API_KEY, if it is set. Proxies in the environment are not used. Each call opens a connection of its own.
+    The server may have closed an older one, and the call would have to be repeated.
     """
 
     def __init__(self, url: str, *, name: str, timeout_s: float) -> None:

@@ -265,10 +265,7 @@ def admit(
 
 
 def find_lost(handles: Sequence[EngineHandle], error: WeightSyncError) -> list[str]:
-    """Return the names of the engines that have died or do not answer, among those that may have caused `error`.
-
-    Adds their names to the error's text.
-    """
+    """Return the names of dead or silent engines, among the possible causes of `error`. Add them to its text."""
     waiting_for = getattr(error, "waiting_for", [])
     named = {error.who, *waiting_for}
     suspects = [one for one in handles if not one.is_held() or not named.isdisjoint(one.names)]

@@ -1,7 +1,7 @@
 """Addresses and ports at which processes of other hosts reach this one, and connections to theirs.
 
-The kernel's routing table gives the address of this host that faces another host. $WEIGHTSYNC_HOST overrides the table.
-$WEIGHTSYNC_PORTS names the ports that a firewall lets through.
+The kernel's routing table gives this host's address that faces another host. $WEIGHTSYNC_HOST overrides the table.
+$WEIGHTSYNC_PORTS names the ports open in a firewall.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _LEAST_KEY_BYTES = 32
 def read_key() -> bytes:
     """Return the key shared by trainer and engines. Empty: none is set.
 
-    Raises `ConfigError` for a key that is too short, and for a key file that is unreadable or open to other users.
+    Raises `ConfigError` for a key that is too short, and for a key file with wrong contents, owner or permissions.
     """
     key = os.environ.get(KEY, "").strip().encode()
     if not key and (path := os.environ.get(KEY_FILE)):

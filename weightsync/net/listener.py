@@ -50,7 +50,7 @@ _NEWCOMERS = 128
 class Listener:
     """Rank 0's listening sockets. Peers must prove that they know its token, and the key if one is set.
 
-    refused: the reason, for people, why the last newcomer was turned away. That newcomer may have been a stranger.
+    refused: the reason, for people, why the last newcomer was turned away. The newcomer may have been a stranger.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Listener:
         self._wake_out.setblocking(False)
 
     def listen(self, host: str) -> tuple[str, int]:
-        """Listen at the address that faces `host`, unless that is done already. Return (address, port).
+        """Listen at the address that faces `host`, once for each address. Return (address, port).
 
         Raises `ConfigError` for another host when no key is set, and as `addresses.listen` does. Raises `OSError` when
         there is no route to `host`.

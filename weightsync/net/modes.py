@@ -16,8 +16,8 @@ class PlainModes:
     Autocast would merge adapters in another dtype. A tensor made in inference mode cannot be written outside of it, so
     the next push would fail. A default device would move CPU buffers to a GPU. A dispatch mode, such as
     `FakeTensorMode`, would intercept the push's operators. A transform of `torch.func`, such as `grad`, would refuse
-    writes to memory from outside of it. Settings of the whole process, such as the default dtype,
-    stay: other threads compute meanwhile.
+    writes to memory from outside of it. Settings of the whole process, such as the default dtype, stay: other threads
+    compute meanwhile.
     """
 
     def __init__(self) -> None:

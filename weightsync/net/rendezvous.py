@@ -54,7 +54,7 @@ class Rendezvous:
                 self._store.set(f"offer/{call}", _NO + refusal if refusal else offer)
 
     def check(self, offer: str) -> None:
-        """Raise `PeerError` when a rank has reported that it cannot connect. Called on rank 0."""
+        """Raise the `PeerError` of a rank that could not connect, if any. Called on rank 0."""
         with _store():
             why = self._store.get(f"lost/{offer}").decode() if self._store.check([f"lost/{offer}"]) else ""
         if why:
@@ -67,12 +67,12 @@ class Rendezvous:
 
         Args:
             host: this rank's address.
-            deadline: the time until which this rank waits for an offer.
+            deadline: the limit of the wait for an offer.
             what: this rank's call, `Call.what()`.
-            hears: raise rank 0's reason for an offer that it gave up.
+            hears: raise rank 0's reason when it has given up the offer of the same call.
 
         Raises:
-            PeerError: `hears`, and rank 0 has given up the offer of the same call: this rank is late.
+            PeerError: rank 0's reason, see `hears`: this rank is late.
             SyncTimeoutError: rank 0 made no offer.
         """
         with _store():

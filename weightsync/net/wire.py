@@ -1,7 +1,7 @@
 """The messages that cross a process boundary, and their bytes. docs/wire.md is the specification.
 
-A frame is a 4-byte little-endian length and that many bytes of msgpack: a map with the message's name under "t" and
-its fields. Each message has one canonical encoding, and a frame in another one is refused. Nothing in a frame is ever
+A frame is a 4-byte little-endian length and a msgpack body. The body is a map of the message's name, under "t", and its
+fields. Each message has one canonical encoding, and a frame in another one is refused. Nothing in a frame is ever
 executed. This module knows nothing about sockets, tensors, trainers or engines.
 """
 
