@@ -29,11 +29,11 @@ takes on every hop.
 """
 
 _FINENESS = 8
-"""The least number of parts that fill a chunk. Larger parts would leave much of each chunk empty."""
+"""The least number of parts in a chunk. Larger parts would leave much of each chunk empty."""
 
 
 class Chain(Struct, frozen=True, array_like=True):
-    """Workers that receive the same bytes. Every rank sends to the first worker, and each worker passes all on.
+    """Workers with the same bytes to receive. Every rank sends to the first worker, and each worker passes all on.
 
     workers: their numbers, in the order of the bytes' path. Workers of one host follow each other.
     reads: the union of their regions.
@@ -66,7 +66,7 @@ class TransferPlan(Struct, frozen=True, array_like=True):
 
     manifest: all tensors, in the dtypes that travel.
     chains: the paths of the bytes, together to every worker. Without any, workers map the ranks' memory.
-    chunks: in the order of travel. Frozen chunks come last. Together they hold every region of every non-empty tensor
+    chunks: in their order of travel. Frozen chunks come last. Together they hold every region of every non-empty tensor
         once, apart from replicas in chunks that are read in place.
     workers: the number of workers.
     host: an address of trainer rank 0 that every worker reaches.

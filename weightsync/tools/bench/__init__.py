@@ -1,7 +1,7 @@
-"""Starts vLLM engines and trainers of models without data, and times whole pushes on the trainer's clock. One loop
+"""Starts trainers of models without data and vLLM engines, and times whole pushes on the trainer's clock. One loop
 pushes without a break. The other pushes as users do: before each push it generates tokens, takes an optimizer step and
-waits 0.3 s. Every engine gets other weights and then its first weights again. Then its answers must be the first ones:
-same token ids, same log-probabilities. The lower bounds of a push are measured too.
+    waits 0.3 s. Every engine gets other weights and then its first weights again. Then its answers must be the first
+    ones: same token ids, same log-probabilities. The lower bounds of a push are measured too.
 
     weightsync bench --transport ipc broadcast checkpoint
         A tiny model, a few minutes, also without a GPU. Peers on the same work are measured beside.
