@@ -39,7 +39,7 @@ M = TypeVar("M", bound="Message")
 Sample = Annotated[int, Meta(ge=-1, le=15)]
 """A sample's number, or -1 for all bytes."""
 Turn = Annotated[int, Meta(ge=-1)]
-"""The number of a push, from which each memory takes a sample of its own, or -1 for all bytes."""
+"""A push's number, or -1 for all bytes. The number selects a sample of each memory."""
 Role = Annotated[str, Meta(pattern=r"^(worker|rank|engines)\Z")]
 """The kind of a peer. "engines": a rank's second connection, for calls into the engines of its process."""
 Process = Annotated[str, Meta(pattern=r"^[0-9a-f-]+:[0-9]+:[0-9]+\Z")]
