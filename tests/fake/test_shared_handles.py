@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -96,7 +97,12 @@ def push_twice(model: nn.Module, hosts: Sequence[MeasuredHost], transport: str) 
     engines = [FakeEngine(host) for host in hosts]
     digest(torch.zeros(8, dtype=torch.uint8))  # makes its table of half a MiB, once in a process
     live = LiveBytes()
-    with WeightSync("fsdp", transport, engines or None, max_bytes=CHUNK_BYTES, timeout_s=30.0) as sync, live:
+    with (
+        # A push leaves its caller's modes of operators, and would not be counted.
+        mock.patch("weightsync.net.modes._disable_current_modes", contextlib.nullcontext),
+        WeightSync("fsdp", transport, engines or None, max_bytes=CHUNK_BYTES, timeout_s=30.0) as sync,
+        live,
+    ):
         sync.push(model)
         sync.push(model)
     for engine in engines:
@@ -122,7 +128,7 @@ def push_from_shards(rank: int, layers: int, engines: int) -> None:
     trainer, engine = push_twice(model, hosts, "broadcast")
     # Each rank has its parts of two chunks. To three engines, where rank 0 gathers, it has two whole ones.
     most = 2 * CHUNK_BYTES if engines == 3 and rank == 0 else CHUNK_BYTES
-    assert trainer <= most + SLACK_BYTES + layers * BLOCK_BYTES, trainer
+    assert CHUNK_BYTES // 2 <= trainer <= most + SLACK_BYTES + layers * BLOCK_BYTES, trainer
     assert engine <= 2 * CHUNK_BYTES + SLACK_BYTES, engine
 
 
