@@ -51,8 +51,8 @@ class GroupSync:
     def push(self, version: int | None = None) -> PushReport:
         """Make every engine serve the workers' current weights, and return when all do.
 
-        Sleeping engines get the memory of their weights back before the push, and of their KV cache after it. Engines
-        that were added get prompts from now on.
+        Sleeping engines get the memory of their weights back before the push, and of their KV cache after it. So the
+        push has room. Engines that were added get prompts from now on.
 
         Args:
             version: As for `WeightSync.push`.

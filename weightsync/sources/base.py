@@ -94,8 +94,8 @@ class ShardSource(Protocol):
             model: The model that the user pushes.
 
         Returns:
-            The list object of the last call until a tensor moves: a push then skips planning. The views stay valid
-                until the trainer moves its storages.
+            The list object of the last call if no tensor has moved since. A push can then skip planning. The views stay
+            valid until the trainer moves its storages.
 
         Raises:
             UnsupportedError: As `manifest` does.

@@ -128,7 +128,7 @@ def _read_partition(param: Any) -> LocalParam:
 def _gathered(params: list[Any], group: Any, device: torch.device) -> list[torch.Tensor]:
     """Return each of these partitioned parameters whole, and leave the parameters unchanged. Collective in `group`."""
     # Move offloaded partitions to the GPU: the group cannot send CPU memory.
-    mine = torch.cat([param.ds_tensor.to(device) for param in params])
+    mine = torch.cat([param.ds_tensor.to(device) for param in params])  # (elements of all partitions,)
     theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(theirs, mine, group)
     sizes = [param.ds_tensor.numel() for param in params]

@@ -337,7 +337,7 @@ class _Reader:
             # Experts one after the other, each transposed. The parameter's own shape is (hidden, -1) or (-1, hidden).
             count, hidden = len(layer.mlp.local_expert_indices), self._config.hidden_size
             shape = (count, hidden, -1) if match[1] == "1" else (count, -1, hidden)
-            experts = local.view(shape).transpose(1, 2)
+            experts = local.view(shape).transpose(1, 2)  # (experts, rows of outputs, columns of inputs)
             return [self._expert(layer, number, match[1], expert) for number, expert in enumerate(experts)]
         return None
 

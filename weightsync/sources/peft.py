@@ -138,7 +138,7 @@ class Adapter:
         merged = values.clone()
         region = tuple(slice(start, start + size) for start, size in zip(box.start, box.size, strict=True))
         for name in self.names():
-            a, b = (whole[factor] for factor in self._factors()[name])
+            a, b = (whole[factor] for factor in self._factors()[name])  # (rank, inputs), (outputs, rank)
             # Factors may be on a GPU when the values are offloaded to the CPU.
             delta = self._product(name, a, b)[region].to(merged.device)
             # PEFT lets a linear layer's sum be rounded once, and rounds an embedding's product first.

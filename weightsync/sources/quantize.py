@@ -122,6 +122,7 @@ class QuantizingSource:
         held = [(name, box, piece) for name in cut for box, piece in self._held.get(name, {}).items()]
         device = held[0][2].tensor.device if held else torch.device("cpu")
         maxima = torch.zeros((sum(cut.values()), 1), dtype=torch.float32, device=device)
+        # Each (rows, 1), a view of `maxima`.
         of = dict(zip(cut, maxima.split(list(cut.values())), strict=True))
         mine = [(name, box, piece, of[name][box.start[0] : box.start[0] + box.size[0]]) for name, box, piece in held]
         for _, _, piece, at in mine:

@@ -38,9 +38,9 @@ class StreamSource:
     Rank 0's tensors travel. Another rank gives the same stream or None. Its stream is advanced with rank 0's, and its
     tensors are dropped.
 
-    Streams of lists and dicts may differ from push to push. Any other stream must give the same tensors as the first.
-    `shards` finds a first tensor that differs, and `gather` any later one. A tensor must keep its values until it has
-    been sent. Raises `ConfigError` for a selection without effect.
+    Streams of lists and dicts may differ from push to push. Any other stream must give the same names, shapes and
+    dtypes as the first. `shards` finds a first tensor that differs, and `gather` any later one. A tensor must keep its
+    values until it has been sent. Raises `ConfigError` for a selection without effect.
     """
 
     def __init__(
