@@ -466,8 +466,8 @@ def test_http_adapters_that_are_refused(server, status, body, error, words):
             EngineError,
             "cannot take the adapter policy-1-ab: no worker answers",
         ),
-        ({"/collective_rpc": (200, '{"results": ["?"]}')}, ProtocolError, "what came is no list"),
-        ({"/collective_rpc": (200, "{}")}, ProtocolError, "what came is no list"),
+        ({"/collective_rpc": (200, '{"results": ["?"]}')}, ProtocolError, "the peer sent no list"),
+        ({"/collective_rpc": (200, "{}")}, ProtocolError, "the peer sent no list"),
     ],
 )
 def test_http_adapters_whose_modules_are_not_proven_are_not_loaded(server, replies, error, words):

@@ -238,7 +238,7 @@ def test_messages_that_nobody_asked_for_do_not_pile_up(pair):
     one, other = pair
     other.most_bytes = 1 << 16
     raw(one).sendall(sealed(one, *(encode(Release()) for _ in range(300))))
-    with pytest.raises(ProtocolError, match="more messages have come than anyone has asked for"):
+    with pytest.raises(ProtocolError, match="the peer has sent more messages than were asked for"):
         check_until_it_raises(other)
     assert len(other._inbox) < 257
 

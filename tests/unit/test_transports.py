@@ -243,7 +243,7 @@ def test_what_a_worker_was_not_told_of_memory_is_a_protocol_error(file: SharedFi
         with pytest.raises(ProtocolError, match=f"stages chunks and has no counter for worker {worker}"):
             connect(parts, worker, storages)
     for parts, worker in ((None, 0), ([0], 0), ([["a"]], 0), ([[0]], -1), ([[0]], "0")):
-        with pytest.raises(ProtocolError, match="what came is no"):
+        with pytest.raises(ProtocolError, match="the peer sent no"):
             connect(parts, worker)
 
 
@@ -253,12 +253,12 @@ def test_what_a_worker_was_not_told_of_memory_is_a_protocol_error(file: SharedFi
         ({"runs": [[[0, 0, 9]]]}, "does not lie in a slot of 8 bytes"),
         ({"runs": [[[0, 5, 4]]]}, "does not lie in a slot of 8 bytes"),
         ({"runs": [[[0, 0, 8]]], "encoders": [0], "origins": [[]]}, "says which rank it is of"),
-        ({"slots": 0}, "what came is no"),
-        ({"slot_bytes": -1}, "what came is no"),
-        ({"slot_bytes": None}, "what came is no"),
-        ({"place": ["127.0.0.1", "0", "x"]}, "what came is no"),
-        ({"senders": 1}, "what came is no"),
-        ({"more": 1}, "what came is no"),
+        ({"slots": 0}, "the peer sent no"),
+        ({"slot_bytes": -1}, "the peer sent no"),
+        ({"slot_bytes": None}, "the peer sent no"),
+        ({"place": ["127.0.0.1", "0", "x"]}, "the peer sent no"),
+        ({"senders": 1}, "the peer sent no"),
+        ({"more": 1}, "the peer sent no"),
     ],
 )
 def test_runs_that_lie_in_no_slot_are_a_protocol_error(changes: dict[str, Any], words: str):

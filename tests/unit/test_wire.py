@@ -243,7 +243,7 @@ def test_a_message_has_exactly_its_fields_in_their_order(message: Message):
     refuse({**whole, "surplus": 1}, "surplus")
     refuse({**whole, b"surplus": 1}, "Expected `str`, got `bytes` - at `key`")
     if len(whole) > 1:
-        refuse(dict(reversed(whole.items())), "another form")
+        refuse(dict(reversed(whole.items())), "not canonical")
 
 
 def values_inside(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -289,10 +289,10 @@ def test_every_value_down_to_the_rows_is_of_its_type(message: Message):
             continue
         may_be = {type(value), *([type(None), OPTIONAL[at[-1]]] if at[-1] in OPTIONAL else [])}
         if isinstance(value, (list, dict)):
-            refuse(replaced(whole, at, [[[]]]), "Expected|another form")
+            refuse(replaced(whole, at, [[[]]]), "Expected|not canonical")
         for other in OTHERS:
             if type(other) not in may_be:
-                refuse(replaced(whole, at, other), "Expected|Invalid value|another form")
+                refuse(replaced(whole, at, other), "Expected|Invalid value|not canonical")
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_what_counts_is_never_negative(name: str, at: tuple[Any, ...]):
 def test_a_row_with_more_than_it_has_is_refused(at: tuple[Any, ...]):
     whole = content(PlanRequest((TensorMeta("w", (2, 3), "bfloat16"),), (("y", "w"),)))
     row = dict(values_inside(whole))[at]
-    refuse(replaced(whole, at, [*row, "x"]), "another form|Expected")
+    refuse(replaced(whole, at, [*row, "x"]), "not canonical|Expected")
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=kind)
@@ -384,11 +384,11 @@ def test_extension_types_bytes_and_other_keys_than_strings_are_refused(value: An
 )
 def test_a_message_has_one_form(data: bytes):
     msgpack.decode(data)
-    refuse(data, "another form")
+    refuse(data, "not canonical")
 
 
 def test_strings_that_are_not_utf_8_are_refused():
-    refuse(b"\x82\xa1t\xa5Value\xa5value\xa2\xff\xfe", "what came is no plain value")
+    refuse(b"\x82\xa1t\xa5Value\xa5value\xa2\xff\xfe", "the peer sent no plain value")
     refuse(b"\x82\xa1t\xb0ExportParameters\xa9processes\x91\xa2\xff\xfe", "is no message of protocol")
 
 
@@ -489,9 +489,9 @@ ROWS = [[], ["a"], ["a", [1]], ["a", 1, "x"], ["a", [1], "x", 1], None, 5, [["a"
 
 @pytest.mark.parametrize("row", ROWS)
 def test_rows_of_another_form_are_a_protocol_error(row: Any):
-    refuse({"t": "PlanRequest", "tensors": [row], "tied": []}, "Expected|another form")
+    refuse({"t": "PlanRequest", "tensors": [row], "tied": []}, "Expected|not canonical")
     if row != ["a", [1], "x", 1]:  # which no decoded message has, as it has another form
-        with pytest.raises(ProtocolError, match="what came is no"):
+        with pytest.raises(ProtocolError, match="the peer sent no"):
             typed([row], list[TensorMeta])
 
 

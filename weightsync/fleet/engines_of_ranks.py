@@ -259,7 +259,9 @@ def _serve(engines: Sequence[Engine], connection: Connection) -> None:
         while True:
             call = _next(connection).read(EngineCall)
             if call.method not in _METHODS or call.engine >= len(engines):
-                raise ProtocolError(f"rank 0 called {call.method} of engine {call.engine}, which there is not")
+                raise ProtocolError(
+                    f"rank 0 called {call.method} of engine {call.engine}, and this rank has no such engine"
+                )
             spawn(f"{call.method} for rank 0", partial(answer, call))
     connection.close()
 

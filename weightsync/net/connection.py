@@ -241,7 +241,7 @@ class Connection:
                     continue
                 self._waiting_bytes = end + _MESSAGE_BYTES + (self._waiting_bytes if self._inbox else 0)
                 if self._waiting_bytes > _MOST_WAITING * self.most_bytes:
-                    raise ProtocolError("more messages have come than anyone has asked for")
+                    raise ProtocolError("the peer has sent more messages than were asked for")
                 self._inbox.append(message)
         except ProtocolError as error:
             error.who = error.who or self.peer

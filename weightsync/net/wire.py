@@ -134,7 +134,7 @@ class Value(Message, frozen=True):
         try:
             value = _reader(kind)(self.value)
             if memoryview(self.value) != _encode(value):
-                raise ValueError("it is written in another form than the one that it has")
+                raise ValueError("its encoding is not canonical")
         except (ValueError, RecursionError) as error:
             raise _no(kind, error) from None
         return value
@@ -294,7 +294,7 @@ def decode(body: bytes) -> Message:
     try:
         message: Message = _decode(body)
         if _encode(message) != body:
-            raise ValueError(f"a {type(message).__name__} is written in another form than the one that it has")
+            raise ValueError(f"the encoding of a {type(message).__name__} is not canonical")
     except (ValueError, RecursionError) as error:
         raise ProtocolError(
             f"a frame of {len(body)} bytes is no message of protocol {PROTOCOL}: {str(error)[:_REASON_CHARS]}"
@@ -313,7 +313,7 @@ def typed(value: Any, kind: type[T]) -> T:
 
 def _no(kind: Any, error: Exception) -> ProtocolError:
     name = "plain value" if kind is Plain else getattr(kind, "__name__", str(kind))
-    return ProtocolError(f"what came is no {name}: {str(error)[:_REASON_CHARS]}")
+    return ProtocolError(f"the peer sent no {name}: {str(error)[:_REASON_CHARS]}")
 
 
 def frame_length(prefix: bytes, most_bytes: int = MAX_FRAME_BYTES) -> int:

@@ -103,7 +103,7 @@ class UpdateStrategy(ABC):
     @property
     def engines(self) -> EngineList:
         """The list of engines. The user may change it. Raises `ConfigError` if the engine is fixed."""
-        raise ConfigError("one engine, which does not change, is what this transport pushes to")
+        raise ConfigError("this transport has one fixed engine: engines cannot be added or removed")
 
     def leave_out(self, engines: Sequence[str]) -> None:
         """Push to all engines but these, until they answer again.
