@@ -99,7 +99,7 @@ def file() -> Iterator[SharedFile]:
 )
 def test_fields_that_weightsync_does_not_make_are_refused(file: SharedFile, kind: str, changes: dict[str, Any]):
     fields = file.handle()[1]
-    with pytest.raises(ProtocolError, match=r"is no \w+Handle|unknown kind"):
+    with pytest.raises(ProtocolError, match=r"sent no \w+Handle|unknown kind"):
         open_exported(kind, {**fields, **changes}, CPU, "trainer rank 0")
 
 
@@ -193,7 +193,7 @@ def test_a_worker_reads_a_folder_of_checkpoints(incoming: Path):
 
 def test_a_worker_reads_in_no_other_folder(incoming: Path, tmp_path: Path):
     for other in (tmp_path, tmp_path / ".incoming-0123abcd" / "1", Path("/etc"), Path(f"{incoming}/../.incoming-x")):
-        with pytest.raises(ProtocolError, match=r"is no FilesEndpoint"):
+        with pytest.raises(ProtocolError, match=r"the peer sent no FilesEndpoint"):
             read_from(told(other))
     (tmp_path / ".lock").unlink()
     with pytest.raises(PlacementError, match=r"cannot read .*\.lock"):
@@ -202,7 +202,7 @@ def test_a_worker_reads_in_no_other_folder(incoming: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../rank-0", "..", ".", "", "a/b", "a\0", "model.safetensors\n"])
 def test_a_worker_reads_no_file_that_is_elsewhere(incoming: Path, name: str):
-    with pytest.raises(ProtocolError, match="is no FilesEndpoint"):
+    with pytest.raises(ProtocolError, match="the peer sent no FilesEndpoint"):
         read_from(told(incoming, pieces=[[[[name, 0, [8], [[0], [8]], 1, 0]]]]))
 
 
