@@ -64,7 +64,7 @@ def test_an_engine_that_generates_though_the_caller_should_have_paused_it_is_ref
         sync.push(model)
         generates = True
         model.load_state_dict(checkpoint(3))
-        with pytest.raises(EngineError, match="the engine generates: pause it before each push"):
+        with pytest.raises(EngineError, match=r"the engine generates\. Pause it before each push"):
             sync.push(model)
         assert serves(engine, 2)
         assert engine.version() == "1"

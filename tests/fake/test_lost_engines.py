@@ -127,7 +127,7 @@ def test_engine_that_dies_and_leaves_its_call_unanswered_is_noticed(
         if method == "update":
             sync.push(trainer_model(checkpoint(2)))
         monkeypatch.setattr(MortalEngine, method, call, raising=False)
-        with pytest.raises(EngineUnreachableError, match="the engine has died in a push"):
+        with pytest.raises(EngineUnreachableError, match="the engine died in a push"):
             sync.push(trainer_model(checkpoint(3)))
         over.set()
 

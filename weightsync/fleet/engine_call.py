@@ -76,7 +76,7 @@ def wait_at_exit(calls: Sequence[BackgroundCall]) -> None:
 
 def _wait_for_owed() -> None:
     if late := join([*_owed], (), Deadline(timeouts.EXIT_S)) - {""}:
-        logger.warning("%s may stay paused until a push succeeds: a call has not ended", ", ".join(sorted(late)))
+        logger.warning("%s may stay paused until a push succeeds: its call did not end", ", ".join(sorted(late)))
 
 
 def make_arrival_check(
@@ -95,8 +95,8 @@ def make_arrival_check(
                 since = returned.setdefault(call, time.monotonic())
                 if time.monotonic() - since > timeouts.WORKER_ARRIVAL_S or deadline.passed():
                     raise EngineError(
-                        f"{call.name} returned, but no worker connected: the engine's weight transfer backend is not "
-                        'weightsync. Start it with weight_transfer_config={"backend": "weightsync"}, and see its log. '
+                        f"{call.name} returned, but no worker connected. Start the engine with "
+                        'weight_transfer_config={"backend": "weightsync"}, and look into its log. '
                         f"{listener.refused}",
                         phase="init",
                     )

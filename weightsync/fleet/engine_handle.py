@@ -119,7 +119,7 @@ class EngineHandle:
         if silent and self.runs:
             raise timed_out(silent, "load", Deadline(timeout_s))
         if self.silent >= _SILENT:
-            raise EngineUnreachableError("the engine has died in a push; its log says why", who=self.engine.name)
+            raise EngineUnreachableError("the engine died in a push; look into its log", who=self.engine.name)
 
     def call(self, method: Callable[[EngineHandle], None]) -> None:
         """Call a method with this handle. Raise `FencedError` instead if another trainer has taken the engine over."""
@@ -162,7 +162,7 @@ class EngineHandle:
         is_paused = getattr(self.engine, "is_paused", lambda: None)()
         if is_paused is False:
             raise EngineError(
-                f'pause="{CALLER}", but the engine generates: pause it before each push, and resume it afterwards',
+                f'pause="{CALLER}", but the engine generates. Pause it before each push, and resume it afterwards',
                 who=self.engine.name,
             )
         self.paused_at = time.perf_counter()

@@ -137,8 +137,8 @@ class OtherRanks:
         """Raise `ConfigError` when the engines in this process have changed, on another rank than rank 0."""
         if rank and self._private is not None and self._private != self._in_this_process():
             raise ConfigError(
-                f"an engine in the process of trainer rank {rank} was added or removed: only those that rank 0 reaches "
-                "may change. Make a new WeightSync"
+                f"an engine in the process of trainer rank {rank} was added or removed. Only engines that rank 0 "
+                "reaches may change: make a new WeightSync"
             )
 
     def _in_this_process(self) -> list[object]:
@@ -149,13 +149,13 @@ class OtherRanks:
         for rank, offer in enumerate(everyone):
             if strange := [name for name in offer.named if name not in known]:
                 raise ConfigError(
-                    f"trainer rank {rank} was given the engine {strange[0]}, and rank 0 was not, so that no push would "
-                    "reach it: give rank 0 the list of all engines that every process can reach"
+                    f"trainer rank {rank} was given the engine {strange[0]}, and rank 0 was not. Give rank 0 the list "
+                    "of all engines with an address"
                 )
             if offer.own and refuse:
                 raise ConfigError(
-                    f"trainer rank {rank} was given an engine of its own, {offer.own[0].name}, and {refuse} reaches "
-                    "only what rank 0 was given: give the other ranks none, or push with another transport"
+                    f"trainer rank {rank} was given an engine of its own, {offer.own[0].name}, but {refuse} reaches "
+                    "the engines of rank 0 alone. Give the other ranks none, or choose another transport"
                 )
 
     def _is_connected(self, rank: int) -> bool:
@@ -217,7 +217,7 @@ class _Calls:
             call = EngineCall(number, engine, method, list(args))
             self.connection.send(Value.of(call), Deadline(timeouts.OTHER_RANK_GRACE_S), method)
         except (WeightSyncError, OSError) as error:
-            raise EngineUnreachableError(f"{self.connection.peer}, which has the engine, is gone", who=who) from error
+            raise EngineUnreachableError(f"the engine's process, {self.connection.peer}, is gone", who=who) from error
         return answer
 
     def _receive(self) -> None:
@@ -232,7 +232,7 @@ class _Calls:
                     future.set_result(answer.value)
         except Exception as error:
             self.connection.close()
-            gone = f"{self.connection.peer}, which has the engine, is gone: {error}"
+            gone = f"the engine's process, {self.connection.peer}, is gone: {error}"
             with self._lock:
                 self.end = EngineUnreachableError(gone)
                 left, self._answers = self._answers, {}
@@ -260,7 +260,7 @@ def _serve(engines: Sequence[Engine], connection: Connection) -> None:
             call = _next(connection).read(EngineCall)
             if call.method not in _METHODS or call.engine >= len(engines):
                 raise ProtocolError(
-                    f"rank 0 called {call.method} of engine {call.engine}, and this rank has no such engine"
+                    f"rank 0 called {call.method} of engine {call.engine}, and this rank has {len(engines)} engines"
                 )
             spawn(f"{call.method} for rank 0", partial(answer, call))
     connection.close()

@@ -185,7 +185,7 @@ class Fleet:
         try:
             info = self._listener.invitation(self._id, one.number, where, self._timeout_s)
         except OSError as error:
-            raise EngineUnreachableError(f"there is no way to {where}: {error}", who=one.engine.name) from error
+            raise EngineUnreachableError(f"no route to {where}: {error}", who=one.engine.name) from error
         call = BackgroundCall(self._listener, "init", one.engine.init, info, who=one.engine.name)
         self._calls.append(call)
         return call
@@ -403,7 +403,7 @@ class Fleet:
         while late := [call for call in self._previous_calls if call.who in names and call.is_alive()]:
             if deadline.passed():
                 raise SyncTimeoutError(
-                    f"{late[0].name}, of the push that failed, did not return within {self._timeout_s:g} s",
+                    f"{late[0].name} of the failed push did not return within {self._timeout_s:g} s",
                     phase="init",
                     waiting_for=[call.who or call.name for call in late],
                 )

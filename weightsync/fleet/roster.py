@@ -71,7 +71,7 @@ class EngineList:
         """
         before = self._changeable()
         if not any(_is_same(engine, one) for one in before):
-            raise ConfigError(f"{engine!r} is not among the engines; these are {before}")
+            raise ConfigError(f"{engine!r} is not among the engines {before}")
         self._listed, self._added = [one for one in before if not _is_same(engine, one)], []
 
     def named(self) -> list[object]:
@@ -96,7 +96,7 @@ class EngineList:
         for i, one in enumerate(given):
             for j, other in enumerate(given[:i]):
                 if _is_same(one, other):
-                    raise ConfigError(f"engine {i} is engine {j} once more; list each engine once")
+                    raise ConfigError(f"engine {i} is the same as engine {j}; list each engine once")
         found: list[tuple[object, Engine]] = []
         for one in given:
             engine = next((engine for other, engine in self._known if _is_same(one, other)), None)
@@ -109,7 +109,7 @@ class EngineList:
 
     def _changeable(self) -> list[object]:
         if self._read is not None:
-            raise ConfigError(f"the engines are those that {self.given!r} names before each push; change what it names")
+            raise ConfigError(f"each push reads the list of engines from {self.given!r}; change the list there")
         return self.all()
 
 
@@ -163,7 +163,7 @@ def _is_same(one: object, other: object) -> bool:
 def _addresses(file: Path) -> list[object]:
     try:
         if file.exists() and not file.is_file():  # reading a pipe would block
-            raise OSError("it is no file")
+            raise OSError("not a file")
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the engines' addresses from {file}: {error}") from error
@@ -188,6 +188,6 @@ def _connect_one(engine: object, label: str, timeout_s: float) -> Engine:
         return RayEngine(engine, name=f"{label} ({engine!r})", timeout_s=timeout_s)
     raise ConfigError(
         f"{label} is a {type(engine).__module__}.{type(engine).__qualname__}; expected a vLLM LLM or AsyncLLM, a Ray "
-        f"actor handle of one, a URL such as {DEFAULT_URL!r}, an object with the methods of weightsync.engines.Engine, "
-        "or a list of these"
+        f"actor handle of one, a URL such as {DEFAULT_URL!r}, an object with the methods of "
+        "weightsync.engines.Engine, or a list of these"
     )

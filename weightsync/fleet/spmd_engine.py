@@ -32,8 +32,8 @@ def join(engines: Sequence[Engine]) -> list[Engine]:
     for (_, count), those in parts.items():
         if len(those) != count:
             raise ConfigError(
-                f"the workers of one engine are in {count} ranks (external_launcher), and {len(those)} of these gave "
-                "their LLM: give that of each rank to its own WeightSync",
+                f"the workers of one engine are in {count} ranks (external_launcher), and {len(those)} of these ranks "
+                "gave their LLM. Give each rank's LLM to its own WeightSync",
                 who=those[0].name,
             )
     return [*whole, *map(SpmdEngine, parts.values())]
