@@ -29,6 +29,8 @@ from weightsync.selection import TensorSelection
 if TYPE_CHECKING:
     from weightsync.checkpoint.save import save
     from weightsync.engines import LoraAdapter
+    from weightsync.sources.megatron import MegatronBackend
+    from weightsync.sources.stream import StreamBackend
     from weightsync.strategies.lora import LoraTransport
     from weightsync.strategies.restart import CheckpointTransport
     from weightsync.strategies.shared_memory import SingleCopyTransport
@@ -49,6 +51,7 @@ __all__ = [
     "LoraAdapter",
     "LoraTransport",
     "ManifestError",
+    "MegatronBackend",
     "ModuleBucketer",
     "NonFiniteError",
     "ParameterBucketer",
@@ -57,6 +60,7 @@ __all__ = [
     "ProtocolError",
     "PushReport",
     "SingleCopyTransport",
+    "StreamBackend",
     "SyncTimeoutError",
     "TensorSelection",
     "ThresholdBucketer",
@@ -73,7 +77,9 @@ _LAZY = {
     "CheckpointTransport": "weightsync.strategies.restart",
     "LoraAdapter": "weightsync.engines",
     "LoraTransport": "weightsync.strategies.lora",
+    "MegatronBackend": "weightsync.sources.megatron",
     "SingleCopyTransport": "weightsync.strategies.shared_memory",
+    "StreamBackend": "weightsync.sources.stream",
     "WeightSync": "weightsync.sync",
     "save": "weightsync.checkpoint.save",
 }

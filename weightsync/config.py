@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+from msgspec import Meta, ValidationError, convert
 
 from weightsync.errors import ConfigError
-from weightsync.net import timeouts
+from weightsync.net.timeouts import MAX_TIMEOUT_S
 from weightsync.selection import TensorSelection
 
 BackendName = Literal["fsdp", "deepspeed", "megatron", "stream"]
@@ -19,7 +22,15 @@ OnEngineFailure = Literal["raise", "drop"]
 Encoding = Literal["auto", "delta"]
 NonFinite = Literal["warn", "refuse", "ignore"]
 
-_CHOICES = {"pause": Pause, "verify": Verify, "on_engine_failure": OnEngineFailure, "non_finite": NonFinite}
+_Bytes = Annotated[int, Meta(description="it must be a whole number of bytes, such as 67108864 for 64 MiB")]
+_Timeout = Annotated[
+    float, Meta(gt=0, le=MAX_TIMEOUT_S, description=f"it must be positive seconds, {MAX_TIMEOUT_S:.0f} at most")
+]
+_Hold = Annotated[float, Meta(gt=0, description="it must be positive seconds, or None for no limit")]
+_Switch = Annotated[bool, Meta(description="it must be true, false or None")]
+
+_CHECKED_WHERE_READ = ("backend", "transport", "engine", "bucketer", "selection", "quantize", "encoding", "ranks")
+"""Options with objects or names that only their readers know, such as a plug-in's transport."""
 
 
 @dataclass(frozen=True)
@@ -36,40 +47,45 @@ class WeightSyncConfig:
         ConfigError: A value outside of an option's range.
     """
 
-    backend: str
+    backend: BackendName
     transport: str = "ipc"
     engine: list[str] | None = None
-    bucketer: str | None = None
-    max_bytes: int | None = None
+    bucketer: BucketerName | None = None
+    max_bytes: _Bytes | None = None
     selection: Any = None
-    pause: str | None = None
-    timeout_s: float = 300.0
-    hold_s: float | None = None
-    verify: str | None = None
-    quantize: str | None = None
-    on_engine_failure: str | None = None
-    encoding: str | None = None
-    non_finite: str | None = None
-    progress: bool | None = None
-    megatron_bridge: str | None = None
-    vocab_size: int | None = None
-    ranks: str | None = None
+    pause: Pause | None = None
+    timeout_s: _Timeout = 300.0
+    hold_s: _Hold | None = None
+    verify: Verify | None = None
+    quantize: Quantize | None = None
+    on_engine_failure: OnEngineFailure | None = None
+    encoding: Encoding | None = None
+    non_finite: NonFinite | None = None
+    progress: _Switch | None = None
+    ranks: Literal["alone"] | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in _CHOICES.items():
-            choices = get_args(kind)
-            if (given := getattr(self, name)) not in (None, *choices):
-                raise ConfigError(f"{name}={given!r}; choose one of {', '.join(choices)}")
-        if not _is_number(self.timeout_s, float) or not 0 < self.timeout_s <= timeouts.MAX_TIMEOUT_S:
-            raise ConfigError(
-                f"timeout_s={self.timeout_s!r}; it must be positive seconds, {timeouts.MAX_TIMEOUT_S:.0f} at most"
-            )
-        if self.hold_s is not None and (not _is_number(self.hold_s, float) or not self.hold_s > 0):
-            raise ConfigError(f"hold_s={self.hold_s!r}; it must be positive seconds, or None for no limit")
-        for name, unit in (("max_bytes", "bytes, such as 67108864 for 64 MiB"), ("vocab_size", "rows")):
-            if (given := getattr(self, name)) is not None and not _is_number(given, int):
-                raise ConfigError(f"{name}={given!r}; it must be a whole number of {unit}")
+        for name, kind in _kinds().items():
+            try:
+                convert(given := getattr(self, name), kind)
+            except ValidationError:
+                raise ConfigError(f"{name}={given!r}; {_expected(kind)}") from None
         object.__setattr__(self, "selection", _selection(self.selection))
+
+
+@cache
+def _kinds() -> dict[str, Any]:
+    """Return the types of the options that the config itself checks."""
+    kinds = get_type_hints(WeightSyncConfig, include_extras=True)
+    return {name: kind for name, kind in kinds.items() if name not in _CHECKED_WHERE_READ}
+
+
+def _expected(kind: Any) -> str:
+    """Return the description of a type, or the choices of a `Literal`."""
+    kind = next((part for part in get_args(kind) if get_args(part)), kind)  # without `None`
+    if meta := getattr(kind, "__metadata__", None):
+        return str(meta[0].description)
+    return f"choose one of {', '.join(get_args(kind))}"
 
 
 def read_config(config: WeightSyncConfig | Mapping[str, Any]) -> dict[str, Any]:
@@ -99,9 +115,5 @@ def _known(what: str, of: type[Any], given: Mapping[str, Any]) -> dict[str, Any]
 
 def check_count(name: str, given: object, reason: str) -> None:
     """Raise `ConfigError` for anything but a whole number from 1 on."""
-    if not isinstance(given, int) or given < 1:
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
         raise ConfigError(f"{name}={given!r}; it must be a whole number from 1 on: {reason}")
-
-
-def _is_number(value: object, kind: type[int] | type[float]) -> bool:
-    return isinstance(value, (int, kind)) and not isinstance(value, bool)

@@ -36,7 +36,7 @@ from weightsync.net.wire import MAX_VERSION, POISONED
 from weightsync.planning.bucketing import Bucketer
 from weightsync.report import PushReport
 from weightsync.selection import TensorSelection
-from weightsync.sources import open_source
+from weightsync.sources import BackendOption, open_source
 from weightsync.sources.base import Model, ShardSource
 from weightsync.strategies import open_strategy
 from weightsync.strategies.base import Options, StrategyOption
@@ -70,8 +70,8 @@ class WeightSync:
 
     Args:
         backend: "fsdp" (FSDP2, FSDP1, DDP, plain modules), "deepspeed" (ZeRO 0 to 3), "megatron" (a Megatron-core
-            `GPTModel` or the list of its chunks), "stream" (pairs of a checkpoint name and a whole tensor), or a
-            `ShardSource`.
+            `GPTModel` or the list of its chunks), "stream" (pairs of a checkpoint name and a whole tensor).
+            `MegatronBackend(...)` and `StreamBackend(...)` are these with options. A `ShardSource` works too.
         transport: "ipc" (engines on this host) or "broadcast" (any host). "cuda_ipc" and "nccl" are the same, and
             refuse CPU tensors. `CheckpointTransport(folder)` also keeps a checkpoint of each version. "lora", or
             `LoraTransport(...)`, pushes a LoRA adapter alone, under a new name each time. "single_copy", or
@@ -117,17 +117,9 @@ class WeightSync:
             "refuse" checks all, and raises `NonFiniteError` before an engine is paused. "ignore" checks none. "lora"
             refuses in any case.
         progress: Whether rank 0 shows a progress bar for long pushes. None: only on a terminal.
-        megatron_bridge: For backend="megatron", the family of the checkpoint names ("mixtral"). None: the model
-            decides, for all known families but Mixtral. Other families need an object that exports the model, such as
-            Megatron-Bridge's `AutoBridge` or mbridge's `Bridge`. It gathers every tensor.
-        vocab_size: For backend="megatron", the rows of the checkpoint's embedding. None: all rows, with Megatron's
-            padding.
         ranks: The processes that push together: the docs' "every rank" and "rank 0". None: the default process group,
             or this process if there is none. A process group: its ranks alone. "alone": this process, which must hold
             whole tensors. One rank of a job may push so, or each rank for itself.
-        stream_tensors: For backend="stream", an object with `shape` and `dtype` for each name, in the stream's order,
-            such as a tensor on the meta device. None: learned from the first stream. That stream is read twice, or kept
-            in CPU memory if it is an iterator. Every rank gives the same.
 
     Raises:
         ConfigError: Options that cannot work together, or an option without effect.
@@ -135,7 +127,7 @@ class WeightSync:
 
     def __init__(
         self,
-        backend: BackendName | ShardSource,
+        backend: BackendName | BackendOption | ShardSource,
         transport: str | Transport | StrategyOption = "ipc",
         engine: Any = None,
         *,
@@ -151,40 +143,11 @@ class WeightSync:
         encoding: Encoding | None = None,
         non_finite: NonFinite | None = None,
         progress: bool | None = None,
-        megatron_bridge: Any = None,
-        vocab_size: int | None = None,
         ranks: Literal["alone"] | ProcessGroup | None = None,
-        stream_tensors: Mapping[str, Any] | None = None,
     ) -> None:
-        given: dict[str, Any] = {
-            "backend": backend,
-            "transport": transport,
-            "engine": engine,
-            "bucketer": bucketer,
-            "max_bytes": max_bytes,
-            "selection": selection,
-            "pause": pause,
-            "timeout_s": timeout_s,
-            "hold_s": hold_s,
-            "verify": verify,
-            "quantize": quantize,
-            "on_engine_failure": on_engine_failure,
-            "encoding": encoding,
-            "non_finite": non_finite,
-            "progress": progress,
-            "megatron_bridge": megatron_bridge,
-            "vocab_size": vocab_size,
-            "ranks": ranks,
-        }
+        given = {name: value for name, value in locals().items() if name != "self"}
         config = WeightSyncConfig(**given)
-        source = open_source(
-            backend,
-            config.selection,
-            bridge=megatron_bridge,
-            vocab_size=vocab_size,
-            stream_tensors=stream_tensors,
-            ranks=ranks,
-        )
+        source = open_source(backend, config.selection, ranks)
         self._drops = on_engine_failure == "drop"
         self._lost: list[str] = []
         self._step = _Step(is_over=True)

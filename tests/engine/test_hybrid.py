@@ -64,7 +64,7 @@ def answers(engine: RolloutGroup) -> list[tuple[list[int], list[float]]]:
 def test_pushed_equals_cold_in_both_placements(cluster: None, checkpoints: dict[str, Path]):
     """The controller's part stays as it is when the trainer, the placement or the transport is another one."""
     shared, apart = ResourcePool([2]), ResourcePool([1])
-    trainers: list[tuple[Any, ...]] = [(Fsdp, "B", {}), (Megatron, checkpoints["A"].parent, {"vocab_size": 251})]
+    trainers: list[tuple[Any, ...]] = [(Fsdp, "B"), (Megatron, checkpoints["A"].parent)]
     with (
         WorkerGroup(shared, Fsdp, MODEL, "B", timeout_s=300.0) as first,
         RolloutGroup(shared, model=str(checkpoints["A"]), tensor_parallel_size=2, **ENGINE) as colocated,
@@ -72,11 +72,11 @@ def test_pushed_equals_cold_in_both_placements(cluster: None, checkpoints: dict[
     ):
         cold = {colocated: answers(colocated), split: answers(split)}
         first.close()
-        for worker, weights, options in trainers:
+        for worker, weights in trainers:
             with WorkerGroup(shared, worker, MODEL, weights, timeout_s=300.0) as trainer:
                 for engine, start, other in ((colocated, "A", "B"), (split, "B", "A")):
                     for transport in ("ipc", "broadcast"):
-                        with engine.follow(trainer, transport=transport, max_bytes=1 << 16, **options) as sync:
+                        with engine.follow(trainer, transport=transport, max_bytes=1 << 16) as sync:
                             trainer.change(other)
                             assert sync.push().chunks > 1
                             assert answers(engine) != cold[engine]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from weightsync import PushReport, WeightSync
+from weightsync import MegatronBackend, PushReport, WeightSync
 from weightsync.errors import ManifestError
 
 pytest_plugins = ["engine_fixtures"]
@@ -49,8 +49,8 @@ def load(trainer: Trainer, model: str, mesh: Mesh, transport: str, options: dict
     trainer.release()
     config = tiny_models.CONFIGS[model]()
     trainer.model = megatron_models.build(config, mesh, torch.bfloat16, PADDING)
-    options = {"vocab_size": config.vocab_size, **options}
-    trainer.sync = WeightSync("megatron", transport, trainer.engine, timeout_s=TIMEOUT_S, **options)
+    backend = MegatronBackend(vocab_size=options.pop("vocab_size", config.vocab_size))
+    trainer.sync = WeightSync(backend, transport, trainer.engine, timeout_s=TIMEOUT_S, **options)
 
 
 def push(trainer: Trainer, model: str, checkpoint: Path) -> PushReport:
@@ -185,9 +185,8 @@ def load_phi3(trainer: Trainer, transport: str, kind: type[Phi3Bridge]) -> None:
     config = tiny_models.CONFIGS["phi3"]()
     trainer.model = megatron_models.build(config, Mesh(tp=2), torch.bfloat16, PADDING)
     bridge = kind(config)
-    trainer.sync = WeightSync(
-        "megatron", transport, trainer.engine, timeout_s=TIMEOUT_S, megatron_bridge=bridge, max_bytes=1 << 17
-    )
+    backend = MegatronBackend(bridge)
+    trainer.sync = WeightSync(backend, transport, trainer.engine, timeout_s=TIMEOUT_S, max_bytes=1 << 17)
     trainer.bridge = bridge
 
 

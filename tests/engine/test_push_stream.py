@@ -9,7 +9,7 @@ import tiny_models
 import torch
 from engines import TIMEOUT_S, Engines, Remote, Trainer, Trainers, assert_same
 
-from weightsync import WeightSync
+from weightsync import StreamBackend, WeightSync
 
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine
@@ -25,9 +25,8 @@ def load(trainer: Trainer, transport: str, is_known: bool) -> None:
     trainer.model = tiny_models.build("qwen3", "A", torch.bfloat16)
     given = {name: tensor.to("meta") for name, tensor in trainer.model.state_dict().items()} if is_known else None
     tiny_models.shard(trainer.model)
-    trainer.sync = WeightSync(
-        "stream", transport, trainer.engine, timeout_s=TIMEOUT_S, max_bytes=1 << 16, stream_tensors=given
-    )
+    stream = StreamBackend(given)
+    trainer.sync = WeightSync(stream, transport, trainer.engine, timeout_s=TIMEOUT_S, max_bytes=1 << 16)
 
 
 def push(trainer: Trainer, weights: str) -> int:

@@ -19,7 +19,6 @@ from weightsync import ConfigError, TensorSelection, WeightSync, WeightSyncConfi
 def test_a_config_has_the_options_of_weight_sync_and_their_defaults() -> None:
     given = inspect.signature(WeightSync).parameters.values()
     required = {each.name: each.default for each in given}
-    del required["stream_tensors"]  # no file holds them
     own = {
         each.name: inspect.Parameter.empty if each.default is MISSING else each.default
         for each in fields(WeightSyncConfig)
@@ -68,7 +67,10 @@ def test_annotations_name_what_a_file_can_hold() -> None:
         ({"backend": "fsdp", "timeout_s": "300"}, "positive seconds"),
         ({"backend": "fsdp", "timeout_s": float("inf")}, "timeout_s=inf; it must be positive seconds, 86400 at most"),
         ({"backend": "fsdp", "max_bytes": "1GB"}, "max_bytes='1GB'; it must be a whole number"),
-        ({"backend": "fsdp", "vocab_size": True}, "vocab_size=True; it must be a whole number"),
+        ({"backend": "fsdp", "max_bytes": True}, "max_bytes=True; it must be a whole number"),
+        ({"backend": "fsdp", "hold_s": 0}, "hold_s=0; it must be positive seconds, or None for no limit"),
+        ({"backend": "fsdp", "progress": "no"}, "progress='no'; it must be true, false or None"),
+        ({"backend": "fsd"}, "backend='fsd' is unknown; choose \"fsdp\""),
         ({"backend": "fsdp", "pause": "never"}, "choose one of keep, wait, abort"),
         ("fsdp", "expected a WeightSyncConfig or a mapping of its fields"),
     ],

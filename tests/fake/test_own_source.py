@@ -19,6 +19,7 @@ from weightsync.errors import ConfigError
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.sources import open_source
 from weightsync.sources.base import Memo, TensorShard
+from weightsync.sources.megatron import MegatronBackend
 from weightsync.sources.quantize import QuantizingSource
 
 
@@ -55,14 +56,13 @@ def test_a_source_of_ones_own_is_pushed_from(transport: str) -> None:
     ("backend", "options", "words"),
     [
         (object(), {}, "or give an object with the methods of weightsync.sources.base.ShardSource"),
-        (DictSource(), {"vocab_size": 5}, 'are for backend="megatron"'),
-        (DictSource(), {"selection": TensorSelection(exclude=("*",))}, "decides what travels"),
-        (DictSource(), {"selection": TensorSelection(buffers=False)}, "decides what travels"),
+        (DictSource(), {"exclude": ("*",)}, "decides what travels"),
+        (DictSource(), {"buffers": False}, "decides what travels"),
     ],
 )
 def test_open_source_with_what_has_no_effect_raises(backend: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        open_source(backend, options.pop("selection", TensorSelection()), **options)
+        open_source(backend, TensorSelection(**options))
 
 
 def network() -> nn.Module:
@@ -88,7 +88,7 @@ SOURCES: dict[str, tuple[Callable[[], Any], Callable[[], nn.Module]]] = {
     "fsdp": (lambda: open_source("fsdp", TensorSelection()), network),
     "adapted": (lambda: open_source("fsdp", TensorSelection()), adapted),
     "quantised": (quantizing, network),
-    "bridge": (lambda: open_source("megatron", TensorSelection(), bridge=Export()), network),
+    "bridge": (lambda: open_source(MegatronBackend(bridge=Export()), TensorSelection()), network),
 }
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from weightsync.errors import ConfigError, ManifestError, UnsupportedError
 from weightsync.selection import TensorSelection
 from weightsync.sources import open_source
-from weightsync.sources.megatron import MegatronSource
+from weightsync.sources.megatron import MegatronBackend, MegatronSource
 from weightsync.sources.megatron_names import GroupPlace, Span, by_query_group, padded, share
 from weightsync.tools.testing import check_source
 
@@ -338,12 +338,13 @@ def test_what_cannot_be_right_is_refused(trainers: Trainers, tmp_path: Path) -> 
 
 
 def test_options_of_the_backend() -> None:
-    assert isinstance(open_source("megatron", TensorSelection(), bridge="qwen3_moe", vocab_size=5), MegatronSource)
+    option = MegatronBackend(bridge="qwen3_moe", vocab_size=5)
+    assert isinstance(open_source(option, TensorSelection()), MegatronSource)
     with pytest.raises(ConfigError, match="bridge='gpt7' is not a family"):
-        open_source("megatron", TensorSelection(), bridge="gpt7")
-    for option in ({"bridge": "llama"}, {"vocab_size": 5}):
-        with pytest.raises(ConfigError, match='are for backend="megatron"'):
-            open_source("fsdp", TensorSelection(), **option)
+        open_source(MegatronBackend(bridge="gpt7"), TensorSelection())
+    for rows in (0, True, "5"):
+        with pytest.raises(ConfigError, match=f"vocab_size={rows!r}; it must be a whole number"):
+            MegatronBackend(vocab_size=rows)
 
 
 class Export:
@@ -360,7 +361,7 @@ def test_an_export_gives_one_bucket_after_the_other() -> None:
     a, b, c = torch.rand(2), torch.rand(3, 4), torch.rand(2)
     bridge = Export(a=a, b=b, c=c, left_out=a)
     model = nn.Module()
-    source = open_source("megatron", TensorSelection(exclude=("left_out",)), bridge=bridge)
+    source = open_source(MegatronBackend(bridge), TensorSelection(exclude=("left_out",)))
     for _ in range(2):
         assert source.manifest(model).names == ("a", "b", "c")
         shards = {piece.meta.name: piece for piece in source.shards(model)}
@@ -384,13 +385,13 @@ def test_an_export_gives_one_bucket_after_the_other() -> None:
         source.gather(["b"])
     bridge.tensors = [("a", a), ("a", a)]
     with pytest.raises(ManifestError, match="gives a twice"):
-        open_source("megatron", TensorSelection(), bridge=bridge).manifest(model)
+        open_source(MegatronBackend(bridge), TensorSelection()).manifest(model)
 
 
 def test_a_bridge_that_cannot_be_used_is_refused() -> None:
     with pytest.raises(ConfigError, match="neither the name of a family nor an object with `export_hf_weights`"):
-        open_source("megatron", TensorSelection(), bridge=object())
+        open_source(MegatronBackend(object()), TensorSelection())
     with pytest.raises(ConfigError, match="leave vocab_size out"):
-        open_source("megatron", TensorSelection(), bridge=Export(), vocab_size=5)
+        open_source(MegatronBackend(Export(), vocab_size=5), TensorSelection())
     with pytest.raises(ConfigError, match="freeze none"):
-        open_source("megatron", TensorSelection(only_trained=True), bridge=Export())
+        open_source(MegatronBackend(Export()), TensorSelection(only_trained=True))

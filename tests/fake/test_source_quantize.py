@@ -27,6 +27,7 @@ from weightsync import ConfigError, ManifestError, TensorSelection, UnsupportedE
 from weightsync.net.update import Update
 from weightsync.sources import open_source
 from weightsync.sources.base import ShardSource
+from weightsync.sources.megatron import MegatronBackend
 from weightsync.sources.quantize import FORMS, QuantizingSource
 from weightsync.strategies import rank_max
 from weightsync.tools.testing import check_source
@@ -84,8 +85,8 @@ def quantized(state: State, form: str, selection: TensorSelection | None = None)
     return found
 
 
-def make(backend: str, form: str, selection: TensorSelection, **options: Any) -> ShardSource:
-    inner = open_source(backend, selection, **options)
+def make(backend: Any, form: str, selection: TensorSelection) -> ShardSource:
+    inner = open_source(backend, selection)
     return QuantizingSource(inner, form, selection, largest_of_the_job)
 
 
@@ -146,10 +147,11 @@ def check_megatron(_: object, folder: Path, form: str) -> None:
         expected = quantized(state, form)
         assert 0 < sum(name.endswith("weight_scale") for name in expected) < len(expected) / 2
         assert not any("gate.weight_scale" in name or "embed" in name for name in expected if "_scale" in name)
+        backend = MegatronBackend(vocab_size=config.vocab_size)
         if mesh.pp == 1:
-            check_source(partial(make, "megatron", form, vocab_size=config.vocab_size), chunks, expected)
+            check_source(partial(make, backend, form), chunks, expected)
         else:
-            check_values(make("megatron", form, TensorSelection(), vocab_size=config.vocab_size), chunks, expected)
+            check_values(make(backend, form, TensorSelection()), chunks, expected)
 
 
 def boxes(source: ShardSource, model: Any) -> list[tuple[str, Any]]:

@@ -27,8 +27,9 @@ from weightsync.net.ranks import Ranks
 from weightsync.net.wire import MachineInfo
 from weightsync.planning.layout import Box, Manifest, ShardLocation
 from weightsync.sources import open_source
+from weightsync.sources.megatron import MegatronBackend
 from weightsync.sources.quantize import QuantizingSource
-from weightsync.sources.stream import StreamSource
+from weightsync.sources.stream import StreamBackend, StreamSource
 from weightsync.strategies.inventory import Inventory, machines
 from weightsync.transports.ipc import IpcTransport
 
@@ -54,8 +55,7 @@ def is_poisoned(engine: FakeEngine) -> bool:
 @pytest.mark.parametrize("given", [None, TENSORS], ids=["learnt", "given"])
 def test_a_stream_of_any_kind_is_pushed(transport: str, kind: str, given: Any) -> None:
     engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))
-    options = {"stream_tensors": given, "timeout_s": 30.0}
-    with closing(engine), WeightSync("stream", transport, engine, **options) as sync:
+    with closing(engine), WeightSync(StreamBackend(given), transport, engine, timeout_s=30.0) as sync:
         for seed in (2, 3, 4):
             sync.push(KINDS[kind](checkpoint(seed)))
             assert serves(engine, seed)
@@ -73,8 +73,7 @@ def test_a_tensor_lives_until_its_bucket_has_been_sent() -> None:
             alive.append(sum(not ref.expired() for ref in refs))
             yield name, copy
 
-    options = {"stream_tensors": TENSORS, "max_bytes": 256, "timeout_s": 30.0}
-    with closing(engine), WeightSync("stream", "ipc", engine, **options) as sync:
+    with closing(engine), WeightSync(StreamBackend(TENSORS), "ipc", engine, max_bytes=256, timeout_s=30.0) as sync:
         for seed in (2, 3):
             report = sync.push(stream(seed))
     assert serves(engine, 3)
@@ -123,8 +122,8 @@ def changed(change: str) -> Iterator[tuple[str, torch.Tensor]]:
 )
 def test_a_stream_that_differs_is_a_manifest_error(transport: str, change: str, is_written: bool) -> None:
     engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))
-    options = {"stream_tensors": TENSORS, "max_bytes": 256, "timeout_s": 30.0}
-    with closing(engine), WeightSync("stream", transport, engine, **options) as sync:
+    stream = StreamBackend(TENSORS)
+    with closing(engine), WeightSync(stream, transport, engine, max_bytes=256, timeout_s=30.0) as sync:
         sync.push(iter(checkpoint(2).items()))
         with pytest.raises(ManifestError, match="the stream"):
             sync.push(changed(change))
@@ -155,8 +154,7 @@ def test_what_a_stream_raises_is_raised_by_push() -> None:
         raise MemoryError("no memory left")
 
     engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))
-    options = {"stream_tensors": TENSORS, "timeout_s": 30.0}
-    with closing(engine), WeightSync("stream", "ipc", engine, **options) as sync:
+    with closing(engine), WeightSync(StreamBackend(TENSORS), "ipc", engine, timeout_s=30.0) as sync:
         with pytest.raises(WeightSyncError, match="MemoryError: no memory left"):
             sync.push(broken())
         sync.push(iter(checkpoint(4).items()))
@@ -183,8 +181,8 @@ def test_a_stream_is_quantised_as_it_comes() -> None:
 def test_a_push_without_a_lost_engine_reads_the_stream_again_where_that_can_be(kind: str) -> None:
     engines = [RecordedEngine(ModuleHost(TinyEngineModel, checkpoint(1))) for _ in range(2)]
     engines[0].name, engines[1].name = "first", "second"
-    options: dict[str, Any] = {"stream_tensors": TENSORS, "on_engine_failure": "drop", "timeout_s": 5.0}
-    with WeightSync("stream", "ipc", list(engines), **options) as sync:
+    options: dict[str, Any] = {"on_engine_failure": "drop", "timeout_s": 5.0}
+    with WeightSync(StreamBackend(TENSORS), "ipc", list(engines), **options) as sync:
         sync.push(KINDS[kind](checkpoint(2)))
         engines[0].start_error = EngineUnreachableError("it is gone", who="first")
         engines[0].is_alive = lambda: False  # type: ignore[method-assign]
@@ -207,8 +205,8 @@ def _spent(rank: int) -> None:
     engines = [RecordedEngine(ModuleHost(TinyEngineModel, checkpoint(1))) for _ in range(2)] if rank == 0 else None
     for name, engine in zip(("first", "second"), engines or (), strict=False):
         engine.name = name
-    options: dict[str, Any] = {"stream_tensors": TENSORS, "on_engine_failure": "drop", "timeout_s": 30.0}
-    with WeightSync("stream", "ipc", engines, **options) as sync:
+    options: dict[str, Any] = {"on_engine_failure": "drop", "timeout_s": 30.0}
+    with WeightSync(StreamBackend(TENSORS), "ipc", engines, **options) as sync:
         sync.push(KINDS["iterator" if rank == 0 else "function"](checkpoint(2)))
         if engines is not None:
             engines[0].start_error = EngineUnreachableError("it is gone", who="first")
@@ -234,12 +232,12 @@ class Bridge:
 @pytest.mark.parametrize("transport", ["ipc", "broadcast"])
 def test_an_engine_that_joins_gets_what_the_others_get(backend: str, transport: str) -> None:
     engines = [FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1))) for _ in range(2)]
-    options = {"megatron_bridge": Bridge()} if backend == "megatron" else {}
+    option: Any = MegatronBackend(Bridge()) if backend == "megatron" else backend
 
     def pushed(seed: int) -> Any:
-        return trainer_model(checkpoint(seed)) if options else checkpoint(seed)
+        return checkpoint(seed) if option == "stream" else trainer_model(checkpoint(seed))
 
-    with WeightSync(backend, transport, [engines[0]], timeout_s=30.0, **options) as sync:
+    with WeightSync(option, transport, [engines[0]], timeout_s=30.0) as sync:
         sync.push(pushed(2))
         sync.engines.add(engines[1])
         with pytest.raises(ConfigError, match="push it, to all engines"):
@@ -265,8 +263,8 @@ def gathered(weights: dict[str, torch.Tensor]) -> Any:
 
 def push_of_two_ranks(rank: int, transport: str, kind: str) -> None:
     engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1))) if rank == 0 else None
-    options = {"stream_tensors": TENSORS if kind == "iterator" else None, "max_bytes": 256, "timeout_s": 30.0}
-    with WeightSync("stream", transport, engine, **options) as sync:
+    stream = StreamBackend(TENSORS if kind == "iterator" else None)
+    with WeightSync(stream, transport, engine, max_bytes=256, timeout_s=30.0) as sync:
         for seed in (2, 3):
             if kind == "rank 0 alone":
                 stream = iter(checkpoint(seed).items()) if rank == 0 else None
@@ -376,8 +374,6 @@ def test_what_is_no_stream_is_refused(stream: Any, error: type[Exception], words
 @pytest.mark.parametrize(
     ("backend", "options", "words"),
     [
-        ("fsdp", {"stream_tensors": TENSORS}, 'stream_tensors is for backend="stream"'),
-        ("stream", {"vocab_size": 5}, 'are for backend="megatron"'),
         ("stream", {"selection": TensorSelection(only_trained=True)}, "freeze none"),
         ("stream", {"selection": TensorSelection(buffers=False)}, "leave buffers out"),
         ("stream", {"transport": "single_copy"}, 'backend="fsdp"'),

@@ -13,6 +13,7 @@ import tiny_models
 import torch
 from safetensors.torch import load_file
 
+from weightsync import MegatronBackend
 from weightsync.hybrid import Dispatch, Place, Worker, register
 
 
@@ -29,7 +30,7 @@ class Fsdp(Worker):
 class Megatron(Worker):
     """Two tensor-parallel ranks."""
 
-    backend = "megatron"
+    backend = MegatronBackend(vocab_size=251)
 
     def init_model(self, model: str, folder: Path) -> None:
         torch.set_num_threads(1)

@@ -17,13 +17,14 @@ from msgspec.structs import replace
 from weightsync.checkpoint.files import check_seen, check_whole, create, publish, write
 from weightsync.checkpoint.safetensors import MAX_SHARD_BYTES, lay_out
 from weightsync.checkpoint.sidecars import files_beside, with_configs
+from weightsync.config import BackendName
 from weightsync.errors import ConfigError, ManifestError, PlacementError
 from weightsync.net.ranks import Ranks, collective
 from weightsync.net.update import Update
 from weightsync.planning.bucketing import ThresholdBucketer
 from weightsync.planning.layout import Manifest, ShardLocation, choose_owners, merge_manifests, row_major
 from weightsync.selection import TensorSelection
-from weightsync.sources import open_source
+from weightsync.sources import BackendOption, open_source
 from weightsync.sources.base import Model, ShardSource, TensorShard
 from weightsync.sources.rename import renamed
 
@@ -41,15 +42,13 @@ class _Held(Struct):
 def save(
     model: Model,
     folder: str | PathLike[str],
-    backend: str | ShardSource = "fsdp",
+    backend: BackendName | BackendOption | ShardSource = "fsdp",
     *,
     selection: TensorSelection | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config: Any = None,
     generation_config: Any = None,
     tokenizer: Any = None,
-    megatron_bridge: Any = None,
-    vocab_size: int | None = None,
     timeout_s: float = 300.0,
 ) -> None:
     """Write the current weights of `model` to `folder`, as `save_pretrained` would. Collective: every rank calls it.
@@ -66,8 +65,6 @@ def save(
         config: The model's config. None takes the config of a transformers model.
         generation_config: None takes the generation config of a transformers model.
         tokenizer: Saved if it is given.
-        megatron_bridge: As for `WeightSync`.
-        vocab_size: As for `WeightSync`.
         timeout_s: The timeout of each wait.
 
     Raises:
@@ -76,7 +73,7 @@ def save(
         WeightSyncError: Any other failure.
     """
     selection = selection or TensorSelection()
-    source = open_source(backend, selection, bridge=megatron_bridge, vocab_size=vocab_size)
+    source = open_source(backend, selection)
     ranks = Ranks(timeout_s)
     try:
         with collective(ranks) as update:

@@ -15,6 +15,7 @@ from weightsync.engines.ray_actor import RayEngine
 from weightsync.hybrid.batch import pack, unpack
 from weightsync.hybrid.dispatch import Place
 from weightsync.report import PushReport
+from weightsync.sources import BackendOption
 from weightsync.sources.base import Model
 from weightsync.sync import WeightSync
 
@@ -40,7 +41,7 @@ class Worker:
         roles: The other workers of this process, by the names of their classes.
     """
 
-    backend: BackendName = "fsdp"
+    backend: BackendName | BackendOption = "fsdp"
     model: Model
     rank: int
     world_size: int
@@ -82,7 +83,9 @@ class Worker:
 class FollowedSync:
     """A `WeightSync` with engines that the controller names. Errors and reports use these names."""
 
-    def __init__(self, backend: BackendName, transport: Any, options: dict[str, Any], rank: int) -> None:
+    def __init__(
+        self, backend: BackendName | BackendOption, transport: Any, options: dict[str, Any], rank: int
+    ) -> None:
         self._engines: dict[str, RayEngine] = {}
         self._timeout_s = options.get("timeout_s", WeightSyncConfig.timeout_s)
         # Rank 0 alone calls engines.

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightsync.config import check_count
 from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import LocalSource, Model, TensorShard, one_module
+from weightsync.sources.base import LocalSource, Model, ShardSource, TensorShard, one_module
 from weightsync.sources.megatron_names import (
     LATENT_BY_HEAD,
     LATENT_DOWN,
@@ -47,21 +48,52 @@ _REFUSED_OPTIONS = {
 }
 
 
+@dataclass(frozen=True)
+class MegatronBackend:
+    """A Megatron-core model, with options: `WeightSync(MegatronBackend(vocab_size=151936), "ipc")`.
+
+    Args:
+        bridge: The family of the checkpoint names ("mixtral"). None: the model decides, for all known families but
+            Mixtral. Other families need an object that exports the model, such as Megatron-Bridge's `AutoBridge` or
+            mbridge's `Bridge`. It gathers every tensor.
+        vocab_size: The rows of the checkpoint's embedding. None: all rows, with Megatron's padding.
+
+    Raises:
+        ConfigError: Arguments that cannot work.
+    """
+
+    bridge: Any = None
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.vocab_size is not None:
+            check_count("vocab_size", self.vocab_size, "the checkpoint's embedding has so many rows")
+
+    def open(self, selection: TensorSelection, ranks: Any) -> ShardSource:
+        """Return the source: `MegatronSource`, or `BridgeSource` for a bridge that exports whole tensors."""
+        if self.bridge is None or isinstance(self.bridge, str):
+            return MegatronSource(selection, bridge=self.bridge, vocab_size=self.vocab_size)
+        from weightsync.sources.megatron_bridge import BridgeSource
+
+        if self.vocab_size is not None:
+            raise ConfigError("a bridge that exports whole tensors knows the vocabulary: leave vocab_size out")
+        return BridgeSource(selection, self.bridge, ranks=ranks)
+
+
 class MegatronSource(LocalSource):
     """The tensors of a `GPTModel`, or of the list of its chunks if pipeline stages are interleaved.
 
     The model may be in wrappers (`Float16Module`, `DistributedDataParallel`). An unknown parameter can be excluded by
     Megatron's name for it. Layers for multi-token prediction have the names of DeepSeek-V3's checkpoints.
 
-    bridge: the family for the checkpoint names, as `model_type` of its Hugging Face configuration. None takes the names
-        of all families but Mixtral.
-    vocab_size: the checkpoint's rows of the embedding and the output layer. None means all, with the padding.
+    `bridge` and `vocab_size` are those of `MegatronBackend`. A family is named by `model_type` of its Hugging Face
+    configuration.
     """
 
     def __init__(self, selection: TensorSelection, *, bridge: str | None = None, vocab_size: int | None = None) -> None:
         super().__init__(selection)
         self._family = family_of(bridge)
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
 
     def _marks(self, model: Model) -> object:
         return fingerprint([module for chunk in _chunks(model) for module in modules(chunk)], plain)
@@ -71,7 +103,7 @@ class MegatronSource(LocalSource):
         shards: list[TensorShard] = []
         refused: dict[str, str] = {}
         for chunk in _chunks(model):
-            reader = _Reader(chunk, self._family, self._vocab_size)
+            reader = _Reader(chunk, self._family, self.vocab_size)
             for name, tensor in _sources(chunk, self.selection.buffers):
                 try:
                     tensors = reader.read(name, tensor)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,12 +29,27 @@ logger = logging.getLogger(__name__)
 _Arrival = tuple[TensorMeta, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class StreamBackend:
+    """Streams of whole tensors, with options: `WeightSync(StreamBackend(tensors=model.state_dict()), "ipc")`.
+
+    Args:
+        tensors: An object with `shape` and `dtype` for each name, in the stream's order, such as a tensor on the meta
+            device. None: learned from the first stream. That stream is read twice, or kept in CPU memory if it is an
+            iterator. Every rank gives the same.
+    """
+
+    tensors: Mapping[str, Any] | None = None
+
+    def open(self, selection: TensorSelection, ranks: Any) -> StreamSource:
+        """Return the source. Raises `ConfigError` for a selection without effect."""
+        return StreamSource(selection, self.tensors, ranks=ranks)
+
+
 class StreamSource:
     """The tensors of a stream. See `ShardSource`. Its `model` is the stream of one push.
 
-    tensors: the `shape` and `dtype` of each name in the order of the streams. None: the first stream is read for them.
-        An iterator can be read only once, so its tensors are kept in CPU memory for that push.
-    ranks: as for `WeightSync`.
+    `tensors` is that of `StreamBackend`, and `ranks` that of `WeightSync`.
 
     Rank 0's tensors travel. Another rank gives the same stream or None. Its stream is advanced with rank 0's, and its
     tensors are dropped.
@@ -169,7 +185,7 @@ class StreamSource:
             if kept:
                 logger.warning(
                     "the first push keeps %s of tensors in CPU memory, since an iterator can be read only once; push a "
-                    "function that returns one, or say what it gives in stream_tensors",
+                    "function that returns one, or say what it gives in StreamBackend(tensors=...)",
                     format_bytes(sum(meta.nbytes for meta in known)),
                 )
             self._kept = kept

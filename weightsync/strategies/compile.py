@@ -10,6 +10,7 @@ from weightsync.fleet.fleet import Fleet
 from weightsync.planning.bucketing import Bucketer
 from weightsync.planning.layout import merge_manifests
 from weightsync.planning.transfer_plan import TransferPlan, make_chunks
+from weightsync.sources.megatron import MegatronSource
 from weightsync.sources.quantize import pairs
 from weightsync.strategies.base import Options, warn_of_kept
 from weightsync.strategies.inventory import Inventory, frozen_everywhere, machines
@@ -49,7 +50,7 @@ def compile_plan(
         )
     plans = fleet.plan(manifest)
     check_quantized(manifest, together, plans)
-    is_padded = options.backend == "megatron" and options.vocab_size is None
+    is_padded = isinstance(options.source, MegatronSource) and options.source.vocab_size is None
     if unused := check_plans(manifest, plans, is_padded):
         logger.info(
             "%d tensors are not pushed, such as %s: the engine does not run that part of the model",

@@ -25,6 +25,7 @@ from weightsync.planning.transfer_plan import TransferPlan
 from weightsync.planning.wire_types import ByteRange, Storage
 from weightsync.report import Progress, PushReport, WorkerReport
 from weightsync.sources.base import LastShards, Model, TensorShard
+from weightsync.sources.megatron import MegatronSource
 from weightsync.sources.quantize import QuantizingSource
 from weightsync.sources.rename import renamed
 from weightsync.sources.stream import StreamSource
@@ -71,8 +72,8 @@ class CopyWeights(FleetStrategy):
             self._source = QuantizingSource(self._source, options.quantize, options.selection, self._largest)
         bucketer: Any = options.bucketer
         if bucketer is None:
-            by_module = transport.name in ("ipc", "cuda_ipc") and options.backend not in ("megatron", "stream")
-            bucketer = "module" if by_module else "threshold"
+            by_order = isinstance(options.source, MegatronSource | StreamSource)
+            bucketer = "module" if transport.name in ("ipc", "cuda_ipc") and not by_order else "threshold"
         if isinstance(bucketer, str):
             bucketer = open_bucketer(bucketer, options.max_bytes)
         elif options.max_bytes is not None:

@@ -73,7 +73,7 @@ def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> 
             parts.append("trainer and engine must have the same config.json")
         elif any(name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in mismatched):
             parts.append(
-                "Megatron pads the vocabulary: say how many rows the checkpoint has, WeightSync(vocab_size=...)"
+                "Megatron pads the vocabulary: say how many rows the checkpoint has, MegatronBackend(vocab_size=...)"
             )
     if unexpected:
         parts.append(f"unexpected {len(unexpected)}: {first_few(unexpected)}")
