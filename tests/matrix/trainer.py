@@ -162,10 +162,10 @@ def always(args: tuple[Any, ...]) -> bool:
 POINTS: dict[str, tuple[Any, str, Callable[[tuple[Any, ...]], bool] | None]] = {
     "connect": (Fleet, "connect", None),
     "plan": (Fleet, "plan", None),
-    "open": (Fleet, "opened", None),
+    "open": (Fleet, "wait_open", None),
     "go": (Fleet, "go", None),
     "run": (Progress, "__iter__", None),
-    "done": (Fleet, "done", always),
+    "done": (Fleet, "wait_done", always),
     "commit": (Fleet, "commit", always),
     "close": (Fleet, "_all", lambda args: args[1] == "resume"),
 }

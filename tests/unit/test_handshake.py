@@ -459,6 +459,7 @@ def test_a_flood_of_strangers_keeps_nobody_out(listener, keep, greets):
 
 def test_a_process_without_descriptors_goes_on(listener, keep):
     ours, theirs = met(listener, keep)
+    place = address(listener)
     strangers = [socket.socket() for _ in range(40)]
     for sock in strangers:
         keep.callback(sock.close)
@@ -469,7 +470,7 @@ def test_a_process_without_descriptors_goes_on(listener, keep):
     keep.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
     for sock in strangers:
         with contextlib.suppress(BlockingIOError):
-            sock.connect(address(listener))
+            sock.connect(place)
     threading.Timer(1.0, theirs.send, (Commit(1), Deadline(20), "test")).start()
     before = time.process_time()
     assert listener.collect([ours], Commit, Deadline(20), "test") == [Commit(1)]
