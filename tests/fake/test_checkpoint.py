@@ -471,7 +471,9 @@ def save_megatron(rank: int, folder: str) -> None:
     for name, mesh in (("tp", Mesh(tp=2)), ("pp", Mesh(pp=2))):
         model = megatron_models.build(config, mesh, torch.bfloat16, padding=5)
         megatron_models.load(model, config, load_file(Path(folder, "own", "model.safetensors")))
-        weightsync.save(model, Path(folder, name), "megatron", config=config, vocab_size=config.vocab_size)
+        weightsync.save(
+            model, Path(folder, name), weightsync.MegatronBackend(vocab_size=config.vocab_size), config=config
+        )
 
 
 def test_megatron_saves_rows_and_columns_and_stages(tmp_path: Path):

@@ -242,7 +242,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path):
     server = VllmServer(tmp_path / "nothing", "--weight-transfer-config={}", log=tmp_path / "log", start_timeout_s=120)
     earlier = tmp_path / "versions" / "version-00000004"
     earlier.mkdir(parents=True)
-    (earlier.parent / ".version-00000005.incoming-0").mkdir()  # of a trainer that was killed
+    (earlier.parent / ".incoming-0").mkdir()  # of a trainer that was killed
     transport = CheckpointTransport(tmp_path / "versions", restart=True, keep_last=1)
     sync = WeightSync("fsdp", transport, server)
     with pytest.raises(EngineError, match=r"(?s)ended with exit code .*leave --weight-transfer-config out") as raised:

@@ -20,7 +20,7 @@ from recorders import RecordedEngine
 
 import weightsync
 from weightsync import CheckpointTransport, ConfigError, EngineError, LoraTransport, WeightSync
-from weightsync.checkpoint.files import versions
+from weightsync.checkpoint.locked_folder import VersionFolder
 from weightsync.engines import LoraAdapter, http
 from weightsync.errors import EngineUnreachableError
 from weightsync.fleet import connect
@@ -166,7 +166,9 @@ def test_versions_that_no_push_has_named_are_none(tmp_path: Path) -> None:
     for name in (*STRANGE, "version-00000003"):
         (tmp_path / name).mkdir()
     (tmp_path / "version-00000009").write_text("")
-    assert list(versions(tmp_path)) == [3]
+    folder = VersionFolder(tmp_path)
+    assert folder.newest() == 3
+    folder.close()
     engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))
     with WeightSync("fsdp", CheckpointTransport(tmp_path, keep_last=1), engine, timeout_s=60.0) as sync:
         assert sync.push(trainer_model(checkpoint(2))).version == 4

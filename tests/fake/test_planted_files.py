@@ -27,7 +27,7 @@ from weightsync import (
     WeightSync,
     WeightSyncError,
 )
-from weightsync.checkpoint.files import lock, unlock
+from weightsync.checkpoint.locked_folder import lock, unlock
 from weightsync.transports import handle_file
 
 OTHER = 65534

@@ -8,28 +8,17 @@ disk would kill the trainer by a signal instead of an error.
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import logging
 import os
-import re
-import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
-from weightsync.checkpoint.own_files import discard, open_plain
 from weightsync.checkpoint.safetensors import INDEX, Shards, runs
-from weightsync.errors import ConfigError, PlacementError
-from weightsync.net.wire import MAX_VERSION
+from weightsync.errors import PlacementError
 from weightsync.planning.layout import Box, Manifest, ShardLocation, coverage, itemsize
 
-logger = logging.getLogger(__name__)
-
-_VERSION = re.compile(r"version-(\d{8,19})", re.ASCII)
-_REMOVED = ".removed-"
-LOCK = ".lock"
 _SEE_THE_FOLDER = (
     "all trainer ranks and engine workers must see the folder of checkpoints under the same path, and may read it"
 )
@@ -69,7 +58,8 @@ def create(folder: Path, shards: Shards, beside: Mapping[str, bytes]) -> None:
     Trainer rank 0 calls this before any rank writes. `beside` has further files by name. Raises `PlacementError`, also
     if there is no room.
     """
-    with _io(f"cannot write a checkpoint of {sum(shard.nbytes for shard in shards.files)} bytes to {folder}"):
+    nbytes = sum(shard.nbytes for shard in shards.files)
+    with placement_errors(f"cannot write a checkpoint of {nbytes} bytes to {folder}"):
         folder.mkdir()
         for shard in shards.files:
             with _opened(folder / shard.name, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
@@ -85,7 +75,7 @@ def write(folder: Path, shards: Shards, regions: Iterable[tuple[ShardLocation, t
 
     Then readers on other hosts find them. Raises `PlacementError`.
     """
-    with _io(f"cannot write to {folder}"), ExitStack() as stack:
+    with placement_errors(f"cannot write to {folder}"), ExitStack() as stack:
         files: dict[str, int] = {}
         for location, region in regions:
             if not location.box.numel:
@@ -106,7 +96,7 @@ def write(folder: Path, shards: Shards, regions: Iterable[tuple[ShardLocation, t
 
 def append(path: Path, content: bytes) -> None:
     """Append to a file, and wait until it is on the disk. Raises `PlacementError`."""
-    with _io(f"cannot write to {path}"), _opened(path, os.O_WRONLY | os.O_APPEND) as fd:
+    with placement_errors(f"cannot write to {path}"), _opened(path, os.O_WRONLY | os.O_APPEND) as fd:
         os.write(fd, content)
         os.fdatasync(fd)
 
@@ -117,84 +107,11 @@ def publish(incoming: Path, target: Path) -> None:
     A process that sees the name sees the whole checkpoint, after a crash too. `target` must not exist, or be an empty
     folder. Raises `PlacementError`.
     """
-    with _io(f"cannot complete the checkpoint {target}"):
+    with placement_errors(f"cannot complete the checkpoint {target}"):
         for path in [*incoming.rglob("*"), incoming]:
             _sync(path)
         incoming.rename(target)
         _sync(target.parent)
-
-
-def take(folder: Path, what: str) -> int:
-    """Make a folder and take its lock. Return the descriptor for `unlock`.
-
-    Raises `ConfigError` if another trainer has the lock. `what` names the files in the error. Raises `OSError`.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    held = lock(folder / LOCK)
-    if held is None:
-        raise ConfigError(
-            f"another trainer writes {what} to {folder}: close its WeightSync first, or use another folder"
-        )
-    return held
-
-
-def lock(path: Path) -> int | None:
-    """Take the lock file `path`, and make it if it is missing. Return None if another process has it.
-
-    The kernel releases the lock when the process ends. Raises `OSError`, also for any link.
-    """
-    fd = open_plain(path, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        if isinstance(error, BlockingIOError):
-            return None
-        raise
-    return fd
-
-
-def unlock(held: int) -> None:
-    """Release the descriptor of `lock`."""
-    fcntl.flock(held, fcntl.LOCK_UN)  # closing is not enough if a child has the descriptor too
-    os.close(held)
-
-
-def version_name(version: int) -> str:
-    return f"version-{version:08}"
-
-
-def versions(folder: Path) -> dict[int, Path]:
-    """Return the versions in a folder, by number. Folders with a name that no push writes are left out."""
-    found: dict[int, Path] = {}
-    for path in folder.iterdir():
-        match = _VERSION.fullmatch(path.name)
-        number = int(match[1]) if match else MAX_VERSION + 1
-        if number <= MAX_VERSION and path.name == version_name(number) and path.is_dir() and not path.is_symlink():
-            found[number] = path
-    return found
-
-
-def prune(folder: Path, keep_last: int) -> None:
-    """Remove all but the newest versions. Each loses its name before its files.
-
-    A failure to remove is logged and not raised: the version just written is complete.
-    """
-    found = versions(folder)
-    for number in sorted(found)[:-keep_last]:
-        with _logged(found[number]):
-            found[number].rename(folder / f"{_REMOVED}{secrets.token_hex(4)}")
-    for path in folder.glob(f"{_REMOVED}*"):
-        with _logged(path):
-            discard(path)
-
-
-@contextmanager
-def _logged(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        logger.warning("cannot remove %s, which is older than the versions that are kept: %s", path, error)
 
 
 def memory_of(data: torch.Tensor) -> memoryview:
@@ -225,7 +142,8 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 @contextmanager
-def _io(what: str) -> Iterator[None]:
+def placement_errors(what: str) -> Iterator[None]:
+    """Raise an `OSError` of the body as a `PlacementError`. `what` begins its message."""
     try:
         yield
     except OSError as error:

@@ -14,11 +14,11 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from weightsync.checkpoint.files import check_seen, check_whole, create, publish, write
+from weightsync.checkpoint.files import check_seen, check_whole, create, placement_errors, publish, write
 from weightsync.checkpoint.safetensors import MAX_SHARD_BYTES, lay_out
 from weightsync.checkpoint.sidecars import files_beside, with_configs
 from weightsync.config import BackendName
-from weightsync.errors import ConfigError, ManifestError, PlacementError
+from weightsync.errors import ConfigError, ManifestError
 from weightsync.net.ranks import Ranks, collective
 from weightsync.net.update import Update
 from weightsync.planning.bucketing import ThresholdBucketer
@@ -78,7 +78,9 @@ def save(
     try:
         with collective(ranks) as update:
             beside = (config, generation_config, tokenizer)
-            save_tensors(update, model, source, Path(folder).absolute(), selection, max_shard_bytes, beside)
+            target = Path(folder).absolute()
+            incoming = target.with_name(f".{target.name}.incoming-{secrets.token_hex(4)}")
+            save_tensors(update, model, source, incoming, target, selection, max_shard_bytes, beside)
     finally:
         ranks.disconnect()
 
@@ -87,6 +89,7 @@ def save_tensors(
     update: Update,
     model: Model,
     source: ShardSource,
+    incoming: Path,
     target: Path,
     selection: TensorSelection,
     max_shard_bytes: int,
@@ -94,11 +97,11 @@ def save_tensors(
 ) -> int:
     """Write a checkpoint of `model` to `target`, and return the bytes of its tensors. Collective.
 
-    `beside` is the config, the generation config and the tokenizer. Raises as `save` does.
+    Until it is complete, it lies in rank 0's `incoming`. `beside` is the config, the generation config and the
+    tokenizer. Raises as `save` does.
     """
     ranks = update.ranks
     source = renamed(source, selection)
-    incoming = target.with_name(f".{target.name}.incoming-{secrets.token_hex(4)}")
     try:
         with update.timeline.during("plan"):
             if ranks.rank == 0:
@@ -113,7 +116,8 @@ def save_tensors(
                 by_name[location.name].append((location, shard))
         with update.timeline.during("save"):
             if ranks.rank == 0:
-                _make_parents(target)
+                with placement_errors(f"cannot make {target.parent}"):
+                    target.parent.mkdir(parents=True, exist_ok=True)
                 create(incoming, files, files_beside(with_configs(model, *beside), manifest))
             incoming = Path(ranks.broadcast(str(incoming), "save"))
             check_seen(incoming, f"trainer rank {ranks.rank}")
@@ -168,16 +172,7 @@ def _in_saved_dtypes(manifest: Manifest, selection: TensorSelection) -> Manifest
 
 
 def _refuse_full(target: Path) -> None:
-    try:
+    with placement_errors(f"cannot look at {target}"):
         is_full = target.exists() and not (target.is_dir() and not any(target.iterdir()))
-    except OSError as error:
-        raise PlacementError(f"cannot look at {target}: {error}") from error
     if is_full:
         raise ConfigError(f"{target} exists and is not empty; save to a new folder")
-
-
-def _make_parents(target: Path) -> None:
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PlacementError(f"cannot make {target.parent}: {error}") from error

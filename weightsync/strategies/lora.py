@@ -4,8 +4,6 @@ Every rank writes its shards into PEFT's files, in memory (`/dev/shm`) or in a f
 new name. Older adapters are unloaded once no request uses them. Engines do not pause or reset a cache: a request keeps
 its first adapter, and an engine caches under the adapter's name. A name is never used again.
 
-    folder/.lock                    held by the trainer that writes here
-    folder/.incoming-3f2a9c01/      an adapter that is not complete
     folder/policy-7-3f2a9c01/       version 7 of "policy": adapter_model.safetensors, adapter_config.json
 
 The number at the end is random, so two adapters never share a name or a path.
@@ -29,8 +27,9 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from weightsync.checkpoint.files import LOCK, check_seen, create, lock, publish, take, unlock, write
-from weightsync.checkpoint.own_files import discard, is_own_folder
+from weightsync.checkpoint.files import check_seen, create, placement_errors, publish, write
+from weightsync.checkpoint.locked_folder import LOCK, LockedFolder, lock, unlock
+from weightsync.checkpoint.own_files import is_own_folder
 from weightsync.checkpoint.safetensors import lay_out
 from weightsync.checkpoint.save import share_out
 from weightsync.checkpoint.sidecars import files_beside
@@ -67,8 +66,6 @@ logger = logging.getLogger(__name__)
 
 _MEMORY = Path("/dev/shm")
 _PRIVATE = "weightsync-lora-"
-_INCOMING = ".incoming-"
-_REMOVED = ".removed-"
 _FILE = "adapter_model.safetensors"
 
 
@@ -382,38 +379,21 @@ def _failure(
     return problem
 
 
-class AdapterFolder:
-    """The adapter folder of one trainer's rank 0. No other trainer writes there.
-
-    Raises `PlacementError` for an unusable folder, and `ConfigError` for another trainer's folder.
-    """
+class AdapterFolder(LockedFolder):
+    """The adapter folder of one trainer's rank 0, given by the user, or private in memory. Raises as `LockedFolder`."""
 
     def __init__(self, transport: LoraTransport) -> None:
         self.is_private = transport.folder is None
         self._name = transport.name
         self._pattern = re.compile(rf"{re.escape(transport.name)}-(\d{{1,19}})-[0-9a-f]{{8}}", re.ASCII)
-        where = _MEMORY if transport.folder is None else Path(transport.folder).absolute()
-        held: int | None = None
-        try:
-            if self.is_private:
-                # Lock the folder before the rename: other trainers remove unlocked folders with this name.
-                hidden = Path(mkdtemp(prefix=f".{_PRIVATE}", dir=where))
-                held = take(hidden, "adapters")
-                self.path = hidden.rename(where / hidden.name.removeprefix("."))
-            else:
-                self.path = where
-                held = take(where, "adapters")
-            for left in (*self.path.glob(f"{_INCOMING}*"), *self.path.glob(f"{_REMOVED}*")):
-                discard(left)
-        except OSError as error:
-            if held is not None:
-                unlock(held)
-            raise PlacementError(f"cannot write adapters to {where}: {error}") from error
-        self._lock = held
-
-    def incoming(self) -> Path:
-        """Return a new path for an incomplete adapter."""
-        return self.path / f"{_INCOMING}{secrets.token_hex(4)}"
+        if transport.folder is not None:
+            super().__init__(Path(transport.folder).absolute(), "adapters")
+            return
+        with placement_errors(f"cannot write adapters to {_MEMORY}"):
+            # Lock the folder before the rename: other trainers remove unlocked folders with this name.
+            hidden = Path(mkdtemp(prefix=f".{_PRIVATE}", dir=_MEMORY))
+            super().__init__(hidden, "adapters")
+            self.path = hidden.rename(_MEMORY / hidden.name.removeprefix("."))
 
     def named(self, version: int) -> Path:
         """Return a new path for version `version` of the adapter."""
@@ -448,15 +428,9 @@ class AdapterFolder:
                         shutil.rmtree(root)
 
     def remove(self, path: Path) -> None:
-        """Rename an adapter, then remove its files. It may be gone already. Raises `OSError`."""
-        hidden = path.with_name(f"{_REMOVED}{secrets.token_hex(4)}")
+        """Remove an adapter of this folder or of an earlier trainer's. It may be gone already. Raises `OSError`."""
         with suppress(FileNotFoundError):
-            path.rename(hidden)
-            discard(hidden)
+            super().remove(path)
         with suppress(FileNotFoundError):
             if path.parent != self.path and not self._adapters(path.parent):
                 shutil.rmtree(path.parent)
-
-    def close(self) -> None:
-        """Release the folder's lock. Another trainer may use the folder then."""
-        unlock(self._lock)

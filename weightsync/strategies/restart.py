@@ -17,13 +17,12 @@ from typing import Any
 
 from torch import nn
 
-from weightsync.checkpoint.files import prune, take, unlock, version_name, versions
-from weightsync.checkpoint.own_files import discard
+from weightsync.checkpoint.locked_folder import VersionFolder
 from weightsync.checkpoint.safetensors import MAX_SHARD_BYTES
 from weightsync.checkpoint.save import save_tensors
 from weightsync.config import check_count
 from weightsync.engines.server import VllmServer
-from weightsync.errors import ConfigError, PlacementError, UnsupportedError, WeightSyncError
+from weightsync.errors import ConfigError, UnsupportedError, WeightSyncError
 from weightsync.fleet import connect
 from weightsync.fleet.engines_of_ranks import OtherRanks
 from weightsync.net.update import Update
@@ -117,8 +116,7 @@ class SaveAndRestart(UpdateStrategy):
         self._finite = FiniteCheck(options.non_finite)
         self._source = self._finite.watch(options.source, options.source)
         self._transport = transport
-        self._folder = Path(transport.folder).absolute()
-        self._lock: int | None = None  # rank 0 only
+        self._folder: VersionFolder | None = None  # rank 0 only
 
     def run(self, update: Update, model: Model) -> PushReport:
         started = time.perf_counter()
@@ -128,21 +126,24 @@ class SaveAndRestart(UpdateStrategy):
         with update.timeline.during("plan"):
             OtherRanks(options.engines, options.timeout_s).meet(ranks, refuse="restart=True")
             self._finite.refuse(update, model)
-            version = 0
+            version, incoming, target = 0, Path(), Path()
             if ranks.rank == 0:
                 server = self._server()
-                version, away_s = update.choose_version(self._newest_version()), server.start_timeout_s
+                folder = self._folder = self._folder or VersionFolder(Path(transport.folder).absolute())
+                version, away_s = update.choose_version(folder.newest()), server.start_timeout_s
+                incoming, target = folder.incoming(), folder.named(version)
             version, away_s = ranks.broadcast([version, away_s], "plan")
-        target = self._folder / version_name(version)
         beside = (transport.config, transport.generation_config, transport.tokenizer)
-        nbytes = save_tensors(update, model, self._source, target, options.selection, transport.max_shard_bytes, beside)
+        nbytes = save_tensors(
+            update, model, self._source, incoming, target, options.selection, transport.max_shard_bytes, beside
+        )
         saved = time.perf_counter()
         report: PushReport | None = None
         with update.timeline.during("restart"):
             if server is not None:
                 server.restart(target)
                 connect(server, options.timeout_s)[0].set_version(str(version))
-                prune(self._folder, transport.keep_last)  # not before: a failed start keeps all older versions
+                folder.prune(transport.keep_last)  # not before: a failed start keeps all older versions
                 now = time.perf_counter()
                 report = PushReport(
                     version=version,
@@ -163,9 +164,9 @@ class SaveAndRestart(UpdateStrategy):
 
     def close(self) -> None:
         """Release the folder. Leave the server running: it is the user's."""
-        if self._lock is not None:
-            unlock(self._lock)
-            self._lock = None
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
 
     def _server(self) -> VllmServer:
         server = self._options.engines.given
@@ -176,16 +177,6 @@ class SaveAndRestart(UpdateStrategy):
             )
         check_stores(server.options)
         return server
-
-    def _newest_version(self) -> int:
-        try:
-            if self._lock is None:
-                self._lock = take(self._folder, "checkpoints")
-            for left in self._folder.glob(".version-*.incoming-*"):  # left by a killed trainer
-                discard(left)
-            return max(versions(self._folder), default=0)
-        except OSError as error:
-            raise PlacementError(f"cannot write checkpoints to {self._folder}: {error}") from error
 
 
 def check_stores(options: Sequence[str]) -> None:

@@ -14,7 +14,6 @@ used twice, and a rank's progress file exists before a worker opens it.
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,21 +25,17 @@ import torch
 from msgspec import Meta, Struct
 
 from weightsync.checkpoint.files import (
-    LOCK,
     append,
     check_seen,
     check_whole,
     create,
     memory_of,
-    prune,
+    placement_errors,
     publish,
-    take,
-    unlock,
-    version_name,
-    versions,
     write,
 )
-from weightsync.checkpoint.own_files import discard, opened_plain
+from weightsync.checkpoint.locked_folder import LOCK, VersionFolder
+from weightsync.checkpoint.own_files import opened_plain
 from weightsync.checkpoint.safetensors import lay_out, runs
 from weightsync.checkpoint.sidecars import files_beside, with_configs
 from weightsync.errors import ConfigError, PlacementError, SyncTimeoutError, WeightSyncError
@@ -64,7 +59,6 @@ from weightsync.transports.base import (
 from weightsync.transports.staging import Packer, SlotSection, by_rank, endpoint, slot_bytes, wait_until
 
 _SLOT = 0
-_INCOMING = ".incoming-"
 _READ_BYTES = 64 * 2**20
 """Most bytes of one read. The deadline is checked between reads."""
 
@@ -103,10 +97,10 @@ class FilesTransport(Transport):
         saved_beside: Sequence[Any],
         takes_configs: bool,
     ) -> None:
-        self._folder, self._keep_last = folder, keep_last
+        self._path, self._keep_last = folder, keep_last
         self._max_shard_bytes, self._saved_beside = max_shard_bytes, saved_beside
         self._takes_configs = takes_configs  # use the model's own configs if none are given
-        self._lock: int | None = None
+        self._folder: VersionFolder | None = None  # rank 0 only
         self._forget()
 
     def _forget(self) -> None:
@@ -153,18 +147,15 @@ class FilesTransport(Transport):
 
     def _open(self, ranks: int) -> tuple[str, int]:
         """Take the folder, on rank 0. Return the folder of this connection's pushes, and the newest version."""
-        try:
-            if self._lock is None:
-                self._lock = take(self._folder, "checkpoints")
-            for left in self._folder.glob(f"{_INCOMING}*"):  # of a killed trainer, or of our last connection
-                discard(left)
-            incoming = self._folder / f"{_INCOMING}{secrets.token_hex(4)}"
-            incoming.mkdir()
+        folder = self._folder = self._folder or VersionFolder(self._path)
+        with folder.errors():
+            if self._incoming is not None:  # of our last connection
+                shutil.rmtree(self._incoming, ignore_errors=True)
+            self._incoming = folder.incoming()
+            self._incoming.mkdir()
             for rank in range(ranks):
-                _progress(incoming, rank).touch()
-            return str(incoming), max(versions(self._folder), default=0)
-        except OSError as error:
-            raise PlacementError(f"cannot write checkpoints to {self._folder}: {error}") from error
+                _progress(self._incoming, rank).touch()
+        return str(self._incoming), folder.newest()
 
     def _describe(self, manifest: Manifest, bundle: SlotSection) -> list[_Piece]:
         """Return a worker's description of each piece of a bundle."""
@@ -211,15 +202,16 @@ class FilesTransport(Transport):
         return self._incoming / str(push)
 
     def on_commit(self, version: int) -> None:
-        publish(self._folder_of(self._pushes), self._folder / version_name(version))
-        prune(self._folder, self._keep_last)
+        assert self._folder is not None  # rank 0 has it
+        publish(self._folder_of(self._pushes), self._folder.named(version))
+        self._folder.prune(self._keep_last)
 
     def abort(self) -> None:
-        if self._lock is not None:  # only rank 0 has the lock
+        if self._folder is not None:
             if self._incoming is not None:
                 shutil.rmtree(self._incoming, ignore_errors=True)
-            unlock(self._lock)
-        self._lock = None
+            self._folder.close()
+        self._folder = None
         self._forget()
 
 
@@ -309,11 +301,8 @@ def _progress(incoming: Path, rank: int) -> Path:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[int]:
-    try:
-        with opened_plain(path, os.O_RDONLY) as fd:
-            yield fd
-    except OSError as error:
-        raise PlacementError(f"cannot read {path}: {error}") from error
+    with placement_errors(f"cannot read {path}"), opened_plain(path, os.O_RDONLY) as fd:
+        yield fd
 
 
 def _read_at(fd: int, memory: memoryview, at: int) -> int:
