@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 
-from weightsync.errors import EngineError, WeightSyncError, wrap_exception
+from weightsync.errors import EngineError, SyncTimeoutError, WeightSyncError, wrap_exception
 from weightsync.net import timeouts
 from weightsync.net.listener import Listener
 from weightsync.net.runtime import Deadline, spawn
@@ -53,6 +53,69 @@ class BackgroundCall:
             self.error = wrap_exception(error, who="", phase="")
         self._over.set()
         self._listener.wake()
+
+
+class EngineCalls:
+    """The calls of one fleet.
+
+    running: the calls beside the push's messages: `init` and `update`, which return when the workers are released.
+    changes: this push's calls that change an engine, such as `pause`.
+    opening: the call in `running` that begins the changes up to `update`, until `wait_open` has waited for it.
+    """
+
+    def __init__(self, listener: Listener, failed: EngineCalls | None) -> None:
+        """Take the unfinished changes of the `failed` fleet before this one."""
+        self.running: list[BackgroundCall] = []
+        self.changes: list[BackgroundCall] = []
+        self.opening: BackgroundCall | None = None
+        self._listener = listener
+        self._earlier = failed.unfinished() if failed is not None else []
+
+    def run(self, name: str, function: Callable[..., None], *args: object, who: str = "") -> BackgroundCall:
+        """Begin a call beside the push's messages."""
+        self.running.append(call := BackgroundCall(self._listener, name, function, *args, who=who))
+        return call
+
+    def change(self, name: str, function: Callable[..., None], *args: object, who: str) -> BackgroundCall:
+        """Begin a call that changes an engine."""
+        self.changes.append(call := BackgroundCall(self._listener, name, function, *args, who=who))
+        return call
+
+    def unfinished(self) -> list[BackgroundCall]:
+        """Return unfinished changes of this fleet and of earlier ones. Each may still pause or resume an engine."""
+        return [call for call in (*self._earlier, *self.changes) if call.is_alive()]
+
+    def check(self, news_s: float = 0.0) -> None:
+        """Raise a running call's error, after `news_s`: a worker's `Failure` with the cause comes first."""
+        for call in self.running:
+            if call.error is not None and call.since_failure_s() >= news_s:
+                raise call.error
+
+    def await_earlier(self, names: Collection[str], timeout_s: float) -> None:
+        """Wait for unfinished calls of failed pushes to the engines of these names."""
+        deadline = Deadline(timeout_s)
+        while late := [call for call in self._earlier if call.who in names and call.is_alive()]:
+            if deadline.passed():
+                raise SyncTimeoutError(
+                    f"{late[0].name} of the failed push did not return within {timeout_s:g} s",
+                    phase="init",
+                    waiting_for=[call.who or call.name for call in late],
+                )
+            late[0].join(min(timeouts.CALL_LOOK_S, deadline.left_s()))
+
+
+def await_calls(calls: Sequence[BackgroundCall], deadline: Deadline, phase: str, look: Callable[[], None]) -> None:
+    """Wait for these calls. Raise the first failed call's error, or as `look` does."""
+    for call in calls:
+        while call.is_alive() and not deadline.passed():
+            call.join(min(timeouts.CALL_LOOK_S, deadline.left_s()))
+            look()
+        if call.is_alive():
+            text = f"{call.name} did not return within {deadline.timeout_s:g} s"
+            raise SyncTimeoutError(text, phase=phase, waiting_for=[call.who or call.name])
+        if call.error is not None:
+            call.error.phase = call.error.phase or phase
+            raise call.error
 
 
 def join(calls: Sequence[BackgroundCall], silent: Collection[str], deadline: Deadline) -> set[str]:

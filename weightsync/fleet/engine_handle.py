@@ -6,8 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from weightsync.engines import Engine
 from weightsync.errors import EngineError, EngineUnreachableError, FencedError, WeightSyncError
@@ -19,7 +20,9 @@ from weightsync.net.wire import POISONED, Go, Hello, MachineInfo, Release
 
 CALLER = "caller"
 """The pause mode when the caller itself pauses and resumes engines."""
-_SILENT = 2
+_STEPS = "pause", "mark", "start"
+"""The steps of a push before `Go`. A rollback takes the last one back first: vLLM must not generate in an update."""
+_DEAD = 2
 """Failed health checks in a row of a dead engine. A busy server may fail one."""
 
 
@@ -35,47 +38,60 @@ class Worker:
         return MachineInfo(self.connection.peer, self.hello.device, self.hello.gpu_uuid, self.hello.boot_id)
 
 
+class UpdateState(Enum):
+    """The state of an engine in a push, and its undo log. A push that fails runs the log and leads to FAILED.
+
+        state       the engine                            the undo log               after a failure
+        CLOSED      is as the last push left it           empty                      as it was
+        OPEN        pauses, starts an update, is marked   finish, version, resume    as it was, generating
+        DIRTY       has `Go`: its weights are a mixture   finish                     paused, `POISONED`
+        FINISHING   has committed, gets the new version   finish, until it is asked  paused, `POISONED`
+        COMMITTED   resumes                               empty                      serves the new version
+        FAILED      is rolled back                        of calls that end late
+
+    `open` leads from CLOSED to OPEN, and `go` to DIRTY. The `Committed` of all workers leads to FINISHING, the new
+    version of all engines to COMMITTED, and `resume` to CLOSED. `cancel` runs the log and leads from OPEN to CLOSED.
+
+    An engine that was `POISONED` before logs `finish` alone. It stays paused and `POISONED` until a push succeeds.
+    """
+
+    CLOSED = auto()
+    OPEN = auto()
+    DIRTY = auto()
+    FINISHING = auto()
+    COMMITTED = auto()
+    FAILED = auto()
+
+
 @dataclass(eq=False)
 class EngineHandle:
     """One engine, and the calls that change it. Each call raises `WeightSyncError`s.
 
     number: the engine's number, unique in the life of the fleet.
     served: the version that this trainer has pushed into it, or None.
-    is_left_open: another trainer has started an update and not finished it.
-    is_poisoned: the weights are a mixture.
-    version: the version reported between two pushes, once `was_asked` is set. None: vLLM before 0.27 reports none.
-    is_dirty: its workers may have had `Go`, and the push is not complete.
-    is_over: the push has failed. A call that ends later rolls its change back.
-    is_whole: after a failed push, the weights are those of one version.
-    runs: its workers run the plan, or wait for `Commit`.
+    version: the version reported between two pushes, read before the first one. None: vLLM before 0.27 reports none.
+    is_poisoned: the weights are the mixture of an earlier push.
+    paused_at: the time of the engine's answer that it is paused. Before the answer it may have generated.
+    failed_checks: the failed health checks in a row.
     """
 
     engine: Engine
     number: int = 0
     workers: list[Worker] = field(default_factory=list)
     served: int | None = None
-    is_left_open: bool = False
-    is_poisoned: bool = False
     version: str | None = None
-    was_asked: bool = False
-    is_started: bool = False
-    is_paused: bool = False
+    is_poisoned: bool = False
+    state: UpdateState = UpdateState.CLOSED
     paused_at: float = 0.0
-    """Time of the engine's answer that it is paused. Before the answer it may have generated."""
-    is_marked: bool = False
-    is_dirty: bool = False
-    is_over: bool = False
-    is_whole: bool = True
-    runs: bool = False
-    silent: int = 0
-    """Failed health checks in a row."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    failed_checks: int = 0
+    _undo: dict[str, Callable[[], None]] = field(init=False, default_factory=dict)
+    """The call that takes each of the `_STEPS` back."""
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    """Held by a rollback. The rollback of a late call waits for the fleet's."""
 
     def meet(self, admitted: Sequence[tuple[Hello, Connection]]) -> None:
         """Take the engine's workers. Their `Hello`s tell the state in which the last trainer left the engine."""
         self.workers = [Worker(hello, connection) for hello, connection in admitted]
-        # The last trainer may have died between start and finish, or with the weights half loaded.
-        self.is_left_open = any(hello.update_open for hello, _ in admitted)
         self.is_poisoned = any(hello.state == POISONED for hello, _ in admitted)
 
     def hang_up(self) -> None:
@@ -99,26 +115,34 @@ class EngineHandle:
         """The engine's names in errors: its own, and its workers'."""
         return {self.engine.name, *(worker.connection.peer for worker in self.workers)}
 
+    @property
+    def is_dirty(self) -> bool:
+        """Whether the weights are the mixture of this push."""
+        return self.state in (UpdateState.DIRTY, UpdateState.FINISHING)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the push has failed. The fleet does not wait for each call before its rollback."""
+        return self.state is UpdateState.FAILED
+
     def ask_whether_alive(self) -> None:
-        self.silent = self.silent + 1 if self.engine.is_alive() is False else 0
+        self.failed_checks = self.failed_checks + 1 if self.engine.is_alive() is False else 0
 
     def ask_workers(self) -> None:
         """Send workers a `Ping` during a push. The engine's health check does not notice a stopped worker."""
         for worker in self.workers:
-            worker.connection.ask(lambda: self.runs)
+            worker.connection.ask(lambda: self.state is UpdateState.DIRTY)
 
-    def is_stuck(self) -> bool:
-        """Return whether a worker owes a `Pong`, although the engine may pass its health check."""
-        return self.runs and any(
-            worker.connection.seconds_since_read > timeouts.ENGINE_ANSWER_S for worker in self.workers
-        )
+    def find_silent(self, timeout_s: float) -> list[str]:
+        """Return the names of workers that owe a `Pong` for `timeout_s`, although the engine may be healthy."""
+        owing = [worker.connection for worker in self.workers if self.state is UpdateState.DIRTY]
+        return [connection.peer for connection in owing if connection.seconds_since_read > timeout_s]
 
     def check_health(self, timeout_s: float) -> None:
         """Raise when the engine fails its health checks, or a worker has owed a `Pong` for `timeout_s`."""
-        silent = [worker.connection.peer for worker in self.workers if worker.connection.seconds_since_read > timeout_s]
-        if silent and self.runs:
+        if silent := self.find_silent(timeout_s):
             raise timed_out(silent, "load", Deadline(timeout_s))
-        if self.silent >= _SILENT:
+        if self.failed_checks >= _DEAD:
             raise EngineUnreachableError("the engine died in a push; look into its log", who=self.engine.name)
 
     def call(self, method: Callable[[EngineHandle], None]) -> None:
@@ -134,108 +158,82 @@ class EngineHandle:
                 raise fenced
 
     def finish_left_open(self) -> None:
-        """Finish the update that another trainer has left open."""
-        self.engine.finish(None)
-        self.is_left_open = False
+        """Finish an update of another trainer, which may have died between `start` and `finish`."""
+        if any(worker.hello.update_open for worker in self.workers):
+            self.engine.finish(None)
 
     def read_version(self) -> None:
-        """Ask for the version. Called before the first push: its mark replaces the version."""
-        self.version, self.was_asked = self.engine.version(), True
+        """Read the version. Called before the first push: its mark replaces the version."""
+        self.version = self.engine.version()
+        self.is_poisoned |= (self.version or "").startswith(POISONED)
 
     def pause(self, mode: str) -> None:
-        if self.is_over:
-            return
+        """Pause the engine, or check that the caller has paused it."""
         if mode == CALLER:
             self._check_paused()
-            return
-        self.is_paused = True
-        try:
-            self.engine.pause(mode)
-            self.paused_at = time.perf_counter()
-        finally:
-            if self.is_over:  # the fleet did not wait for this call, and its `resume` came before this pause
-                self.is_paused = True
-                self.call(EngineHandle.roll_back)
+        else:
+            self._change("pause", lambda: self.engine.pause(mode), lambda: self.engine.resume())
+        self.paused_at = time.perf_counter()
 
     def _check_paused(self) -> None:
         """Raise `EngineError` when the engine reports that it generates. Not every engine reports it."""
-        is_paused = getattr(self.engine, "is_paused", lambda: None)()
-        if is_paused is False:
+        if getattr(self.engine, "is_paused", lambda: None)() is False:
             raise EngineError(
                 f'pause="{CALLER}", but the engine generates. Pause it before each push, and resume it afterwards',
                 who=self.engine.name,
             )
-        self.paused_at = time.perf_counter()
 
     def start(self) -> None:
-        if self.is_over:
+        """Open the update. A failed `start` must not be followed by `finish`, so the undo is logged last."""
+        if self.has_failed:
             return
         self.engine.start()
-        self.is_started = True
-        if self.is_over:
+        self._undo["start"] = self._abort_update
+        if self.has_failed:
             self.call(EngineHandle.roll_back)
 
     def mark(self) -> None:
         """Mark the engine POISONED before anything is written: after that the trainer may die at any time."""
-        if self.version is None or self.is_over:
-            return
-        self.is_marked = True
-        self.engine.set_version(f"{POISONED}: a push is under way, or its trainer has died")
-        if self.is_over:
-            self.is_marked = True
-            self.call(EngineHandle.roll_back)
+        if (version := self.version) is not None:
+            mark = f"{POISONED}: a push is under way, or its trainer has died"
+            self._change("mark", lambda: self.engine.set_version(mark), lambda: self.engine.set_version(version))
 
     def go(self, message: Go, deadline: Deadline) -> None:
         """Send the workers `Go`: run their part of the plan."""
-        self.is_dirty = True  # before sending: a failure between two workers leaves some with `Go`
+        self.state = UpdateState.DIRTY  # before sending: a failure between two workers leaves some with `Go`
+        self._undo = {"start": self._abort_update}
         for worker in self.workers:
             worker.connection.send(message, deadline, "transfer")
-        self.runs = True
 
     def finish(self, version: int, label: str) -> None:
         """Finish the update. The engine then serves `version` and reports `label`."""
-        self._finish(label)
-        self.version, self.is_marked = label if self.version is not None else None, False
-        self.is_poisoned, self.served = False, version
-
-    def abort_update(self) -> None:
-        """Finish an update in which nothing was written. The engine then reports its version as before."""
-        self._finish(None)
-        self._unmark()
-
-    def resume(self) -> None:
-        self.is_dirty = False
-        if self.is_paused:
-            self.is_paused = False
-            self.engine.resume()
-
-    def mark_failed(self) -> None:
-        """Record the failure of the push."""
-        # An earlier failed push may have left other weights: the engine's version then begins with POISONED.
-        marked = (self.version or "").startswith(POISONED)
-        self.is_whole = not (self.is_dirty or self.is_poisoned or marked)
-        self.is_over, self.runs = True, False
+        self._undo.clear()  # before the call: even after a failure vLLM must not be asked twice
+        self.engine.finish(label)
+        self.version, self.served = label if self.version is not None else None, version
+        self.is_poisoned = False
 
     def roll_back(self) -> None:
-        """Finish the update after a failure. If the weights are whole, restore the version and resume generation."""
-        with self.lock:
-            try:
-                if self.is_started:  # `finish` is vLLM's only way out of an update
-                    self._finish(None)
-                if self.is_whole:
-                    self._unmark()
-            finally:
-                if self.is_paused and self.is_whole:
-                    self.resume()
+        """Run the undo log. Each call is made once, even after the failure of another."""
+        with self._lock, ExitStack() as calls:
+            for step in _STEPS:
+                if (undo := self._undo.pop(step, None)) is not None:
+                    calls.callback(undo)  # run at the exit, from the last one to the first
 
-    def _finish(self, version: str | None) -> None:
-        self.is_started = False  # before the call: even after a failure vLLM must not be asked twice
-        self.engine.finish(version)
+    def _change(self, step: str, change: Callable[[], None], undo: Callable[[], None]) -> None:
+        """Change the engine. Log the undo first, since a change that raises may have an effect."""
+        if self.has_failed:
+            return
+        logged = {} if self.is_poisoned else {step: undo}
+        self._undo.update(logged)
+        try:
+            change()
+        finally:
+            if self.has_failed:  # the fleet's rollback did not wait for this change
+                self._undo.update(logged)
+                self.call(EngineHandle.roll_back)
 
-    def _unmark(self) -> None:
-        if self.is_marked and self.version is not None:
-            self.is_marked = False
-            self.engine.set_version(self.version)
+    def _abort_update(self) -> None:
+        self.engine.finish(None)
 
 
 def admit(
@@ -271,10 +269,10 @@ def find_lost(handles: Sequence[EngineHandle], error: WeightSyncError) -> list[s
     suspects = [one for one in handles if not one.is_held() or not named.isdisjoint(one.names)]
     if not suspects and waiting_for and not any(name.startswith("trainer rank") for name in waiting_for):
         suspects = list(handles)  # the error may be of a rank, with the workers' numbers in place of their names
-    asked = {one: submit("health", one.engine.is_alive) for one in suspects if one.silent < _SILENT}
+    asked = {one: submit("health", one.engine.is_alive) for one in suspects if one.failed_checks < _DEAD}
     answered, _ = wait(asked.values(), timeouts.ENGINE_ANSWER_S)
     alive = {one for one, answer in asked.items() if answer in answered and not answer.exception() and answer.result()}
-    lost = [one.engine.name for one in suspects if one not in alive or one.is_stuck()]
+    lost = [one.engine.name for one in suspects if one not in alive or one.find_silent(timeouts.ENGINE_ANSWER_S)]
     if lost and not any(name in str(error) for name in lost):
         error.message += f"; {', '.join(lost)} does not answer"
     return lost

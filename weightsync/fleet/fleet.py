@@ -6,11 +6,7 @@
     go, wait_done       workers run the plan
     commit              workers commit; caches are reset, the update is finished under its version, generation resumes
 
-    the push ends in    calls                                              an engine afterwards
-    CLOSED              none                                               as it was
-    OPEN                finish, resume (unless it was POISONED before)     as it was, generating
-    DIRTY               finish, mark (as OPEN where it had no Go)          paused and POISONED
-    COMMITTED           none                                               serves the new version
+`UpdateState` has the states of an engine in a push, and the calls that follow a failure in each.
 
 An engine is marked POISONED before anything is written, so its version is right even if the trainer dies. The open
 connection to its workers is a trainer's hold on it. When a worker closes the connection, the engine has died or another
@@ -29,7 +25,6 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from enum import Enum, auto
 from functools import partial
 from typing import TypeVar
 
@@ -44,8 +39,16 @@ from weightsync.errors import (
     SyncTimeoutError,
     WeightSyncError,
 )
-from weightsync.fleet.engine_call import BackgroundCall, join, make_arrival_check, repeat, wait_at_exit
-from weightsync.fleet.engine_handle import EngineHandle, Worker, admit, find_lost
+from weightsync.fleet.engine_call import (
+    BackgroundCall,
+    EngineCalls,
+    await_calls,
+    join,
+    make_arrival_check,
+    repeat,
+    wait_at_exit,
+)
+from weightsync.fleet.engine_handle import CALLER, EngineHandle, UpdateState, Worker, admit, find_lost
 from weightsync.net import timeouts
 from weightsync.net.addresses import is_loopback
 from weightsync.net.listener import Listener
@@ -77,15 +80,6 @@ _REFUSALS = FencedError, EngineAsleepError, FrozenLostError
 """Errors of a worker that leaves a push. Their effects on the other workers may be reported before them."""
 
 
-class UpdateState(Enum):
-    """The state of a push. The table at the top has the rollback from each state."""
-
-    CLOSED = auto()
-    OPEN = auto()
-    DIRTY = auto()
-    COMMITTED = auto()
-
-
 class Fleet:
     """The engines of one `WeightSync`, on rank 0. Every method but `fail` raises `WeightSyncError`s.
 
@@ -94,21 +88,12 @@ class Fleet:
     """
 
     def __init__(
-        self,
-        engines: Sequence[Engine],
-        ranks: Ranks,
-        pause: str,
-        timeout_s: float,
-        after: Fleet | None = None,
+        self, engines: Sequence[Engine], ranks: Ranks, pause: str, timeout_s: float, failed: Fleet | None = None
     ) -> None:
-        """Take these engines. `after`: the failed fleet before this one. `connect` waits for its unfinished calls."""
+        """Take these engines. `failed`: the fleet before this one. `connect` waits for its unfinished calls."""
         assert ranks.listener is not None, "a fleet is rank 0's"
         self.handles: list[EngineHandle] = []
-        self.newest_version = 0
-        self._previous_calls: list[BackgroundCall] = []
-        if after is not None:
-            self.newest_version, self._previous_calls = after.newest_version, after._under_way()
-        self.state = UpdateState.CLOSED
+        self.newest_version: int = failed.newest_version if failed is not None else 0
         self._active: list[EngineHandle] = []
         self._numbers = itertools.count()
         self._ranks = ranks
@@ -118,10 +103,7 @@ class Fleet:
         self._timeout_s = timeout_s
         self._id = secrets.token_hex(8)
         self._version = 0
-        self._calls: list[BackgroundCall] = []  # `init` and `update`: they return when the workers are released
-        self._changing: list[BackgroundCall] = []  # this push's calls that change an engine's state, such as `pause`
-        self._opening: BackgroundCall | None = None
-        self._over = False
+        self._calls: EngineCalls = EngineCalls(ranks.listener, failed._calls if failed is not None else None)
         self._ended = threading.Event()
         self.add(engines)
         spawn("lease", partial(repeat, weakref.WeakMethod(self._answer_pings), timeouts.LEASE_LOOK_S, self._ended))
@@ -161,7 +143,7 @@ class Fleet:
         The workers wait for messages until `release`.
         """
         self._active = [*(self.handles if handles is None else handles)]
-        self._await_earlier()
+        self._calls.await_earlier({one.engine.name for one in self._active}, self._timeout_s)
         deadline = Deadline(self._timeout_s)
         calls = {one: self._call_in(one) for one in self._active}
         early: list[EngineHandle] = []
@@ -174,9 +156,9 @@ class Fleet:
                     worker.connection.watch_host(self._timeout_s)
                     worker.connection.holds = self._ranks.hold.lasts
         if early:
-            self._wait([calls[one] for one in early], deadline, "init")
+            await_calls([calls[one] for one in early], deadline, "init", self._check_waiting)
             calls |= {one: self._call_in(one) for one in early}
-            self._calls = [*calls.values()]
+            self._calls.running = [*calls.values()]
         return self.workers
 
     def _call_in(self, one: EngineHandle) -> BackgroundCall:
@@ -186,9 +168,7 @@ class Fleet:
             info = self._listener.invitation(self._id, one.number, where, self._timeout_s)
         except OSError as error:
             raise EngineUnreachableError(f"no route to {where}: {error}", who=one.engine.name) from error
-        call = BackgroundCall(self._listener, "init", one.engine.init, info, who=one.engine.name)
-        self._calls.append(call)
-        return call
+        return self._calls.run("init", one.engine.init, info, who=one.engine.name)
 
     def plan(self, manifest: Manifest) -> list[LoadPlan]:
         """Return each worker's load plan for these tensors."""
@@ -207,17 +187,16 @@ class Fleet:
         deadline = Deadline(self._timeout_s)
         for worker, message in zip(self.workers, messages, strict=True):
             worker.connection.send(message, deadline, "connect")
-        meeting = BackgroundCall(self._listener, "connect", meet, deadline)
-        self._calls.append(meeting)
+        meeting = self._calls.run("connect", meet, deadline)
         self._collect(Connected, deadline, "connect")
-        self._wait([meeting], deadline, "connect")
-        self._calls.remove(meeting)
+        await_calls([meeting], deadline, "connect", self._check_waiting)
+        self._calls.running.remove(meeting)
 
     def release(self, phase: str) -> None:
         """Release the workers from their engine calls, and wait until the calls have returned."""
         deadline = Deadline(self._timeout_s)
         self._send(Release(), deadline, phase)
-        self._await_calls(deadline, phase)
+        self._await_running(deadline, phase)
 
     def open(self, handles: Sequence[EngineHandle] | None = None) -> None:
         """Begin to pause generation and to open the update, on all engines or on these.
@@ -227,19 +206,19 @@ class Fleet:
         self._active = [*(self.handles if handles is None else handles)]
         for worker in self.workers:  # raises before a call could reach an engine that was restarted at this address
             worker.connection.check("pause")
-        self._changing = []
-        self.state = UpdateState.OPEN
-        self._opening = BackgroundCall(self._listener, "open", self._open)
+        self._enter(UpdateState.OPEN)
+        self._calls.changes = []
+        self._calls.opening = self._calls.run("open", self._open)
 
     def wait_open(self) -> None:
         """Wait until generation is paused everywhere and every worker serves the update. Raise a worker's refusal."""
-        opening = self._opening
+        opening = self._calls.opening
         if opening is None:
             return
         while opening.is_alive():  # ends: each of its calls has a deadline
             opening.join(timeouts.CALL_LOOK_S)
             self._check_ranks()
-        self._opening = None
+        self._calls.opening = None
         if opening.error is not None:
             raise opening.error
         # Finds a worker that cannot take part, or does not answer, before anything is written anywhere.
@@ -248,13 +227,13 @@ class Fleet:
         self._collect(Ready, deadline, "pause")
 
     def cancel(self) -> None:
-        """Close the open update before `go`. The engines then generate as before."""
-        self.wait_open()
-        self.check()
-        self.release("pause")
-        self._all("pause", self._active, EngineHandle.abort_update)
-        self._all("pause", self._active, EngineHandle.resume)
-        self.state = UpdateState.CLOSED
+        """Close the open update before `go`, if there is one. The engines then generate as before."""
+        if any(one.state is UpdateState.OPEN for one in self._active):
+            self.wait_open()
+            self.check()
+            self.release("pause")
+            self._all("pause", self._active, EngineHandle.roll_back)
+            self._enter(UpdateState.CLOSED)
 
     def go(self, message: Go, handles: Sequence[EngineHandle] | None = None) -> None:
         """Send `Go` to all workers, or to those of these engines: run your part of the plan.
@@ -263,7 +242,7 @@ class Fleet:
         """
         self._check_ranks()
         self.check()
-        self._version, self.state = message.version, UpdateState.DIRTY
+        self._version = message.version
         deadline = Deadline(self._timeout_s)
         for one in self._active if handles is None else handles:
             one.go(message, deadline)
@@ -282,25 +261,25 @@ class Fleet:
         self.newest_version = max(self.newest_version, self._version)
         self._send(Commit(self._version), deadline, "commit")
         # An engine serves one call at a time. Queued behind `update`, the reset saves a round trip.
-        resets = [self._call("commit", one, lambda each: each.engine.reset_caches()) for one in self._active]
+        resets = [self._change("commit", one, lambda each: each.engine.reset_caches()) for one in self._active]
         answers = self._collect(Committed, deadline, "commit")
-        for one in self._active:
-            one.runs = False
-        self._await_calls(deadline, "commit")
+        self._enter(UpdateState.FINISHING)
+        self._await_running(deadline, "commit")
         version, text = self._version, str(self._version) if label is None else label
         self._all("commit", self._active, lambda one: one.finish(version, text))
-        self._wait(resets, Deadline(self._timeout_s), "commit")
+        await_calls(resets, Deadline(self._timeout_s), "commit", self._check_waiting)
         # After the resets: an engine with a KV cache of the old weights must not resume.
-        self.state = UpdateState.COMMITTED
-        self._all("resume", self._active, EngineHandle.resume)
-        self.state = UpdateState.CLOSED
+        self._enter(UpdateState.COMMITTED)
+        if self._pause != CALLER:
+            self._all("resume", self._active, lambda one: one.engine.resume())
+        self._enter(UpdateState.CLOSED)
         return answers
 
     def check(self) -> None:
         """Raise when a worker or an engine call has failed, or does not answer."""
         for worker in self.workers:
             worker.connection.check("transfer")
-        self._check_calls()
+        self._calls.check()
         self._check_health()
 
     def explain(self, error: WeightSyncError) -> WeightSyncError:
@@ -308,7 +287,7 @@ class Fleet:
 
         Adds the names of lost engines as the fact `lost`, and of the others as `survivors`.
         """
-        if isinstance(error, PeerError) and self.state is UpdateState.DIRTY:
+        if isinstance(error, PeerError) and self._is_dirty():
             time.sleep(timeouts.WORKER_MESSAGE_S)
         for worker in self.workers:
             worker.connection.is_open()  # reads the worker's messages into the inbox
@@ -330,27 +309,24 @@ class Fleet:
         Calls to silent engines are made, but not waited for before this process exits. A silent engine serves them when
         it continues. An engine is silent, too, if a call has reached its deadline: further calls wait behind this call.
         """
-        state, self._over = self.state, True
+        is_dirty = self._is_dirty()
         silent = {*getattr(error, "lost", []), *getattr(error, "waiting_for", [])}
         deadline = Deadline(0.0 if silent.issuperset(one.engine.name for one in self.handles) else timeouts.FAREWELL_S)
         held = [one for one in self._active if one.is_held()]
-        for one in self._active:
-            one.mark_failed()
+        mixed = [one for one in held if is_dirty and (one.is_dirty or one.is_poisoned)]
+        self._enter(UpdateState.FAILED)
         everyone = [worker for one in self.handles for worker in one.workers]
         for worker in everyone:
             with suppress(WeightSyncError):  # the worker is gone
                 worker.connection.send(Failure(error.to_fields()), deadline, "fail")
         # Otherwise a worker that is connecting would wait for its admission, and block its engine.
         self._listener.close()
-        join([*([self._opening] if self._opening else []), *self._calls, *self._changing], silent, deadline)
-        if state in (UpdateState.OPEN, UpdateState.DIRTY):
-            silent |= self._try_all("give up", held, EngineHandle.roll_back, silent, deadline)
-        if state is UpdateState.DIRTY:
-            # vLLM reports the version with every answer, so users see the mark. Generation stays paused.
-            mark = f"{POISONED}: the push of version {self._version} failed"
-            mixed = [one for one in held if not one.is_whole]
-            self._try_all("mark", mixed, lambda one: one.engine.set_version(mark), silent, deadline)
-        wait_at_exit(self._under_way())
+        join([*self._calls.running, *self._calls.changes], silent, deadline)
+        silent |= self._try_all("give up", held, EngineHandle.roll_back, silent, deadline)
+        # vLLM reports the version with every answer, so users see the mark. Generation stays paused.
+        mark = f"{POISONED}: the push of version {self._version} failed"
+        self._try_all("mark", mixed, lambda one: one.engine.set_version(mark), silent, deadline)
+        wait_at_exit(self._calls.unfinished())
         self._ended.set()
         for worker in everyone:
             worker.connection.close()
@@ -370,44 +346,32 @@ class Fleet:
 
     def _ask_whether_alive(self) -> None:
         """Run the engines' health checks, while a push or a call is under way."""
-        for one in self._active if self._calls or self.state is not UpdateState.CLOSED else ():
-            one.ask_whether_alive()
+        for one in self._active:
+            if self._calls.running or one.state is not UpdateState.CLOSED:
+                one.ask_whether_alive()
+
+    def _enter(self, state: UpdateState) -> None:
+        for one in self._active:
+            one.state = state
+
+    def _is_dirty(self) -> bool:
+        return any(one.is_dirty for one in self._active)
 
     def _open(self) -> None:
+        met = [one for one in self._active if one.served is None]
+        change = partial(self._all, "pause", look=self._check_health)
         try:
-            left_open = [one for one in self._active if one.is_left_open]
-            self._all("pause", left_open, EngineHandle.finish_left_open, in_opening=True)
-            self._all(
-                "pause", [one for one in self._active if not one.was_asked], EngineHandle.read_version, in_opening=True
-            )
+            change(met, EngineHandle.finish_left_open)
+            change(met, EngineHandle.read_version)
             # Both at once: `pause` first waits for running requests, for one step or for all of their tokens.
-            pause = partial(EngineHandle.pause, mode=self._pause)
-            self._all("pause", self._active, pause, EngineHandle.start, in_opening=True)
-            self._all("pause", self._active, EngineHandle.mark, in_opening=True)
+            change(self._active, partial(EngineHandle.pause, mode=self._pause), EngineHandle.start)
+            change(self._active, EngineHandle.mark)
         except WeightSyncError as error:
             error.phase = error.phase or "pause"
             raise
-        if not self._over:
-            for one in self._active:
-                info, who = {"session": self._id}, one.engine.name
-                self._calls.append(BackgroundCall(self._listener, "update", one.engine.update, info, who=who))
-
-    def _under_way(self) -> list[BackgroundCall]:
-        """Return unfinished calls of this fleet and of earlier ones. Each may still pause or resume an engine."""
-        calls = [*self._previous_calls, *self._changing, *([self._opening] if self._opening else [])]
-        return [call for call in calls if call.is_alive()]
-
-    def _await_earlier(self) -> None:
-        """Wait for unfinished calls of failed pushes to the active engines."""
-        names, deadline = {"", *(one.engine.name for one in self._active)}, Deadline(self._timeout_s)
-        while late := [call for call in self._previous_calls if call.who in names and call.is_alive()]:
-            if deadline.passed():
-                raise SyncTimeoutError(
-                    f"{late[0].name} of the failed push did not return within {self._timeout_s:g} s",
-                    phase="init",
-                    waiting_for=[call.who or call.name for call in late],
-                )
-            late[0].join(min(timeouts.CALL_LOOK_S, deadline.left_s()))
+        for one in self._active:
+            if one.state is UpdateState.OPEN:
+                self._calls.run("update", one.engine.update, {"session": self._id}, who=one.engine.name)
 
     def _send(self, message: Message, deadline: Deadline, phase: str) -> None:
         for worker in self.workers:
@@ -428,52 +392,41 @@ class Fleet:
         for one in self._active:
             one.check_health(self._timeout_s)
 
+    def _check_waiting(self) -> None:
+        self._check_health()
+        self._check_ranks()
+
     def _check_everyone(self) -> None:
         self._check_ranks()
-        self._check_calls(
-            timeouts.WORKER_MESSAGE_S
-        )  # a worker's own `Failure` is a better error than the failed call that follows it
+        self._calls.check(timeouts.WORKER_MESSAGE_S)  # a worker's own `Failure` is a better error than a failed call's
         self._check_health()
 
-    def _check_calls(self, news_s: float = 0.0) -> None:
-        """Raise a failed call's error, after `news_s`: a worker's `Failure` with the cause comes first."""
-        for call in (*([self._opening] if self._opening else []), *self._calls):
-            if call.error is not None and call.since_failure_s() >= news_s:
-                raise call.error
-
-    def _await_calls(self, deadline: Deadline, phase: str) -> None:
+    def _await_running(self, deadline: Deadline, phase: str) -> None:
         try:
-            self._wait(self._calls, deadline, phase)
+            await_calls(self._calls.running, deadline, phase, self._check_waiting)
         finally:
-            self._calls = []
+            self._calls.running = []
 
-    def _all(self, phase: str, handles: Sequence[EngineHandle], *methods: _Method, in_opening: bool = False) -> None:
-        """Call these methods with each of these engines, all at the same time. Wait for all calls."""
-        calls = [self._call(phase, one, method) for method in methods for one in handles]
-        self._wait(calls, Deadline(self._timeout_s), phase, in_opening)
+    def _all(
+        self,
+        phase: str,
+        handles: Sequence[EngineHandle],
+        *methods: _Method,
+        look: Callable[[], None] | None = None,
+    ) -> None:
+        """Call these methods with each of these engines, all at the same time. Wait for all calls.
+
+        look: called meanwhile, on a thread that must not read the ranks' connections.
+        """
+        calls = [self._change(phase, one, method) for method in methods for one in handles]
+        await_calls(calls, Deadline(self._timeout_s), phase, look or self._check_waiting)
 
     def _try_all(
         self, phase: str, handles: Sequence[EngineHandle], method: _Method, silent: Collection[str], deadline: Deadline
     ) -> set[str]:
         """Call this method with each of these engines. Wait and return as `join` does. Errors are ignored."""
-        calls = [self._call(phase, one, method) for one in handles]
+        calls = [self._change(phase, one, method) for one in handles]
         return join(calls, silent, Deadline(max(deadline.left_s(), timeouts.NEXT_CALL_S)))
 
-    def _call(self, phase: str, one: EngineHandle, method: _Method) -> BackgroundCall:
-        call = BackgroundCall(self._listener, phase, one.call, method, who=one.engine.name)
-        self._changing.append(call)
-        return call
-
-    def _wait(self, calls: Sequence[BackgroundCall], deadline: Deadline, phase: str, in_opening: bool = False) -> None:
-        for call in calls:
-            while call.is_alive() and not deadline.passed():
-                call.join(min(timeouts.CALL_LOOK_S, deadline.left_s()))
-                self._check_health()
-                if not in_opening:  # the thread of `_open` must not read the ranks' connections: the main thread does
-                    self._check_ranks()
-            if call.is_alive():
-                text = f"{call.name} did not return within {deadline.timeout_s:g} s"
-                raise SyncTimeoutError(text, phase=phase, waiting_for=[call.who or call.name])
-            if call.error is not None:
-                call.error.phase = call.error.phase or phase
-                raise call.error
+    def _change(self, phase: str, one: EngineHandle, method: _Method) -> BackgroundCall:
+        return self._calls.change(phase, one.call, method, who=one.engine.name)

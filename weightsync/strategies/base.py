@@ -16,7 +16,7 @@ from weightsync.engines import Engine, LoraAdapter
 from weightsync.errors import ConfigError, EngineUnreachableError, WeightSyncError
 from weightsync.fleet import EngineList
 from weightsync.fleet.engines_of_ranks import OtherRanks
-from weightsync.fleet.fleet import Fleet, UpdateState
+from weightsync.fleet.fleet import Fleet
 from weightsync.fleet.lost_engines import LostEngines
 from weightsync.fleet.spmd_engine import join
 from weightsync.net.update import Update
@@ -158,7 +158,7 @@ class FleetStrategy(UpdateStrategy):
 
     def withdraw(self) -> bool:
         try:
-            if self._fleet is not None and self._fleet.state is not UpdateState.CLOSED:
+            if self._fleet is not None:
                 self._fleet.cancel()
         except WeightSyncError:
             return False
