@@ -30,7 +30,7 @@ from weightsync.config import (
 from weightsync.engines import LoraAdapter
 from weightsync.errors import ConfigError, FrozenLostError, WeightSyncError
 from weightsync.fleet import EngineList
-from weightsync.net.ranks import Call, Ranks, collective
+from weightsync.net.ranks import CollectiveCall, Ranks, collective
 from weightsync.net.update import Timeline, Update
 from weightsync.net.wire import MAX_VERSION, POISONED
 from weightsync.planning.bucketing import Bucketer
@@ -50,11 +50,11 @@ tensors."""
 
 
 @dataclass
-class _Step:
+class _Turn:
     """One call of `WeightSync`. Calls do not overlap. A signal may interrupt a call at any line."""
 
     is_over: bool = False
-    next: dict[int, _Step] = field(default_factory=dict)
+    next: dict[int, _Turn] = field(default_factory=dict)
 
 
 class WeightSync:
@@ -150,7 +150,7 @@ class WeightSync:
         source = open_source(backend, config.selection, ranks)
         self._drops = on_engine_failure == "drop"
         self._lost: list[str] = []
-        self._step = _Step(is_over=True)
+        self._turn = _Turn(is_over=True)
         self._process: int | None = None  # the process that connected
         options = Options(**vars(config), source=source, engines=EngineList(engine, timeout_s))
         self._strategy = open_strategy(transport, options)
@@ -322,7 +322,7 @@ class WeightSync:
             ConfigError: This process was forked from the connected process.
         """
         self._check_process()
-        if (unended := self._ranks.unended) is not None and self._step.is_over:
+        if (unended := self._ranks.unended) is not None and self._turn.is_over:
             unended.result()
         self._strategy.close()
         self._ranks.disconnect()
@@ -344,22 +344,22 @@ class WeightSync:
             refused, version = f"version={version}; the largest that can be is {MAX_VERSION}", None
         self._check_process()
         self._process = os.getpid()
-        step, timeline = _Step(), Timeline()
+        turn, timeline = _Turn(), Timeline()
         try:
-            self._take_turn(step)
-            call, strategy = Call(name, version, label, refused=refused), self._strategy
+            self._take_turn(turn)
+            call, strategy = CollectiveCall(name, version, label, refused=refused), self._strategy
             ends = strategy.explain, self._reset, strategy.is_untouched, strategy.withdraw
             with collective(self._ranks, call, *ends) as update:
                 timeline = update.timeline
                 yield update
-            step.is_over = True
+            turn.is_over = True
         except BaseException as error:
-            step.is_over = True
-            if isinstance(error, WeightSyncError) and self._step is step and self._ranks.rank == 0:
+            turn.is_over = True
+            if isinstance(error, WeightSyncError) and self._turn is turn and self._ranks.rank == 0:
                 telemetry.push_failed(timeline, error)
             raise
         finally:
-            step.is_over = True  # also if a signal interrupted one of the assignments above
+            turn.is_over = True  # also if a signal interrupted one of the assignments above
         if update.report is not None:
             self.last_report = update.report
             if self._ranks.rank == 0:
@@ -383,15 +383,15 @@ class WeightSync:
                 "forked: use it there, or make another one here"
             )
 
-    def _take_turn(self, step: _Step) -> None:
-        """Begin a step if the last step is over. No lock: an interrupted thread might never release it."""
-        last = self._step
+    def _take_turn(self, turn: _Turn) -> None:
+        """Begin a turn if the last one is over. No lock: an interrupted thread might never release it."""
+        last = self._turn
         while last.next:
             last = last.next[0]
         # Two threads may get here at once. `dict.setdefault` is atomic and lets one of them in.
-        if not last.is_over or last.next.setdefault(0, step) is not step:
+        if not last.is_over or last.next.setdefault(0, turn) is not turn:
             raise ConfigError("this WeightSync is pushing already, in another thread or task: wait for that push first")
-        self._step = step
+        self._turn = turn
 
     def _reset(self, error: WeightSyncError) -> None:
         self._lost = getattr(error, "lost", [])

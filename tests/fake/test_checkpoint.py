@@ -38,8 +38,8 @@ from weightsync import (
     WeightSync,
     WeightSyncError,
 )
-from weightsync.checkpoint.files import check_seen, memory_of
 from weightsync.checkpoint.safetensors import INDEX, runs
+from weightsync.checkpoint.shard_files import check_seen, memory_of
 from weightsync.transports import files
 
 

@@ -54,7 +54,7 @@ def write(path: Path, parameters: dict[str, torch.Tensor], **changes: Any) -> Pa
         "gpu_uuid": "",
     }
     handle_file.write(
-        path, "m", "http://127.0.0.1:1", 1, [handle_file.Worker(**{**worker, **changes}, ipc_handles=handles)]
+        path, "m", "http://127.0.0.1:1", 1, [handle_file.WorkerHandles(**{**worker, **changes}, ipc_handles=handles)]
     )
     return path
 

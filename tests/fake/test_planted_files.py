@@ -166,7 +166,7 @@ def test_a_lock_that_is_taken_is_none(tmp_path: Path) -> None:
 
 
 def handle_file_at(path: Path) -> Path:
-    handle_file.write(path, "m", None, 1, [handle_file.Worker(0, os.getpid(), 1, "e", "cpu", "", {})])
+    handle_file.write(path, "m", None, 1, [handle_file.WorkerHandles(0, os.getpid(), 1, "e", "cpu", "", {})])
     return path
 
 

@@ -12,7 +12,7 @@ from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, col
 from ranks import run_ranks
 
 from weightsync import ConfigError, LoraTransport, SyncTimeoutError, WeightSync, WeightSyncError
-from weightsync.net.ranks import Call, Ranks
+from weightsync.net.ranks import CollectiveCall, Ranks
 
 RANKS = 3
 LONG_S = 60.0
@@ -155,7 +155,7 @@ def test_a_rank_that_leaves_out_calls_without_a_version_is_in_step_again(absent:
 
 def _left_out_without_version(rank: int, absent: int) -> None:
     group = Ranks(1.0)
-    group.begin("connect", Call("push"))
+    group.begin("connect", CollectiveCall("push"))
     group.gather(None, "plan")
     failed = 0
     for step in range(6):
@@ -164,7 +164,7 @@ def _left_out_without_version(rank: int, absent: int) -> None:
             dist.barrier()
             continue
         try:
-            group.begin("connect", Call("push"))
+            group.begin("connect", CollectiveCall("push"))
             group.gather(None, "plan")
             group.broadcast(None, "plan")
             failed = 0

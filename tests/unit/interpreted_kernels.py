@@ -23,7 +23,7 @@ def copies(of: torch.dtype, to: torch.dtype) -> int:
     sizes = [(9, 5000) if size == (128, 5000) else size for size in test_copies.SIZES if 0 not in size]
     pairs, wholes = test_copies.some_pairs(of, to, "cpu", sizes)
     assert all(copies_triton.can_launch(*pair) for pair in pairs)
-    few = partial(copies_triton.Launches, programs=5 if of == to else None)
+    few = partial(copies_triton.CopyLaunches, programs=5 if of == to else None)
     test_copies.check(pairs, wholes, links=3, batched=few)
     return len(pairs)
 

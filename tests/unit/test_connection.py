@@ -30,7 +30,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.fleet.engine_call import BackgroundCall
-from weightsync.fleet.engine_handle import EngineHandle, Worker
+from weightsync.fleet.engine_handle import ConnectedWorker, EngineHandle
 from weightsync.fleet.fleet import Fleet
 from weightsync.net import timeouts
 from weightsync.net.authentication import FrameMac, greeting
@@ -877,7 +877,7 @@ def test_an_answer_that_comes_in_with_a_ping_wakes_the_hub(listener, keep, monke
     engine: Any = SimpleNamespace(name="an engine")
     fleet = Fleet([engine], ranks, "keep", 5.0)
     keep.callback(fleet.close)
-    fleet.handles[0].workers = [Worker(HELLO, mine)]
+    fleet.handles[0].workers = [ConnectedWorker(HELLO, mine)]
 
     def check() -> None:
         worker.send(Commit(3), Deadline(5), "test")
@@ -901,7 +901,7 @@ def test_a_call_that_ends_late_takes_nothing_back_from_another_trainer(method, p
     engine: Any = SimpleNamespace(
         pause=fall_behind, start=fall_behind, resume=lambda: calls.append("resume"), finish=calls.append
     )
-    one = EngineHandle(engine, workers=[Worker(HELLO, mine)])
+    one = EngineHandle(engine, workers=[ConnectedWorker(HELLO, mine)])
     with pytest.raises(FencedError):
         method(one)
     assert not calls

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from weightsync import ConfigError, PlacementError
-from weightsync.checkpoint.files import check_whole, create, publish, write
 from weightsync.checkpoint.safetensors import INDEX, lay_out, runs
+from weightsync.checkpoint.shard_files import check_whole, create, publish, write
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, itemsize, row_major
 
 DTYPES = (

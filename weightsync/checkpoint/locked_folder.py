@@ -6,8 +6,8 @@
     folder/version-00000007     a complete subfolder
 
 The kernel releases the lock when the writer's process ends, in whatever way. So a hidden subfolder that is found under
-the lock is rubbish, and is removed. `files.publish` gives a complete subfolder its name. A subfolder loses its name
-before its files, so a reader never opens a half of one.
+the lock is rubbish, and is removed. `shard_files.publish` gives a complete subfolder its name. A subfolder loses its
+name before its files, so a reader never opens a half of one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import secrets
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from weightsync.checkpoint.files import placement_errors
 from weightsync.checkpoint.own_files import discard, open_plain
+from weightsync.checkpoint.shard_files import placement_errors
 from weightsync.errors import ConfigError
 from weightsync.net.wire import MAX_VERSION
 

@@ -14,8 +14,8 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from weightsync.checkpoint.files import check_seen, check_whole, create, placement_errors, publish, write
 from weightsync.checkpoint.safetensors import MAX_SHARD_BYTES, lay_out
+from weightsync.checkpoint.shard_files import check_seen, check_whole, create, placement_errors, publish, write
 from weightsync.checkpoint.sidecars import files_beside, with_configs
 from weightsync.config import BackendName
 from weightsync.errors import ConfigError, ManifestError

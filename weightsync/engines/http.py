@@ -386,7 +386,7 @@ class HttpEngine:
                 ) from error
 
 
-class _Reader(io.RawIOBase):
+class _DeadlineReader(io.RawIOBase):
     """A server's bytes until a deadline. A socket's own timeout begins anew with every byte.
 
     Counts the bytes, too: for a chunk of -1 bytes `http.client` would read without an end.
@@ -418,7 +418,7 @@ class _Reader(io.RawIOBase):
 
 
 def _in_time(deadline: Deadline, sock: socket.socket, *level: int, **options: Any) -> http.client.HTTPResponse:
-    return http.client.HTTPResponse(_Reader(sock, deadline), *level, **options)  # type: ignore[arg-type]
+    return http.client.HTTPResponse(_DeadlineReader(sock, deadline), *level, **options)  # type: ignore[arg-type]
 
 
 def _parsed(text: str) -> Any:

@@ -27,7 +27,7 @@ _DEAD = 2
 
 
 @dataclass(frozen=True)
-class Worker:
+class ConnectedWorker:
     """One connected engine worker."""
 
     hello: Hello
@@ -77,7 +77,7 @@ class EngineHandle:
 
     engine: Engine
     number: int = 0
-    workers: list[Worker] = field(default_factory=list)
+    workers: list[ConnectedWorker] = field(default_factory=list)
     served: int | None = None
     version: str | None = None
     is_poisoned: bool = False
@@ -91,7 +91,7 @@ class EngineHandle:
 
     def meet(self, admitted: Sequence[tuple[Hello, Connection]]) -> None:
         """Take the engine's workers. Their `Hello`s tell the state in which the last trainer left the engine."""
-        self.workers = [Worker(hello, connection) for hello, connection in admitted]
+        self.workers = [ConnectedWorker(hello, connection) for hello, connection in admitted]
         self.is_poisoned = any(hello.state == POISONED for hello, _ in admitted)
 
     def hang_up(self) -> None:

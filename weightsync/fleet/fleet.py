@@ -48,7 +48,7 @@ from weightsync.fleet.engine_call import (
     repeat,
     wait_at_exit,
 )
-from weightsync.fleet.engine_handle import CALLER, EngineHandle, UpdateState, Worker, admit, find_lost
+from weightsync.fleet.engine_handle import CALLER, ConnectedWorker, EngineHandle, UpdateState, admit, find_lost
 from weightsync.net import timeouts
 from weightsync.net.addresses import is_loopback
 from weightsync.net.listener import Listener
@@ -117,7 +117,7 @@ class Fleet:
         return min(one.paused_at for one in self._active)
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[ConnectedWorker]:
         """The workers of the active engines."""
         return [worker for one in self._active for worker in one.workers]
 
@@ -137,7 +137,7 @@ class Fleet:
         for one in handles:
             one.hang_up()
 
-    def connect(self, handles: Sequence[EngineHandle] | None = None) -> list[Worker]:
+    def connect(self, handles: Sequence[EngineHandle] | None = None) -> list[ConnectedWorker]:
         """Call `init` on all engines, or on these, and return their workers.
 
         The workers wait for messages until `release`.

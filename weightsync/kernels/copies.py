@@ -34,10 +34,10 @@ class BatchedCopy:
         left = [copy for copy in copies if copy[0].numel()]
         self._launches = self._tiles = None
         if left and left[0][0].is_cuda:
-            from weightsync.kernels.copies_triton import Launches, can_launch
+            from weightsync.kernels.copies_triton import CopyLaunches, can_launch
 
             if launched := [copy for copy in left if can_launch(*copy[:2])]:
-                self._launches = Launches(launched, programs)
+                self._launches = CopyLaunches(launched, programs)
             left = [copy for copy in left if not can_launch(*copy[:2])]
         if tiled := [copy[:2] for copy in left if can_tile(*copy[:2])]:
             self._tiles = Tiles(tiled)

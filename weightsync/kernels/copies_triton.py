@@ -103,7 +103,7 @@ def _copy(  # type: ignore[no-untyped-def]
         tl.store(target + to, tl.load(source + of, mask=inside).to(writes), mask=inside)
 
 
-class Launches:
+class CopyLaunches:
     """The tables of all copies on the GPU, as grids of rows and columns, and one launch for each kind of copy.
 
     programs: the most programs of a launch that run at once.

@@ -50,9 +50,9 @@ class RowQuantiser:
         *first, self._rows = accumulate(counts, initial=0)  # each job's first row, counted over all
         self._launches = None
         if device.type == "cuda":
-            from weightsync.kernels.rows_triton import Launches
+            from weightsync.kernels.rows_triton import RowLaunches
 
-            self._launches = Launches(form, self._jobs, first)
+            self._launches = RowLaunches(form, self._jobs, first)
 
     def run(self) -> None:
         """Quantise the current contents of the sources. With `share`, collective: every worker runs the same jobs."""

@@ -95,7 +95,7 @@ def _rows(  # type: ignore[no-untyped-def]
             tl.store(scales + row * tl.load(piece + 7), scale)
 
 
-class Launches:
+class RowLaunches:
     """A table of all rows on the GPU, and one launch for each width, dtype and alignment."""
 
     def __init__(self, form: Form, jobs: Sequence[Job], first: Sequence[int]) -> None:

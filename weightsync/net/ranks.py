@@ -35,7 +35,7 @@ ALONE = "alone"
 _ROLE = "rank"
 
 
-class Call(Struct, frozen=True, forbid_unknown_fields=True):
+class CollectiveCall(Struct, frozen=True, forbid_unknown_fields=True):
     """One rank's call of a collective method. Every rank must make the same call.
 
     number: count of the rank's calls since all ranks were in step. Not compared when the user gives a version.
@@ -61,7 +61,7 @@ class _Begun(Struct, frozen=True, forbid_unknown_fields=True):
     """Rank 0's message at the start of a step: its call, and whether any rank has connected for the step."""
 
     is_new: bool
-    call: Call
+    call: CollectiveCall
 
 
 class Ranks:
@@ -103,7 +103,7 @@ class Ranks:
         """On rank 0: the connections to the other ranks, in rank order. On other ranks: the one to rank 0."""
         return list(self._peers.values())
 
-    def begin(self, phase: str, call: Call | None = None) -> bool:
+    def begin(self, phase: str, call: CollectiveCall | None = None) -> bool:
         """Begin a step on every rank, and connect ranks that are not connected. Collective.
 
         Returns, on every rank, whether any rank has connected anew: its state of earlier steps may be lost. Returns
@@ -115,7 +115,7 @@ class Ranks:
         self._may_keep = False
         self.rank, self.size = place_among(self._members)
         self._calls += 1
-        call = replace(call or Call(), number=self._calls)
+        call = replace(call or CollectiveCall(), number=self._calls)
         has_heard, self._has_heard = self._has_heard, True
         if self.rank:
             begun = self._follow(call, phase, has_heard)
@@ -140,7 +140,7 @@ class Ranks:
         self._calls = begun.call.number
         return not self._may_keep
 
-    def _follow(self, call: Call, phase: str, has_heard: bool) -> _Begun:
+    def _follow(self, call: CollectiveCall, phase: str, has_heard: bool) -> _Begun:
         """Return rank 0's `_Begun`, on another rank.
 
         Rank 0 may have given its call up meanwhile. If this rank makes the same call, it is late, and raises rank 0's
@@ -319,7 +319,7 @@ class Ranks:
         connection = self._peers.get(rank)
         return connection is None or not (connection.is_open() or (connection.has_mail() and not has_heard))
 
-    def _call(self, lost: list[int], listener: Listener, call: Call) -> None:
+    def _call(self, lost: list[int], listener: Listener, call: CollectiveCall) -> None:
         """Wait until these ranks connect, on rank 0. A rank that cannot connect reports why, and all ranks raise."""
         meeting, deadline = Rendezvous(self._members), Deadline(self.timeout_s)
         meeting.invite(lost, call.what())
@@ -352,7 +352,7 @@ class Ranks:
             self._address = host, port, self.listener.token
         self._address = self.broadcast(self._address, phase, tuple[str, int, str])
 
-    def _join(self, call: Call, has_heard: bool) -> None:
+    def _join(self, call: CollectiveCall, has_heard: bool) -> None:
         """Connect to rank 0, on another rank. On failure both ranks raise."""
         self.part()
         meeting, deadline = Rendezvous(self._members), Deadline(self.timeout_s)
@@ -411,7 +411,7 @@ def uses_nccl(members: Any) -> bool:
 @contextmanager
 def collective(
     ranks: Ranks,
-    call: Call | None = None,
+    call: CollectiveCall | None = None,
     explain: Callable[[WeightSyncError], WeightSyncError] = lambda error: error,
     reset: Callable[[WeightSyncError], None] = lambda error: None,
     is_untouched: Callable[[], bool] = lambda: False,

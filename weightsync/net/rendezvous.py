@@ -40,7 +40,7 @@ class Rendezvous:
     def invite(self, lost: Sequence[int], what: str) -> None:
         """Begin the next offer to each `lost` rank. Called on rank 0. These ranks wait for `publish`.
 
-        what: rank 0's call, `Call.what()`. Each rank compares it with its own.
+        what: rank 0's call, `CollectiveCall.what()`. Each rank compares it with its own.
         """
         with _store():
             self._calls = [f"{rank}/{self._store.add(f'calls/{rank}', 1)}" for rank in lost]
@@ -68,7 +68,7 @@ class Rendezvous:
         Args:
             host: this rank's address.
             deadline: the limit of the wait for an offer.
-            what: this rank's call, `Call.what()`.
+            what: this rank's call, `CollectiveCall.what()`.
             hears: raise rank 0's reason when it has given up the offer of the same call.
 
         Raises:

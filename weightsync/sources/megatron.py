@@ -103,7 +103,7 @@ class MegatronSource(LocalSource):
         shards: list[TensorShard] = []
         refused: dict[str, str] = {}
         for chunk in _chunks(model):
-            reader = _Reader(chunk, self._family, self.vocab_size)
+            reader = _ChunkReader(chunk, self._family, self.vocab_size)
             for name, tensor in _sources(chunk, self.selection.buffers):
                 try:
                     tensors = reader.read(name, tensor)
@@ -215,7 +215,7 @@ _GROUPED_EXPERT = re.compile(r"mlp\.experts\.linear_fc([12])\.weight(\d+)")
 _LEGACY_EXPERTS = re.compile(r"mlp\.experts\.weight([12])")
 
 
-class _Reader:
+class _ChunkReader:
     """A reader of one chunk's parameters. Making it raises `ConfigError` for a mesh that is not the model's."""
 
     def __init__(self, chunk: Any, family: Family, vocab_size: int | None) -> None:

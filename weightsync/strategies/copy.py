@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.fleet import EngineList
-from weightsync.fleet.engine_handle import CALLER, EngineHandle, Worker
+from weightsync.fleet.engine_handle import CALLER, ConnectedWorker, EngineHandle
 from weightsync.fleet.fleet import Fleet
 from weightsync.kernels.digest import WHOLE
 from weightsync.net.update import Update
@@ -336,7 +336,7 @@ class CopyWeights(FleetStrategy):
         inventory = take_inventory(manifest, shards, held, ranks.rank, transport, options)
         everyone: list[Inventory] = ranks.gather(inventory, "plan", Inventory)
         handles: list[EngineHandle] = []
-        workers: list[Worker] = []
+        workers: list[ConnectedWorker] = []
         made = None
         if ranks.rank == 0:
             fleet = self._open_fleet(update)

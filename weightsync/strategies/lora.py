@@ -27,11 +27,11 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from weightsync.checkpoint.files import check_seen, create, placement_errors, publish, write
 from weightsync.checkpoint.locked_folder import LOCK, LockedFolder, lock, unlock
 from weightsync.checkpoint.own_files import is_own_folder
 from weightsync.checkpoint.safetensors import lay_out
 from weightsync.checkpoint.save import share_out
+from weightsync.checkpoint.shard_files import check_seen, create, placement_errors, publish, write
 from weightsync.checkpoint.sidecars import files_beside
 from weightsync.config import check_count
 from weightsync.engines import AdapterEngine, LoraAdapter

@@ -19,7 +19,7 @@ from torch import nn
 from weightsync.engines import Engine
 from weightsync.errors import ConfigError, EngineError, PlacementError
 from weightsync.fleet import ENGINE_VARIABLE, connect
-from weightsync.fleet.engine_handle import Worker
+from weightsync.fleet.engine_handle import ConnectedWorker
 from weightsync.net.runtime import boot_id, this_process
 from weightsync.net.update import Update
 from weightsync.net.wire import Go, MachineInfo, ParametersExported
@@ -223,7 +223,7 @@ class SharedMemory(FleetStrategy):
         return super()._find_engines()
 
 
-def check_pairs(hosts: Sequence[str], workers: Sequence[Worker]) -> None:
+def check_pairs(hosts: Sequence[str], workers: Sequence[ConnectedWorker]) -> None:
     """Raise `PlacementError` unless each trainer rank has its own worker of one engine, on the same host.
 
     hosts: the boot id of each rank's host.

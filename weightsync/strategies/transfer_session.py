@@ -12,7 +12,7 @@ from functools import cached_property
 
 from msgspec import Struct
 
-from weightsync.fleet.engine_handle import EngineHandle, Worker
+from weightsync.fleet.engine_handle import ConnectedWorker, EngineHandle
 from weightsync.kernels.digest import SAMPLES, WHOLE
 from weightsync.net import timeouts
 from weightsync.planning.transfer_plan import TransferPlan
@@ -35,7 +35,7 @@ class TransferSession:
     transport: Transport
     plan: TransferPlan
     verify: str
-    workers: list[Worker]
+    workers: list[ConnectedWorker]
     handles: list[EngineHandle]
     pushes: int = 0
 

@@ -39,7 +39,7 @@ _NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_W
 """Settings that override the job's environment. torch reads these variables in the group's constructor alone.
 
 When a member dies, NCCL's watchdog would end the process, so the trainer or the engine. With a blocking wait
-`Pending.follow` would wait for a member without a deadline.
+`Operation.follow` would wait for a member without a deadline.
 """
 
 
@@ -112,7 +112,7 @@ class Communicator:
         self._error: Exception | None = None
 
     def meet(self, wait: Wait, deadline: Deadline) -> None:
-        """Wait, once, until all members have come. Waits as `Pending.wait` does."""
+        """Wait, once, until all members have come. Waits as `Operation.wait` does."""
         if self._has_met:
             return
         # In a separate thread: torch's constructors cannot be interrupted when a member does not come.
@@ -198,7 +198,7 @@ class Communicator:
         receives: Sequence[tuple[torch.Tensor, int]],
         names: Sequence[str] = (),
         behind: Sequence[str] = (),
-    ) -> Pending:
+    ) -> Operation:
         """Start sends and receives as one operation. Each tensor has its member beside it.
 
         Two members must post their exchanges in the same order, under the same `number`s.
@@ -210,11 +210,11 @@ class Communicator:
         nbytes = sum(data.numel() for data, _ in (*sends, *receives))
         what = f"{verb} of {nbytes} bytes with {', '.join(names)}"
         try:
-            return Pending(self._together(number, sends, receives), self.device, what, [*names, *behind])
+            return Operation(self._together(number, sends, receives), self.device, what, [*names, *behind])
         except RuntimeError as error:
             raise PeerError(f"the {what} broke: {error}") from error
 
-    def largest(self, values: torch.Tensor, names: Sequence[str]) -> Pending:
+    def largest(self, values: torch.Tensor, names: Sequence[str]) -> Operation:
         """Start replacing each of `values` by the maximum over all members. Every member calls this. See `exchange`."""
         if (group := self._group) is None:
             raise WeightSyncError("the communicator was closed")
@@ -229,9 +229,9 @@ class Communicator:
                 stream.synchronize()
 
             # In a thread: NCCL may have to connect members, and its call then waits for all of them.
-            return Pending(_Watched([search]), self.device, what, [*names])
+            return Operation(_Watched([search]), self.device, what, [*names])
         try:
-            return Pending(group.allreduce([values], options), self.device, what, [*names])
+            return Operation(group.allreduce([values], options), self.device, what, [*names])
         except RuntimeError as error:
             raise PeerError(f"the {what} broke: {error}") from error
 
@@ -346,7 +346,7 @@ class _Watched:
             raise RuntimeError(self._error)
 
 
-class Pending:
+class Operation:
     """An operation under way. `waiting_for` are its members' names in errors."""
 
     def __init__(self, work: Any, device: torch.device, what: str, waiting_for: list[str]) -> None:
@@ -389,9 +389,9 @@ class UnderWay:
     """Operations that have begun and were not seen to end, oldest first."""
 
     def __init__(self) -> None:
-        self._pending: deque[Pending] = deque()
+        self._pending: deque[Operation] = deque()
 
-    def add(self, pending: Pending) -> None:
+    def add(self, pending: Operation) -> None:
         """Add an operation that has begun."""
         self._pending.append(pending)
 

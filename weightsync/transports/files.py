@@ -24,7 +24,10 @@ from typing import Annotated, Any
 import torch
 from msgspec import Meta, Struct
 
-from weightsync.checkpoint.files import (
+from weightsync.checkpoint.locked_folder import LOCK, VersionFolder
+from weightsync.checkpoint.own_files import opened_plain
+from weightsync.checkpoint.safetensors import lay_out, runs
+from weightsync.checkpoint.shard_files import (
     append,
     check_seen,
     check_whole,
@@ -34,9 +37,6 @@ from weightsync.checkpoint.files import (
     publish,
     write,
 )
-from weightsync.checkpoint.locked_folder import LOCK, VersionFolder
-from weightsync.checkpoint.own_files import opened_plain
-from weightsync.checkpoint.safetensors import lay_out, runs
 from weightsync.checkpoint.sidecars import files_beside, with_configs
 from weightsync.errors import ConfigError, PlacementError, SyncTimeoutError, WeightSyncError
 from weightsync.net.runtime import Deadline

@@ -52,7 +52,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerHandles:
     """One worker of the engine.
 
     Attributes:
@@ -78,7 +78,7 @@ class Bridge:
     model: str
     url: str | None
     tp_degree: int
-    workers: tuple[Worker, ...]
+    workers: tuple[WorkerHandles, ...]
 
 
 def find(path: str | os.PathLike[str] | None = None) -> Path:
@@ -119,7 +119,7 @@ def place_to_write() -> Path:
     return folder / FILE
 
 
-def write(path: Path, model: str, url: str | None, tp_degree: int, workers: list[Worker]) -> None:
+def write(path: Path, model: str, url: str | None, tp_degree: int, workers: list[WorkerHandles]) -> None:
     """Write the file, readable by this user alone. A concurrent reader sees the old file or the complete new one."""
     first = workers[0]
     mappings = {

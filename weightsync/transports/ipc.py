@@ -231,7 +231,7 @@ class IpcTransport(Transport):
             file.close()
 
 
-class _Endpoint(Struct, frozen=True, forbid_unknown_fields=True):
+class IpcEndpoint(Struct, frozen=True, forbid_unknown_fields=True):
     """A worker's data about its transport. `parts` has, for each chunk, the ranks that stage a part of it."""
 
     worker: Count
@@ -255,7 +255,7 @@ class IpcReceiver(TransportReceiver):
             self._open[rank, number] = known
             if number == _COUNTERS:
                 self._counters[rank] = _Counters(known[1])
-        told = typed(fields, _Endpoint)
+        told = typed(fields, IpcEndpoint)
         self._worker, self._parts, self._taken = told.worker, told.parts, 0
         staging = {rank for ranks in told.parts for rank in ranks or ()}
         if without := sorted(

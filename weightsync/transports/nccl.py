@@ -38,7 +38,7 @@ from weightsync.planning.layout import Count, Manifest, ShardLocation
 from weightsync.planning.transfer_plan import Chain, TransferPlan, choose_chains
 from weightsync.planning.wire_types import ReadRegions, Storage
 from weightsync.transports.base import SLOTS, Endpoint, LocalTensors, Transport, TransportReceiver, Wait
-from weightsync.transports.communicator import Communicator, Pending, RendezvousStore, UnderWay
+from weightsync.transports.communicator import Communicator, Operation, RendezvousStore, UnderWay
 from weightsync.transports.encoding import Encoder, ReceiveBuffers, length, read
 from weightsync.transports.staging import Layout, Packer, endpoint, receive_layout, send_layout, slot_bytes
 
@@ -69,7 +69,7 @@ class NcclTransport(Transport):
         self._communicator: Communicator | None = None
         self._edges: set[tuple[int, int]] = set()  # rank 0: (sender, receiver) members
         self._peers: list[str] = []  # rank 0: the members' names in errors
-        self._posted: dict[int, Pending] = {}  # by slot
+        self._posted: dict[int, Operation] = {}  # by slot
         self._slots: list[torch.Tensor] = []
         self._packer: Packer | None = None
         self._encoder: Encoder | None = None
@@ -261,7 +261,7 @@ class NcclTransport(Transport):
         if encoder is not None:
             encoder.end()
 
-    def _start(self, number: int, sends: Sequence[tuple[torch.Tensor, int]], under_way: UnderWay) -> Pending:
+    def _start(self, number: int, sends: Sequence[tuple[torch.Tensor, int]], under_way: UnderWay) -> Operation:
         """Start sends, each along the chain beside it."""
         self.sent_bytes += sum(data.numel() for data, _ in sends)
         to_first = [(data, self._first[chain]) for data, chain in sends]
@@ -285,7 +285,7 @@ def _joined_runs(runs: list[list[int]]) -> list[list[int]]:
     return [[runs[0][0], 0, max(end for _, _, end in runs)]] if runs else []
 
 
-class _Endpoint(Struct, frozen=True, forbid_unknown_fields=True):
+class NcclEndpoint(Struct, frozen=True, forbid_unknown_fields=True):
     """A worker's data about its transport.
 
     place: [host, port, name] of the rendezvous.
@@ -325,7 +325,7 @@ class NcclReceiver(TransportReceiver):
         self._slots: list[torch.Tensor] = []
 
     def connect(self, storages: list[Storage], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
-        told = self._told = typed(fields, _Endpoint)
+        told = self._told = typed(fields, NcclEndpoint)
         if any(not first <= end <= told.slot_bytes for runs in told.runs for _, first, end in runs):
             raise ProtocolError(f"a run of bytes does not lie in a slot of {told.slot_bytes} bytes")
         if told.encoders and [*map(len, told.origins)] != [*map(len, told.runs)]:
@@ -361,7 +361,7 @@ class NcclReceiver(TransportReceiver):
             self._ask_ranks(under_way, wait, deadline())
         expected = [*numbers, None]
         arriving = self._exchange(None, expected[0])
-        passing: Pending | None = None
+        passing: Operation | None = None
         if on_gpu:
             # torch hands out 32 streams of each priority in turn. Use another priority, or it may hand out the current
             # stream.
@@ -413,7 +413,7 @@ class NcclReceiver(TransportReceiver):
             is_message = bool(self._encoding) and self._told.origins[number][position] in self._encoding
             yield run, self._mailbox.room(number, position, first, end) if is_message else run, member
 
-    def _exchange(self, leaving: int | None, arriving: int | None) -> Pending:
+    def _exchange(self, leaving: int | None, arriving: int | None) -> Operation:
         """Start passing chunk `leaving` on, and receiving chunk `arriving`."""
         told, sends, receives = self._told, [], []
         if leaving is not None and told.onward is not None and told.runs[leaving]:
@@ -428,7 +428,7 @@ class NcclReceiver(TransportReceiver):
 
     def _start(
         self, number: int, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
-    ) -> Pending:
+    ) -> Operation:
         """Start sends and receives, with the names of the members that this worker waits for."""
         told = self._told
         count = len(told.senders) if receives else 0

@@ -179,12 +179,12 @@ class Packer:
             held[location.name].append((location, tensor))
         self._values: dict[ShardLocation, torch.Tensor] = {}
         self._last: dict[ShardLocation, int] = {}
-        self._steps: list[_Step] = []
-        gathered: dict[str, _Step] = {}  # the step that gathers each name
+        self._steps: list[_PackStep] = []
+        gathered: dict[str, _PackStep] = {}  # the step that gathers each name
         for number, (chunk, own) in enumerate(zip(plan.chunks, layout, strict=True)):
             names = [] if chunk.in_place else [name for name in chunk.names if name not in gathered]
             slot = slots[next(iter(own.values())).storage] if own else None
-            step = _Step(names, own.values(), slot, held, copy_programs)
+            step = _PackStep(names, own.values(), slot, held, copy_programs)
             self._steps.append(step)
             gathered.update(dict.fromkeys(names, step))
             for location, (tensor, _) in step.computed.items():
@@ -217,8 +217,8 @@ class Packer:
             step.slot.view(torch.int64).index_copy_(0, step.tails, step.written)
 
 
-class _Step:
-    """One rank's part of one chunk.
+class _PackStep:
+    """The packing of one rank's part of one chunk.
 
     names: the tensors to gather for this chunk.
     computed: the slot places of each computed tensor, by location.

@@ -24,7 +24,7 @@ from weightsync.vllm.kv_connectors import check_adapters
 _FILE = "adapter_model.safetensors"
 
 
-class _Place(NamedTuple):
+class _AdapterTarget(NamedTuple):
     """The target of an adapter's module: the engine's module, and the part of it if several have been packed."""
 
     module: str
@@ -61,19 +61,19 @@ def _bound_modules(worker: Any, path: str, number: int) -> BoundModules:
         return BoundModules(error="it takes no adapters; start it with enable_lora=True, a server with --enable-lora")
     check_adapters(worker.vllm_config)
     manager = of_worker._adapter_manager
-    places = _places(manager)
+    targets = _targets(manager)
     loaded = _loaded(manager, number)
     names = _names(manager.model, Path(os.path.expanduser(path)) / _FILE)
     unbound: list[str] = []
     owners: dict[str, list[str]] = {}
     for name, known_as in names.items():
-        place = places.get(known_as) if known_as is not None else None
-        if known_as is None or place is None or (loaded is not None and not _has(loaded, place)):
+        target = targets.get(known_as) if known_as is not None else None
+        if known_as is None or target is None or (loaded is not None and not _has(loaded, target)):
             unbound.append(name)
         else:
             owners.setdefault(known_as, []).append(name)
     twice = [name for those in owners.values() if len(those) > 1 for name in those]
-    return BoundModules(unbound, twice, _likeliest(places, unbound) if unbound or twice else [])
+    return BoundModules(unbound, twice, _likeliest(targets, unbound) if unbound or twice else [])
 
 
 def _names(model: Any, file: Path) -> dict[str, str | None]:
@@ -89,23 +89,23 @@ def _names(model: Any, file: Path) -> dict[str, str | None]:
     return found
 
 
-def _places(manager: Any) -> dict[str, _Place]:
+def _targets(manager: Any) -> dict[str, _AdapterTarget]:
     """Return the target of each name by which vLLM finds one of the engine's modules."""
-    places: dict[str, _Place] = {}
+    targets: dict[str, _AdapterTarget] = {}
     for module, layer in manager.modules.items():
         parts = list(manager.packed_modules.get(module, [module]))
         if type(layer).__name__.startswith("FusedMoE"):
             # A worker may have only some of the experts, and stacks them. A fused adapter has two tensors for all
             # experts.
-            named = {name: _Place(module, 0, 0) for name in (*parts, module, f"{module}.base_layer")}
+            named = {name: _AdapterTarget(module, 0, 0) for name in (*parts, module, f"{module}.base_layer")}
         else:
-            named = {name: _Place(module, part, len(parts)) for part, name in enumerate(parts)}
-        places |= named
+            named = {name: _AdapterTarget(module, part, len(parts)) for part, name in enumerate(parts)}
+        targets |= named
         if getattr(manager, "is_pooling_model", False):
-            places |= {
-                name.removeprefix("model."): place for name, place in named.items() if name not in manager.modules
+            targets |= {
+                name.removeprefix("model."): target for name, target in named.items() if name not in manager.modules
             }
-    return places
+    return targets
 
 
 def _loaded(manager: Any, number: int) -> Mapping[str, Any] | None:
@@ -118,15 +118,15 @@ def _loaded(manager: Any, number: int) -> Mapping[str, Any] | None:
     return loras
 
 
-def _has(loaded: Mapping[str, Any], place: _Place) -> bool:
-    factors = loaded.get(place.module, loaded.get(place.module.removeprefix("model.")))
+def _has(loaded: Mapping[str, Any], target: _AdapterTarget) -> bool:
+    factors = loaded.get(target.module, loaded.get(target.module.removeprefix("model.")))
     if factors is None:
         return False
-    is_packed = isinstance(factors.lora_a, list) and len(factors.lora_a) == place.parts
-    return not is_packed or factors.lora_a[place.part] is not None
+    is_packed = isinstance(factors.lora_a, list) and len(factors.lora_a) == target.parts
+    return not is_packed or factors.lora_a[target.part] is not None
 
 
-def _likeliest(places: Mapping[str, _Place], unbound: list[str]) -> list[str]:
+def _likeliest(targets: Mapping[str, _AdapterTarget], unbound: list[str]) -> list[str]:
     """Return the names with targets, first the names with the last part of an unbound name."""
     ends = {name.rpartition(".")[2] for name in unbound}
-    return sorted(places, key=lambda name: name.rpartition(".")[2] not in ends)
+    return sorted(targets, key=lambda name: name.rpartition(".")[2] not in ends)

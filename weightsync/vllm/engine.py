@@ -14,8 +14,8 @@ from weightsync.net.wire import InitInfo
 from weightsync.transports import handle_file
 from weightsync.vllm import compat
 from weightsync.vllm.adapters import offer
-from weightsync.vllm.engine_model import VllmModel
 from weightsync.vllm.handle_export import export_bridge
+from weightsync.vllm.vllm_model import VllmModel
 from weightsync.worker.session import WorkerSession
 
 

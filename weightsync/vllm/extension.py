@@ -10,7 +10,7 @@ from typing import Any
 
 from weightsync.vllm import compat
 from weightsync.vllm.adapters import adapter_modules
-from weightsync.vllm.engine_model import VllmModel
+from weightsync.vllm.vllm_model import VllmModel
 from weightsync.worker.session import WorkerSession
 
 

@@ -31,8 +31,8 @@ def export_bridge(
     handles = handle_file.handle_rows(dict(model.named_parameters()))
     ticks = started_ticks(os.getpid())
     assert ticks is not None
-    own = handle_file.Worker(rank, os.getpid(), ticks, engine_instance, *describe_device(device), handles)
-    workers = [handle_file.Worker(**row) for row in _gather(vars(own))]
+    own = handle_file.WorkerHandles(rank, os.getpid(), ticks, engine_instance, *describe_device(device), handles)
+    workers = [handle_file.WorkerHandles(**row) for row in _gather(vars(own))]
     if get_world_group().rank_in_group != 0:
         return None
     path = Path(wanted)

@@ -25,7 +25,7 @@ from weightsync.worker.checkpoint_quantize import quantised
 from weightsync.worker.engine_model import DRAFTER, EngineModel
 from weightsync.worker.fused_quantize import Recipe, Rows, rows_of
 from weightsync.worker.load_plan import FUSED_QUANTIZE, IN_PLACE, NATIVE_LOADER, RELOAD, TracedLoad
-from weightsync.worker.module_groups import ModuleGroup, Place, parameters_of, tensor_place
+from weightsync.worker.module_groups import LiveTensor, ModuleGroup, live_tensor, parameters_of
 from weightsync.worker.reload import Reload
 from weightsync.worker.trace import named_tensors, paddings
 
@@ -212,7 +212,7 @@ class InPlace(LoadPath):
         constants = paddings(self._model.pristine(), traced.trace)
         self._constants = [(fill, live[fill.param].data) for fill in constants if self._takes(fill.param)]
         buffers = [param for param in self._arrivals.ops if param not in traced.group_of]
-        self.buffers: list[Place] = [tensor_place(self._model.live, param) for param in buffers]
+        self.buffers: list[LiveTensor] = [live_tensor(self._model.live, param) for param in buffers]
 
     def begin(self, first: bool) -> None:
         # Parameters of an engine with dummy weights were never loaded. Nothing else writes these regions.

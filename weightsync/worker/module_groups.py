@@ -98,7 +98,7 @@ def moved_views(live: nn.Module, pristine: nn.Module) -> dict[str, str]:
     return found
 
 
-class Place(NamedTuple):
+class LiveTensor(NamedTuple):
     """A live parameter or buffer, under `key` in `module`, and its address."""
 
     path: str
@@ -125,7 +125,7 @@ class Addresses:
         self._groups = [group for group in groups if not group.opaque]
         self._before: dict[str, int] = {}
         self._parameters = [
-            Place(f"{name}.{key}", module, key, param.data_ptr())
+            LiveTensor(f"{name}.{key}", module, key, param.data_ptr())
             for group in self._groups
             for name, module in zip(group.names, group.live, strict=True)
             for key, param in parameters_of(module)
@@ -138,7 +138,7 @@ class Addresses:
         """
         self._before = self._walk()
 
-    def check(self, buffers: Iterable[Place], everything: bool) -> None:
+    def check(self, buffers: Iterable[LiveTensor], everything: bool) -> None:
         """Raise `UnsupportedError` if a parameter, or one of `buffers`, has moved since it was found.
 
         With `everything`, check all noted addresses. This takes longer, and only a reload moves other tensors.
@@ -165,9 +165,9 @@ class Addresses:
         return found
 
 
-def tensor_place(model: nn.Module, name: str) -> Place:
+def live_tensor(model: nn.Module, name: str) -> LiveTensor:
     """Return the current place of a model's tensor."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
     tensor: torch.Tensor = getattr(module, key)
-    return Place(name, module, key, tensor.data_ptr())
+    return LiveTensor(name, module, key, tensor.data_ptr())

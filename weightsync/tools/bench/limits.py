@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from weightsync.checkpoint.files import memory_of
+from weightsync.checkpoint.shard_files import memory_of
 from weightsync.net.child import free_port
 from weightsync.tools.bench.cases import BROADCAST, DEVICE_COPY, FILE_WRITE, MEMCPY, PEER_COPY
 
