@@ -322,8 +322,8 @@ class WeightSync:
             ConfigError: This process was forked from the connected process.
         """
         self._check_process()
-        if (unended := self._ranks.unended) is not None and self._turn.is_over:
-            unended.result()
+        if (cleanup := self._ranks.cleanup) is not None and self._turn.is_over:
+            cleanup.result()
         self._strategy.close()
         self._ranks.disconnect()
 

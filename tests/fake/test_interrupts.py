@@ -24,7 +24,7 @@ from weightsync.net.ranks import Ranks
 from weightsync.transports.ipc import IpcTransport
 
 OURS = str(Path(weightsync.__file__).parent)
-FRAME = (f"{OURS}/sync.py", f"{OURS}/net/ranks.py", f"{OURS}/net/modes.py", f"{OURS}/net/ending.py")
+FRAME = (f"{OURS}/sync.py", f"{OURS}/net/ranks.py", f"{OURS}/net/modes.py", f"{OURS}/net/uninterrupted.py")
 """Where every line is tried. Of all others some are."""
 EVERY = 23
 

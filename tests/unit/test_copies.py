@@ -200,4 +200,4 @@ def test_what_is_whole_and_columns_of_matrices_are_of_one_launch():
     views = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
     halves = [whole[:, : whole.shape[1] // 2] for whole in views]
     pairs = [*zip(views, views, strict=True), *((half.contiguous(), half) for half in halves)]
-    assert len({kind for pair in pairs for kind, *_ in copies_triton._shards(*pair)}) == 1
+    assert len({kind for pair in pairs for kind, *_ in copies_triton._cut_into_grids(*pair)}) == 1

@@ -112,12 +112,12 @@ class CopyLaunches:
     def __init__(self, copies: Sequence[Copy], programs: int | None = None) -> None:
         self._device = copies[0][0].device
         self._keep_alive = copies
-        shards: dict[_Kind, list[tuple[int, list[int], int]]] = defaultdict(list)
+        grids: dict[_Kind, list[tuple[int, list[int], int]]] = defaultdict(list)
         for target, source, link in copies:
-            for kind, fields, tiles in _shards(target, source):
-                shards[kind].append((link, fields, tiles))
+            for kind, fields, tiles in _cut_into_grids(target, source):
+                grids[kind].append((link, fields, tiles))
         self._launches = []
-        for kind, rows in shards.items():
+        for kind, rows in grids.items():
             table = torch.tensor([fields for _, fields, _ in rows], dtype=torch.int64)
             counts = torch.tensor([tiles for *_, tiles in rows])
             of_tile = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(counts)
@@ -147,7 +147,7 @@ class CopyLaunches:
                 _copy[grid](*arguments, **constants)
 
 
-def _shards(target: torch.Tensor, source: torch.Tensor) -> list[tuple[_Kind, list[int], int]]:
+def _cut_into_grids(target: torch.Tensor, source: torch.Tensor) -> list[tuple[_Kind, list[int], int]]:
     """Cut a copy into grids of at most three dimensions. Return (kind, fields of the table, tiles) of each."""
     *outer, (size, to, of) = collapse(target, source)
     sizes = [target.element_size(), source.element_size()]

@@ -28,14 +28,14 @@ Collective: every worker calls it."""
 class Job:
     """One module's weight.
 
-    shards: (first row, rows of the source), together all rows of the weight.
+    sources: (first row, rows of the source), together all rows of the weight.
     values: the 8-bit target, of shape (rows, columns).
     scale: the float32 target, of shape (rows,), or (1,) if all rows share one scale.
 
     Rows are dense, in sources and in values.
     """
 
-    shards: tuple[tuple[int, torch.Tensor], ...]
+    sources: tuple[tuple[int, torch.Tensor], ...]
     values: torch.Tensor
     scale: torch.Tensor
 
@@ -72,8 +72,8 @@ class RowQuantiser:
             self._launches.quantise(scales)
 
     def _run_in_torch(self) -> None:
-        in_order = [sorted(job.shards, key=lambda shard: shard[0]) for job in self._jobs]
-        by_job = [torch.cat([row_maxima(source).flatten() for _, source in shards]) for shards in in_order]
+        in_order = [sorted(job.sources, key=lambda part: part[0]) for job in self._jobs]
+        by_job = [torch.cat([row_maxima(source).flatten() for _, source in parts]) for parts in in_order]
         maxima = torch.cat(by_job if self._form.per_row else [rows.amax().reshape(1) for rows in by_job])
         if self._share is not None:
             self._share(maxima)
@@ -81,6 +81,6 @@ class RowQuantiser:
         for job, own in zip(self._jobs, maxima.split(counts), strict=True):
             scale = self._form.scale(own)
             job.scale.copy_(scale)
-            for row, source in job.shards:
+            for row, source in job.sources:
                 part = slice(row, row + len(source))
                 job.values[part] = self._form.values(source, scale[part, None] if self._form.per_row else scale)

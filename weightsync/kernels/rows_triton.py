@@ -103,7 +103,7 @@ class RowLaunches:
         self._device = jobs[0].values.device
         kinds: dict[tuple[int, torch.dtype, bool], list[tuple[int, list[int]]]] = defaultdict(list)
         for number, (job, start) in enumerate(zip(jobs, first, strict=True)):
-            for row, source in job.shards:
+            for row, source in job.sources:
                 values = job.values[row : row + len(source)]
                 scale = job.scale[row : row + len(source)] if form.per_row else job.scale
                 fields = [
@@ -118,9 +118,9 @@ class RowLaunches:
                 kind = (source.shape[1], source.dtype, _aligned(source) and _aligned(values))
                 kinds[kind].append((len(source), fields))
         self._groups = []
-        for kind, shards in kinds.items():
+        for kind, parts in kinds.items():
             table, counts, programs = [], [], 0
-            for count, fields in shards:
+            for count, fields in parts:
                 table.append([programs, *fields])
                 counts.append(count)
                 programs += count

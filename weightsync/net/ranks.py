@@ -22,11 +22,11 @@ from weightsync.errors import REFUSALS, ConfigError, PeerError, SyncTimeoutError
 from weightsync.net import timeouts
 from weightsync.net.addresses import LOOPBACK, is_loopback, local_and_peer_address
 from weightsync.net.connection import Connection, dial
-from weightsync.net.ending import Ending
 from weightsync.net.hold import Hold
 from weightsync.net.listener import Listener
 from weightsync.net.rendezvous import ALL_PUSH, Rendezvous
 from weightsync.net.runtime import Deadline
+from weightsync.net.uninterrupted import UninterruptedWork
 from weightsync.net.update import Update
 from weightsync.net.wire import PROTOCOL, Failure, Hello, Value
 from weightsync.planning.wire_types import Plain
@@ -91,7 +91,7 @@ class Ranks:
         self.hold = Hold(timeout_s, hold_s)
         self._peers: dict[int, Connection] = {}  # rank 0: to ranks 1, 2, ...; elsewhere: to rank 0
         self._address = "", 0, ""  # of rank 0, on other ranks: address, port and token
-        self.unended: Ending[WeightSyncError] | None = None
+        self.cleanup: UninterruptedWork[WeightSyncError] | None = None
         """The work that ends a failed step. None: no step is open."""
         self._calls = 0
         self._kept = ""  # rank 0's random name for the state that all ranks have kept after a refusal
@@ -432,8 +432,8 @@ def collective(
         withdraw: called in place of `reset` after such a refusal. Returns whether the engines are as they were. The
             ranks then stay connected to them.
     """
-    if ranks.unended is not None:  # an earlier step, interrupted before its end
-        ranks.unended.result()
+    if ranks.cleanup is not None:  # an earlier step, interrupted before its end
+        ranks.cleanup.result()
     update = Update(ranks, ranks.timeout_s, call.version if call is not None else None)
 
     def end(error: WeightSyncError) -> WeightSyncError:
@@ -449,26 +449,26 @@ def collective(
         finally:
             if not keeps:
                 ranks.disconnect()
-        ranks.unended = None
+        ranks.cleanup = None
         return error
 
     interrupted = WeightSyncError("the trainer was interrupted")
     try:
         with update.modes:
             try:
-                ranks.unended = Ending(partial(end, interrupted))
+                ranks.cleanup = UninterruptedWork(partial(end, interrupted))
                 ranks.hold.begin()
                 if ranks.begin(update.timeline.phase, call):
                     reset(PeerError("the trainer's ranks have connected anew"))
                     ranks.listen_anew(update.timeline.phase)
                 yield update
-                ranks.unended = None
+                ranks.cleanup = None
             except BaseException as cause:
                 interrupted.phase = phase = update.timeline.phase
-                if isinstance(cause, Exception) and ranks.unended is not None:
+                if isinstance(cause, Exception) and ranks.cleanup is not None:
                     error = wrap_exception(cause, who=f"trainer rank {ranks.rank}", phase=phase)
-                    ranks.unended = Ending(partial(end, error))
-                agreed = cause if ranks.unended is None else ranks.unended.result()
+                    ranks.cleanup = UninterruptedWork(partial(end, error))
+                agreed = cause if ranks.cleanup is None else ranks.cleanup.result()
                 if agreed is cause or not isinstance(cause, Exception):
                     raise
                 raise agreed from cause
@@ -476,8 +476,8 @@ def collective(
                 ranks.hold.end()
     finally:
         # A signal may have interrupted the code above that ends the step.
-        if ranks.unended is not None:
-            ranks.unended.result()
+        if ranks.cleanup is not None:
+            ranks.cleanup.result()
         update.modes.leave()
 
 

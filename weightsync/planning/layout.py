@@ -1,4 +1,4 @@
-"""The source and the destination of bytes: regions, placements, load plans, and their intersection.
+"""The source and the destination of bytes: regions, shard locations, load plans, and their intersection.
 
 Pure arithmetic over shapes. This module knows nothing about tensors, devices, processes, trainers or engines.
 
@@ -267,8 +267,8 @@ def affine_boxes(shape: Sequence[int], src: View, dst: View) -> list[tuple[Box, 
     (src_offset, size, src_stride), (dst_offset, dst_size, dst_stride) = src, dst
     if tuple(size) != tuple(dst_size):
         return None
-    shards = _affine(shape, src_offset, zip(size, src_stride, dst_stride, strict=True))
-    return None if shards is None else [(box, dst_offset + offset, stride) for box, offset, stride in shards]
+    pieces = _affine(shape, src_offset, zip(size, src_stride, dst_stride, strict=True))
+    return None if pieces is None else [(box, dst_offset + offset, stride) for box, offset, stride in pieces]
 
 
 def strided_boxes(shape: Sequence[int], offset: int, size: Sequence[int], stride: Sequence[int]) -> list[Box] | None:
@@ -276,8 +276,8 @@ def strided_boxes(shape: Sequence[int], offset: int, size: Sequence[int], stride
 
     Returns None if an element is under the view twice or outside of the tensor, or for more than `MAX_BOXES` boxes.
     """
-    shards = _affine(shape, offset, zip(size, stride, stride, strict=True), steps=True)
-    return None if shards is None else [box for box, _, _ in shards]
+    pieces = _affine(shape, offset, zip(size, stride, stride, strict=True), steps=True)
+    return None if pieces is None else [box for box, _, _ in pieces]
 
 
 _Dim = tuple[int, int, int]
@@ -300,10 +300,10 @@ def _affine(shape: Sequence[int], offset: int, dims: Iterable[_Dim], *, steps: b
     overlaps = any(stride <= _span(dims[at + 1 :]) for at, (_, stride, _) in enumerate(dims))
     if overlaps or not inside:
         return None
-    return _shards(tuple(shape), offset, dims, steps)
+    return _box_pieces(tuple(shape), offset, dims, steps)
 
 
-def _shards(shape: tuple[int, ...], offset: int, dims: list[_Dim], steps: bool) -> list[_Piece] | None:
+def _box_pieces(shape: tuple[int, ...], offset: int, dims: list[_Dim], steps: bool) -> list[_Piece] | None:
     """Return the pieces of `_affine` for sorted dims inside of the tensor.
 
     `dims` are longer than 1, and ordered by falling source stride. The tensor is seen as rows. Dims that stride over
@@ -323,7 +323,7 @@ def _shards(shape: tuple[int, ...], offset: int, dims: list[_Dim], steps: bool) 
         return _cut(shape, offset, dims, steps, len(across), _row_parts(row, column, within))
     if (runs := _runs(across, row, steps)) is None:
         return None
-    if (columns := _shards(shape[1:], column, within, steps)) is None:
+    if (columns := _box_pieces(shape[1:], column, within, steps)) is None:
         return None
     length, row_stride, starts = runs
     if len(starts) * len(columns) > MAX_BOXES:
@@ -376,14 +376,14 @@ def _cut(
 ) -> list[_Piece] | None:
     """Return the pieces of `dims` with dim number `at` cut into `parts`."""
     _, stride, dst_stride = dims[at]
-    shards: list[_Piece] = []
+    pieces: list[_Piece] = []
     for first, part in parts:
         part_dims = [*dims[:at], *(dim for dim in part if dim[0] > 1), *dims[at + 1 :]]
-        more = _shards(shape, offset + first * stride, part_dims, steps)
-        if more is None or len(shards) + len(more) > MAX_BOXES:
+        more = _box_pieces(shape, offset + first * stride, part_dims, steps)
+        if more is None or len(pieces) + len(more) > MAX_BOXES:
             return None
-        shards += [(box, first * dst_stride + dst_offset, strides) for box, dst_offset, strides in more]
-    return shards
+        pieces += [(box, first * dst_stride + dst_offset, strides) for box, dst_offset, strides in more]
+    return pieces
 
 
 def _runs(across: list[_Dim], row: int, steps: bool) -> tuple[int, int, list[tuple[int, int]]] | None:
@@ -520,7 +520,7 @@ def part_of(location: ShardLocation, box: Box) -> ShardLocation | None:
 
 
 def choose_owners(locations: Iterable[ShardLocation]) -> list[ShardLocation]:
-    """Return one placement of each box, in order of first appearance.
+    """Return one location of each box, in order of first appearance.
 
     If several ranks hold a box, the rank with the fewest bytes so far owns it.
     """

@@ -221,8 +221,8 @@ def _boxes(boxes: Sequence[Box], shape: Sequence[int]) -> str:
     around = Box(start, tuple(b - a for a, b in zip(start, end, strict=True)))
     if around == Box.full(shape) and sum(box.numel for box in boxes) == around.numel:
         return ""
-    shards = "" if sum(box.numel for box in boxes) == around.numel else f" in {len(boxes)} pieces"
-    return f"{around}{shards}"
+    pieces = "" if sum(box.numel for box in boxes) == around.numel else f" in {len(boxes)} pieces"
+    return f"{around}{pieces}"
 
 
 def _show_groups(console: Console, groups: Sequence[Sequence[str]], everything: bool) -> None:

@@ -157,10 +157,10 @@ class FilesTransport(Transport):
                 _progress(self._incoming, rank).touch()
         return str(self._incoming), folder.newest()
 
-    def _describe(self, manifest: Manifest, bundle: SlotSection) -> list[_Piece]:
-        """Return a worker's description of each piece of a bundle."""
+    def _describe(self, manifest: Manifest, section: SlotSection) -> list[_Piece]:
+        """Return a worker's description of each piece of a section."""
         rows = []
-        for place in bundle.places:
+        for place in section.places:
             size, shape = itemsize(place.dtype), manifest[place.name].shape
             file, first = self._shards.file_of[place.name], self._shards.in_file[place.name]
             rows.append(_Piece(file, first, shape, place.box, size, place.offset * size))
@@ -184,15 +184,15 @@ class FilesTransport(Transport):
             slot, packer = self._slot, self._packer
             if packer is None:
                 raise WeightSyncError("the transport was closed while it was sending")
-            for bundle in self._mine[number].values():
-                bundle.clear_gaps(slot)
+            for section in self._mine[number].values():
+                section.clear_gaps(slot)
             packer.fill(number, sample)
             digest = bytes(DIGEST_BYTES)
-            for bundle in self._mine[number].values():
-                regions = ((p, strided(slot, p.dtype, p.offset, p.box.size, p.stride)) for p in bundle.places)
+            for section in self._mine[number].values():
+                regions = ((p, strided(slot, p.dtype, p.offset, p.box.size, p.stride)) for p in section.places)
                 write(folder, self._shards, regions)
                 if sample is not None:
-                    digest = bytes(memory_of(slot[bundle.end - DIGEST_BYTES : bundle.end]))
+                    digest = bytes(memory_of(slot[section.end - DIGEST_BYTES : section.end]))
             append(_progress(folder.parent, ranks.rank), digest)
             update.wait(0.0)
 

@@ -100,11 +100,11 @@ class IpcTransport(Transport):
         self._workers = plan.workers
         staged = [number for number, chunk in enumerate(plan.chunks) if not chunk.in_place]
         self._staged = frozenset(staged)
-        bundles: Layout = [{} for _ in plan.chunks]
+        layout: Layout = [{} for _ in plan.chunks]
         for at, number in enumerate(staged):
             for owner, pieces in by_rank(plan.chunks[number].pieces).items():
-                bundles[number] |= lay_out(plan.manifest, {owner: pieces}, -1 - at % SLOTS)
-        mine = [{rank: those[rank]} if rank in those else {} for those in bundles]
+                layout[number] |= lay_out(plan.manifest, {owner: pieces}, -1 - at % SLOTS)
+        mine = [{rank: those[rank]} if rank in those else {} for those in layout]
         storages = [self._make_slots(mine, tensors)] * self._workers
         self._filled, self._parts = 0, [bool(those) for those in mine]
         self._packer = Packer(plan, tensors, mine, self._slots)
@@ -114,15 +114,15 @@ class IpcTransport(Transport):
         if rank == 0:
             arrivals = tuple(
                 ChunkLayout(chunk.pieces) if chunk.in_place else arrival(those)
-                for chunk, those in zip(plan.chunks, bundles, strict=True)
+                for chunk, those in zip(plan.chunks, layout, strict=True)
             )
-            fields = {"parts": [None if c.in_place else [*b] for c, b in zip(plan.chunks, bundles, strict=True)]}
+            fields = {"parts": [None if c.in_place else [*b] for c, b in zip(plan.chunks, layout, strict=True)]}
         return [Endpoint(rows, arrivals, {**fields, "worker": worker}) for worker, rows in enumerate(storages)]
 
     def _make_slots(self, mine: Layout, tensors: LocalTensors) -> list[Storage]:
         """Allocate slots and counters if this rank stages any tensor. Return the storages that are files."""
         rows: list[Storage] = []
-        staged = {source.name for bundles in mine for bundle in bundles.values() for source in bundle.sources}
+        staged = {source.name for sections in mine for section in sections.values() for source in section.sources}
         if not staged:
             return rows
         devices = [each.tensor.device for location, each in tensors.at.items() if location.name in staged]

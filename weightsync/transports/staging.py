@@ -73,7 +73,7 @@ def lay_out(manifest: Manifest, groups: Mapping[int, Sequence[ShardLocation]], s
 
     All pieces of a group belong to one rank.
     """
-    bundles: dict[int, SlotSection] = {}
+    sections: dict[int, SlotSection] = {}
     first = 0
     for key, pieces in sorted(groups.items()):
         if not pieces:
@@ -84,9 +84,9 @@ def lay_out(manifest: Manifest, groups: Mapping[int, Sequence[ShardLocation]], s
             offset, stride = at // itemsize(dtype), row_major(piece.box.size)
             places.append(replace(piece, storage=storage, offset=offset, stride=stride, dtype=dtype))
             at = align(at + piece.box.numel * itemsize(dtype))
-        bundles[key] = SlotSection(first, at - first, tuple(pieces), tuple(places))
-        first = align(bundles[key].end)
-    return bundles
+        sections[key] = SlotSection(first, at - first, tuple(pieces), tuple(places))
+        first = align(sections[key].end)
+    return sections
 
 
 def by_rank(pieces: Iterable[ShardLocation]) -> dict[int, list[ShardLocation]]:
@@ -133,7 +133,7 @@ def _parts_read(pieces: Iterable[ShardLocation], reads: Mapping[str, Sequence[Bo
 
 def slot_bytes(layout: Layout) -> int:
     """Return a slot size that fits each of these chunks."""
-    return align(max((bundle.end for bundles in layout for bundle in bundles.values()), default=0))
+    return align(max((section.end for sections in layout for section in sections.values()), default=0))
 
 
 def endpoint(layout: Layout, storages: list[Storage], **fields: Any) -> Endpoint:
@@ -142,14 +142,14 @@ def endpoint(layout: Layout, storages: list[Storage], **fields: Any) -> Endpoint
     It adds to `fields` the "slot_bytes", and the "runs" of each chunk as [rank, first byte in the slot, end]. Given
     "runs" are kept.
     """
-    runs = [[[rank, each.first, each.end] for rank, each in bundles.items()] for bundles in layout]
+    runs = [[[rank, each.first, each.end] for rank, each in sections.items()] for sections in layout]
     return Endpoint(storages, tuple(map(arrival, layout)), {"slot_bytes": slot_bytes(layout), "runs": runs, **fields})
 
 
-def arrival(bundles: Mapping[int, SlotSection]) -> ChunkLayout:
+def arrival(sections: Mapping[int, SlotSection]) -> ChunkLayout:
     """Return the layout of a chunk in a worker's slot with these sections."""
-    places = tuple(place for bundle in bundles.values() for place in bundle.places)
-    runs = tuple(ByteRange(b.places[0].rank, b.storage, b.first, b.nbytes) for b in bundles.values())
+    places = tuple(place for section in sections.values() for place in section.places)
+    runs = tuple(ByteRange(each.places[0].rank, each.storage, each.first, each.nbytes) for each in sections.values())
     return ChunkLayout(places, runs)
 
 
@@ -227,7 +227,7 @@ class _PackStep:
     def __init__(
         self,
         names: Sequence[str],
-        bundles: Collection[SlotSection],
+        sections: Collection[SlotSection],
         slot: torch.Tensor | None,
         held: Mapping[str, Sequence[tuple[ShardLocation, LocalTensor]]],
         copy_programs: int | None,
@@ -235,7 +235,7 @@ class _PackStep:
         self.names, self.slot = names, slot
         self.computed: dict[ShardLocation, tuple[LocalTensor, list[tuple[torch.Tensor, Box]]]] = {}
         ready = []
-        for source, place in (pair for b in bundles for pair in zip(b.sources, b.places, strict=True)):
+        for source, place in (pair for each in sections for pair in zip(each.sources, each.places, strict=True)):
             assert slot is not None
             own, tensor = _holder(source, held.get(source.name, ()))
             target = strided(slot, place.dtype, place.offset, place.box.size, place.stride)
@@ -245,8 +245,8 @@ class _PackStep:
                 self.computed.setdefault(own, (tensor, []))[1].append((target, place.box))
         self.copy = BatchedCopy(ready, copy_programs)
         if slot is not None:
-            self.digests = Digests([slot[b.first : b.first + b.nbytes] for b in bundles])
-            ends = [(b.end - DIGEST_BYTES) // DIGEST_BYTES for b in bundles]
+            self.digests = Digests([slot[each.first : each.first + each.nbytes] for each in sections])
+            ends = [(each.end - DIGEST_BYTES) // DIGEST_BYTES for each in sections]
             self.tails = torch.tensor(ends, dtype=torch.int64, device=slot.device)
             self.written = torch.empty_like(self.tails)
 

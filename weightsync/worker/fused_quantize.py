@@ -50,15 +50,15 @@ class Recipe:
         """Whether a row can be quantised before the other rows have arrived."""
         return self.form.per_row and not self.shared
 
-    def jobs(self, live: Tensors, shards: Sequence[Rows]) -> list[Job]:
-        """Return the jobs to fill a module's parameters `live` from `shards` of its weight, all rows or some."""
+    def jobs(self, live: Tensors, parts: Sequence[Rows]) -> list[Job]:
+        """Return the jobs to fill a module's parameters `live` from `parts` of its weight, all rows or some."""
         values, scale = _dense_rows(live[self.values].data), live[self.scale].data.view(-1)
         assert values is not None  # `layouts` guarantees it
         if not self.row_by_row:
-            return [Job(tuple(shards), values, scale)]
+            return [Job(tuple(parts), values, scale)]
         return [
             Job(((0, rows),), values[first : first + len(rows)], scale[first : first + len(rows)])
-            for first, rows in shards
+            for first, rows in parts
         ]
 
     def fits(self, live: Tensors) -> bool:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 _TRIES = 3
 
 
-class Ending(Generic[T]):
+class UninterruptedWork(Generic[T]):
     """Work to do once, after a step has failed.
 
     Python runs signal handlers, such as the one raising `KeyboardInterrupt`, in the main thread. So the main thread has
@@ -35,7 +35,7 @@ class Ending(Generic[T]):
         interrupt: BaseException | None = None
         while not self._outcome.done():
             try:
-                submit("ending", self._do).exception()
+                submit("cleanup", self._do).exception()
             except BaseException as error:
                 interrupt = error
         if interrupt is not None:
