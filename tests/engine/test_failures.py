@@ -129,11 +129,11 @@ def raise_in_source(side: Side, rank: int) -> None:
     source = side.sync._strategy._source
     if isinstance(side, Trainer) and side.rank == rank:
 
-        def shards(model: nn.Module) -> None:
-            del source.shards
+        def read(model: nn.Module) -> None:
+            del source.read
             raise ZeroDivisionError("no such luck")
 
-        source.shards = shards
+        source.read = read
 
 
 def raise_in_worker(engines: Engines, chunk: int) -> None:

@@ -208,7 +208,7 @@ def offered(folder: Path, model: str) -> Manifest:
     built = tiny_models.build(model, "A")
     built.config.architectures = [type(built).__name__]
     built.config.save_pretrained(folder)
-    return FsdpSource(TensorSelection()).manifest(built)
+    return FsdpSource(TensorSelection()).read(built).manifest
 
 
 def check_complete(manifest: Manifest, workers: list[WorkersPlan]) -> None:

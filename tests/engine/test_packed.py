@@ -110,7 +110,7 @@ class Planner:
 
         add_kernel()
         trained = save(strategy, "A", folder)
-        manifest = FsdpSource(TensorSelection()).manifest(trained)
+        manifest = FsdpSource(TensorSelection()).read(trained).manifest
         config = EngineArgs(
             model=str(folder), skip_tokenizer_init=True, enforce_eager=True, tensor_parallel_size=tp
         ).create_engine_config()

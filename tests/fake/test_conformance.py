@@ -28,7 +28,7 @@ from weightsync.kernels.digest import WHOLE
 from weightsync.net.wire import MachineInfo
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.planning.transfer_plan import Chain
-from weightsync.sources.base import TensorShard
+from weightsync.sources.base import Reading, TensorShard
 from weightsync.sources.fsdp import FsdpSource
 from weightsync.tools.testing import check_dead_engine, check_engine, check_source, check_transport
 from weightsync.transports import open_receiver, open_transport
@@ -103,11 +103,15 @@ def test_check_source_of_two_ranks_finds_every_promise_kept():
 
 
 class UpperHalves(FsdpSource):
-    def shards(self, model: nn.Module) -> list[TensorShard]:
-        return [
-            TensorShard(p.meta, Box(p.box.start, (4, 5)), p.tensor[:4]) if p.meta.name == "up.weight" else p
-            for p in super().shards(model)
-        ]
+    def read(self, model: nn.Module) -> Reading:
+        manifest, shards = parts_of(super().read(model))
+        return Reading(
+            manifest,
+            [
+                TensorShard(p.meta, Box(p.box.start, (4, 5)), p.tensor[:4]) if p.meta.name == "up.weight" else p
+                for p in shards
+            ],
+        )
 
 
 class OtherOrder(FsdpSource):
@@ -115,28 +119,28 @@ class OtherOrder(FsdpSource):
         super().__init__(selection)
         self.rank = rank
 
-    def manifest(self, model: nn.Module) -> Manifest:
-        manifest = super().manifest(model)
-        return Manifest(manifest.tensors[::-1]) if self.rank else manifest
-
-    def shards(self, model: nn.Module) -> list[TensorShard]:
-        return super().shards(model)[::-1] if self.rank else super().shards(model)
+    def read(self, model: nn.Module) -> Reading:
+        manifest, shards = parts_of(reading := super().read(model))
+        return Reading(Manifest(manifest.tensors[::-1]), shards[::-1]) if self.rank else reading
 
 
 class Copies(FsdpSource):
-    def shards(self, model: nn.Module) -> list[TensorShard]:
-        return [TensorShard(piece.meta, piece.box, piece.tensor.clone()) for piece in super().shards(model)]
+    def read(self, model: nn.Module) -> Reading:
+        manifest, shards = parts_of(super().read(model))
+        return Reading(manifest, [TensorShard(piece.meta, piece.box, piece.tensor.clone()) for piece in shards])
 
 
 class Forgetful(FsdpSource):
-    def manifest(self, model: nn.Module) -> Manifest:
-        return Manifest(super().manifest(model).tensors[1:])
+    def read(self, model: nn.Module) -> Reading:
+        manifest, shards = parts_of(super().read(model))
+        return Reading(Manifest(manifest.tensors[1:]), shards)
 
 
 class Undetached(FsdpSource):
-    def shards(self, model: nn.Module) -> list[TensorShard]:
+    def read(self, model: nn.Module) -> Reading:
+        manifest, shards = parts_of(super().read(model))
         params = dict(model.named_parameters())
-        return [TensorShard(p.meta, p.box, params.get(p.meta.name, p.tensor)) for p in super().shards(model)]
+        return Reading(manifest, [TensorShard(p.meta, p.box, params.get(p.meta.name, p.tensor)) for p in shards])
 
 
 class Headstrong(FsdpSource):
@@ -145,8 +149,13 @@ class Headstrong(FsdpSource):
 
 
 class Misshapen(FsdpSource):
-    def manifest(self, model: nn.Module) -> Manifest:
-        return Manifest(tuple(TensorMeta(t.name, t.shape[::-1], t.dtype) for t in super().manifest(model)))
+    def read(self, model: nn.Module) -> Reading:
+        manifest, shards = parts_of(super().read(model))
+        return Reading(Manifest(tuple(TensorMeta(t.name, t.shape[::-1], t.dtype) for t in manifest)), shards)
+
+
+def parts_of(reading: Reading) -> tuple[Manifest, list[TensorShard]]:
+    return reading.manifest, reading.shards
 
 
 @pytest.mark.parametrize(

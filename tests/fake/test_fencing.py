@@ -274,7 +274,7 @@ def test_trainer_that_answers_and_hangs_in_a_push_loses_its_engine(
             if where == "transfer":
                 transport.before_chunk = hang
             if where == "look":
-                monkeypatch.setattr(first._strategy._last, "of", hang)
+                monkeypatch.setattr(first._strategy._source, "read", hang)
             if where == "commit":
                 monkeypatch.setattr(transport, "on_commit", hang)
             try:

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, trainer_model
-from ranks import run_ranks
+from ranks import no_barrier, run_ranks
 from test_lora import wrapped
 
 from weightsync import CheckpointTransport, ConfigError, NonFiniteError, TensorSelection, WeightSync, WeightSyncError
 from weightsync.engines.server import VllmServer
-from weightsync.planning.layout import Box, TensorMeta
+from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.sources import open_source
-from weightsync.sources.base import TensorShard
+from weightsync.sources.base import Reading, TensorShard
 from weightsync.sources.finite import FiniteSource
 
 TIMEOUT_S = 10.0
@@ -114,10 +114,10 @@ def test_what_is_computed_is_looked_at_as_it_is():
     name = "model.layers.0.self_attn.q_proj"
     spoil(model, f"base_model.model.{name}.lora_B.default.weight")
     source = FiniteSource(open_source("fsdp", TensorSelection()))
-    shards = source.shards(model)
-    assert source.shards(model) is shards
+    reading = source.read(model)
+    assert source.read(model) is reading
     assert source.non_finite() == []  # nothing was computed yet
-    source.gather([f"{name}.weight"])
+    source.gather([f"{name}.weight"], no_barrier)
     for shard in source.shards_of([f"{name}.weight"]):
         shard.values()
     assert source.non_finite() == [f"{name}.weight"]
@@ -134,15 +134,15 @@ def test_tensors_on_gpus_take_turns_after_the_first_look():
     bad = [torch.full((2,), float("nan")).as_subclass(OnGpu) for _ in range(40)]
     metas = [TensorMeta(f"t{number}", (2,), "float32") for number in range(40)]
     shards = [TensorShard(meta, Box.full((2,)), each) for meta, each in zip(metas, bad, strict=True)]
-    inner = SimpleNamespace(shards=lambda model: shards, gather=lambda names: None)
+    inner = SimpleNamespace(read=lambda model: Reading(Manifest(tuple(metas)), shards))
     source = FiniteSource(inner, takes_turns=True)  # type: ignore[arg-type]
-    source.shards(None)
+    source.read(None)
     assert len(source.non_finite()) == 40
     turns = [source.non_finite() for _ in range(16)]
     assert {len(names) for names in turns} == {2, 3}
     assert sorted(name for names in turns for name in names) == sorted(meta.name for meta in metas)
     always = FiniteSource(inner)  # type: ignore[arg-type]
-    always.shards(None)
+    always.read(None)
     assert [len(always.non_finite()) for _ in range(2)] == [40, 40]
 
 

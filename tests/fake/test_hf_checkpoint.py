@@ -38,8 +38,8 @@ from weightsync.sources.rename import renamed
 def sent(model: nn.Module, **selection: object) -> dict[str, torch.Tensor]:
     """What an unsharded model sends."""
     source = FsdpSource(TensorSelection(**selection))
-    shards = source.shards(model)
-    assert list(dict.fromkeys(shard.meta for shard in shards)) == list(source.manifest(model))
+    shards = source.read(model).shards
+    assert list(dict.fromkeys(shard.meta for shard in shards)) == list(source.read(model).manifest)
     found: dict[str, list[torch.Tensor]] = {}
     for shard in sorted(shards, key=lambda shard: shard.box.start[:1]):
         assert not any(shard.box.start[1:])
@@ -169,8 +169,8 @@ def test_tensors_that_a_checkpoint_has_in_one_are_regions_of_that():
     model = odd(joined, RENAMED)
     model.one.requires_grad = False
     source = FsdpSource(TensorSelection())
-    assert [meta.name for meta in source.manifest(model)] == ["turned", "joined", "norm_old"]
-    first, second = (shard for shard in source.shards(model) if shard.meta.name == "joined")
+    assert [meta.name for meta in source.read(model).manifest] == ["turned", "joined", "norm_old"]
+    first, second = (shard for shard in source.read(model).shards if shard.meta.name == "joined")
     assert first.meta.shape == second.meta.shape == (8,)
     assert (first.box, second.box) == (Box((0,), (4,)), Box((4,), (4,)))
     assert (first.tensor.data_ptr(), second.tensor.data_ptr()) == (model.one.data_ptr(), model.other.data_ptr())
@@ -205,8 +205,8 @@ def test_what_a_checkpoint_has_in_another_form_than_a_view_is_refused():
 def test_a_manifest_has_the_other_names_of_tied_tensors():
     model = tiny_models.build("qwen3-tied", "A")
     pair = ("lm_head.weight", "model.embed_tokens.weight")
-    assert FsdpSource(TensorSelection()).manifest(model).tied == (pair,)
-    assert FsdpSource(TensorSelection(exclude=("lm_head.weight",))).manifest(model).tied == ()
+    assert FsdpSource(TensorSelection()).read(model).manifest.tied == (pair,)
+    assert FsdpSource(TensorSelection(exclude=("lm_head.weight",))).read(model).manifest.tied == ()
     under_a = TensorSelection(rename=lambda name: f"a.{name}")
-    assert renamed(FsdpSource(under_a), under_a).manifest(model).tied == (tuple(f"a.{name}" for name in pair),)
-    assert FsdpSource(TensorSelection()).manifest(tiny_models.build("qwen3", "A")).tied == ()
+    assert renamed(FsdpSource(under_a), under_a).read(model).manifest.tied == (tuple(f"a.{name}" for name in pair),)
+    assert FsdpSource(TensorSelection()).read(tiny_models.build("qwen3", "A")).manifest.tied == ()

@@ -17,7 +17,7 @@ import tiny_models
 import torch
 import zero
 from fake_engine import FakeEngine, ModuleHost
-from ranks import assert_in_step, run_ranks
+from ranks import assert_in_step, no_barrier, run_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from weightsync import TensorSelection, UnsupportedError, WeightSync, WeightSyncError
 from weightsync.planning.layout import Box, coverage
 from weightsync.sources import open_source
+from weightsync.sources.base import Barrier
 from weightsync.sources.peft import Adapter
 from weightsync.tools.testing import check_source
 
@@ -90,8 +91,8 @@ def pieces_of(model: nn.Module, backend: str = "fsdp", **selection: Any) -> list
     """Name, region, values, and whether it trains; with nothing of the model changed."""
     before = frozen_copy(model)
     source = open_source(backend, TensorSelection(**selection))
-    shards = source.shards(model)
-    source.gather(source.manifest(model).names)
+    shards = source.read(model).shards
+    source.gather(source.read(model).manifest.names, no_barrier)
     found = [(p.meta.name, p.box, p.compute() if p.compute else p.tensor, p.trains) for p in shards]
     assert all(p.compute is None or p.compute().data_ptr() != p.tensor.data_ptr() for p in shards)
     for name, param in model.named_parameters():
@@ -107,7 +108,7 @@ def check(model: nn.Module, expected: dict[str, torch.Tensor], backend: str = "f
         assert values.dtype == expected[name].dtype
         assert torch.equal(values, expected[name][region]), name
         boxes.setdefault(name, []).append(box)
-    manifest = open_source(backend, TensorSelection()).manifest(model)
+    manifest = open_source(backend, TensorSelection()).read(model).manifest
     assert set(manifest.names) == set(expected)
     if not torch.distributed.is_initialized():
         assert all(not coverage(meta.shape, boxes[meta.name])[0] for meta in manifest)
@@ -142,18 +143,18 @@ def test_the_factors_of_one_bucket_are_held_at_a_time():
     source: Any = open_source("fsdp", TensorSelection())
     whole, given = source.whole, []
 
-    def note(factors: list[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        found = whole(factors)
+    def note(factors: list[torch.Tensor], barrier: Barrier) -> dict[torch.Tensor, torch.Tensor]:
+        found = whole(factors, barrier)
         given.extend(map(weakref.ref, found.values()))
         return found
 
     source.whole = note
-    for name in source.manifest(model).names:
-        source.gather([name])
+    for name in source.read(model).manifest.names:
+        source.gather([name], no_barrier)
         assert sum(each() is not None for each in given) == 2 * any(
             module in name for module in KINDS["linear"]["target_modules"]
         )
-    source.gather(())
+    source.gather((), no_barrier)
     assert not any(each() is not None for each in given)
 
 
@@ -190,9 +191,9 @@ def test_a_sender_notices_that_adapters_are_unmerged():
     model = wrapped("whole modules")
     source = open_source("fsdp", TensorSelection())
     model.merge_adapter()
-    assert not any(piece.compute for piece in source.shards(model))
+    assert not any(piece.compute for piece in source.read(model).shards)
     model.unmerge_adapter()  # only a flag tells
-    assert any(piece.compute for piece in source.shards(model))
+    assert any(piece.compute for piece in source.read(model).shards)
 
 
 def test_adapters_without_a_peft_model():
@@ -278,7 +279,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_what_is_not_plain_lora_is_refused(kind: str):
     make, words = REFUSED[kind]
     with pytest.raises(UnsupportedError, match=words):
-        open_source("fsdp", TensorSelection()).manifest(make())
+        open_source("fsdp", TensorSelection()).read(make())
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -309,7 +310,7 @@ def fsdp2(rank: int) -> None:
         model, device_id=torch.device("cpu"), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True
     )
     with pytest.raises(UnsupportedError, match="FSDP1 partitions them"):
-        open_source("fsdp", TensorSelection()).manifest(flat)
+        open_source("fsdp", TensorSelection()).read(flat)
 
 
 def test_shards_are_merged_as_the_whole_is():

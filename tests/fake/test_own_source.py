@@ -1,4 +1,4 @@
-"""What every weight source promises of `shards`, and a source of the user's own."""
+"""What every weight source promises of `read`, and a source of the user's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightsync import TensorSelection, WeightSync
 from weightsync.errors import ConfigError
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.sources import open_source
-from weightsync.sources.base import Memo, TensorShard
+from weightsync.sources.base import Barrier, Memo, Reading, SteadySource, TensorShard
 from weightsync.sources.megatron import MegatronBackend
 from weightsync.sources.quantize import QuantizingSource
 
@@ -26,18 +26,24 @@ from weightsync.sources.quantize import QuantizingSource
 class DictSource:
     """Tensors that a trainer keeps in a dict."""
 
-    def manifest(self, model: dict[str, torch.Tensor]) -> Manifest:
-        return Manifest(tuple(TensorMeta(name, tuple(t.shape), "float32") for name, t in model.items()))
+    def read(self, model: dict[str, torch.Tensor]) -> Reading:
+        metas = tuple(TensorMeta(name, tuple(t.shape), "float32") for name, t in model.items())
+        return Reading(Manifest(metas), [TensorShard(meta, Box.full(meta.shape), model[meta.name]) for meta in metas])
 
-    def shards(self, model: dict[str, torch.Tensor]) -> list[TensorShard]:
-        metas = self.manifest(model)
-        return [TensorShard(meta, Box.full(meta.shape), model[meta.name]) for meta in metas]
-
-    def gather(self, names: Sequence[str]) -> None:
+    def gather(self, names: Sequence[str], barrier: Barrier) -> None:
         return
 
     def close(self) -> None:
         return
+
+
+class SourceOfTwoMethods:
+    """The interface of weight sources before `read`."""
+
+    def manifest(self, model: object) -> None: ...
+    def shards(self, model: object) -> None: ...
+    def gather(self, names: object) -> None: ...
+    def close(self) -> None: ...
 
 
 @pytest.mark.parametrize("transport", ["ipc", "broadcast"])
@@ -55,7 +61,12 @@ def test_a_source_of_ones_own_is_pushed_from(transport: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "options", "words"),
     [
-        (object(), {}, "or give an object with the methods of weightsync.sources.base.ShardSource"),
+        (
+            object(),
+            {},
+            "or an object with the methods of weightsync.sources.base.ShardSource: it lacks read, gather, close",
+        ),
+        (SourceOfTwoMethods(), {}, "it lacks read$"),
         (DictSource(), {"exclude": ("*",)}, "decides what travels"),
         (DictSource(), {"buffers": False}, "decides what travels"),
     ],
@@ -93,56 +104,82 @@ SOURCES: dict[str, tuple[Callable[[], Any], Callable[[], nn.Module]]] = {
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_shards_of_a_model_that_has_not_moved_are_the_same_list(kind: str) -> None:
+def test_the_reading_of_a_model_that_has_not_moved_is_the_same(kind: str) -> None:
     make, build = SOURCES[kind]
-    source, model = make(), build()
-    first = source.shards(model)
+    source, model = SteadySource(make()), build()
+    first = source.read(model)
     with torch.no_grad():
         for param in model.parameters():
             param.add_(1)
-    manifest = source.manifest(model)
-    assert source.shards(model) is first
-    assert {shard.meta for shard in first} <= set(manifest)
-    assert first
+    assert source.read(model) is first
+    assert {shard.meta for shard in first.shards} <= set(first.manifest)
+    assert first.shards
+
+
+def test_the_reading_of_quantised_weights_that_have_moved_is_the_same() -> None:
+    source, model = quantizing(), network()
+    first = source.read(model)
+    before = first.shards[0].values()
+    weight = model.get_parameter("0.weight")
+    weight.data = 2 * weight.data.flip(0)
+    assert source.read(model) is first
+    assert torch.equal(first.shards[0].values(), before.flip(0))
+
+
+def test_a_reading_of_the_same_shards_with_another_tied_name_is_another() -> None:
+    tensors, tied = {"a": torch.ones(2)}, [()]
+
+    class Tied(DictSource):
+        def read(self, model: dict[str, torch.Tensor]) -> Reading:
+            reading = super().read(model)
+            return Reading(Manifest(reading.manifest.tensors, tied[0]), reading.shards)
+
+    source = SteadySource(Tied())
+    first = source.read(tensors)
+    assert source.read(tensors) is first
+    tied[0] = (("b", "a"),)
+    assert source.read(tensors).manifest.tied == (("b", "a"),)
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "adapted"])
 @pytest.mark.parametrize("change", ["memory", "trains", "selection"])
-def test_shards_of_a_model_that_has_changed_are_another_list(kind: str, change: str) -> None:
+def test_the_reading_of_a_model_that_has_changed_is_another(kind: str, change: str) -> None:
     make, build = SOURCES[kind]
-    source, model = make(), build()
-    first = source.shards(model)
+    inner, model = make(), build()
+    source = SteadySource(inner)
+    first = source.read(model)
     weight = model.get_parameter("1.weight" if kind == "fsdp" else "base_model.model.0.base_layer.bias")
     if change == "memory":
         weight.data = weight.data.clone()
     elif change == "trains":
         weight.requires_grad_(not weight.requires_grad)
     else:
-        source.selection = TensorSelection(exclude=("0.bias",))
-    second = source.shards(model)
+        inner.selection = TensorSelection(exclude=("0.bias",))
+    second = source.read(model)
     assert second is not first
-    assert source.shards(model) is second
+    assert source.read(model) is second
 
 
-def test_shards_after_close_are_read_anew() -> None:
+def test_a_model_is_read_anew_after_close() -> None:
     source, model = open_source("fsdp", TensorSelection()), network()
-    first = source.shards(model)
+    first = source.read(model)
+    assert source.read(model) is first
     source.close()
-    assert source.shards(model) is not first
+    assert source.read(model) is not first
 
 
 def look_twice_at_flat_parameters(rank: int) -> None:
     model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
-    source = open_source("fsdp", TensorSelection())
-    first = source.shards(model)
+    source = SteadySource(open_source("fsdp", TensorSelection()))
+    first = source.read(model)
     with torch.no_grad():
         for param in model.parameters():
             param.add_(1)
-    assert source.shards(model) is first
-    assert first
+    assert source.read(model) is first
+    assert first.shards
 
 
-def test_shards_of_flat_parameters_are_the_same_list() -> None:
+def test_the_reading_of_flat_parameters_is_the_same() -> None:
     run_ranks(look_twice_at_flat_parameters, 2)
 
 

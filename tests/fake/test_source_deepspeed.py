@@ -143,7 +143,7 @@ def small_parameters_that_persist_are_read_where_they_are_partitioned() -> None:
         gain = engine.module.blocks[0].gain
         assert gain.ds_persist
         assert gain.ds_status.name == "AVAILABLE"
-        shards = make(TensorSelection()).shards(engine)
+        shards = make(TensorSelection()).read(engine).shards
         held = [piece.tensor.data_ptr() for piece in shards if piece.meta.name == "blocks.0.gain"]
         assert held == ([gain.ds_tensor.data_ptr()] if dist.get_rank() == 0 else [])
         check_source(make, engine, zero.gathered(engine))
@@ -152,13 +152,13 @@ def small_parameters_that_persist_are_read_where_they_are_partitioned() -> None:
 def every_piece_is_a_view_of_a_partition_and_stays_where_it_is() -> None:
     with started(zero.config(3)) as engine:
         train(engine)
-        first = make(TensorSelection(buffers=False)).shards(engine)
+        first = make(TensorSelection(buffers=False)).read(engine).shards
         partitions = {
             param.ds_tensor.untyped_storage().data_ptr(): param.ds_tensor for param in engine.module.parameters()
         }
         assert {piece.tensor.untyped_storage().data_ptr() for piece in first} <= partitions.keys()
         train(engine)
-        again = make(TensorSelection(buffers=False)).shards(engine)
+        again = make(TensorSelection(buffers=False)).read(engine).shards
         assert [piece.tensor.data_ptr() for piece in first] == [piece.tensor.data_ptr() for piece in again]
 
 
@@ -184,7 +184,7 @@ def gathered_by_the_user() -> None:
         with deepspeed.zero.GatheredParameters([head], modifier_rank=0):
             head.data.fill_(dist.get_rank() + 2)
             with pytest.raises(UnsupportedError, match=r"blocks\.0\.up\.weight: .*GatheredParameters") as caught:
-                make(TensorSelection()).shards(engine)
+                make(TensorSelection()).read(engine)
             assert list(caught.value.tensors) == ["blocks.0.up.weight"]
         expected = zero.gathered(engine)
         assert bool((expected["blocks.0.up.weight"] == 2).all())
@@ -212,7 +212,7 @@ def partitioned_beside_plain() -> None:
     expected = zero.gathered(model)
     assert len(expected) == len(dict(net().state_dict())) - 1
     check_source(make, model, expected)
-    sizes = {piece.meta.name: piece.box.numel for piece in make(TensorSelection()).shards(model)}
+    sizes = {piece.meta.name: piece.box.numel for piece in make(TensorSelection()).read(model).shards}
     assert sizes["embed.weight"] == 45
     assert sizes["blocks.1.up.bias"] == 7
     assert sizes["blocks.0.up.bias"] == 4 - dist.get_rank()
@@ -269,7 +269,7 @@ def adapters_are_merged(kind: str, settings: dict[str, Any], **options: Any) -> 
         engine.step()
     assert not equal(*found), "a step changed nothing"
     assert {name for name in found[0] if not torch.equal(found[0][name], found[1][name])} == {
-        shard.meta.name for shard in make(TensorSelection()).shards(engine) if shard.trains
+        shard.meta.name for shard in make(TensorSelection()).read(engine).shards if shard.trains
     }
     engine.destroy()
 
@@ -279,8 +279,7 @@ def trains_on(settings: dict[str, Any]) -> None:
 
     def read_all(engine: Any) -> None:
         source = make(TensorSelection())
-        source.manifest(engine)
-        for piece in source.shards(engine):
+        for piece in source.read(engine).shards:
             piece.tensor.clone()
 
     ends = []
@@ -312,7 +311,7 @@ def adapters_that_cannot_be_read() -> None:
             zero.prepare().zero.GatheredParameters([q.lora_B["default"].weight], modifier_rank=0),
             pytest.raises(UnsupportedError) as caught,
         ):
-            make(TensorSelection()).manifest(engine)
+            make(TensorSelection()).read(engine)
         found = {name.removeprefix("model.layers.1.self_attn."): why for name, why in caught.value.tensors.items()}
         assert found.keys() == {"q_proj.weight", "v_proj.weight"}
         assert found["q_proj.weight"].startswith("of a factor of its adapter 'default': it may be about to change")
@@ -330,17 +329,16 @@ def on_nvme_or_quantised_or_of_another_partitioning() -> None:
         whole.status, whole.final_location = block.up.weight.ds_tensor.status, None
         block.frozen.ds_tensor = whole
         block.gain.weight_quantized = True
-        for read in (make(TensorSelection()).manifest, make(TensorSelection()).shards):
-            with pytest.raises(UnsupportedError) as caught:
-                read(engine)
-            found = caught.value.tensors
-            assert found.keys() == {f"blocks.0.{name}" for name in ("up.weight", "up.bias", "frozen", "gain")}
-            assert "NVMe" in found["blocks.0.up.weight"]
-            assert "zero_quantized_nontrainable_weights" in found["blocks.0.up.bias"]
-            assert "expected 8 elements" in found["blocks.0.frozen"]
-            assert "quantized_initialization" in found["blocks.0.gain"]
+        with pytest.raises(UnsupportedError) as caught:
+            make(TensorSelection()).read(engine)
+        found = caught.value.tensors
+        assert found.keys() == {f"blocks.0.{name}" for name in ("up.weight", "up.bias", "frozen", "gain")}
+        assert "NVMe" in found["blocks.0.up.weight"]
+        assert "zero_quantized_nontrainable_weights" in found["blocks.0.up.bias"]
+        assert "expected 8 elements" in found["blocks.0.frozen"]
+        assert "quantized_initialization" in found["blocks.0.gain"]
         rest = make(TensorSelection(exclude=("blocks.0.*",)))
-        assert "blocks.1.gain" in rest.manifest(engine).names
+        assert "blocks.1.gain" in rest.read(engine).manifest.names
 
 
 def experts_of_deepspeed() -> None:
@@ -349,7 +347,7 @@ def experts_of_deepspeed() -> None:
 
     model = nn.Sequential(nn.Linear(4, 4), MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=2))
     with pytest.raises(UnsupportedError, match="MoE") as caught:
-        make(TensorSelection()).manifest(model)
+        make(TensorSelection()).read(model)
     assert len(caught.value.tensors) == 2
     assert all("experts" in name for name in caught.value.tensors)
 
@@ -358,7 +356,7 @@ def cut_by_autotp() -> None:
     model = tiny_models.build("qwen3", "A")
     settings = zero.config(1) | {"tensor_parallel": {"autotp_size": 2}}
     with started(settings, model) as engine, pytest.raises(UnsupportedError, match="AutoTP") as caught:
-        make(TensorSelection()).shards(engine)
+        make(TensorSelection()).read(engine)
     assert "model.layers.0.self_attn.q_proj.weight" in caught.value.tensors
     assert "model.norm.weight" not in caught.value.tensors
 
@@ -367,7 +365,7 @@ def a_pipeline() -> None:
     deepspeed = zero.prepare()
     model = deepspeed.PipelineModule([nn.Linear(2, 2), nn.Linear(2, 2)], num_stages=2)
     with pytest.raises(UnsupportedError, match="PipelineModule"):
-        make(TensorSelection()).manifest(model)
+        make(TensorSelection()).read(model)
 
 
 def the_sender_of_another_backend() -> None:
@@ -375,7 +373,7 @@ def the_sender_of_another_backend() -> None:
         started(zero.config(3)) as engine,
         pytest.raises(UnsupportedError, match=r'embed\.weight, .* more: .*backend="deepspeed"'),
     ):
-        open_source("fsdp", TensorSelection()).manifest(engine)
+        open_source("fsdp", TensorSelection()).read(engine)
 
 
 OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
@@ -462,4 +460,4 @@ def test_partitions_are_cut_as_deepspeed_cuts(numel: int, world: int) -> None:
 
 def test_several_modules_are_refused() -> None:
     with pytest.raises(ConfigError, match="list of length 2"):
-        make(TensorSelection()).manifest([net(), net()])
+        make(TensorSelection()).read([net(), net()])

@@ -124,7 +124,7 @@ def gather_bytes(data: bytes) -> list[bytes]:
 def rebuilt(model: nn.Module, using: FsdpSource | None = None) -> dict[str, torch.Tensor]:
     """Collective: every tensor, put together from all ranks' pieces; checks all that a sender promises."""
     using = using or source()
-    manifest, shards = list(using.manifest(model)), using.shards(model)
+    manifest, shards = list(using.read(model).manifest), using.read(model).shards
     rows = json.dumps([[t.name, t.shape, t.dtype] for t in manifest]).encode()
     assert len(set(gather_bytes(rows))) == 1, "ranks disagree about the manifest"
     names = [t.name for t in manifest]
@@ -212,7 +212,7 @@ def fsdp2_mixed_precision_sends_the_fp32_shards() -> None:
     assert_same(rebuilt(model), expected_state(net()))
     step(model)
     assert_same(rebuilt(model), full_tensors(model))
-    assert {t.dtype for t in source().manifest(model)} == {"float32", "int64"}
+    assert {t.dtype for t in source().read(model).manifest} == {"float32", "int64"}
 
 
 def fsdp2_gathered_root_is_stale() -> None:
@@ -250,12 +250,12 @@ def fsdp2_on_another_dimension() -> None:
     model = net()
     by_column = lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % 2 == 0 else Shard(0)  # noqa: E731
     assert_same(rebuilt(shard2(model, shard_placement_fn=by_column)), expected_state(net()))
-    assert any(p.tensor.shape == (9, WIDTH // 2) for p in source().shards(model))
+    assert any(p.tensor.shape == (9, WIDTH // 2) for p in source().read(model).shards)
 
 
 def fsdp2_empty_shard() -> None:
     model = shard2(net())
-    gains = [p for p in source().shards(model) if p.meta.name.endswith("gain")]
+    gains = [p for p in source().read(model).shards if p.meta.name.endswith("gain")]
     assert len(gains) == (2 if dist.get_rank() == 0 else 0)
 
 
@@ -272,11 +272,11 @@ def fsdp2_wrapped() -> None:
 def pieces_are_views() -> None:
     """What the trainer writes later shows in the pieces, and asking again gives the same memory."""
     model = shard2(net())
-    piece = next(p for p in source().shards(model) if p.meta.name == "embed.weight")
+    piece = next(p for p in source().read(model).shards if p.meta.name == "embed.weight")
     with torch.no_grad():
         model.embed.weight.to_local().fill_(5)
     assert bool((piece.tensor == 5).all())
-    again = next(p for p in source().shards(model) if p.meta.name == "embed.weight")
+    again = next(p for p in source().read(model).shards if p.meta.name == "embed.weight")
     assert again.tensor.data_ptr() == piece.tensor.data_ptr()
 
 
@@ -293,14 +293,14 @@ def what_trains() -> None:
     """Under FSDP1 with `use_orig_params=False` a flat parameter trains as a whole."""
     frozen = {"blocks.0.frozen", "blocks.1.frozen"}
     for model in (shard2(net()), shard1(net(), use_orig_params=True)):
-        assert {p.meta.name for p in source().shards(model) if not p.trains} <= frozen
-        assert not {p.meta.name for p in source().shards(model) if p.trains} & frozen
+        assert {p.meta.name for p in source().read(model).shards if not p.trains} <= frozen
+        assert not {p.meta.name for p in source().read(model).shards if p.trains} & frozen
     model = net().requires_grad_(False)
     model.blocks[0].requires_grad_()
     wrapped = FullyShardedDataParallel(
         model, device_id=torch.device("cpu"), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=False
     )
-    found = {p.meta.name for p in source().shards(wrapped) if p.trains}
+    found = {p.meta.name for p in source().read(wrapped).shards if p.trains}
     assert all(name.startswith("blocks.0.") or name.endswith(("steps", "scale")) for name in found)
     assert any("up.weight" in name for name in found)
 
@@ -320,9 +320,9 @@ def partial_sums_are_refused() -> None:
     model = nn.Linear(2, 2)
     model.weight = nn.Parameter(DTensor.from_local(torch.rand(2, 2), mesh, [Partial()]))
     with pytest.raises(UnsupportedError, match=r"weight: .*Partial"):
-        source().shards(model)
+        source().read(model)
     with pytest.raises(UnsupportedError, match=r'weight: it is a DTensor, .* backend="fsdp"'):
-        DeepSpeedSource(TensorSelection()).manifest(model)
+        DeepSpeedSource(TensorSelection()).read(model)
 
 
 def qwen3() -> nn.Module:
@@ -431,7 +431,7 @@ def fsdp1_gathered_is_refused() -> None:
             FullyShardedDataParallel.summon_full_params(model),
             pytest.raises(UnsupportedError, match="summon_full_params") as caught,
         ):
-            source().shards(model)
+            source().read(model)
         assert "embed.weight" in caught.value.tensors
         assert "blocks.1.up.bias" in caught.value.tensors
         assert_same(rebuilt(model), expected_state(net()))
@@ -486,7 +486,7 @@ def a_strided_shard_alone() -> None:
             held, mesh, [_StridedShard(0, split_factor=2), Replicate()], shape=full.shape, stride=full.stride()
         )
     )
-    assert len(source().shards(model)) == 2
+    assert len(source().read(model).shards) == 2
     assert_same(rebuilt(model), {"w": full})
 
 
@@ -512,7 +512,7 @@ def a_mesh_of_some_ranks() -> None:
     full = torch.arange(6.0).view(3, 2)
     model = nn.Module()
     model.w = nn.Parameter(distribute_tensor(full, mesh, [Shard(0)]))
-    assert len(source().shards(model)) == (1 if dist.get_rank() in (1, 2) else 0)
+    assert len(source().read(model).shards) == (1 if dist.get_rank() in (1, 2) else 0)
     assert_same(rebuilt(model), {"w": full})
 
 
@@ -583,8 +583,8 @@ def test_pieces_of_all_ranks_are_the_model(kind: str, world_size: int) -> None:
 
 def test_plain_module() -> None:
     model = net()
-    shards = source().shards(model)
-    assert [p.meta for p in shards] == list(source().manifest(model))
+    shards = source().read(model).shards
+    assert [p.meta for p in shards] == list(source().read(model).manifest)
     assert_same({p.meta.name: p.tensor for p in shards}, expected_state(model))
     assert all(
         p.tensor.untyped_storage().data_ptr() == model.get_parameter(p.meta.name).untyped_storage().data_ptr()
@@ -599,7 +599,7 @@ def test_names_are_those_that_save_pretrained_writes(tmp_path: Path) -> None:
     model = qwen3()
     model.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as saved:
-        assert set(source().manifest(model).names) == set(saved.keys())
+        assert set(source().read(model).manifest.names) == set(saved.keys())
 
 
 def test_wrapper_names_are_stripped_from_wrappers_only() -> None:
@@ -610,7 +610,7 @@ def test_wrapper_names_are_stripped_from_wrappers_only() -> None:
 
     model = torch.compile(Block2(), backend="eager")
     assert [prefix for prefix, _ in walk(model)] == ["", "module.", "module.0."]
-    assert source().manifest(model).names == ("module.0.weight", "module.0.bias")
+    assert source().read(model).manifest.names == ("module.0.weight", "module.0.bias")
 
 
 def test_everything_that_cannot_be_read_is_listed_at_once() -> None:
@@ -624,13 +624,12 @@ def test_everything_that_cannot_be_read_is_listed_at_once() -> None:
     freed = torch.rand(3)
     freed.untyped_storage().resize_(0)
     model.register_buffer("freed", freed)
-    for read in (source().manifest, source().shards):
-        with pytest.raises(UnsupportedError) as caught:
-            read(model)
-        assert set(caught.value.tensors) == {"meta.weight", "lazy.weight", "complex", "sparse", "negative", "freed"}
-        assert all(name in str(caught.value) for name in caught.value.tensors)
+    with pytest.raises(UnsupportedError) as caught:
+        source().read(model)
+    assert set(caught.value.tensors) == {"meta.weight", "lazy.weight", "complex", "sparse", "negative", "freed"}
+    assert all(name in str(caught.value) for name in caught.value.tensors)
     rest = source(exclude=("meta.*", "lazy.*", "freed", "complex", "sparse", "negative"))
-    assert rest.manifest(model).names == ("fine.weight", "fine.bias")
+    assert rest.read(model).manifest.names == ("fine.weight", "fine.bias")
 
 
 @given(st.data())

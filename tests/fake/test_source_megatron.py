@@ -15,7 +15,7 @@ from engines import Trainers
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron_models import FAMILIES, Mesh, build, checkpoint, hf_config, load, logits, on_cpu, with_mtp
-from ranks import run_ranks
+from ranks import no_barrier, run_ranks
 from torch import nn
 
 from weightsync.errors import ConfigError, ManifestError, UnsupportedError
@@ -262,12 +262,12 @@ def trained(_: object, folder: Path) -> None:
         )
         wrapped = DistributedDataParallel(chunk.config, options, Float16Module(chunk.config, chunk))
     with pytest.raises(UnsupportedError, match="disable_forward_pre_hook"):
-        source().manifest(wrapped)
+        source().read(wrapped)
     wrapped.disable_forward_pre_hook(param_sync=False)
     check_source(MegatronSource, wrapped, state)
     wrapped.enable_forward_pre_hook()
     with pytest.raises(UnsupportedError, match="as old as the last forward"):
-        source().shards([wrapped])
+        source().read([wrapped])
 
 
 def test_wrapped_by_megatron(trainers: Trainers, tmp_path: Path) -> None:
@@ -281,21 +281,21 @@ def refused(_: object, folder: Path) -> None:
     chunks, _ = loaded(folder, "qwen3", Mesh(pp=2, vpp=2))
     for wrong in (chunks[0], chunks[1:], [chunks[0], chunks[0]]):
         with pytest.raises(ConfigError, match="list of all its chunks"):
-            source().manifest(wrong)
+            source().read(wrong)
     with pytest.raises(ConfigError, match="empty list"):
-        source().manifest([])
+        source().read([])
     with pytest.raises(ConfigError, match=r"Linear.* has no decoder, config"):
-        source().shards(nn.Linear(2, 2))
+        source().read(nn.Linear(2, 2))
 
     (chunk,), state = loaded(folder, "qwen3", Mesh(tp=2), padding=5)
     for size in (257, 0):
         with pytest.raises(ConfigError, match=f"vocab_size={size}, but the model's embedding has 256 rows"):
-            source(vocab_size=size).manifest(chunk)
-    assert source().manifest(chunk)["lm_head.weight"].shape[0] == 256
+            source(vocab_size=size).read(chunk)
+    assert source().read(chunk).manifest["lm_head.weight"].shape[0] == 256
 
     # Names are those of the checkpoint; Megatron's are not looked at where there are others.
     selection = TensorSelection(exclude=("lm_head.*", "model.layers.0.mlp.*", "decoder.*"))
-    excluded = source(selection, vocab_size=251).manifest(chunk)
+    excluded = source(selection, vocab_size=251).read(chunk).manifest
     left_out = {"lm_head.weight", *(name for name in state if name.startswith("model.layers.0.mlp."))}
     assert set(excluded.names) == set(state) - left_out
 
@@ -311,26 +311,25 @@ def refused(_: object, folder: Path) -> None:
         "decoder.layers.2.mlp.linear_fc1.weight",
         "decoder.layers.3.self_attention.linear_qkv.weight",
     }
-    for read in (source().manifest, source().shards):
-        with pytest.raises(UnsupportedError) as caught:
-            read(chunk)
-        assert set(caught.value.tensors) == unknown
-        assert all(name in str(caught.value) for name in unknown)
-    source(TensorSelection(exclude=tuple(unknown))).manifest(chunk)
+    with pytest.raises(UnsupportedError) as caught:
+        source().read(chunk)
+    assert set(caught.value.tensors) == unknown
+    assert all(name in str(caught.value) for name in unknown)
+    source(TensorSelection(exclude=tuple(unknown))).read(chunk)
 
     # The layout follows the groups that the model was built with.
     chunk.config.tensor_model_parallel_size = 4
     with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=4, but it has a process group of 2"):
-        source().manifest(chunk)
+        source().read(chunk)
     chunk.pg_collection.tp = None
     with pytest.raises(ConfigError, match=r"has no process group for it .*initialize_model_parallel"):
-        source().manifest(chunk)
+        source().read(chunk)
 
     for option in ("layernorm_zero_centered_gamma", "attention_output_gate", "rotary_interleaved"):
         (chunk,), _ = loaded(folder, "llama", Mesh())
         setattr(chunk.config, option, True)
         with pytest.raises(UnsupportedError, match=f"{option}=True"):
-            source().manifest(chunk)
+            source().read(chunk)
 
 
 def test_what_cannot_be_right_is_refused(trainers: Trainers, tmp_path: Path) -> None:
@@ -363,29 +362,29 @@ def test_an_export_gives_one_bucket_after_the_other() -> None:
     model = nn.Module()
     source = open_source(MegatronBackend(bridge), TensorSelection(exclude=("left_out",)))
     for _ in range(2):
-        assert source.manifest(model).names == ("a", "b", "c")
-        shards = {piece.meta.name: piece for piece in source.shards(model)}
+        assert source.read(model).manifest.names == ("a", "b", "c")
+        shards = {piece.meta.name: piece for piece in source.read(model).shards}
         assert shards["b"].tensor.shape == (3, 4)
         assert shards["b"].tensor.untyped_storage().nbytes() == 4  # a stand-in
-        source.gather(["a", "c"])
+        source.gather(["a", "c"], no_barrier)
         assert shards["c"].compute() is not None
         assert torch.equal(shards["a"].compute(), a)
-        source.gather(["b"])
+        source.gather(["b"], no_barrier)
         assert torch.equal(shards["b"].compute(), b)
         with pytest.raises(KeyError):  # it was let go
             shards["c"].compute()
 
     bridge.tensors = [("a", a), ("b", b)]
-    source.shards(model)
+    source.read(model)
     with pytest.raises(ManifestError, match="ended without c"):
-        source.gather(["a", "c"])
+        source.gather(["a", "c"], no_barrier)
     bridge.tensors = [("a", a), ("b", b.t())]
-    source.shards(model)
+    source.read(model)
     with pytest.raises(ManifestError, match=r"gives b as \(4, 3\)"):
-        source.gather(["b"])
+        source.gather(["b"], no_barrier)
     bridge.tensors = [("a", a), ("a", a)]
     with pytest.raises(ManifestError, match="gives a twice"):
-        open_source(MegatronBackend(bridge), TensorSelection()).manifest(model)
+        open_source(MegatronBackend(bridge), TensorSelection()).read(model)
 
 
 def test_a_bridge_that_cannot_be_used_is_refused() -> None:

@@ -18,7 +18,7 @@ import zero
 from engines import TIMEOUT_S, Trainer, Trainers
 from fake_engine import FakeEngine, ModuleHost, give
 from megatron_models import Mesh, build, checkpoint, hf_config, load
-from ranks import assert_in_step
+from ranks import assert_in_step, no_barrier
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard
@@ -155,16 +155,16 @@ def check_megatron(_: object, folder: Path, form: str) -> None:
 
 
 def boxes(source: ShardSource, model: Any) -> list[tuple[str, Any]]:
-    return [(piece.meta.name, piece.box) for piece in source.shards(model)]
+    return [(piece.meta.name, piece.box) for piece in source.read(model).shards]
 
 
 def check_values(source: ShardSource, model: Any, expected: State) -> None:
     """Collective: the pieces of every rank are regions of what is expected, gathered in two buckets."""
-    shards = source.shards(model)
+    shards = source.read(model).shards
     names = list(expected)
     compared = 0
     for bucket in (names[:20], names[20:]):
-        source.gather(bucket)
+        source.gather(bucket, no_barrier)
         for piece in shards:
             if piece.meta.name in bucket:
                 values = piece.tensor if piece.compute is None else piece.compute()
@@ -198,7 +198,7 @@ def test_what_the_policy_names_travels_as_it_is(form: str) -> None:
     state = {name: tensor for name, tensor in state_of(net()).items() if not selection.excludes(name)}
     expected = quantized(state, form, selection)
     assert "layers.1.gate.weight_scale" in expected
-    assert list(source.manifest(net()).names) == list(expected)
+    assert list(source.read(net()).manifest.names) == list(expected)
     check_values(source, net(), expected)
 
 
@@ -216,10 +216,10 @@ def test_a_weight_that_is_no_floating_point_number_is_refused() -> None:
     model = net()
     model.layers[0].q_proj.weight = nn.Parameter(torch.ones(7, 6, dtype=torch.int8), requires_grad=False)
     with pytest.raises(UnsupportedError, match=r"1 weights cannot be quantised.*\n  layers.0.q_proj.weight: int8") as e:
-        make("fsdp", "int8", TensorSelection()).manifest(model)
+        make("fsdp", "int8", TensorSelection()).read(model)
     assert list(e.value.tensors) == ["layers.0.q_proj.weight"]
     with pytest.raises(UnsupportedError, match="from float8_e4m3fn"):
-        make("fsdp", "fp8", TensorSelection(dtypes={"*": "float8_e4m3fn"})).manifest(net())
+        make("fsdp", "fp8", TensorSelection(dtypes={"*": "float8_e4m3fn"})).read(net())
 
 
 @pytest.mark.parametrize("form", ["fp8_per_tensor", "fp8_per_block", "int4", ""])

@@ -178,7 +178,7 @@ HARMLESS: dict[str, Callable[[], nn.Module]] = {
 
 
 def names_sent(model: nn.Module) -> list[str]:
-    return open_source("fsdp", TensorSelection()).manifest(model).names
+    return open_source("fsdp", TensorSelection()).read(model).manifest.names
 
 
 @pytest.mark.parametrize("make", COMPUTED.values(), ids=COMPUTED)
@@ -187,7 +187,7 @@ def test_a_value_that_is_computed_as_it_is_saved_is_refused(make: Callable[[], n
     before = {name: tensor.clone() for name, tensor in nn.Module.state_dict(Net()).items()}
     values = {name: param.detach().clone() for name, param in model.named_parameters()}
     with pytest.raises(UnsupportedError, match="saves another value under its name") as caught:
-        open_source("fsdp", TensorSelection()).shards(model)
+        open_source("fsdp", TensorSelection()).read(model)
     assert NAME in caught.value.tensors
     assert before.keys() >= set(caught.value.tensors)
     assert all(torch.equal(param, values[name]) for name, param in model.named_parameters())
@@ -202,17 +202,17 @@ def test_a_value_that_is_saved_as_it_is_travels(make: Callable[[], nn.Module]) -
 
 def test_what_is_excluded_may_be_computed() -> None:
     model = COMPUTED["a post hook"]()
-    shards = open_source("fsdp", TensorSelection(exclude=(NAME,))).shards(model)
+    shards = open_source("fsdp", TensorSelection(exclude=(NAME,))).read(model).shards
     assert NAME not in {shard.meta.name for shard in shards}
 
 
 def test_a_hook_that_comes_later_is_noticed() -> None:
     model = Net()
     source = open_source("fsdp", TensorSelection())
-    source.shards(model)
+    source.read(model)
     model.layers[0].norm._register_state_dict_hook(lambda module, state, *_: replaced(state))  # type: ignore[union-attr]
     with pytest.raises(UnsupportedError, match="saves another value"):
-        source.shards(model)
+        source.read(model)
 
 
 def test_a_hook_that_cannot_be_followed_is_refused() -> None:

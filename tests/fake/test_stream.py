@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
-from ranks import assert_in_step, run_ranks
+from ranks import assert_in_step, no_barrier, run_ranks
 from recorders import RecordedEngine
 from safetensors.torch import load_file
 from torch import nn
@@ -167,14 +167,14 @@ def test_a_stream_is_quantised_as_it_comes() -> None:
     inner = open_source("stream", selection)
     source = QuantizingSource(inner, "int8", selection, lambda values: None)
     for _ in range(2):
-        shards = {shard.meta.name: shard for shard in source.shards(lambda: iter(matrices.items()))}
-        assert len(source.manifest(lambda: iter(matrices.items()))) == 2 * len(matrices)
+        shards = {shard.meta.name: shard for shard in source.read(lambda: iter(matrices.items())).shards}
+        assert len(source.read(lambda: iter(matrices.items())).manifest) == 2 * len(matrices)
         for name, matrix in matrices.items():
-            source.gather([name, f"{name}_scale"])
+            source.gather([name, f"{name}_scale"], no_barrier)
             scale = int8_per_channel.scale(row_maxima(matrix.bfloat16()))
             assert torch.equal(shards[f"{name}_scale"].values(), scale)
             assert torch.equal(shards[name].values(), int8_per_channel.values(matrix.bfloat16(), scale))
-        source.gather(())
+        source.gather((), no_barrier)
 
 
 @pytest.mark.parametrize("kind", ["function", "iterator"])
@@ -368,7 +368,7 @@ def test_a_rank_that_cannot_save_leaves_no_other_at_the_end_of_the_stream(tmp_pa
 )
 def test_what_is_no_stream_is_refused(stream: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        open_source("stream", TensorSelection()).shards(stream)
+        open_source("stream", TensorSelection()).read(stream)
 
 
 @pytest.mark.parametrize(

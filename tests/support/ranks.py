@@ -32,6 +32,10 @@ def not_compiled() -> Iterator[None]:
         yield
 
 
+def no_barrier() -> None:
+    """Stand in for the barrier that a push gives to a source's `gather`."""
+
+
 def run_ranks(fn: Callable[..., None], world_size: int, *args: Any, timeout_s: float = 120) -> None:
     """Run `fn(rank, *args)` in `world_size` new processes with gloo initialised; `fn` is a module-level function.
 

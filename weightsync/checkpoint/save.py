@@ -106,8 +106,8 @@ def save_tensors(
         with update.timeline.during("plan"):
             if ranks.rank == 0:
                 _refuse_full(target)
-            saved = _in_saved_dtypes(source.manifest(model), selection)
-            manifest, mine = share_out(update, saved, source.shards(model))
+            reading = source.read(model)
+            manifest, mine = share_out(update, _in_saved_dtypes(reading.manifest, selection), reading.shards)
             bucketer = ThresholdBucketer(min(_BUCKET_BYTES, max_shard_bytes))
             buckets = [bucket.names for bucket in bucketer.bucket(manifest, None)]
             files = lay_out(manifest, buckets, max_shard_bytes)
@@ -122,8 +122,7 @@ def save_tensors(
             incoming = Path(ranks.broadcast(str(incoming), "save"))
             check_seen(incoming, f"trainer rank {ranks.rank}")
             for names in (*buckets, ()):
-                update.barrier("save")  # without it ranks would wait in `gather` for a failed rank
-                source.gather(names)
+                source.gather(names, update.meet)
                 own = (part for name in names for part in by_name[name])
                 write(incoming, files, ((location, shard.values()) for location, shard in own))
             update.barrier("save")

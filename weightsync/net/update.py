@@ -84,6 +84,13 @@ class Update:
         self.ranks.gather(None, phase)
         self.ranks.broadcast(None, phase)
 
+    def meet(self) -> None:
+        """Return once every rank has called this. Collective.
+
+        Raises when a rank, a worker or an engine call has failed.
+        """
+        self.ranks.meet(self.check, self.deadline_after_workers(), self.timeline.phase)
+
     @contextmanager
     def blaming_ranks(self) -> Iterator[None]:
         """Raise the death of a rank in place of the body's `PeerError`, if the dead rank caused it.

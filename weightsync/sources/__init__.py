@@ -54,9 +54,10 @@ def open_source(
 
             backend = StreamBackend()
     if not isinstance(backend, BackendOption):
+        absent = [name for name in ("read", "gather", "close") if not hasattr(backend, name)]
         raise ConfigError(
             f'backend={backend!r} is unknown; choose "fsdp" (also for DDP and plain modules), "deepspeed", '
             '"megatron" or "stream", or give a MegatronBackend, a StreamBackend, or an object with the methods of '
-            "weightsync.sources.base.ShardSource"
+            f"weightsync.sources.base.ShardSource: it lacks {', '.join(absent)}"
         )
     return backend.open(selection, ranks)

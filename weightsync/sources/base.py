@@ -24,6 +24,8 @@ Pairs: TypeAlias = "Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tens
 """Checkpoint names and whole tensors, one pair after the other."""
 Model: TypeAlias = "nn.Module | Sequence[nn.Module] | Pairs | Callable[[], Pairs] | None"
 """The argument of `push`: one module, the chunks of a pipeline rank in their order, or a stream."""
+Barrier: TypeAlias = "Callable[[], None]"
+"""A function that returns once every trainer rank has called it. It raises if a rank has failed."""
 
 
 def one_module(model: Model) -> nn.Module:
@@ -65,43 +67,46 @@ class TensorShard:
         return self.tensor if self.compute is None else self.compute()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """One answer of a source: a model's tensors on this rank. Readings are compared by identity.
+
+    Attributes:
+        manifest: Every tensor of this rank with full shape and the trainer's dtype, in the model's export order. A
+            pipeline stage knows its own tensors. A push delivers the union of all ranks' manifests.
+        shards: This rank's shards in the manifest's order, perhaps none. All ranks' shards together cover each tensor.
+            Replicas (HSDP, DDP, buffers) each report their own.
+    """
+
+    manifest: Manifest
+    shards: list[TensorShard]
+
+
 @runtime_checkable
 class ShardSource(Protocol):
     """One trainer backend. Implement it to push from a trainer of your own.
 
-    `manifest` and `shards` are local. Only a stream's are collective. No forward or backward may be running. The
-    trainer's GPU work may still be queued.
+    No forward or backward may be running. The trainer's GPU work may still be queued.
     """
 
-    def manifest(self, model: Model) -> Manifest:
-        """Return every tensor of this rank with full shape and the trainer's dtype, in the model's export order.
+    def read(self, model: Model) -> Reading:
+        """Return this rank's tensors. Every push calls it. Local, except for a stream.
 
-        A pipeline stage knows its own tensors. A push delivers the union of all ranks' manifests.
-
-        Args:
-            model: The model that the user pushes.
-
-        Raises:
-            UnsupportedError: Some tensors cannot be read. One error lists them all.
-        """
-
-    def shards(self, model: Model) -> list[TensorShard]:
-        """Return this rank's shards in the manifest's order. The list may be empty.
-
-        All ranks' shards together cover each tensor. Replicas (HSDP, DDP, buffers) each report their own.
+        A source may return the object of its last answer if nothing has moved or changed since. A push then skips the
+        comparison of the shards' addresses. Shards at the addresses of the last push are not negotiated again, and the
+        push uses the earlier shards, with their `compute`.
 
         Args:
             model: The model that the user pushes.
 
         Returns:
-            The list object of the last call if no tensor has moved since. A push can then skip planning. The views stay
-            valid until the trainer moves its storages.
+            The tensors. The views stay valid until the trainer moves its storages.
 
         Raises:
-            UnsupportedError: As `manifest` does.
+            UnsupportedError: Some tensors cannot be read. One error lists them all.
         """
 
-    def gather(self, names: Sequence[str]) -> None:
+    def gather(self, names: Sequence[str], barrier: Barrier) -> None:
         """Fetch from other ranks the values that `compute` of these tensors' shards needs. Collective.
 
         Every trainer rank calls this at each push, for one group of tensors after the other. A call may drop the values
@@ -109,18 +114,12 @@ class ShardSource(Protocol):
 
         Args:
             names: The tensors of the next group. The last call of a push has no names.
+            barrier: Call it before collectives of the training job. It returns once every rank has called it, and
+                raises if a rank has failed. Without it, ranks would wait in a collective for a failed rank.
         """
 
     def close(self) -> None:
         """Drop the model. The source can be used again afterwards."""
-
-
-def no_barrier() -> None:
-    """Do nothing: the attribute `barrier` of a source outside of pushes.
-
-    A source has this attribute if its `gather` runs collectives of the training job, and calls it first. During a push
-    `barrier` returns after every rank has called it. Without it, ranks would wait in a collective for a failed rank.
-    """
 
 
 Found = TypeVar("Found")
@@ -150,52 +149,63 @@ class LocalSource(ABC):
 
     def __init__(self, selection: TensorSelection) -> None:
         self.selection = selection
-        self._snapshot: Memo[tuple[Manifest, list[TensorShard]]] = Memo()
-        self._last = LastShards()
+        self._memo: Memo[Reading] = Memo()
 
     @abstractmethod
     def _marks(self, model: Model) -> object:
         """Return a value that stays equal until a tensor of the model moves, or None if only `_read` can tell."""
 
     @abstractmethod
-    def _read(self, model: Model) -> tuple[Manifest, list[TensorShard]]:
-        """Return the manifest and this rank's shards."""
+    def _read(self, model: Model) -> Reading:
+        """Read the model's tensors."""
 
-    def manifest(self, model: Model) -> Manifest:
-        return self._look(model)[0]
+    def read(self, model: Model) -> Reading:
+        marks = self._marks(model)
+        return self._memo.of(None if marks is None else (self.selection, marks), lambda: self._read(model))
 
-    def shards(self, model: Model) -> list[TensorShard]:
-        return self._last.of(self._look(model)[1])
-
-    def gather(self, names: Sequence[str]) -> None:
+    def gather(self, names: Sequence[str], barrier: Barrier) -> None:
         return
 
     def close(self) -> None:
-        self._snapshot.clear()
-        self._last = LastShards()
-
-    def _look(self, model: Model) -> tuple[Manifest, list[TensorShard]]:
-        marks = self._marks(model)
-        return self._snapshot.of(None if marks is None else (self.selection, marks), lambda: self._read(model))
+        self._memo.clear()
 
 
-class LastShards:
-    """The last shards, and the address of each at that time."""
+class SteadySource:
+    """The tensors of `source`. `read` returns the same object until a tensor moves or changes.
 
-    def __init__(self) -> None:
-        self.shards: list[TensorShard] = []
+    A subclass gives the tensors another form.
+    """
+
+    def __init__(self, source: ShardSource) -> None:
+        self._source = source
+        self._forget()
+
+    def _forget(self) -> None:
+        self._given: Reading | None = None  # the last answer of `source`
+        self._reading: Reading | None = None
         self._places: list[Any] = []
 
-    def of(self, shards: list[TensorShard]) -> list[TensorShard]:
-        """Return the list of the last call if `shards` has the same tensors at the same addresses, else `shards`.
+    def _derive(self, given: Reading) -> Reading:
+        """Return the answer to an answer of `source`."""
+        return given
 
-        The addresses are compared with noted ones. Resizing a storage moves the tensors of both lists.
-        """
-        if shards is not self.shards:
-            places = list(map(_place, shards))
-            if places != self._places:
-                self.shards, self._places = shards, places
-        return self.shards
+    def read(self, model: Model) -> Reading:
+        given = self._source.read(model)
+        if self._reading is None or given is not self._given:
+            found = self._derive(given)
+            # Compare with noted addresses: resizing a storage moves the tensors of both readings.
+            places = list(map(_place, found.shards))
+            if self._reading is None or places != self._places or found.manifest != self._reading.manifest:
+                self._reading, self._places = found, places
+            self._given = given
+        return self._reading
+
+    def gather(self, names: Sequence[str], barrier: Barrier) -> None:
+        self._source.gather(names, barrier)
+
+    def close(self) -> None:
+        self._forget()
+        self._source.close()
 
 
 def _place(shard: TensorShard) -> tuple[Any, ...]:

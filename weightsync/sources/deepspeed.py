@@ -32,6 +32,7 @@ from torch import distributed as dist
 from torch import nn
 
 from weightsync.errors import UnsupportedError
+from weightsync.sources.base import Barrier
 from weightsync.sources.module import (
     LocalParam,
     ModuleSource,
@@ -67,10 +68,10 @@ class DeepSpeedSource(ModuleSource):
                 raise UnsupportedError("DeepSpeed's PipelineModule numbers its layers, and has no checkpoint names")
             for name, param in module._parameters.items():
                 if param is not None:
-                    yield prefix + name, partial(self.read, param)
+                    yield prefix + name, partial(self.read_param, param)
             yield from self.buffers(prefix, module, read_whole)
 
-    def read(self, tensor: torch.Tensor) -> LocalParam:
+    def read_param(self, tensor: torch.Tensor) -> LocalParam:
         if getattr(tensor, "ds_is_replaced_module", False):
             raise UnsupportedError(
                 "DeepSpeed's AutoTP has cut it; train without `tensor_parallel`, with ZeRO-3 instead"
@@ -81,7 +82,7 @@ class DeepSpeedSource(ModuleSource):
             raise UnsupportedError("it is quantised (`quantized_initialization`); push a model that is not")
         return _read_partition(tensor) if hasattr(tensor, "ds_tensor") else read_whole(tensor)
 
-    def whole(self, tensors: Sequence[Any]) -> dict[torch.Tensor, torch.Tensor]:
+    def whole(self, tensors: Sequence[Any], barrier: Barrier) -> dict[torch.Tensor, torch.Tensor]:
         found: dict[torch.Tensor, torch.Tensor] = {}
         together: dict[Any, list[Any]] = defaultdict(list)
         for each in tensors:
@@ -90,7 +91,7 @@ class DeepSpeedSource(ModuleSource):
             else:
                 found[each] = each.detach()
         if together:
-            self.barrier()
+            barrier()
         for (group, _, device), params in together.items():
             found |= zip(params, _gathered(params, group, device), strict=True)
         return found

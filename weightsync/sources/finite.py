@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from weightsync.kernels.finite import find_non_finite, sum_of
-from weightsync.planning.layout import Manifest
-from weightsync.sources.base import Model, ShardSource, TensorShard
+from weightsync.sources.base import Model, Reading, ShardSource, SteadySource, TensorShard
 
 _TURNS = 16
 """A GPU reads for a check at the speed of a copy. Checking every tensor would double the time of a push."""
 
 
-class FiniteSource:
+class FiniteSource(SteadySource):
     """The tensors of `source`, checked for NaN and infinity. See `ShardSource`.
 
     Tensors in the trainer's memory are checked by `non_finite`. Computed tensors are checked when they are computed.
@@ -25,41 +24,30 @@ class FiniteSource:
     """
 
     def __init__(self, source: ShardSource, *, takes_turns: bool = False) -> None:
-        self._source = source
+        super().__init__(source)
         self._takes_turns = takes_turns
-        self._forget()
 
     def _forget(self) -> None:
-        self._inner: list[TensorShard] | None = None
-        self._shards: list[TensorShard] = []
+        super()._forget()
         self._sums: list[tuple[str, torch.Tensor]] = []
         self._looks = 0
 
-    def manifest(self, model: Model) -> Manifest:
-        return self._source.manifest(model)
+    def _derive(self, given: Reading) -> Reading:
+        shards = [
+            shard
+            if shard.compute is None
+            else replace(shard, compute=partial(self._watched, number, shard.meta.name, shard.compute))
+            for number, shard in enumerate(given.shards)
+        ]
+        return Reading(given.manifest, shards)
 
-    def shards(self, model: Model) -> list[TensorShard]:
+    def read(self, model: Model) -> Reading:
         self._sums = []
-        if (inner := self._source.shards(model)) is not self._inner:
-            self._inner = inner
-            self._shards = [
-                shard
-                if shard.compute is None
-                else replace(shard, compute=partial(self._watched, number, shard.meta.name, shard.compute))
-                for number, shard in enumerate(inner)
-            ]
-        return self._shards
+        return super().read(model)
 
     def shards_of(self, names: Collection[str]) -> list[TensorShard]:
         """Return the last shards of these tensors that have `compute`."""
-        return [shard for shard in self._shards if shard.compute is not None and shard.meta.name in names]
-
-    def gather(self, names: Sequence[str]) -> None:
-        self._source.gather(names)
-
-    def close(self) -> None:
-        self._forget()
-        self._source.close()
+        return [shard for shard in self._shards() if shard.compute is not None and shard.meta.name in names]
 
     def non_finite(self, left_out: Collection[str] = ()) -> list[str]:
         """Return the names of tensors with NaN or infinity among the last shards. Waits for their GPU.
@@ -69,7 +57,7 @@ class FiniteSource:
         """
         lying = [
             shard
-            for number, shard in enumerate(self._shards)
+            for number, shard in enumerate(self._shards())
             if shard.compute is None and shard.meta.name not in left_out and self._is_due(number, shard.tensor)
         ]
         found = [lying[number].meta.name for number in find_non_finite([shard.tensor for shard in lying])]
@@ -77,6 +65,9 @@ class FiniteSource:
         found += [sums[number][0] for number in find_non_finite([each for _, each in sums])]
         self._looks += 1
         return list(dict.fromkeys(found))
+
+    def _shards(self) -> list[TensorShard]:
+        return [] if self._reading is None else self._reading.shards
 
     def _is_due(self, number: int, tensor: torch.Tensor) -> bool:
         """Return whether it is a tensor's turn to be checked."""

@@ -27,6 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import Box
+from weightsync.sources.base import Barrier
 from weightsync.sources.module import (
     ON_META,
     LocalParam,
@@ -61,7 +62,7 @@ class FsdpSource(ModuleSource):
         if any(issubclass(kind, DTensor) for kind in {*map(type, tensors)}):
             # `to_local` takes longer than the rest of this function.
             tensors = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        # No check for ZeRO-3 here. Partitioning moves a tensor, so the source reads it again, and `read` refuses it.
+        # No check for ZeRO-3 here. Partitioning moves a tensor, so it is read again, and `read_param` refuses it.
         return None if self._is_flat else plain(tensors)
 
     def readers(self, model: nn.Module) -> Iterator[NamedReader]:
@@ -73,10 +74,10 @@ class FsdpSource(ModuleSource):
                 yield prefix + name, partial(_read_flat, handle, index)
             for name, param in module._parameters.items():
                 if param is not None and name not in flat and not isinstance(param, FlatParameter):
-                    yield prefix + name, partial(self.read, param)
-            yield from self.buffers(prefix, module, self.read)
+                    yield prefix + name, partial(self.read_param, param)
+            yield from self.buffers(prefix, module, self.read_param)
 
-    def read(self, tensor: torch.Tensor) -> LocalParam:
+    def read_param(self, tensor: torch.Tensor) -> LocalParam:
         if hasattr(tensor, "ds_tensor"):
             raise UnsupportedError('DeepSpeed has partitioned it (ZeRO-3); push with backend="deepspeed"')
         if not isinstance(tensor, DTensor):
@@ -87,9 +88,9 @@ class FsdpSource(ModuleSource):
             shape, dtype_name(local), memory_of(local, shape), _sharded_parts(tensor, local), trains(tensor)
         )
 
-    def whole(self, tensors: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    def whole(self, tensors: Sequence[torch.Tensor], barrier: Barrier) -> dict[torch.Tensor, torch.Tensor]:
         if any(isinstance(each, DTensor) for each in tensors):
-            self.barrier()
+            barrier()
         return {each: each.full_tensor() if isinstance(each, DTensor) else each.detach() for each in tensors}
 
 

@@ -20,7 +20,7 @@ from weightsync.config import check_count
 from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import LocalSource, Model, ShardSource, TensorShard, one_module
+from weightsync.sources.base import LocalSource, Model, Reading, ShardSource, TensorShard, one_module
 from weightsync.sources.megatron_names import (
     LATENT_BY_HEAD,
     LATENT_DOWN,
@@ -98,7 +98,7 @@ class MegatronSource(LocalSource):
     def _marks(self, model: Model) -> object:
         return fingerprint([module for chunk in _chunks(model) for module in modules(chunk)], plain)
 
-    def _read(self, model: Model) -> tuple[Manifest, list[TensorShard]]:
+    def _read(self, model: Model) -> Reading:
         metas: list[TensorMeta] = []
         shards: list[TensorShard] = []
         refused: dict[str, str] = {}
@@ -120,7 +120,8 @@ class MegatronSource(LocalSource):
         shares = any(chunk.share_embeddings_and_output_weights for chunk in _chunks(model))
         names = {meta.name for meta in metas}
         is_tied = shares and "model.embed_tokens.weight" in names and not self.selection.excludes("lm_head.weight")
-        return Manifest(tuple(metas), (("lm_head.weight", "model.embed_tokens.weight"),) if is_tied else ()), shards
+        tied = (("lm_head.weight", "model.embed_tokens.weight"),) if is_tied else ()
+        return Reading(Manifest(tuple(metas), tied), shards)
 
 
 def _sources(chunk: nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tensor]]:

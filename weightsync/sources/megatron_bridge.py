@@ -11,17 +11,16 @@ from functools import partial
 from typing import Any
 
 from weightsync.errors import ConfigError
-from weightsync.planning.layout import Manifest
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import Model, TensorShard
+from weightsync.sources.base import Model, Reading
 from weightsync.sources.stream import StreamSource
 
 
 class BridgeSource(StreamSource):
     """The tensors that a bridge exports from a Megatron model. See `ShardSource`.
 
-    `manifest` and `shards` are collective, unlike other sources'. The first call for a model runs an export for the
-    names and shapes alone.
+    `read` is collective, unlike other sources'. The first call for a model runs an export for the names and shapes
+    alone.
 
     bridge: an object with `export_hf_weights(chunks, cpu=False, show_progress=False)`, as Megatron-Bridge's
         `AutoBridge`, or `export_weights(chunks)`, as mbridge's `Bridge`. Either gives pairs of a checkpoint name and a
@@ -42,11 +41,8 @@ class BridgeSource(StreamSource):
         self._bridge = bridge
         self._chunks: list[Any] = []
 
-    def manifest(self, model: Model) -> Manifest:
-        return super().manifest(self._export_of(model))
-
-    def shards(self, model: Model) -> list[TensorShard]:
-        return super().shards(self._export_of(model))
+    def read(self, model: Model) -> Reading:
+        return super().read(self._export_of(model))
 
     def close(self) -> None:
         super().close()

@@ -18,9 +18,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightsync.errors import ConfigError, UnsupportedError, first_few
-from weightsync.planning.layout import Box, Manifest, TensorMeta, flat_boxes, itemsize
+from weightsync.planning.layout import Box, TensorMeta, flat_boxes, itemsize
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import LocalSource, Memo, Model, TensorShard, no_barrier, one_module
+from weightsync.sources.base import Barrier, LocalSource, Memo, Model, Reading, TensorShard, one_module
 from weightsync.sources.hf_checkpoint import SavedParts, manifest_of, saved_form
 from weightsync.sources.module_tree import modules, walk_shells
 from weightsync.sources.peft import Adapter, adapter_of
@@ -59,7 +59,6 @@ class ModuleSource(LocalSource):
 
     def __init__(self, selection: TensorSelection) -> None:
         super().__init__(selection)
-        self.barrier = no_barrier
         self._adapters: dict[str, Adapter] = {}  # by name of the weight
         self._whole: dict[torch.Tensor, torch.Tensor] = {}  # the last `gather`'s whole factors, by this rank's factor
         self._wrapped = False  # PEFT has wrapped layers: their state is not only in tensors
@@ -71,12 +70,15 @@ class ModuleSource(LocalSource):
         """Yield every parameter and persistent buffer in the order of `state_dict`, tied ones under each name."""
 
     @abstractmethod
-    def read(self, tensor: torch.Tensor) -> LocalParam:
+    def read_param(self, tensor: torch.Tensor) -> LocalParam:
         """Return this rank's part of a parameter. Raise `UnsupportedError` if it cannot be read."""
 
     @abstractmethod
-    def whole(self, tensors: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """Return each of these parameters whole. `read` can read them all. Collective if any is sharded."""
+    def whole(self, tensors: Sequence[torch.Tensor], barrier: Barrier) -> dict[torch.Tensor, torch.Tensor]:
+        """Return each of these parameters whole. `read_param` can read them all. Collective if any is sharded.
+
+        barrier: as for `ShardSource.gather`.
+        """
 
     def reshard(self, found: list[nn.Module]) -> None:
         """Put the tensors of a model with the modules `found` into the state that `readers` reads."""
@@ -87,14 +89,14 @@ class ModuleSource(LocalSource):
 
     def sketch(self, model: Model) -> list[TensorShard]:
         """Return the shards of a model on the `meta` device: this rank's future regions, without values."""
-        return self._read(model, on_meta=True)[1]
+        return self._read(model, on_meta=True).shards
 
     def _marks(self, model: Model) -> object:
         found = modules(one_module(model))
         self.reshard(found)
         return None if self._wrapped else fingerprint(found, self.local)
 
-    def _read(self, model: Model, on_meta: bool = False) -> tuple[Manifest, list[TensorShard]]:
+    def _read(self, model: Model, on_meta: bool = False) -> Reading:
         tensors, tied = self._as_saved(one_module(model), on_meta)
         self._adapters = {
             part.meta.name: held.adapter for held, saved in tensors if held.adapter is not None for part in saved.parts
@@ -113,7 +115,7 @@ class ModuleSource(LocalSource):
         ]
         manifest = manifest_of((saved for _, saved in tensors), tied)
         place = {name: number for number, name in enumerate(manifest.names)}
-        return manifest, sorted(shards, key=lambda shard: place[shard.meta.name])
+        return Reading(manifest, sorted(shards, key=lambda shard: place[shard.meta.name]))
 
     def close(self) -> None:
         super().close()
@@ -128,11 +130,11 @@ class ModuleSource(LocalSource):
             for name, adapter in self._adapters.items()
         ]
 
-    def gather(self, names: Sequence[str]) -> None:
+    def gather(self, names: Sequence[str], barrier: Barrier) -> None:
         self._whole = {}  # free the factors of the last names first
         adapters = dict.fromkeys(self._adapters[name] for name in names if name in self._adapters)
         with torch.no_grad():
-            self._whole = self.whole([factor for adapter in adapters for factor in adapter.active_factors()])
+            self._whole = self.whole([factor for adapter in adapters for factor in adapter.active_factors()], barrier)
 
     def _merged(self, name: str, box: Box, values: torch.Tensor) -> torch.Tensor:
         return self._adapters[name].add_to(values, box, self._whole)
@@ -215,7 +217,7 @@ class ModuleSource(LocalSource):
             if (adapter := adapters.get(name[:end])) is not None:
                 names = adapter.names()
                 if name[end:] == "weight":
-                    adapter.check(names, held.shape, lambda factor: self.read(factor).shape)
+                    adapter.check(names, held.shape, lambda factor: self.read_param(factor).shape)
                     return replace(held, trains=True, adapter=adapter if names else None)
         return held
 

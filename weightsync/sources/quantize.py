@@ -19,13 +19,13 @@ from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.kernels.quantize import Form, fp8_per_channel, int8_per_channel, row_maxima
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import LastShards, Model, ShardSource, TensorShard
+from weightsync.sources.base import Barrier, Model, Reading, ShardSource, SteadySource, TensorShard
 
 FORMS = {"fp8": fp8_per_channel, "int8": int8_per_channel}
 _FROM = ("bfloat16", "float16", "float32")
 
 
-class QuantizingSource:
+class QuantizingSource(SteadySource):
     """The tensors of `source`, with the weights in 8 bits that `selection.quantizes` names. See `ShardSource`.
 
     form: "fp8" or "int8", both with one scale for each output channel.
@@ -49,21 +49,29 @@ class QuantizingSource:
                 f'quantize={form!r}; choose "fp8" or "int8", with a scale for each output channel. For scales of '
                 "tensors or of blocks let the engine quantise, and push without `quantize`"
             )
-        self._source = source
+        super().__init__(source)
         self._selection = selection
         self._largest = largest
         self._form: Form = FORMS[form]
         self._made: set[str] = set()  # names of scales: `source` does not know them
-        self._inner: list[TensorShard] | None = None  # the last shards of `source`
-        self._last = LastShards()  # the shards made of `_inner`
-        self._held: dict[str, dict[Box, TensorShard]] = {}  # shards to quantise, by name of the weight
-        self._scales: dict[tuple[str, Box], torch.Tensor] = {}  # of the rows of `_held`, of the last `gather`
         self._stand_ins: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
-    def manifest(self, model: Model) -> Manifest:
+    def _forget(self) -> None:
+        super()._forget()
+        self._held: dict[str, dict[Box, TensorShard]] = {}  # shards to quantise, by name of the weight
+        self._scales: dict[tuple[str, Box], torch.Tensor] = {}  # of the rows of `_held`, of the last `gather`
+
+    def read(self, model: Model) -> Reading:
+        self._scales = {}
+        return super().read(model)
+
+    def _derive(self, given: Reading) -> Reading:
+        # The stand-ins do not move with the weights. So moved weights give the same addresses.
+        return Reading(self._manifest(given.manifest), self._shards(given.shards))
+
+    def _manifest(self, given: Manifest) -> Manifest:
         found: list[TensorMeta] = []
         refused: dict[str, str] = {}
-        given = self._source.manifest(model)
         for meta in given:
             if not self._takes(meta):
                 found.append(meta)
@@ -83,13 +91,10 @@ class QuantizingSource:
             )
         return Manifest(tuple(found), tuple(pair for pair in given.tied if not self._takes(given[pair[1]])))
 
-    def shards(self, model: Model) -> list[TensorShard]:
-        self._scales = {}
-        if (inner := self._source.shards(model)) is self._inner:
-            return self._last.shards
+    def _shards(self, given: Sequence[TensorShard]) -> list[TensorShard]:
         self._held = {}
         found: list[TensorShard] = []
-        for meta, held in groupby(inner, key=lambda piece: piece.meta):
+        for meta, held in groupby(given, key=lambda piece: piece.meta):
             if not self._takes(meta):
                 found += held
                 continue
@@ -105,15 +110,10 @@ class QuantizingSource:
                     rows = Box((box.start[0], 0), (box.size[0], 1))
                     compute = partial(self._scale_of, meta.name, box)
                     found.append(TensorShard(scale, rows, self._stand_in(scale, rows, piece), piece.trains, compute))
-        self._inner = inner
-        return self._last.of(found)  # stand-ins do not move with the weights
+        return found
 
-    def close(self) -> None:
-        self._inner, self._last, self._held, self._scales = None, LastShards(), {}, {}
-        self._source.close()
-
-    def gather(self, names: Sequence[str]) -> None:
-        self._source.gather([name for name in names if name not in self._made])
+    def gather(self, names: Sequence[str], barrier: Barrier) -> None:
+        super().gather([name for name in names if name not in self._made], barrier)
         self._scales = {}
         rows = torch.tensor([self._cut_rows(name) for name in names], dtype=torch.int64)
         if names:

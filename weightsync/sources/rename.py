@@ -10,41 +10,32 @@ from msgspec.structs import replace
 from weightsync.errors import ManifestError
 from weightsync.planning.layout import Manifest, TensorMeta
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import Model, ShardSource, TensorShard
+from weightsync.sources.base import Barrier, Reading, ShardSource, SteadySource
 
 
-class RenamingSource:
+class RenamingSource(SteadySource):
     """The tensors of `source`, under the names of `selection.rename`. See `ShardSource`."""
 
     def __init__(self, source: ShardSource, selection: TensorSelection) -> None:
-        self._source = source
+        super().__init__(source)
         self._selection = selection
-        self._inner: list[TensorShard] | None = None
-        self._shards: list[TensorShard] = []
-        self._given: dict[str, str] = {}  # the source's name, by the new name
+        self._names: dict[str, str] = {}  # the source's name, by the new name
 
-    def manifest(self, model: Model) -> Manifest:
-        self._given = {}
-        given = self._source.manifest(model)
-        tied = tuple((self._selection.renamed(other), self._selection.renamed(name)) for other, name in given.tied)
-        return Manifest(tuple(map(self._renamed, given)), tied)
+    def _derive(self, given: Reading) -> Reading:
+        self._names = {}
+        manifest = given.manifest
+        tied = tuple((self._selection.renamed(other), self._selection.renamed(name)) for other, name in manifest.tied)
+        return Reading(
+            Manifest(tuple(map(self._renamed, manifest)), tied),
+            [replace_field(shard, meta=self._renamed(shard.meta)) for shard in given.shards],
+        )
 
-    def shards(self, model: Model) -> list[TensorShard]:
-        if (inner := self._source.shards(model)) is not self._inner:
-            self._shards = [replace_field(shard, meta=self._renamed(shard.meta)) for shard in inner]
-            self._inner = inner
-        return self._shards
-
-    def gather(self, names: Sequence[str]) -> None:
-        self._source.gather([self._given.get(name, name) for name in names])
-
-    def close(self) -> None:
-        self._inner, self._shards, self._given = None, [], {}
-        self._source.close()
+    def gather(self, names: Sequence[str], barrier: Barrier) -> None:
+        super().gather([self._names.get(name, name) for name in names], barrier)
 
     def _renamed(self, meta: TensorMeta) -> TensorMeta:
         name = self._selection.renamed(meta.name)
-        if (given := self._given.setdefault(name, meta.name)) != meta.name:
+        if (given := self._names.setdefault(name, meta.name)) != meta.name:
             raise ManifestError(
                 f"TensorSelection.rename gives {given} and {meta.name} the same name, {name}: every tensor travels "
                 "under a name of its own",

@@ -21,7 +21,7 @@ from weightsync.net.ranks import place_among
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.report import format_bytes
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import Model, TensorShard, no_barrier
+from weightsync.sources.base import Barrier, Model, Reading, TensorShard
 from weightsync.sources.module import ON_META, dtype_name, readable
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class StreamSource:
     tensors are dropped.
 
     Streams of lists and dicts may differ from push to push. Any other stream must give the same names, shapes and
-    dtypes as the first. `shards` finds a first tensor that differs, and `gather` any later one. A tensor must keep its
+    dtypes as the first. `read` finds a first tensor that differs, and `gather` any later one. A tensor must keep its
     values until it has been sent. Raises `ConfigError` for a selection without effect.
     """
 
@@ -68,7 +68,6 @@ class StreamSource:
             raise ConfigError("a stream decides what travels: leave buffers out, or exclude them by name")
         self.selection = selection
         self._ranks = ranks
-        self.barrier = no_barrier
         self._given = [
             TensorMeta(name, tuple(each.shape), dtype_name(each))
             for name, each in (tensors or {}).items()
@@ -80,7 +79,7 @@ class StreamSource:
         self._known: list[TensorMeta] = []
         self._places: dict[str, int] = {}
         self._has_learnt = False
-        self._shards: list[TensorShard] = []
+        self._reading: Reading | None = None
         self._device: torch.device | None = None
         self._kept: deque[_Arrival] | None = None
         self._forget_run()
@@ -92,11 +91,7 @@ class StreamSource:
         self._bucket: tuple[str, ...] = ()
         self._arrived: dict[str, torch.Tensor] = {}
 
-    def manifest(self, model: Model) -> Manifest:
-        self._learn(model)
-        return Manifest(tuple(self._known))
-
-    def shards(self, model: Model) -> list[TensorShard]:
+    def read(self, model: Model) -> Reading:
         self._forget_run()
         self._learn(model)
         if self._kept is not None:
@@ -110,27 +105,15 @@ class StreamSource:
             self._coming = _all_of(deque([first]), coming)
         elif self._is_first():
             raise ManifestError("the stream gives no tensors", missing=list(self._places))
-        if not self._shards and self._device is not None and self._is_first():
-            empty = {
-                meta.dtype: torch.empty((), dtype=getattr(torch, meta.dtype), device=self._device)
-                for meta in self._known
-            }
-            self._shards = [
-                TensorShard(
-                    meta,
-                    Box.full(meta.shape),
-                    empty[meta.dtype].expand(meta.shape),
-                    compute=partial(self._value, meta.name),
-                )
-                for meta in self._known
-            ]
-        return self._shards
+        if self._reading is None:
+            self._reading = Reading(Manifest(tuple(self._known)), self._stand_ins() if self._is_first() else [])
+        return self._reading
 
-    def gather(self, names: Sequence[str]) -> None:
+    def gather(self, names: Sequence[str], barrier: Barrier) -> None:
         for name in self._bucket:
             self._arrived.pop(name, None)
         self._bucket = tuple(names)
-        self.barrier()
+        barrier()
         if self._coming is None:
             return
         # Without names the push needs no more: run the stream to its end.
@@ -149,6 +132,21 @@ class StreamSource:
 
     def _is_first(self) -> bool:
         return place_among(self._ranks)[0] == 0
+
+    def _stand_ins(self) -> list[TensorShard]:
+        """Return the shards of the known tensors. `gather` fetches their values."""
+        empty = {
+            meta.dtype: torch.empty((), dtype=getattr(torch, meta.dtype), device=self._device) for meta in self._known
+        }
+        return [
+            TensorShard(
+                meta,
+                Box.full(meta.shape),
+                empty[meta.dtype].expand(meta.shape),
+                compute=partial(self._value, meta.name),
+            )
+            for meta in self._known
+        ]
 
     def _value(self, name: str) -> torch.Tensor:
         return self._arrived[name]
@@ -190,7 +188,7 @@ class StreamSource:
                 )
             self._kept = kept
         if known != self._known:
-            self._known, self._shards = known, []
+            self._known, self._reading = known, None
             self._places = {meta.name: at for at, meta in enumerate(known)}
         self._has_learnt = True
 

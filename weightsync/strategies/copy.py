@@ -24,7 +24,7 @@ from weightsync.planning.bucketing import open_bucketer
 from weightsync.planning.transfer_plan import TransferPlan
 from weightsync.planning.wire_types import ByteRange, Storage
 from weightsync.report import Progress, PushReport, WorkerReport
-from weightsync.sources.base import LastShards, Model, TensorShard
+from weightsync.sources.base import Model, Reading, SteadySource
 from weightsync.sources.megatron import MegatronSource
 from weightsync.sources.quantize import QuantizingSource
 from weightsync.sources.rename import renamed
@@ -66,7 +66,7 @@ class CopyWeights(FleetStrategy):
                 f"{', '.join(map(repr, transport.encodings)) or 'none'}: leave it out"
             )
         self._finite = FiniteCheck(options.non_finite)
-        self._source = self._finite.watch(renamed(options.source, options.selection), options.source)
+        self._source = self._finite.watch(renamed(SteadySource(options.source), options.selection), options.source)
         self._largest = RankMax(options.ranks, self._wait)
         if options.quantize is not None:
             self._source = QuantizingSource(self._source, options.quantize, options.selection, self._largest)
@@ -83,8 +83,7 @@ class CopyWeights(FleetStrategy):
         self._bucketer = bucketer
         self._verify = options.verify or "sampled"
         self._pause = options.pause or "keep"
-        self._last = LastShards()
-        self._shards: list[TensorShard] | None = None
+        self._reading: Reading | None = None  # the negotiated tensors
         self._sessions: list[TransferSession] = []
         self._joining: list[Transport] = []  # transports of the session under negotiation
         self._pushed: Pushed | None = None
@@ -113,8 +112,6 @@ class CopyWeights(FleetStrategy):
         """
         started = time.perf_counter()
         self._update = update
-        if hasattr(self._options.source, "barrier"):  # set anew each time: another `WeightSync` may use this source too
-            self._options.source.barrier = self._meet
         ranks, timeline = update.ranks, update.timeline
         with timeline.during("plan"):
             self._others.check_unchanged(ranks.rank)
@@ -131,9 +128,9 @@ class CopyWeights(FleetStrategy):
             with timeline.during("pause"):
                 fleet.wait_open()
             opened = time.perf_counter()
-        self._memory.begin(model, self._shards or ())
+        self._memory.begin(model, self._reading.shards if self._reading is not None else ())
         self._send(update, version, sessions, digests)
-        self._source.gather(())
+        self._source.gather((), update.meet)
         sent = time.perf_counter()
         pushed = self._memory.note(version, label)  # overlaps with the workers' loading
         with timeline.during("load"), update.blaming_ranks():
@@ -218,8 +215,7 @@ class CopyWeights(FleetStrategy):
         self._largest.abort()
         self._sessions, self._joining, self._pushed = [], [], None
         self._memory.clear()
-        self._update = self._shards = None
-        self._last = LastShards()
+        self._update = self._reading = None
         self._source.close()
         self._is_touched = False
 
@@ -233,9 +229,9 @@ class CopyWeights(FleetStrategy):
         if is_early:
             self._choose_version(update, self._sessions, late)  # an invalid version is refused before an engine pauses
             self._open(update, self._sessions)
-        shards = self._last.of(self._source.shards(model))
-        holds = shards is self._shards
-        if late and not (holds and self._memory.is_as(self._pushed, model, shards)):
+        reading = self._source.read(model)
+        holds = reading is self._reading
+        if late and not (holds and self._memory.is_as(self._pushed, model, reading.shards)):
             raise ConfigError(
                 "there is no version to catch up with: nothing was pushed since the last failure, or the model was "
                 "written or moved since. Push it, to all engines"
@@ -250,7 +246,7 @@ class CopyWeights(FleetStrategy):
             if is_early and self._fleet is not None:
                 self._fleet.cancel()
             is_early = False
-            self._follow(changes, update, model, shards, late)
+            self._follow(changes, update, model, reading, late)
             everyone = ranks.gather([True, [session.prepare_push() for session in self._sessions]], "plan")
         sessions = self._sessions
         if late:
@@ -259,8 +255,9 @@ class CopyWeights(FleetStrategy):
             # Ranks that quantise compute scales together, and may be out of step after a refusal.
             self._is_touched |= self._options.quantize is not None
             is_stream = isinstance(self._options.source, StreamSource)
-            refuse_different(update, self._source, model, shards, pairs, is_stream)
-            shards = self._last.of(self._source.shards(model)) if is_stream else shards
+            refuse_different(update, self._source, model, reading.shards, pairs, is_stream)
+            if is_stream:
+                self._source.read(model)  # begin the stream anew
         version = ranks.broadcast(self._choose_version(update, sessions, late), "plan")
         if sessions and not is_early:
             self._open(update, sessions)
@@ -294,9 +291,7 @@ class CopyWeights(FleetStrategy):
             )
         return self._pushed.version
 
-    def _follow(
-        self, changes: SessionChanges, update: Update, model: Model, shards: list[TensorShard], late: bool
-    ) -> None:
+    def _follow(self, changes: SessionChanges, update: Update, model: Model, reading: Reading, late: bool) -> None:
         """Drop sessions, and negotiate a new one. Collective."""
         before, rank = self._sessions, update.ranks.rank
         again = None if changes.again is None else before[changes.again].transport
@@ -316,8 +311,8 @@ class CopyWeights(FleetStrategy):
                 raise ConfigError("the transport is in use by another WeightSync: close that one, or give each its own")
             transport.owner, transport.encoding = self, self._options.encoding
             self._joining = [transport]
-            session = self._negotiate(update, model, shards, transport, late)
-            self._sessions, self._joining, self._shards = [*self._sessions, session], [], shards
+            session = self._negotiate(update, model, reading, transport, late)
+            self._sessions, self._joining, self._reading = [*self._sessions, session], [], reading
 
     def _open(self, update: Update, sessions: Sequence[TransferSession]) -> None:
         """Begin to open the update of these sessions' engines, on rank 0."""
@@ -326,14 +321,13 @@ class CopyWeights(FleetStrategy):
                 self._fleet.open([one for session in sessions for one in session.handles])
 
     def _negotiate(
-        self, update: Update, model: Model, shards: list[TensorShard], transport: Transport, late: bool
+        self, update: Update, model: Model, reading: Reading, transport: Transport, late: bool
     ) -> TransferSession:
         """Agree with engines without a session on tensors, dtypes, chunks and locations. Collective."""
         ranks, options = update.ranks, self._options
         self._others.meet(ranks)
-        manifest = self._source.manifest(model)
-        held = locate(shards, ranks.rank)
-        inventory = take_inventory(manifest, shards, held, ranks.rank, transport, options)
+        held = locate(reading.shards, ranks.rank)
+        inventory = take_inventory(reading, held, ranks.rank, transport, options)
         everyone: list[Inventory] = ranks.gather(inventory, "plan", Inventory)
         handles: list[EngineHandle] = []
         workers: list[ConnectedWorker] = []
@@ -348,7 +342,7 @@ class CopyWeights(FleetStrategy):
         with update.timeline.during("connect"):
             if options.quantize is not None:
                 self._largest.connect(update, any(each.tensor.is_cuda for each in held.values()))
-            self._connect(update, plan, LocalTensors(held, self._source.gather, model), transport)
+            self._connect(update, plan, LocalTensors(held, self._gather, model), transport)
         return TransferSession(transport, plan, self._verify, workers, handles)
 
     def _connect(self, update: Update, plan: TransferPlan, tensors: LocalTensors, transport: Transport) -> None:
@@ -378,10 +372,9 @@ class CopyWeights(FleetStrategy):
             fleet.release("init")
         ranks.broadcast(None, "connect")
 
-    def _meet(self) -> None:
-        """Wait for every rank, inside of a push. Collective. Raise when a rank or a worker has failed."""
-        if (update := self._update) is not None:
-            update.ranks.meet(update.check, update.deadline_after_workers(), "transfer")
+    def _gather(self, names: Sequence[str]) -> None:
+        assert self._update is not None
+        self._source.gather(names, self._update.meet)
 
     def _wait(self, seconds: float) -> None:
         if self._update is not None:

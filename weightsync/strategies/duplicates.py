@@ -37,13 +37,13 @@ def refuse_different(
             "cannot be known of an iterator in advance: push a list, or a function that returns an iterable"
         )
     dtypes = {name: dtype for pair, dtype in pairs.items() for name in pair}
-    source.gather([*dtypes])
+    source.gather([*dtypes], update.meet)
     own: dict[str, dict[str, int]] = {name: {} for name in dtypes}
     for shard in shards:
         if shard.meta.name in own:
             values = shard.values().to(dtypes[shard.meta.name]).contiguous()
             own[shard.meta.name][str(shard.box)] = digest(values.reshape(-1).view(torch.uint8))
     everyone = update.ranks.gather(own, "plan")
-    source.gather(())
+    source.gather((), update.meet)
     if update.ranks.rank == 0:
         check_duplicates([*pairs], everyone)

@@ -13,7 +13,7 @@ from weightsync.net.ranks import uses_nccl
 from weightsync.net.runtime import boot_id, describe_device
 from weightsync.net.wire import MachineInfo
 from weightsync.planning.layout import Manifest, ShardLocation
-from weightsync.sources.base import TensorShard
+from weightsync.sources.base import Reading
 from weightsync.strategies.base import Options
 from weightsync.transports.base import LocalTensor, Transport
 
@@ -29,8 +29,7 @@ class Inventory(Struct):
 
 
 def take_inventory(
-    manifest: Manifest,
-    shards: Sequence[TensorShard],
+    reading: Reading,
     held: dict[ShardLocation, LocalTensor],
     rank: int,
     transport: Transport,
@@ -39,10 +38,10 @@ def take_inventory(
     """Return this rank's inventory for rank 0."""
     kind, gpu_uuid = describe_device(_device(held, options.ranks))
     return Inventory(
-        manifest=manifest,
+        manifest=reading.manifest,
         locations=list(held),
         unmapped=sorted({location.name for location, tensor in held.items() if not transport.can_map(tensor)}),
-        frozen=sorted({s.meta.name for s in shards if options.selection.freezes(s.meta.name, s.trains)}),
+        frozen=sorted({s.meta.name for s in reading.shards if options.selection.freezes(s.meta.name, s.trains)}),
         machine=MachineInfo(f"trainer rank {rank}", kind, gpu_uuid, boot_id()),
     )
 

@@ -43,16 +43,16 @@ class FiniteCheck:
                 "travel: push a list, or a function that returns an iterable"
             )
         ranks = update.ranks
-        computed = [shard.meta.name for shard in self._source.shards(model) if shard.compute is not None]
+        computed = [shard.meta.name for shard in self._source.read(model).shards if shard.compute is not None]
         everyone = ranks.gather(computed, "plan", list[str])
         names = ranks.broadcast(list(dict.fromkeys(name for each in everyone for name in each)), "plan", list[str])
         for first in range(0, len(names), _AT_ONCE):
             group = names[first : first + _AT_ONCE]
-            self._source.gather(group)
+            self._source.gather(group, update.meet)
             for shard in self._source.shards_of(group):
                 shard.values()
         if names:
-            self._source.gather(())
+            self._source.gather((), update.meet)
         if bad := ranks.broadcast(self._found(update, (), "plan"), "plan", list[str]):
             raise NonFiniteError(
                 f"{len(bad)} tensors hold NaN or infinity, and nothing was written: {first_few(bad)}. Push once the "

@@ -171,7 +171,7 @@ class SharedMemory(FleetStrategy):
                     total_s=total_s,
                 )
                 logger.info("wrote %s", report)
-            self._source.shards(attached.model)
+            self._source.read(attached.model)
             self._finite.warn(update, 0 if report is None else report.version)
             update.report = ranks.broadcast(report, "commit", PushReport)
 

@@ -99,7 +99,7 @@ def share_memory(model: Model, backend: str) -> None:
 
 
 def _shards(model: Model, backend: str) -> list[Any]:
-    return list(open_source(source_of(backend), TensorSelection()).shards(model))
+    return list(open_source(source_of(backend), TensorSelection()).read(model).shards)
 
 
 def _values(weights: str, name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

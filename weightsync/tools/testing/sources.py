@@ -62,9 +62,9 @@ def _check_own_shards(
 ) -> None:
     """Check one rank's own manifest and shards. Append its manifest and its boxes to `view`."""
     source = open_source(TensorSelection())
-    manifest = source.manifest(model)
-    shards = source.shards(model)
-    source.gather(manifest.names)
+    reading = source.read(model)
+    manifest, shards = reading.manifest, reading.shards
+    source.gather(manifest.names, _no_barrier)
     view.append(manifest)
     view.append([(shard.meta.name, shard.box) for shard in shards])
 
@@ -90,25 +90,30 @@ def _check_own_shards(
         want = expected[shard.meta.name][region(shard.box)].to(shard.tensor.device)
         require(same_bytes(shard.values(), want), f"{what} has other values than expected")
 
-    again = source.shards(model)
-    require(source.manifest(model) == manifest, "a second manifest of the same model differs")
+    again = source.read(model)
+    require(again.manifest == manifest, "a second manifest of the same model differs")
     require(
         [(shard.tensor.data_ptr(), shard.tensor.stride()) for shard in shards]
-        == [(shard.tensor.data_ptr(), shard.tensor.stride()) for shard in again],
+        == [(shard.tensor.data_ptr(), shard.tensor.stride()) for shard in again.shards],
         "shards are not views of the trainer's memory: a second call gives other addresses",
     )
 
     left_out = manifest.names[-1]  # the first are embeddings: tied ones travel under another name
     without = open_source(TensorSelection(exclude=(left_out,)))
     if len(manifest) > 1:
-        found = without.manifest(model).names
+        rest = without.read(model)
+        found = rest.manifest.names
         require(found == manifest.names[:-1], f"exclude=({left_out!r},) leaves {found} in the manifest")
         require(
-            all(shard.meta.name != left_out for shard in without.shards(model)),
+            all(shard.meta.name != left_out for shard in rest.shards),
             f"there are shards of {left_out}, excluded",
         )
-    found = open_source(TensorSelection(exclude=("*",))).manifest(model).names
+    found = open_source(TensorSelection(exclude=("*",))).read(model).manifest.names
     require(not found, f"with everything excluded the manifest has {found}")
+
+
+def _no_barrier() -> None:
+    """Do nothing. A rank that fails alone leaves the other ranks to their timeout."""
 
 
 def _first_problem(views: Sequence[Any], expected: Mapping[str, torch.Tensor]) -> str | None:
