@@ -208,7 +208,7 @@ def from_fields(fields: ErrorFields) -> WeightSyncError:
     try:
         return _rebuild(cls, replace(fields, facts=facts))
     except TypeError:
-        return ProtocolError(f"a {fields.kind} came with facts that it does not have: {fields.message}")
+        return ProtocolError(f"a {fields.kind} came with facts of another class: {fields.message}")
 
 
 def _rebuild(cls: type[WeightSyncError], fields: ErrorFields) -> WeightSyncError:

@@ -91,7 +91,7 @@ class TensorSelection:
             return name
         found = self.rename(name)
         if not isinstance(found, str):
-            raise ConfigError(f"rename gives {found!r} for {name}; expected a name. TensorSelection.exclude leaves out")
+            raise ConfigError(f"rename gives {found!r} for {name}; expected a name. Use `exclude` to leave it out")
         return found
 
     def excludes(self, name: str) -> bool:

@@ -341,7 +341,7 @@ class WeightSync:
         if version is not None and not isinstance(version, int):
             refused, version = f"version={version!r}; it must be a whole number, or None for the next", None
         elif version is not None and abs(version) > MAX_VERSION:
-            refused, version = f"version={version}; the largest that can be is {MAX_VERSION}", None
+            refused, version = f"version={version}; the largest version is {MAX_VERSION}", None
         self._check_process()
         self._process = os.getpid()
         turn, timeline = _Turn(), Timeline()
@@ -379,8 +379,8 @@ class WeightSync:
         """Raise `ConfigError` in a forked child of the connected process: both would use the same sockets."""
         if self._process not in (None, os.getpid()):
             raise ConfigError(
-                f"this WeightSync is connected by process {self._process}, from which this process, {os.getpid()}, was "
-                "forked: use it there, or make another one here"
+                f"this WeightSync is connected in process {self._process}, and process {os.getpid()} is a fork: use "
+                f"it in process {self._process}, or make another WeightSync here"
             )
 
     def _take_turn(self, turn: _Turn) -> None:

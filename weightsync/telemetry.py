@@ -76,15 +76,15 @@ class _TrainerMetrics:
         self.push_seconds = Histogram(
             "weightsync_push_seconds", "Seconds of a push by phase, as in PushReport", ["phase"], buckets=_BOUNDS_S
         )
-        self.push_bytes = Counter("weightsync_push_bytes", "Bytes of the weights that were pushed, sent or not")
-        self.push_sent_bytes = Counter("weightsync_push_sent_bytes", "Bytes that the trainer's ranks have sent")
+        self.push_bytes = Counter("weightsync_push_bytes", "Bytes of the pushed weights, sent or not")
+        self.push_sent_bytes = Counter("weightsync_push_sent_bytes", "Bytes sent by the trainer's ranks")
         self.push_failures = Counter(
-            "weightsync_push_failures", "Pushes that failed, by class of the error and phase", ["error", "phase"]
+            "weightsync_push_failures", "Failed pushes, by class of the error and phase", ["error", "phase"]
         )
         newest = "mostrecent"
         self.push_version = Gauge("weightsync_push_version", "The version pushed last", multiprocess_mode=newest)
         self.push_left_out = Gauge(
-            "weightsync_push_left_out", "Engines that do not serve the last version", multiprocess_mode=newest
+            "weightsync_push_left_out", "Engines without the last version", multiprocess_mode=newest
         )
 
 
@@ -101,18 +101,18 @@ class _EngineMetrics:
             [*of_engine, "phase"],
             buckets=_BOUNDS_S,
         )
-        self.engine_bytes = Counter("weightsync_engine_bytes", "Bytes that pushes have written to a worker", of_engine)
+        self.engine_bytes = Counter("weightsync_engine_bytes", "Bytes written to a worker by pushes", of_engine)
         self.engine_failures = Counter(
             "weightsync_engine_failures",
-            "What workers ran into in pushes, by class of the error",
+            "Errors of workers in pushes, by class",
             [*of_engine, "error"],
         )
         self.engine_version = Gauge(
-            "weightsync_engine_version", "The version that a worker serves", of_engine, multiprocess_mode=newest
+            "weightsync_engine_version", "The version served by a worker", of_engine, multiprocess_mode=newest
         )
         self.engine_poisoned = Gauge(
             "weightsync_engine_poisoned",
-            "1 where a worker's weights are a mixture, and it does not answer",
+            "1 for a worker with a mixture of weights, which does not answer",
             of_engine,
             multiprocess_mode=newest,
         )

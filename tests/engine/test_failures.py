@@ -300,10 +300,10 @@ def heal_server(served: Http, trainers: Trainers, untouched: bool) -> None:
             leave_out,
             ("model.layers.1.mlp.up_proj.weight",),
             {"missing": ["model.layers.1.mlp.up_proj.weight"]},
-            "missing 1",
+            "Missing 1",
         ),
-        (add_unknown, (), {"unexpected": ["model.extra_norm.weight", "model.extra_norm.bias"]}, "unexpected 2"),
-        (misshape, (), {"mismatched": ["model.layers.1.mlp.up_proj.weight"]}, "not fitting 1"),
+        (add_unknown, (), {"unexpected": ["model.extra_norm.weight", "model.extra_norm.bias"]}, "Unexpected 2"),
+        (misshape, (), {"mismatched": ["model.layers.1.mlp.up_proj.weight"]}, "Not fitting 1"),
         (
             double,
             (),
@@ -343,7 +343,7 @@ def test_a_model_of_another_architecture(llm: Remote, cold: dict[str, Answer], n
 def test_ranks_that_hold_different_models(served: Http, trainers: Trainers):
     trainers.call(spoil, one_rank_has_more)
     error = failed(trainers.call(push, "B"), ManifestError, TIMEOUT_S)
-    assert "unexpected 2: model.extra_norm" in str(error)
+    assert "Unexpected 2: model.extra_norm" in str(error)
     trainers.call(new_model)
     heal_server(served, trainers, untouched=True)
 

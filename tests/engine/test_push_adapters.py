@@ -159,7 +159,7 @@ def push_base_beside(engines: Engines) -> dict[str, Answer]:
 
 def refuse(engines: Engines) -> None:
     with WeightSync("fsdp", "lora", engines.llm, timeout_s=TIMEOUT_S) as sync:
-        with pytest.raises(ConfigError, match="rank 16, and the engine was started for at most 8"):
+        with pytest.raises(ConfigError, match="rank 16, and the engine takes at most 8"):
             sync.push(wrapped("linear", r=16))
         sync.push(wrapped("linear"))
 

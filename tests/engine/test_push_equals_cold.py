@@ -226,7 +226,7 @@ def push_by_the_extension(engines: Engines, tp: int) -> list[tuple[int, Answer, 
         if weights == "x":
             bias = torch.nn.Parameter(torch.zeros(7))
             engines.model.model.norm.register_parameter("bias", bias)
-            with pytest.raises(ManifestError, match=r"unexpected 1: model\.norm\.bias"):
+            with pytest.raises(ManifestError, match=r"Unexpected 1: model\.norm\.bias"):
                 engines.sync.push(engines.model)
             del engines.model.model.norm.bias
         else:

@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(engines: Remote, tr
     trainers.call(load, "qwen3-moe", Mesh(pp=2), "broadcast", {})
     trainers.call(lose_layers)
     for error in trainers.call(push_refused, "qwen3-moe", checkpoint):
-        assert "nothing came of model.layers.1: the trainer has fewer layers, or a pipeline stage" in str(error)
+        assert "The trainer pushes nothing of model.layers.1: it has fewer layers, or a pipeline stage" in str(error)
         assert all(name.startswith("model.layers.1.") for name in error.missing)
 
     assert_same(engines.call(Engines.ask), cold["A"], "after pushes that were refused")

@@ -337,7 +337,7 @@ def test_a_worker_that_does_not_see_the_folder_says_so(
         check_seen(incoming / "elsewhere" if "worker" in who else incoming, who)
 
     monkeypatch.setattr(files, "check_seen", look)
-    with pytest.raises(PlacementError, match="must see the folder of checkpoints under the same path"):
+    with pytest.raises(PlacementError, match="the folder of checkpoints under the same path"):
         Pusher(engine, tmp_path).push(2)
     assert engine.log == []
     assert_serves(host, 1)

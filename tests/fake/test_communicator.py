@@ -58,7 +58,7 @@ def alone(rank: int, kind: str, ending: str) -> None:
     communicator = Communicator(place, mock.Mock(store=open_store), 0, 2, device, [], [1])
     with pytest.raises(WeightSyncError if ending == "news" else SyncTimeoutError) as caught:
         communicator.meet(wait, deadline)
-    said = {"news": "bad news", "deadline": f"not all have met at {HOST}", "unreached": "cannot all reach each other"}
+    said = {"news": "bad news", "deadline": f"not all have connected to {HOST}", "unreached": "but not to each other"}
     assert said[ending] in str(caught.value)
     assert time.monotonic() - started < 15.0
     still_works(device)

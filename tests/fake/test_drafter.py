@@ -168,11 +168,11 @@ def test_a_drafter_that_the_trainer_has_a_part_of_is_refused():
     host = Host(checkpoint(1), Model)
     some = {name: tensor for name, tensor in checkpoint(2).items() if name != "mtp.fc.weight"}
     with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
-        refused(sync, some, r"missing 1: drafter\.fc\.weight")
+        refused(sync, some, r"Missing 1: drafter\.fc\.weight")
 
 
 def test_what_neither_takes_is_refused():
     host = Host(checkpoint(1), Model)
     more = checkpoint(2) | {"mtp.other.weight": torch.zeros(4), "other.weight": torch.zeros(4)}
     with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
-        refused(sync, more, r"unexpected 2: mtp\.other\.weight, other\.weight")
+        refused(sync, more, r"Unexpected 2: mtp\.other\.weight, other\.weight")

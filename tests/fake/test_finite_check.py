@@ -50,7 +50,7 @@ def test_a_push_warns_of_what_is_not_finite(option: str | None, value: float, ca
             spoil(model, name, value)
             assert sync.push(model).version == number
             (text,) = warnings_in(caplog)
-            assert text == f"version {number} has 1 tensors with NaN or infinity, and is served now: {name}"
+            assert text == f"the engines serve version {number} with NaN or infinity in 1 tensors: {name}"
         sync.push(trainer_model(checkpoint(2)))
         assert warnings_in(caplog) == []
 
@@ -103,7 +103,7 @@ def test_tensors_of_a_stream_are_looked_at_as_they_come(caplog: pytest.LogCaptur
         for stream in (bad, list(bad.items()), lambda: bad.items()):
             with pytest.raises(NonFiniteError, match=NAMES[1]):
                 sync.push(stream)
-        with pytest.raises(ConfigError, match="cannot be known before they travel"):
+        with pytest.raises(ConfigError, match="an iterator can be read once"):
             sync.push(iter(good.items()))
         assert one.log == []
         assert sync.push(list(good.items())).version == 1
@@ -196,7 +196,7 @@ def test_a_checkpoint_to_start_from_is_looked_at_before_it_is_written(tmp_path: 
     [
         ("ipc", "never", "non_finite='never'; choose one of warn, refuse, ignore"),
         ("lora", "refuse", "non_finite: no effect with this LoraTransport"),
-        ("single_copy", "refuse", "nothing is left to refuse"),
+        ("single_copy", "refuse", "the trainer itself writes into the engine"),
     ],
 )
 def test_options_that_cannot_work(transport: str, option: Any, words: str):

@@ -264,12 +264,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dora": (lambda: wrapped("linear", use_dora=True), "is a DoraLinearVariant, expected plain LoRA"),
     "bias": (lambda: wrapped("linear", model="qwen2", target_modules=["q_proj"], lora_bias=True), "`lora_bias=True`"),
     "ia3": (with_ia3, r"it is in a peft\.tuners\.ia3\.layer\.Linear"),
-    "prompt": (with_a_prompt, "PROMPT_TUNING adapter of PEFT's, which cannot be merged"),
+    "prompt": (with_a_prompt, "PROMPT_TUNING adapter of PEFT's; only LoRA"),
     "trainable tokens": (with_trainable_tokens, "TrainableTokens"),
     "tied": (lambda: wrapped("embedding", model="qwen3-tied"), "lm_head.weight: it is tied to model.embed_tokens"),
     "half merged": (half_merged, r"call `unmerge_adapter\(\)`"),
     "disabled while merged": (disabled_while_merged, r"call `unmerge_adapter\(\)`"),
-    "partitioned": (partitioned, "FSDP1 partitions them"),
+    "partitioned": (partitioned, "FSDP1 is not covered"),
     "of ZeRO-3": (partitioned_and_persistent, 'push with backend="deepspeed"'),
 }
 

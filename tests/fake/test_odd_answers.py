@@ -173,7 +173,7 @@ def test_versions_that_no_push_has_named_are_none(tmp_path: Path) -> None:
     with WeightSync("fsdp", CheckpointTransport(tmp_path, keep_last=1), engine, timeout_s=60.0) as sync:
         assert sync.push(trainer_model(checkpoint(2))).version == 4
         for version in (MAX_VERSION + 1, 10**30):
-            with pytest.raises(ConfigError, match=f"version={version}; the largest that can be is {MAX_VERSION}"):
+            with pytest.raises(ConfigError, match=f"version={version}; the largest version is {MAX_VERSION}"):
                 sync.push(trainer_model(checkpoint(2)), version=version)
         assert sync.push(trainer_model(checkpoint(2)), version=MAX_VERSION).version == MAX_VERSION
         with pytest.raises(ConfigError, match=f"there has been version {MAX_VERSION}"):

@@ -122,7 +122,7 @@ def test_a_transport_that_another_sync_uses_is_refused(kind: Callable[[], Transp
     with closing(engines[0]), closing(engines[1]), second:
         with first:
             first.push(model)
-            with pytest.raises(ConfigError, match="in use by another WeightSync"):
+            with pytest.raises(ConfigError, match="another WeightSync uses the transport"):
                 second.push(model)
             assert first.push(model).version == 2
         assert second.push(model).version == 1
@@ -165,14 +165,14 @@ def test_a_part_that_the_engine_was_started_without_is_not_pushed(
     caplog.set_level("INFO", "weightsync")
     with closing(FakeEngine(whole)) as engine:
         sync = WeightSync("fsdp", transport, engine, timeout_s=TIMEOUT_S)
-        with sync, pytest.raises(ManifestError, match=r"unexpected 1: visual\.weight"):
+        with sync, pytest.raises(ManifestError, match=r"Unexpected 1: visual\.weight"):
             sync.push(model)
     with closing(FakeEngine(host)) as engine, WeightSync("fsdp", transport, engine, timeout_s=TIMEOUT_S) as sync:
         reports = [sync.push(model), sync.push(model)]
     assert torch.equal(host.live.weight, torch.ones(8, 4))
     assert [report.nbytes for report in reports] == [8 * 4 * 4] * 2
     told = [record.getMessage() for record in caplog.records if "not pushed" in record.getMessage()]
-    assert told == ["1 tensors are not pushed, such as visual.weight: the engine does not run that part of the model"]
+    assert told == ["1 tensors are not pushed, such as visual.weight: the engine does not run their part of the model"]
 
 
 class ShallowTower(nn.Module):
@@ -194,7 +194,7 @@ def test_what_a_loader_passes_over_stays_behind_in_a_tower_alone(others: list[st
     model = trainer_model({name: torch.ones(8, 4) for name in names})
     with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
         if others:
-            with pytest.raises(ManifestError, match=rf"unexpected 1: {others[0]}"):
+            with pytest.raises(ManifestError, match=rf"Unexpected 1: {others[0]}"):
                 sync.push(model)
         else:
             assert sync.push(model).nbytes == 2 * 8 * 4 * 4
@@ -667,13 +667,13 @@ def test_a_worker_has_its_whole_time_for_each_chunk(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda sync, model: sync.push(model.state_dict()), "the model itself, .* got OrderedDict"),
-        (lambda sync, model: sync.push(model.parameters()), "the model itself, .* got generator"),
-        (lambda sync, model: sync.push([model]), "given list of length 1, and takes one torch.nn.Module"),
+        (lambda sync, model: sync.push(model.state_dict()), "push got a OrderedDict, expected the model"),
+        (lambda sync, model: sync.push(model.parameters()), "push got a generator, expected the model"),
+        (lambda sync, model: sync.push([model]), "a list of length 1, expected one torch.nn.Module"),
         (lambda sync, model: sync.push(model, version="step-1"), "version='step-1'; it must be a whole number"),
         (lambda sync, model: sync.push(model, version=0), "not newer than 0.* give at least 1"),
         (lambda sync, model: WeightSync("fsdp", None), "transport=None; choose"),
-        (lambda sync, model: WeightSync("fsdp", "ipc", bucketer=ModuleBucketer(), max_bytes=5), "max_bytes=5 is for"),
+        (lambda sync, model: WeightSync("fsdp", "ipc", bucketer=ModuleBucketer(), max_bytes=5), "max_bytes=5 has no effect"),
         (lambda sync, model: WeightSync("fsdp", "lora", pause="wait", verify="full"), "^verify, pause: no effect"),
         (
             lambda sync, model: WeightSync("fsdp", "single_copy", max_bytes=5),
@@ -706,7 +706,7 @@ def test_the_memory_of_several_engines_cannot_be_one_copy() -> None:
         sync = stack.enter_context(WeightSync("fsdp", "single_copy", engines, timeout_s=TIMEOUT_S))
         with torch.device("meta"):
             model = OneWeight(torch.float32)
-        with pytest.raises(PlacementError, match="shares the memory of one engine, and 2 were given"):
+        with pytest.raises(PlacementError, match="shares the memory of one engine, got 2 engines"):
             sync.attach(model)
         assert all(engine.log == [] for engine in engines)
 

@@ -160,7 +160,7 @@ def test_writes_outside_of_writing_are_noticed(sync: WeightSync):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    with pytest.raises(WeightSyncError, match="this optimizer step would write into an engine"):
+    with pytest.raises(WeightSyncError, match="take this optimizer step inside"):
         optimizer.step()
     with sync.writing():
         optimizer.step()
@@ -172,7 +172,7 @@ def test_an_engine_that_was_started_anew_is_refused_before_the_body_runs(engine:
     with pytest.raises(WeightSyncError, match="half of it"), sync.writing():
         raise ValueError("half of it")
     engine.sessions[0].engine_instance = "another"
-    with pytest.raises(EngineError, match="started anew since `attach`"), sync.writing():
+    with pytest.raises(EngineError, match="restarted since `attach`"), sync.writing():
         raise AssertionError("the body must not run")
 
 
@@ -182,7 +182,7 @@ def test_models_that_were_not_attached_are_refused(engine: FakeEngine, sync: Wei
     with pytest.raises(ConfigError, match="call `attach"), sync.writing():
         raise AssertionError("the body must not run")
     sync.attach(on_meta())
-    with pytest.raises(ConfigError, match="and this is another"):
+    with pytest.raises(ConfigError, match="another model is attached"):
         sync.push(on_meta())
     with pytest.raises(ConfigError, match="attached already"):
         sync.attach(on_meta())
@@ -204,7 +204,7 @@ def test_options_that_have_no_effect_are_refused():
         with pytest.raises(ConfigError, match=f"^{next(iter(options))}: no effect with this SingleCopyTransport"):
             WeightSync("fsdp", "single_copy", **options)  # type: ignore[arg-type]
     for kept in ({"backend": "deepspeed"}, {"backend": "fsdp", "quantize": "fp8"}):
-        with pytest.raises(ConfigError, match="single_copy works on a plain model"):
+        with pytest.raises(ConfigError, match="single_copy takes a plain model"):
             WeightSync(transport="single_copy", **kept)
 
 
@@ -216,7 +216,7 @@ def worker(group: int, boot_id: str) -> Any:
 @pytest.mark.parametrize(
     ("hosts", "workers", "words"),
     [
-        (["a"], [worker(0, "a"), worker(1, "a")], "one engine, and 2 were given"),
+        (["a"], [worker(0, "a"), worker(1, "a")], "one engine, got 2 engines"),
         (["a"], [worker(0, "a"), worker(0, "a")], "1 trainer ranks cannot share the memory of 2 engine workers"),
         (["a", "b"], [worker(0, "a"), worker(0, "a")], "but trainer rank 1 runs on another"),
         (["a"], [worker(0, "b")], "but engine 0 worker tp=0 runs on another"),
@@ -265,4 +265,4 @@ def test_writing_warns_of_what_is_not_finite(sync: WeightSync, caplog: pytest.Lo
     with sync.writing(), torch.no_grad():
         model["k"].weight[1, 2] = 1.0
     (text,) = [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
-    assert text == "version 1 has 1 tensors with NaN or infinity, and is served now: k.weight"
+    assert text == "the engines serve version 1 with NaN or infinity in 1 tensors: k.weight"

@@ -314,7 +314,7 @@ def adapters_that_cannot_be_read() -> None:
             make(TensorSelection()).read(engine)
         found = {name.removeprefix("model.layers.1.self_attn."): why for name, why in caught.value.tensors.items()}
         assert found.keys() == {"q_proj.weight", "v_proj.weight"}
-        assert found["q_proj.weight"].startswith("of a factor of its adapter 'default': it may be about to change")
+        assert found["q_proj.weight"].startswith("of a factor of its adapter 'default': it is gathered and may change")
         assert "NVMe" in found["v_proj.weight"]
 
 

@@ -385,7 +385,7 @@ def test_a_weight_is_not_torn_from_its_scales() -> None:
     model = net()
     with closing(engine_of(quantized(state_of(model), "fp8"))) as engine:
         sync = WeightSync("fsdp", "ipc", engine, quantize="fp8", bucketer="parameter", timeout_s=TIMEOUT_S)
-        with pytest.raises(ConfigError, match="tears 4 quantised weights from their scales"):
+        with pytest.raises(ConfigError, match="puts 4 quantised weights and their scales into different buckets"):
             sync.push(model)
 
 

@@ -142,7 +142,7 @@ def test_a_dict_that_differs_is_negotiated_anew() -> None:
         assert serves(engine, 3)
         short = checkpoint(4)
         del short["layers.1.norm.weight"]
-        with pytest.raises(ManifestError, match=r"missing 1: layers\.1\.norm\.weight"):
+        with pytest.raises(ManifestError, match=r"Missing 1: layers\.1\.norm\.weight"):
             sync.push(short)
         assert serves(engine, 3)
         assert not is_poisoned(engine)
@@ -240,7 +240,7 @@ def test_an_engine_that_joins_gets_what_the_others_get(backend: str, transport: 
     with WeightSync(option, transport, [engines[0]], timeout_s=30.0) as sync:
         sync.push(pushed(2))
         sync.engines.add(engines[1])
-        with pytest.raises(ConfigError, match="push it, to all engines"):
+        with pytest.raises(ConfigError, match="push it to all engines"):
             sync.catch_up(pushed(2))
         for seed in (3, 4):
             sync.push(pushed(seed))
@@ -359,7 +359,7 @@ def test_a_rank_that_cannot_save_leaves_no_other_at_the_end_of_the_stream(tmp_pa
 @pytest.mark.parametrize(
     ("stream", "error", "words"),
     [
-        (nn.Linear(2, 2), ConfigError, "takes .name, tensor. pairs and not a module"),
+        (nn.Linear(2, 2), ConfigError, "takes .name, tensor. pairs, got a module"),
         ([torch.zeros(2)], ConfigError, "the stream gives a Tensor; expected pairs of name and tensor"),
         (["ab"], ConfigError, "the stream gives a str"),
         ({"a": torch.zeros(2, device="meta")}, UnsupportedError, "the stream gives a: it is on the meta device"),
@@ -377,7 +377,7 @@ def test_what_is_no_stream_is_refused(stream: Any, error: type[Exception], words
         ("stream", {"selection": TensorSelection(only_trained=True)}, "freeze none"),
         ("stream", {"selection": TensorSelection(buffers=False)}, "leave buffers out"),
         ("stream", {"transport": "single_copy"}, 'backend="fsdp"'),
-        ("stream", {"transport": "lora"}, "adapters are those of PEFT"),
+        ("stream", {"transport": "lora"}, "adapters need PEFT"),
     ],
 )
 def test_options_without_effect_are_refused(backend: str, options: dict[str, Any], words: str) -> None:

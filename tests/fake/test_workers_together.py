@@ -89,7 +89,7 @@ def test_worker_that_cannot_bind_frees_those_that_agree_on_shared_scales() -> No
     transport.change_endpoints = misplace
     with WeightSync("fsdp", transport, engine, timeout_s=TIMEOUT_S) as sync:
         started = time.monotonic()
-        with pytest.raises(ProtocolError, match="something lies in storage 9"):
+        with pytest.raises(ProtocolError, match="the plan reads storage 9"):
             sync.push(trainer_model(checkpoint(2)))
         assert time.monotonic() - started < TIMEOUT_S / 2
         sync.push(trainer_model(checkpoint(2)))

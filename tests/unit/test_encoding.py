@@ -152,7 +152,7 @@ def test_a_difference_from_another_base_writes_nothing():
     assert length(room) == message.numel() < 100
     for pushes, other in [(0, held), (2, held), (1, held + 1)]:
         before = other.clone()
-        with pytest.raises(ProtocolError, match="push again, and everything is sent"):
+        with pytest.raises(ProtocolError, match="the next push sends everything"):
             read(room, other, pushes)
         assert torch.equal(other, before)
     read(room, held, 1)

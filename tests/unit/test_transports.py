@@ -108,7 +108,7 @@ def test_a_shared_file_is_seen_as_its_owner_writes_it_also_when_it_is_closed(fil
     assert stat.S_IMODE(os.stat(f"/proc/self/fd/{fields['fd']}").st_mode) == 0o600
     mapped = open_exported(kind, fields, CPU, "trainer rank 0")
     for wrong in ({"nbytes": 8192}, {"inode": fields["inode"] + 1}):
-        with pytest.raises(PlacementError, match="is not the memory that trainer rank 0 has exported"):
+        with pytest.raises(PlacementError, match="is not the memory exported by trainer rank 0"):
             open_exported(kind, {**fields, **wrong}, CPU, "trainer rank 0")
     file.close()
     file.close()  # more than once
@@ -141,7 +141,7 @@ def test_nothing_is_left_in_shared_memory_of_a_process_that_is_killed():
 def test_a_file_of_another_user_is_not_mapped(file: SharedFile, monkeypatch: pytest.MonkeyPatch):
     handle = file.handle()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(PlacementError, match="is not the memory that trainer rank 0 has exported"):
+    with pytest.raises(PlacementError, match="is not the memory exported by trainer rank 0"):
         open_exported(*handle, CPU, "trainer rank 0")
 
 
@@ -215,7 +215,7 @@ def test_a_worker_follows_no_link_and_waits_for_no_pipe(incoming: Path, tmp_path
     {"link": lambda: path.symlink_to(tmp_path / "secret"), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[
         trick
     ]()
-    with pytest.raises(PlacementError, match=r"cannot read|is no file"):
+    with pytest.raises(PlacementError, match=r"cannot read|not a plain file"):
         read_from(told(incoming))
 
 
@@ -235,7 +235,7 @@ def test_what_a_worker_was_not_told_of_memory_is_a_protocol_error(file: SharedFi
         return receiver
 
     receiver = connect([[0]])
-    with pytest.raises(ProtocolError, match="storage 3 of trainer rank 0, which was not named"):
+    with pytest.raises(ProtocolError, match="storage 3 of trainer rank 0, but no endpoint names it"):
         receiver.storage(0, 3)
     with pytest.raises(ProtocolError, match="of 1 of 2 chunks"):
         next(receiver.chunks(range(2), lambda seconds: None, lambda: deadline))
@@ -252,7 +252,7 @@ def test_what_a_worker_was_not_told_of_memory_is_a_protocol_error(file: SharedFi
     [
         ({"runs": [[[0, 0, 9]]]}, "does not lie in a slot of 8 bytes"),
         ({"runs": [[[0, 5, 4]]]}, "does not lie in a slot of 8 bytes"),
-        ({"runs": [[[0, 0, 8]]], "encoders": [0], "origins": [[]]}, "says which rank it is of"),
+        ({"runs": [[[0, 0, 8]]], "encoders": [0], "origins": [[]]}, "do not name their rank"),
         ({"slots": 0}, "the peer sent no"),
         ({"slot_bytes": -1}, "the peer sent no"),
         ({"slot_bytes": None}, "the peer sent no"),

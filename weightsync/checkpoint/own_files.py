@@ -46,11 +46,11 @@ def open_plain(path: Path, flags: int) -> int:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "it is a link, which is not followed: remove it", str(path)) from error
+            raise OSError(errno.ELOOP, "links are not followed: remove it", str(path)) from error
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "it is no plain file: remove it", str(path))
+        raise OSError(errno.EINVAL, "not a plain file: remove it", str(path))
     return fd
 
 

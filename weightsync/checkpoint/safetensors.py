@@ -66,11 +66,11 @@ def lay_out(manifest: Manifest, groups: Sequence[Sequence[str]], max_shard_bytes
     """
     if unknown := {meta.name: meta.dtype for meta in manifest if meta.dtype not in _CODES}:
         name, dtype = next(iter(unknown.items()))
-        raise ConfigError(f"{len(unknown)} tensors have a dtype that safetensors has not, such as {name}: {dtype}")
+        raise ConfigError(f"{len(unknown)} tensors have a dtype without a name in safetensors, such as {name}: {dtype}")
     if _METADATA in manifest:
         raise ConfigError(
-            f"a tensor is named {_METADATA}, which in a safetensors file is no tensor: leave it out by "
-            "TensorSelection(exclude=...), or name it otherwise by TensorSelection(rename=...)"
+            f"a tensor is named {_METADATA}, and safetensors files reserve this name: use "
+            "TensorSelection(exclude=...) or TensorSelection(rename=...)"
         )
     contents: list[list[str]] = []
     sizes: list[int] = []

@@ -20,7 +20,7 @@ from weightsync.errors import PlacementError
 from weightsync.planning.layout import Box, Manifest, ShardLocation, coverage, itemsize
 
 _SEE_THE_FOLDER = (
-    "all trainer ranks and engine workers must see the folder of checkpoints under the same path, and may read it"
+    "give all trainer ranks and engine workers the folder of checkpoints under the same path, and the right to read it"
 )
 
 
@@ -33,7 +33,7 @@ def check_whole(manifest: Manifest, locations: Sequence[ShardLocation]) -> None:
     for meta in manifest:
         missing, doubled = coverage(meta.shape, boxes[meta.name])
         problems += [f"{meta.name}{box} is held by no rank" for box in missing]
-        problems += [f"{meta.name}{box} is held in boxes that overlap without being the same" for box in doubled]
+        problems += [f"ranks hold {meta.name}{box} in boxes that overlap and differ" for box in doubled]
     if problems:
         raise PlacementError(
             f"the trainer's ranks do not hold the whole model: {'; '.join(problems[:5])}"
@@ -48,7 +48,7 @@ def check_seen(incoming: Path, who: str, advice: str = _SEE_THE_FOLDER) -> None:
         os.listdir(incoming)
     except OSError as error:
         raise PlacementError(
-            f"{who} cannot open {incoming}, which trainer rank 0 has just made ({error}): {advice}"
+            f"{who} cannot open {incoming}, a new folder of trainer rank 0 ({error}): {advice}"
         ) from error
 
 

@@ -35,7 +35,7 @@ def files_beside(things: Iterable[Any], manifest: Manifest) -> dict[str, bytes]:
         config = json.loads(found[_CONFIG])
         if not config.get("architectures"):
             raise ConfigError(
-                "the config names no class, so that an engine could not tell what to start: set config.architectures = "
+                "the config names no class, and an engine cannot start without one: set config.architectures = "
                 "[type(model).__name__]"
             )
         if (dtype := _dtype_of_weights(manifest)) is not None:

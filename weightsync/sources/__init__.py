@@ -34,7 +34,7 @@ def open_source(
     """
     if isinstance(backend, ShardSource):
         if selection.exclude or not selection.buffers:
-            raise ConfigError("a weight source of your own decides what travels: leave exclude and buffers out")
+            raise ConfigError("your own weight source selects the tensors: leave exclude and buffers out")
         return backend
     match backend:
         case "fsdp":

@@ -52,7 +52,7 @@ def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> Lora:
     model = one_module(model)
     own = modules(model)
     if any(isinstance(module, FullyShardedDataParallel) for module in own):
-        raise UnsupportedError("FSDP1 partitions an adapter's factors in a way that is not covered; use `fully_shard`")
+        raise UnsupportedError("adapters under FSDP1 are not covered; use `fully_shard`")
     source.reshard(own)
     layers = adapters_of(model)
     name = _active(layers)
@@ -66,9 +66,9 @@ def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> Lora:
         if param is not None and param.requires_grad and not base_is_pushed
     ]:
         raise UnsupportedError(
-            f"{len(trained)} tensors of the base train beside the adapter, such as {trained[0]}, and an engine keeps "
-            "the base as it was: freeze them, choose a transport that pushes weights, or let another WeightSync push "
-            "the base and say LoraTransport(base_is_pushed=True)",
+            f"{len(trained)} tensors of the base train beside the adapter, such as {trained[0]}, and engines keep "
+            "their base. Freeze these tensors, choose a transport for weights, or push the base by another WeightSync "
+            "and set LoraTransport(base_is_pushed=True)",
             tensors=dict.fromkeys(trained, "trains, and is no part of the adapter"),
         )
     held: dict[str, LocalParam] = {}
@@ -78,8 +78,8 @@ def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> Lora:
             continue
         if (found := adapter.scaling(name)) != (expected := _scaling(config)):
             refused[prefix.rstrip(".")] = (
-                f"its rank and scaling are {found}, those of the config {expected}; one of each is covered for the "
-                "whole adapter, without `rank_pattern`, `alpha_pattern` or `set_scale`"
+                f"its rank and scaling are {found}, expected the config's {expected}; `rank_pattern`, `alpha_pattern` "
+                "and `set_scale` are not covered"
             )
         for key, factor in adapter.factors(name).items():
             is_embedding = isinstance(factor, nn.ParameterDict)  # with one parameter for each adapter
@@ -108,7 +108,7 @@ def _active(layers: dict[str, Adapter]) -> str:
     if not layers:
         raise ConfigError(
             "the model has no LoRA adapter; wrap it with PEFT's `get_peft_model(model, LoraConfig(...))`, or choose a "
-            "transport that pushes weights"
+            "transport for weights"
         )
     refused: dict[str, str] = {}
     active: dict[str, None] = {}
@@ -121,7 +121,7 @@ def _active(layers: dict[str, Adapter]) -> str:
         raise refusal(refused)
     if len(active) != 1:
         found = ", ".join(active) if active else "none: they are disabled, or merged into the base"
-        raise ConfigError(f"one adapter is pushed, and of the model's these are active: {found}; see `set_adapter`")
+        raise ConfigError(f"expected one active adapter, found {found}; call `set_adapter`")
     return next(iter(active))
 
 
@@ -132,28 +132,27 @@ def _config(model: nn.Module, name: str) -> Any:
         configs = getattr(shell, "peft_config", None)
         if isinstance(configs, dict) and name in configs:
             return configs[name]
-    raise ConfigError(f"the model has an adapter {name!r} and no `peft_config` that describes it")
+    raise ConfigError(f"the model's adapter {name!r} has no `peft_config`")
 
 
 def _check(config: Any, base_is_pushed: bool) -> None:
     reasons = []
     if config.modules_to_save:
-        reasons.append(f"modules_to_save={sorted(config.modules_to_save)}: an engine keeps its own copy of these")
+        reasons.append(f"modules_to_save={sorted(config.modules_to_save)}: an engine keeps its own copy of them")
     if config.bias != "none":
         reasons.append(f"bias={config.bias!r}: biases are part of the base, expected 'none'")
     if config.layer_replication:
-        reasons.append("layer_replication: the engine has not these layers")
+        reasons.append("layer_replication: the engine lacks these layers")
     init = config.init_lora_weights
     if isinstance(init, str) and init.lower() not in _KEEPS_BASE and not base_is_pushed:
         reasons.append(
-            f"init_lora_weights={init!r}: it changes the base's weights, which the engine has as they were; expected "
-            f"true, false or one of {', '.join(_KEEPS_BASE)}, or that another WeightSync pushes the base, as "
-            "LoraTransport(base_is_pushed=True) says"
+            f"init_lora_weights={init!r} changes the base, and engines keep their base; expected true, false, one of "
+            f"{', '.join(_KEEPS_BASE)}, or LoraTransport(base_is_pushed=True) beside another WeightSync for the base"
         )
     if reasons:
         raise UnsupportedError(
-            f"an engine cannot serve this adapter: {'; '.join(reasons)}. Another transport pushes it merged into the "
-            "weights"
+            f"an engine cannot serve this adapter: {'; '.join(reasons)}. Choose another transport: it merges the "
+            "adapter into the weights"
         )
 
 

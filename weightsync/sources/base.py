@@ -34,12 +34,11 @@ def one_module(model: Model) -> nn.Module:
         return model
     if isinstance(model, Sequence):
         raise ConfigError(
-            f"push was given {type(model).__name__} of length {len(model)}, and takes one torch.nn.Module; only the "
-            'chunks of backend="megatron" come as several'
+            f"push got a {type(model).__name__} of length {len(model)}, expected one torch.nn.Module; lists of chunks "
+            'are for backend="megatron"'
         )
     raise ConfigError(
-        f"push takes the model itself, a torch.nn.Module, and got {type(model).__name__}; tensors are for "
-        'backend="stream"'
+        f'push got a {type(model).__name__}, expected the model, a torch.nn.Module; tensors are for backend="stream"'
     )
 
 

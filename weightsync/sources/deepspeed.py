@@ -77,9 +77,9 @@ class DeepSpeedSource(ModuleSource):
                 "DeepSpeed's AutoTP has cut it; train without `tensor_parallel`, with ZeRO-3 instead"
             )
         if getattr(tensor, "allreduce", True) is False:
-            raise UnsupportedError("it is one of DeepSpeed's own experts (MoE, AutoEP), which have no checkpoint names")
+            raise UnsupportedError("it belongs to DeepSpeed's own experts (MoE, AutoEP), and has no checkpoint name")
         if getattr(tensor, "weight_quantized", False):
-            raise UnsupportedError("it is quantised (`quantized_initialization`); push a model that is not")
+            raise UnsupportedError("it is quantised; switch `quantized_initialization` off")
         return _read_partition(tensor) if hasattr(tensor, "ds_tensor") else read_whole(tensor)
 
     def whole(self, tensors: Sequence[Any], barrier: Barrier) -> dict[torch.Tensor, torch.Tensor]:
@@ -107,18 +107,18 @@ def _read_partition(param: Any) -> LocalParam:
     """Read this rank's partition of a parameter: a range of its elements, or none if the partition is all padding."""
     partition = param.ds_tensor
     if getattr(param, "_ds_z3_gathered_param_context_depth", 0) > 0:
-        raise UnsupportedError("it may be about to change; push outside of `GatheredParameters`")
+        raise UnsupportedError("it is gathered and may change; push outside of `GatheredParameters`")
     if partition.final_location == "nvme" or partition.status.name != "AVAILABLE":
-        raise UnsupportedError('it is offloaded to NVMe; use `offload_param` with `"device": "cpu"`, or none')
+        raise UnsupportedError('it is offloaded to NVMe; use `offload_param` with `"device": "cpu"`, or leave it out')
     if hasattr(partition, "ds_quant_scale"):
-        raise UnsupportedError("it is quantised (`zero_quantized_nontrainable_weights`); switch that off")
+        raise UnsupportedError("it is quantised; switch `zero_quantized_nontrainable_weights` off")
     shape, numel = tuple(param.ds_shape), int(param.ds_numel)
     world, rank = dist.get_world_size(param.ds_process_group), dist.get_rank(param.ds_process_group)
     start, stop, padded = held_range(numel, world, rank)
     if tuple(partition.shape) != (padded,):
         raise UnsupportedError(
             f"its partition has shape {tuple(partition.shape)}, expected {padded} elements: {numel} over {world} "
-            "ranks. Is it MiCS? That is not covered; train without `mics_shard_size`"
+            "ranks. MiCS is not covered; train without `mics_shard_size`"
         )
     values = readable(partition)[: stop - start]
     return LocalParam(

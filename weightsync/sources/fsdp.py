@@ -219,7 +219,7 @@ def _read_flat(handle: Any, index: int) -> LocalParam:
     if flat._param_extensions[index] is not None:
         raise UnsupportedError("FSDP1 over tensor parallelism is not covered; use `fully_shard`")
     if not flat._contiguities[index]:
-        raise UnsupportedError(f"its strides are {flat._strides[index]}; FSDP1 is covered for contiguous ones only")
+        raise UnsupportedError(f"its strides are {flat._strides[index]}; FSDP1 is covered for contiguous parameters")
     if flat.is_meta:
         raise UnsupportedError(ON_META)
     if handle._training_state != HandleTrainingState.IDLE:
@@ -232,8 +232,8 @@ def _read_flat(handle: Any, index: int) -> LocalParam:
         values = own.detach()
         if values.dtype != flat.dtype or values.numel() != shard.numel_in_shard or not values.is_contiguous():
             raise UnsupportedError(
-                f"it was replaced by {values.dtype} of shape {tuple(values.shape)}, where FSDP1 keeps "
-                f"{shard.numel_in_shard} elements of {flat.dtype}; assign in place"
+                f"it was replaced by {values.dtype} of shape {tuple(values.shape)}, expected {shard.numel_in_shard} "
+                f"elements of {flat.dtype}; assign in place"
             )
         values = values.view(-1)
     else:

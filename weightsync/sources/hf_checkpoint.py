@@ -141,8 +141,8 @@ def _follow(model: nn.Module, tensors: Sequence[TensorMeta]) -> Iterable[list[Sa
     if lost := [name for name in whole if not (found[name] and whole[name])]:
         lines = "".join(f"\n  {name}" for name in lost)
         raise UnsupportedError(
-            f"{len(lost)} tensors cannot be pushed: transformers computes what it saves of them, so that they are not "
-            f"in the checkpoint as they stand (what should not travel goes into `exclude`):{lines}",
+            f"{len(lost)} tensors cannot be pushed: transformers saves values computed from them. Name tensors that "
+            f"must not travel in TensorSelection.exclude:{lines}",
             tensors=dict.fromkeys(lost, "computed when it is saved"),
         )
     return found.values()

@@ -42,8 +42,8 @@ from weightsync.sources.module import dtype_name, fingerprint, plain, readable, 
 from weightsync.sources.module_tree import modules
 
 _REFUSED_OPTIONS = {
-    "layernorm_zero_centered_gamma": "the checkpoint has 1 + gamma, which lies nowhere in memory",
-    "attention_output_gate": "the gates lie between queries and keys, and no covered family has them",
+    "layernorm_zero_centered_gamma": "the checkpoint has 1 + gamma, and no memory holds this sum",
+    "attention_output_gate": "no covered family has gates between queries and keys",
     "rotary_interleaved": "checkpoints have the two halves of a head apart, not interleaved",
 }
 
@@ -143,15 +143,15 @@ def _chunks(model: Model) -> list[nn.Module]:
     """Return the `GPTModel`s of this rank, without wrappers. Raise for a wrong model, list or mesh."""
     given = list(model) if isinstance(model, Sequence) else [one_module(model)]
     if not given:
-        raise ConfigError("push was given an empty list, expected the chunks of this rank's model")
+        raise ConfigError("push got an empty list, expected the chunks of this rank's model")
     chunks = [_unwrapped(chunk) for chunk in given]
     config: Any = chunks[0].config
     interleaved = config.virtual_pipeline_model_parallel_size or 1
     stages: list[int] = [getattr(chunk, "vp_stage", None) or 0 for chunk in chunks]
     if sorted(stages) != list(range(interleaved)):
         raise ConfigError(
-            f"push was given {len(chunks)} chunks, of the virtual stages {stages}; each rank has {interleaved}: pass "
-            "the list of all its chunks, each once"
+            f"push got {len(chunks)} chunks, of the virtual stages {stages}, expected {interleaved}: pass each chunk "
+            "of this rank once"
         )
     for option, reason in _REFUSED_OPTIONS.items():
         if getattr(config, option, False):
@@ -165,8 +165,8 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     while not hasattr(module, "decoder"):
         if getattr(module, "remove_forward_pre_hook_handles", None):
             raise UnsupportedError(
-                "with overlap_param_gather=True the parameters of other ranks' shards are as old as the last forward; "
-                "call the wrapper's `disable_forward_pre_hook()`, which brings them up to date, before `push`, and "
+                "with overlap_param_gather=True the parameters of other ranks' shards are stale until the next "
+                "forward. Call the wrapper's `disable_forward_pre_hook()` before `push`, to gather them, and "
                 "`enable_forward_pre_hook()` after it"
             )
         inner = module._modules.get("module")
@@ -176,8 +176,8 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     absent = [name for name in ("decoder", "config", "pre_process", "pg_collection") if not hasattr(module, name)]
     if absent:
         raise ConfigError(
-            'backend="megatron" pushes a GPTModel of Megatron-core 0.16, or the list of its chunks; '
-            f"{type(model)} has no {', '.join(absent)}"
+            f'backend="megatron" pushes a GPTModel of Megatron-core 0.16, or the list of its chunks; {type(model)} '
+            f"has no {', '.join(absent)}"
         )
     return module
 
@@ -190,9 +190,8 @@ def _shard(chunk: Any, group_name: str, option: str) -> GroupPlace:
     if shard.size != expected:
         found = "no process group" if group is None else f"a process group of {shard.size}"
         raise ConfigError(
-            f"the model's configuration says {option}={expected}, but it has {found} for it "
-            f"(pg_collection.{group_name}); call parallel_state.initialize_model_parallel with the same sizes before "
-            "the model is built"
+            f"the model's configuration says {option}={expected}, but pg_collection.{group_name} has {found}; call "
+            "parallel_state.initialize_model_parallel with the same sizes before the model is built"
         )
     return shard
 
@@ -250,7 +249,7 @@ class _ChunkReader:
             expected = sum(span.length for span in stack.spans)
             if size[stack.dim] != expected:
                 raise UnsupportedError(
-                    f"its shape on this rank is {tuple(local.shape)}, where {expected} rows or columns are expected"
+                    f"its shape on this rank is {tuple(local.shape)}, expected {expected} rows or columns"
                 )
             at = 0
             for span in stack.spans:
@@ -289,7 +288,7 @@ class _ChunkReader:
             return [
                 _Stack([_prefixed(prefix, span) for span in stack.spans], stack.view, stack.dim) for stack in stacks
             ]
-        raise UnsupportedError(f"shape {tuple(local.shape)}: it is not a parameter that this source knows")
+        raise UnsupportedError(f'shape {tuple(local.shape)}: backend="megatron" has no rule for this parameter')
 
     def _vocabulary(self, name: str, local: torch.Tensor) -> list[_Stack]:
         return [_Stack(share(padded(name, self._vocab_size, self._chunk.vocab_size), self._tp), local)]

@@ -34,7 +34,7 @@ class BridgeSource(StreamSource):
     def __init__(self, selection: TensorSelection, bridge: Any, *, ranks: Any = None) -> None:
         if not (hasattr(bridge, "export_hf_weights") or hasattr(bridge, "export_weights")):
             raise ConfigError(
-                f"bridge={bridge!r} is neither the name of a family nor an object with `export_hf_weights` "
+                f"bridge={bridge!r}; expected the name of a family, or an object with `export_hf_weights` "
                 "(Megatron-Bridge) or `export_weights` (mbridge)"
             )
         super().__init__(selection, ranks=ranks)

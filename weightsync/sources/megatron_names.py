@@ -109,7 +109,7 @@ def family_of(name: str | None) -> Family:
     if name is None:
         return _USUAL
     if name not in FAMILIES:
-        raise ConfigError(f"bridge={name!r} is not a family that weightsync knows; it knows {', '.join(FAMILIES)}")
+        raise ConfigError(f"bridge={name!r}; choose one of the families {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 

@@ -199,7 +199,7 @@ class ModuleSource(LocalSource):
             if tied is not held:
                 others[name] = first[held.identity]
             if tied.adapter is not held.adapter:
-                refused[name] = f"it is tied to {first[held.identity]}, but an adapter is on one of them; untie them"
+                refused[name] = f"it is tied to {first[held.identity]}, but one of the two has an adapter; untie them"
             elif held.trains and not tied.trains:
                 found[first[held.identity]] = replace(tied, trains=True)
         refused |= self._changed.of((weakref.ref(model), there, hooks), lambda: changed_when_saved(model, there))
@@ -293,7 +293,7 @@ def refusal(refused: dict[str, str]) -> UnsupportedError:
         names.setdefault(reason, []).append(name)
     lines = "\n".join(f"  {first_few(alike)}: {reason}" for reason, alike in names.items())
     return UnsupportedError(
-        f"{len(refused)} tensors cannot be pushed (what should not travel goes into `exclude`):\n{lines}",
+        f"{len(refused)} tensors cannot be pushed (to leave them out, name them in `exclude`):\n{lines}",
         tensors=refused,
     )
 
@@ -319,14 +319,14 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(values, DTensor):
         raise UnsupportedError('it is a DTensor, as `fully_shard` makes them; backend="fsdp" reads these')
     if is_traceable_wrapper_subclass(values):
-        raise UnsupportedError(f"{type(values).__name__} has no memory of its own; push the tensors that it wraps")
+        raise UnsupportedError(f"{type(values).__name__} has no memory of its own; push the wrapped tensors")
     if values.layout != torch.strided:
         raise UnsupportedError(f"its layout is {values.layout}, expected torch.strided")
     if values.is_neg():
         raise UnsupportedError("it is the negative of its memory; give it memory of its own (`resolve_neg()`)")
     dtype_name(values)
     if values.numel() > 0 and values.untyped_storage().nbytes() == 0:
-        raise UnsupportedError("its memory has been freed; is it sharded by something else than this backend?")
+        raise UnsupportedError("its memory has been freed; check that its sharding is of this backend")
     return values
 
 

@@ -56,7 +56,7 @@ def adapter_of(module: nn.Module) -> Adapter | None:
 
     if isinstance(module, PeftModel) and not isinstance(module.base_model, BaseTuner):
         kind = module.active_peft_config.peft_type.value
-        raise UnsupportedError(f"the model has a {kind} adapter of PEFT's, which cannot be merged; LoRA can")
+        raise UnsupportedError(f"the model has a {kind} adapter of PEFT's; only LoRA can be merged")
     if isinstance(module, BaseTunerLayer):
         return Adapter(module)
     if isinstance(module, AuxiliaryTrainingWrapper) and not isinstance(module, ModulesToSaveWrapper):
@@ -117,8 +117,8 @@ class Adapter:
                 raise UnsupportedError(f"of a factor of its adapter {name!r}: {error.message}") from None
             if not len(a) == len(b) == 2 or {b[0], a[1]} != set(shape):
                 raise UnsupportedError(
-                    f"the factors of its adapter {name!r} have shapes {a} and {b} here; they must be whole, or sharded "
-                    "by `fully_shard` or ZeRO-3. FSDP1 partitions them in a way that is not covered"
+                    f"the factors of its adapter {name!r} have shapes {a} and {b} here, expected whole factors, or "
+                    "factors sharded by `fully_shard` or ZeRO-3. FSDP1 is not covered"
                 )
 
     def active_factors(self) -> list[torch.Tensor]:

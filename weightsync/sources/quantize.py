@@ -47,7 +47,7 @@ class QuantizingSource(SteadySource):
         if form not in FORMS:
             raise ConfigError(
                 f'quantize={form!r}; choose "fp8" or "int8", with a scale for each output channel. For scales of '
-                "tensors or of blocks let the engine quantise, and push without `quantize`"
+                "tensors or blocks, push without `quantize` to an engine that quantises"
             )
         super().__init__(source)
         self._selection = selection
@@ -85,8 +85,8 @@ class QuantizingSource(SteadySource):
         if refused:
             lines = "\n".join(f"  {name}: {reason}" for name, reason in refused.items())
             raise UnsupportedError(
-                f"{len(refused)} weights cannot be quantised, which takes {', '.join(_FROM)} (name what should travel "
-                f"as it is in TensorSelection.unquantized):\n{lines}",
+                f"{len(refused)} weights cannot be quantised: quantisation takes {', '.join(_FROM)}. Name weights "
+                f"that stay as they are in TensorSelection.unquantized:\n{lines}",
                 tensors=refused,
             )
         return Manifest(tuple(found), tuple(pair for pair in given.tied if not self._takes(given[pair[1]])))

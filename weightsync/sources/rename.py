@@ -37,8 +37,7 @@ class RenamingSource(SteadySource):
         name = self._selection.renamed(meta.name)
         if (given := self._names.setdefault(name, meta.name)) != meta.name:
             raise ManifestError(
-                f"TensorSelection.rename gives {given} and {meta.name} the same name, {name}: every tensor travels "
-                "under a name of its own",
+                f"TensorSelection.rename gives {given} and {meta.name} the same name, {name}; give each tensor its own",
                 mismatched={name: f"given to {given} and {meta.name}"},
             )
         return replace(meta, name=name)

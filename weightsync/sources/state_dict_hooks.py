@@ -19,7 +19,7 @@ from weightsync.sources.hf_checkpoint import Aliases
 from weightsync.sources.module_tree import as_built, walk
 
 CHANGED = (
-    "a hook, or a `state_dict` of a module's own, saves another value under its name; push what is saved, with "
+    "a hook, or a module's own `state_dict`, saves another value under its name; push the saved values, with "
     'backend="stream"'
 )
 

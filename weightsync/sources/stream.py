@@ -65,7 +65,7 @@ class StreamSource:
         if selection.frozen or selection.only_trained:
             raise ConfigError("a stream gives all tensors in each push anyway: freeze none")
         if not selection.buffers:
-            raise ConfigError("a stream decides what travels: leave buffers out, or exclude them by name")
+            raise ConfigError("a stream selects its own tensors: leave buffers out, or exclude them by name")
         self.selection = selection
         self._ranks = ranks
         self._given = [
@@ -123,7 +123,7 @@ class StreamSource:
             if arrival is None:
                 if self._at < len(self._known):
                     left = [meta.name for meta in self._known[self._at :]]
-                    raise ManifestError(f"the stream ended without {left[0]}, which the first one gave", missing=left)
+                    raise ManifestError(f"the stream ended without {left[0]} of the first stream", missing=left)
                 return
             self._check(arrival[0], self._at)
             self._at += 1
@@ -156,9 +156,9 @@ class StreamSource:
         expected = self._known[at] if at < len(self._known) else None
         if meta != expected:
             raise ManifestError(
-                f"the stream gives {_described(meta)} where "
-                f"{_described(expected) if expected is not None else 'its end'} was expected: each stream of a "
-                "WeightSync gives the same tensors in the same order; make a new one when the model has changed",
+                f"the stream gives {_described(meta)}, expected "
+                f"{_described(expected) if expected is not None else 'its end'}. Give the same tensors in the same "
+                "order at each push, or make a new WeightSync",
                 mismatched={meta.name: f"{meta.shape} {meta.dtype}"},
             )
 
@@ -182,8 +182,8 @@ class StreamSource:
                     kept.append((meta, tensor.to("cpu", copy=True)))
             if kept:
                 logger.warning(
-                    "the first push keeps %s of tensors in CPU memory, since an iterator can be read only once; push a "
-                    "function that returns one, or say what it gives in StreamBackend(tensors=...)",
+                    "the first push keeps %s of tensors in CPU memory: an iterator can be read once. Push a function "
+                    "that returns an iterable, or describe the tensors in StreamBackend(tensors=...)",
                     format_bytes(sum(meta.nbytes for meta in known)),
                 )
             self._kept = kept
@@ -196,8 +196,8 @@ class StreamSource:
         """Yield the tensors of a stream, without excluded ones. Raise for anything but a whole tensor."""
         if isinstance(stream, nn.Module):
             raise ConfigError(
-                'backend="stream" takes (name, tensor) pairs and not a module: push model.state_dict(), or choose the '
-                'backend of its trainer, such as "fsdp"'
+                'backend="stream" takes (name, tensor) pairs, got a module: push model.state_dict(), or choose its '
+                'trainer\'s backend, such as "fsdp"'
             )
         given = stream() if callable(stream) else () if stream is None else stream
         for pair in given.items() if isinstance(given, Mapping) else given:
@@ -206,7 +206,7 @@ class StreamSource:
                     if not self.selection.excludes(name):
                         yield _arrival(name, tensor)
                 case _:
-                    raise ConfigError(f"the stream gives a {type(pair).__name__}; expected pairs of name and tensor")
+                    raise ConfigError(f"the stream gives a {type(pair).__name__}, expected pairs of name and tensor")
 
 
 def _arrival(name: str, tensor: torch.Tensor) -> _Arrival:

@@ -20,7 +20,7 @@ def open_strategy(transport: Any, options: Options) -> UpdateStrategy:
 
     if transport == "checkpoint":
         raise ConfigError(
-            'transport="checkpoint" needs a folder: pass transport=CheckpointTransport(folder), from weightsync'
+            'transport="checkpoint" needs a folder: pass transport=weightsync.CheckpointTransport(folder)'
         )
     transport = _option_of(transport)
     if hasattr(transport, "open"):

@@ -91,15 +91,14 @@ class AttachedModel:
             if slot.tensors.get(slot.key) is not slot.tensor or _local(slot.tensor).data_ptr() != at:
                 raise WeightSyncError(
                     f"the model's {slot.key!r} of shape {tuple(slot.tensor.shape)} is no longer the engine's memory: "
-                    "it was replaced after `attach`, as `model.to(...)` does. Build the model anew on the meta device "
-                    "and attach that"
+                    "a call such as `model.to(...)` replaced it. Attach a new model on the meta device"
                 )
         known, self._known = self._known, self._versions()
         if known is not None and known != self._known:
             changed = sum(a != b for a, b in zip(known, self._known, strict=True))
             raise WeightSyncError(
-                f"{changed} parameters were written outside of `with sync.writing():`, while the engine may have been "
-                "generating with them. What it generated since then belongs to no version; write inside"
+                f"{changed} parameters were written outside of `with sync.writing():`. The engine may have generated "
+                "with a mixture of versions; write inside of the context"
             )
 
     def release(self) -> None:
@@ -120,8 +119,7 @@ class AttachedModel:
             return
         if any(id(p) in self._ours for group in optimizer.param_groups for p in group["params"]):
             raise WeightSyncError(
-                "this optimizer step would write into an engine that may be generating; take it inside of "
-                "`with sync.writing():`"
+                "the engine may be generating; take this optimizer step inside of `with sync.writing():`"
             )
 
 
@@ -187,8 +185,8 @@ def _device_beside(own: MachineInfo, rank: int) -> torch.device:
     device = torch.device("cuda", torch.cuda.current_device())
     if (mine := describe_device(device)[1]) != own.gpu_uuid:
         raise PlacementError(
-            f"trainer rank {rank} works on GPU {mine}, and worker {rank} of the engine on {own.gpu_uuid}: to share "
-            "memory they must use the same one. Call torch.cuda.set_device accordingly, before `attach`"
+            f"trainer rank {rank} works on GPU {mine}, and worker {rank} of the engine on {own.gpu_uuid}. To share "
+            "memory, call torch.cuda.set_device with the worker's GPU before `attach`"
         )
     return device
 
@@ -201,7 +199,7 @@ def _slots(model: nn.Module) -> list[_Slot]:
     found: list[_Slot] = []
     for module in modules(model):
         if isinstance(module, (FSDPModule, FullyShardedDataParallel)):
-            raise ConfigError("the model is under FSDP, which keeps its own copy of the weights; attach it without")
+            raise ConfigError("FSDP keeps its own copy of the model's weights; attach the model without FSDP")
         for kind in (module._parameters, module._buffers):
             tensors: dict[str, torch.Tensor | None] = kind  # type: ignore[assignment]
             for key, tensor in tensors.items():
@@ -213,7 +211,7 @@ def _slots(model: nn.Module) -> list[_Slot]:
                 elif isinstance(tensor, nn.Parameter):
                     raise ConfigError(
                         f"parameter {key!r} of shape {tuple(tensor.shape)} is on {local.device} and has values of its "
-                        'own: build the model under `with torch.device("meta"):`, it gets the engine\'s values'
+                        'own. Build the model under `with torch.device("meta"):`'
                     )
     return found
 
@@ -225,8 +223,8 @@ def _views(
     twice = [name for (name, _), n in Counter((p.name, p.box) for p in locations).items() if n > 1]
     if twice:
         raise UnsupportedError(
-            f"the engine holds {len(twice)} tensors more than once, such as {twice[0]}: a trainer's parameter can be "
-            'only one of them; use transport="ipc"'
+            f"the engine holds {len(twice)} tensors more than once, such as {twice[0]}, and a parameter can share one "
+            'memory alone; use transport="ipc"'
         )
     copies = [
         LoadCopy(p.meta.name, p.box, str(_key(p.tensor)), int(p.tensor.storage_offset()), tuple(p.tensor.stride()))
@@ -237,7 +235,7 @@ def _views(
     except PlacementError as error:
         problems = error.facts["problems"]
         raise PlacementError(
-            f"worker {rank} of the engine does not hold all that trainer rank {rank} has, in {len(problems)} regions: "
+            f"worker {rank} of the engine lacks {len(problems)} regions of trainer rank {rank}: "
             f"{'; '.join(problems[:5])}. Shard the model as the engine does (parallelize_module with ColwiseParallel "
             "and RowwiseParallel, the embedding and the output layer too)",
             problems=problems,
@@ -245,8 +243,8 @@ def _views(
     kinds = {p.meta.name: p.meta.dtype for p in shards}
     if wrong := [s for s in steps if s.src_dtype != kinds[s.name]]:
         raise ConfigError(
-            f"{wrong[0].name} is {kinds[wrong[0].name]} in the model and {wrong[0].src_dtype} in the engine, of whose "
-            "memory it is to be a view; build the model with the engine's dtype, or start the engine with the model's"
+            f"{wrong[0].name} is {kinds[wrong[0].name]} in the model and {wrong[0].src_dtype} in the engine; build "
+            "the model with the engine's dtype, or start the engine with the model's"
         )
     of_tensor: dict[int, list[CopyOp]] = defaultdict(list)
     for step in steps:
@@ -257,15 +255,15 @@ def _views(
         if sum(prod(step.size) for step in steps) != slot.local.numel() or not slot.local.is_contiguous():
             if isinstance(slot.tensor, nn.Parameter):
                 raise ConfigError(
-                    f"no engine parameter is behind all of {slot.key!r} of shape {tuple(slot.local.shape)}: a shared "
-                    "model has every parameter in the engine's memory, so none can be excluded"
+                    f"no engine parameter has all of {slot.key!r} of shape {tuple(slot.local.shape)}. Every parameter "
+                    "of an attached model lies in the engine's memory: exclude none"
                 )
             continue
         view = as_single_view(tuple(slot.local.shape), int(slot.local.storage_offset()), steps)
         if view is None:
             raise UnsupportedError(
-                f"{slot.key!r} is not one strided region of the engine's memory, so no parameter can be a view of "
-                'it; use transport="ipc"'
+                f"{slot.key!r} is not one strided region of the engine's memory, and a view needs one; use "
+                'transport="ipc"'
             )
         found[_key(slot.local)] = steps[0].storage, steps[0].src_dtype, view
     return found
@@ -290,7 +288,7 @@ def _to_repeat(locations: Sequence[ShardLocation], located: Sequence[ShardLocati
         steps = copy_ops(wanted, [located], rank)
     except PlacementError as error:
         raise PlacementError(
-            f"worker {rank} of the engine holds what is no trainer rank's: {'; '.join(error.facts['problems'][:5])}. "
+            f"worker {rank} of the engine holds more than the trainer: {'; '.join(error.facts['problems'][:5])}. "
             "Attach the whole model",
             problems=error.facts["problems"],
         ) from error
@@ -341,8 +339,8 @@ def _set_up_buffers(model: nn.Module, slots: Sequence[_Slot], device: torch.devi
             slot.tensors[slot.key] = slot.tensor
         lost = [slot.key for slot, fine in zip(slots, same, strict=True) if not fine]
         raise UnsupportedError(
-            f"{len(lost)} buffers are on the meta device and in no checkpoint, such as {lost[0]!r}, and nothing says "
-            "what they should be: build the model so that buffers have values, as `accelerate.init_empty_weights` does"
+            f"{len(lost)} buffers on the meta device get no values from the model's initialisation, such as "
+            f"{lost[0]!r}. Build the model with values in its buffers, as `accelerate.init_empty_weights` does"
         )
 
 

@@ -48,7 +48,7 @@ class Options(WeightSyncConfig):
     def refuse(self, strategy: str, *names: str) -> None:
         """Raise `ConfigError` if the user gave any of the named options. They have no effect on `strategy`."""
         if given := [name for name in names if getattr(self, name) is not None]:
-            raise ConfigError(f"{', '.join(given)}: no effect with {strategy}; leave out what is given for it")
+            raise ConfigError(f"{', '.join(given)}: no effect with {strategy}; leave these options out")
 
     def refuse_selection(self, strategy: str, *names: str) -> None:
         """Raise `ConfigError` if the user gave any of the named options of the selection."""
@@ -114,7 +114,7 @@ class UpdateStrategy(ABC):
         Raises:
             ConfigError: The strategy does not copy weights.
         """
-        raise ConfigError("engines can be left out of pushes that copy weights, and of no others")
+        raise ConfigError("leave_out is for transports that copy weights")
 
     def catch_up(self, update: Update, model: Model) -> PushReport | None:
         """Push the last version to the engines without it. Collective.
@@ -125,7 +125,7 @@ class UpdateStrategy(ABC):
         Raises:
             ConfigError: The strategy does not copy weights, or the model has changed.
         """
-        raise ConfigError("engines can catch up with pushes that copy weights, and with no others")
+        raise ConfigError("catch_up is for transports that copy weights")
 
     def attach(self, update: Update, model: nn.Module) -> None:
         """Make the parameters of `model` views of the engine's own. Collective."""
@@ -203,7 +203,7 @@ class FleetStrategy(UpdateStrategy):
         new = [one for one in engines if one not in known]
         if new:
             fleet.add(new)
-        for what, those in (("lets go of", [one.engine for one in gone]), ("takes in", new)):
+        for what, those in (("releases", [one.engine for one in gone]), ("takes in", new)):
             if those:
                 logger.info("a push %s %s", what, ", ".join(one.name for one in those))
         return not gone and not new
@@ -252,8 +252,8 @@ def warn_of_kept(plans: Sequence[LoadPlan]) -> None:
     """Warn of parameters in an engine's drafter that no push changes."""
     if kept := list(dict.fromkeys(param for plan in plans for param in plan.kept)):
         logger.warning(
-            "%d parameters of the engine's drafter keep their values, such as %s: no tensor of the trainer is for "
-            "them, and fewer of the tokens that it drafts may be accepted",
+            "%d parameters of the engine's drafter keep their values, such as %s: the trainer has no tensors for "
+            "them. The engine may accept fewer drafted tokens",
             len(kept),
             kept[0],
         )

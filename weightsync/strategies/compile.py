@@ -45,15 +45,15 @@ def compile_plan(
     together = pairs(manifest) if options.quantize is not None else []
     if options.quantize is not None and not together:
         raise ConfigError(
-            f"quantize={options.quantize!r}, but none of the {len(manifest)} tensors is a matrix `....weight` "
-            "that is not named in TensorSelection.unquantized"
+            f"quantize={options.quantize!r}, but none of the {len(manifest)} tensors is a matrix `....weight` outside "
+            "of TensorSelection.unquantized"
         )
     plans = fleet.plan(manifest)
     check_quantized(manifest, together, plans)
     is_padded = isinstance(options.source, MegatronSource) and options.source.vocab_size is None
     if unused := check_plans(manifest, plans, is_padded):
         logger.info(
-            "%d tensors are not pushed, such as %s: the engine does not run that part of the model",
+            "%d tensors are not pushed, such as %s: the engine does not run their part of the model",
             len(unused),
             unused[0],
         )

@@ -62,8 +62,8 @@ class CopyWeights(FleetStrategy):
         self._transport, self._another = transport, another
         if options.encoding is not None and options.encoding not in transport.encodings:
             raise ConfigError(
-                f"encoding={options.encoding!r}, and transport {transport.name!r} knows "
-                f"{', '.join(map(repr, transport.encodings)) or 'none'}: leave it out"
+                f"encoding={options.encoding!r}; encodings of transport {transport.name!r}: "
+                f"{', '.join(map(repr, transport.encodings)) or 'none'}"
             )
         self._finite = FiniteCheck(options.non_finite)
         self._source = self._finite.watch(renamed(SteadySource(options.source), options.selection), options.source)
@@ -78,7 +78,7 @@ class CopyWeights(FleetStrategy):
             bucketer = open_bucketer(bucketer, options.max_bytes)
         elif options.max_bytes is not None:
             raise ConfigError(
-                f"max_bytes={options.max_bytes} is for a bucketer that is named; give it to {bucketer!r} itself"
+                f"max_bytes={options.max_bytes} has no effect with a bucketer object; give it to {bucketer!r} itself"
             )
         self._bucketer = bucketer
         self._verify = options.verify or "sampled"
@@ -99,7 +99,7 @@ class CopyWeights(FleetStrategy):
 
     def catch_up(self, update: Update, model: Model) -> PushReport | None:
         if isinstance(self._options.source, StreamSource):
-            raise ConfigError("whether a stream gives what was pushed cannot be known: push it, to all engines")
+            raise ConfigError("a stream cannot be compared with the last push: push it to all engines")
         self._memory.catches_up = True
         report = self._push(update, model, True)
         self._is_touched = False
@@ -233,8 +233,8 @@ class CopyWeights(FleetStrategy):
         holds = reading is self._reading
         if late and not (holds and self._memory.is_as(self._pushed, model, reading.shards)):
             raise ConfigError(
-                "there is no version to catch up with: nothing was pushed since the last failure, or the model was "
-                "written or moved since. Push it, to all engines"
+                "there is no version to catch up with: the last push failed, or the model was written or moved since. "
+                "Push it to all engines"
             )
         # Digest only if the shards hold: memory that the model has left may be freed.
         digests = [session.prepare_push() for session in self._sessions] if holds else []
@@ -286,8 +286,8 @@ class CopyWeights(FleetStrategy):
         newest = max(newest, *(one.newest_version for session in sessions for one in session.handles))
         if newest >= self._pushed.version:
             raise ConfigError(
-                f"what is to catch up with version {self._pushed.version} has had version {newest}, and versions only "
-                "grow: push a newer one, to all engines"
+                f"an engine that is to catch up with version {self._pushed.version} has had version {newest}, and "
+                "versions only grow. Push a newer version to all engines"
             )
         return self._pushed.version
 
@@ -308,7 +308,7 @@ class CopyWeights(FleetStrategy):
         if changes.connects:
             transport = again or (self._transport if self._another is None else self._another())
             if transport.owner not in (None, self):
-                raise ConfigError("the transport is in use by another WeightSync: close that one, or give each its own")
+                raise ConfigError("another WeightSync uses the transport: close the other, or use another transport")
             transport.owner, transport.encoding = self, self._options.encoding
             self._joining = [transport]
             session = self._negotiate(update, model, reading, transport, late)

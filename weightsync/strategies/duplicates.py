@@ -33,8 +33,8 @@ def refuse_different(
     if is_stream and isinstance(model, Iterator):
         other, name = next(iter(pairs))
         raise ConfigError(
-            f"the stream gives {other} and {name}, for which the engine has one place, and whether they are equal "
-            "cannot be known of an iterator in advance: push a list, or a function that returns an iterable"
+            f"the stream gives {other} and {name}, and the engine has one place for both. An iterator cannot be read "
+            "twice to compare them: push a list, or a function that returns an iterable"
         )
     dtypes = {name: dtype for pair, dtype in pairs.items() for name in pair}
     source.gather([*dtypes], update.meet)

@@ -96,15 +96,15 @@ class LoraTransport:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w.-]*", self.name, re.ASCII):
-            raise ConfigError(f"name={self.name!r}; it is part of a file's name: letters, digits, and _ . - inside")
-        check_count("keep_last", self.keep_last, "the version that was just pushed must stay")
+            raise ConfigError(f"name={self.name!r}; expected a file name of letters and digits, with _ . - inside")
+        check_count("keep_last", self.keep_last, "the pushed version must stay")
 
     def open(self, options: Options) -> LoraAdapters:
         """Return the strategy. Raises `ConfigError` for options that it cannot work with."""
         from weightsync.sources.module import ModuleSource  # imported late: FSDP takes the longest to import
 
         if not isinstance(options.source, ModuleSource) or options.quantize is not None:
-            raise ConfigError('adapters are those of PEFT: backend="fsdp" or "deepspeed", without quantize')
+            raise ConfigError('adapters need PEFT, backend="fsdp" or "deepspeed", and no quantize')
         options.refuse_selection("this LoraTransport", "exclude", "frozen", "only_trained", "dtypes")
         options.refuse("this LoraTransport", *OF_COPIES, "pause", "hold_s", "non_finite")
         return LoraAdapters(options, options.source, self)
@@ -197,8 +197,8 @@ class LoraAdapters(UpdateStrategy):
             most = engine.max_lora_rank()
             if most is not None and rank > most:
                 raise ConfigError(
-                    f"the adapter has rank {rank}, and the engine was started for at most {most}; start it with "
-                    f"max_lora_rank={rank}, or train with a smaller one",
+                    f"the adapter has rank {rank}, and the engine takes at most {most}; start it with "
+                    f"max_lora_rank={rank}, or train with a smaller rank",
                     who=engine.name,
                 )
         for engine in engines:
@@ -207,7 +207,7 @@ class LoraAdapters(UpdateStrategy):
             engine.adapters_in_use()  # raises if the engine cannot tell: no adapter could then ever be unloaded
             if self._transport.folder is None and not is_here(engine.host):
                 raise PlacementError(
-                    f"adapters in memory of this host cannot be read on {engine.host}; give a folder that both see: "
+                    f"{engine.host} cannot read adapters in this host's memory; give a folder that both hosts see: "
                     "LoraTransport(folder=...)",
                     who=engine.name,
                 )
@@ -256,7 +256,7 @@ class LoraAdapters(UpdateStrategy):
         try:
             in_use = set().union(*(engine.adapters_in_use() for engine in self._engines))
         except WeightSyncError as error:
-            logger.warning("cannot let go of older adapters yet: %s", error)
+            logger.warning("cannot unload older adapters yet: %s", error)
             return
         due = [(self._remove, adapter) for adapter in self._unloaded]
         due += [(self._unload, adapter) for adapter in self._loaded[: -self._transport.keep_last]]
@@ -265,7 +265,7 @@ class LoraAdapters(UpdateStrategy):
                 try:
                     retire(adapter)
                 except (WeightSyncError, OSError) as error:
-                    logger.warning("cannot let go of the adapter %s yet: %s", adapter.name, error)
+                    logger.warning("cannot unload or remove the adapter %s yet: %s", adapter.name, error)
 
     def _remove(self, adapter: LoraAdapter) -> None:
         assert self._folder is not None
@@ -286,8 +286,8 @@ class LoraAdapters(UpdateStrategy):
             shutil.rmtree(folder.path, ignore_errors=True)
         else:
             logger.warning(
-                "the adapters in %s may still be in use, and stay there until another trainer on this host pushes "
-                "adapters",
+                "the adapters in %s may still be in use. The next trainer that pushes adapters from this host removes "
+                "them",
                 folder.path,
             )
 
@@ -300,8 +300,8 @@ def check_finite(lora: Lora) -> None:
     found = find_non_finite([shard.tensor for shard in lora.shards])
     if bad := list(dict.fromkeys(lora.shards[number].meta.name for number in found)):
         raise NonFiniteError(
-            f"{len(bad)} tensors of the adapter hold NaN or infinity, and nothing was written: {first_few(bad)}. What "
-            "NaN leaves in an engine's KV cache spoils other requests too, so that such an adapter is not pushed",
+            f"{len(bad)} tensors of the adapter hold NaN or infinity, and nothing was written: {first_few(bad)}. NaN "
+            "in an engine's KV cache would spoil other requests too",
             tensors=bad,
         )
 
@@ -343,9 +343,7 @@ def _forgotten(engines: Sequence[AdapterEngine], adapters: Sequence[LoraAdapter]
 
 def _with_adapters(engine: object) -> AdapterEngine:
     if not isinstance(engine, AdapterEngine):
-        raise UnsupportedError(
-            f"{engine!r} takes no adapters; see weightsync.engines.AdapterEngine for the methods that it lacks"
-        )
+        raise UnsupportedError(f"{engine!r} takes no adapters; it lacks methods of weightsync.engines.AdapterEngine")
     return engine
 
 
@@ -370,12 +368,12 @@ def _failure(
     loaded = [engine.name for engine, error in zip(engines, errors, strict=True) if error is None]
     who, first = next((engine.name, error) for engine, error in zip(engines, errors, strict=True) if error is not None)
     problem = wrap_exception(first, who=who, phase="load")
-    problem.message += f". The adapter was in {adapter.path}, where the engine must see it"
+    problem.message += f". The engine must see the adapter in {adapter.path}"
     if loaded and is_forgotten:
-        problem.message += f"; it was taken back from {', '.join(loaded)}"
+        problem.message += f"; unloaded again from {', '.join(loaded)}"
     elif not is_forgotten:
-        problem.message += "; an engine may have it still, until a later push unloads it"
-    problem.message += ". The adapters before it are untouched"
+        problem.message += ". An engine may keep it until a later push"
+    problem.message += ". Older adapters are untouched"
     return problem
 
 

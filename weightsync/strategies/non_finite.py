@@ -39,8 +39,8 @@ class FiniteCheck:
             return
         if self._is_stream and isinstance(model, Iterator):
             raise ConfigError(
-                'non_finite="refuse", and whether the tensors of an iterator are finite cannot be known before they '
-                "travel: push a list, or a function that returns an iterable"
+                'non_finite="refuse" reads all tensors before the push, and an iterator can be read once: push a '
+                "list, or a function that returns an iterable"
             )
         ranks = update.ranks
         computed = [shard.meta.name for shard in self._source.read(model).shards if shard.compute is not None]
@@ -55,8 +55,8 @@ class FiniteCheck:
             self._source.gather((), update.meet)
         if bad := ranks.broadcast(self._found(update, (), "plan"), "plan", list[str]):
             raise NonFiniteError(
-                f"{len(bad)} tensors hold NaN or infinity, and nothing was written: {first_few(bad)}. Push once the "
-                'trainer has finite weights again, or say non_finite="warn"',
+                f"{len(bad)} tensors hold NaN or infinity, and nothing was written: {first_few(bad)}. Push finite "
+                'weights, or set non_finite="warn"',
                 tensors=bad,
             )
 
@@ -76,5 +76,5 @@ def warn_of(version: int, names: Sequence[str]) -> None:
     """Log the tensors of a version with NaN or infinity."""
     count = len(names)
     logger.warning(
-        "version %d has %d tensors with NaN or infinity, and is served now: %s", version, count, first_few(names)
+        "the engines serve version %d with NaN or infinity in %d tensors: %s", version, count, first_few(names)
     )

@@ -30,8 +30,9 @@ def check_quantized(manifest: Manifest, together: Sequence[tuple[str, str]], pla
     if wrong:
         raise ManifestError(
             f"{len(wrong)} weights come quantised, and the engine does not load them so: {_first(wrong)}. Start the "
-            "engine from a compressed-tensors checkpoint that has a scale for each output channel, name in "
-            "TensorSelection.unquantized what that leaves as it is, or push without `quantize`. Nothing was written",
+            "engine from a compressed-tensors checkpoint with a scale for each output channel. Name unquantised "
+            "weights of this checkpoint in TensorSelection.unquantized, or push without `quantize`. Nothing was "
+            "written",
             mismatched=wrong,
         )
 
@@ -57,38 +58,37 @@ def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> 
         return [name for name in manifest.names if name not in used]
     parts = []
     if missing:
-        parts.append(f"missing {len(missing)}: {first_few(missing)}")
+        parts.append(f"Missing {len(missing)}: {first_few(missing)}")
         if absent := _absent_layers(missing, manifest):
             parts.append(
-                f"nothing came of {first_few(absent)}: the trainer has fewer layers, or a pipeline stage did not push "
-                "all of its chunks"
+                f"The trainer pushes nothing of {first_few(absent)}: it has fewer layers, or a pipeline stage did not "
+                "push all of its chunks"
             )
         if missing == ["lm_head.weight"]:
-            parts.append(
-                "the engine has an output layer of its own; the trainer neither has one nor ties it to its embedding"
-            )
+            parts.append("The engine has an output layer of its own, and the trainer has none")
     if mismatched:
-        parts.append(f"not fitting {len(mismatched)}: {first_few([f'{n} ({r})' for n, r in mismatched.items()])}")
+        parts.append(f"Not fitting {len(mismatched)}: {first_few([f'{n} ({r})' for n, r in mismatched.items()])}")
         if not padded:
-            parts.append("trainer and engine must have the same config.json")
+            parts.append("Trainer and engine must have the same config.json")
         elif any(name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in mismatched):
             parts.append(
-                "Megatron pads the vocabulary: say how many rows the checkpoint has, MegatronBackend(vocab_size=...)"
+                "Megatron pads the vocabulary: give the number of rows in the checkpoint, "
+                "MegatronBackend(vocab_size=...)"
             )
     if unexpected:
-        parts.append(f"unexpected {len(unexpected)}: {first_few(unexpected)}")
+        parts.append(f"Unexpected {len(unexpected)}: {first_few(unexpected)}")
         if (prefix := _lacking(unexpected, missing)) is not None:
-            parts.append(f'all names lack "{prefix}": push the whole model, not a part of it')
+            parts.append(f'All names lack "{prefix}": push the whole model, not a part of it')
         elif heads := _of_tied_shape(unexpected, manifest, plans):
             parts.append(
-                f"the engine ties its output layer to its embedding, and {heads[0]} may be an output layer of the "
-                "trainer's own: start the engine with tie_word_embeddings=false in config.json, or with "
+                f"The engine ties its output layer to its embedding, and {heads[0]} may be the trainer's own output "
+                "layer. Start the engine with tie_word_embeddings=false in config.json, or with "
                 'hf_overrides={"tie_word_embeddings": False}'
             )
         elif not missing:
-            parts.append("leave them out with TensorSelection(exclude=...), or give the engine the trainer's model")
+            parts.append("Leave them out with TensorSelection(exclude=...), or give the engine the trainer's model")
     raise ManifestError(
-        f"the trainer's tensors do not fit the engine's model; {'; '.join(parts)}. Nothing was written",
+        f"the trainer's tensors do not fit the engine's model. {'. '.join(parts)}. Nothing was written",
         missing=missing,
         unexpected=unexpected,
         mismatched=mismatched,
@@ -114,12 +114,12 @@ def make_buckets(
     groups += together
     last = never_resent(manifest, frozen, [*groups, *(names for plan in plans for names in plan.reloads)])
     if last and not any(meta.nbytes for meta in manifest if meta.name not in last):
-        raise ConfigError("all tensors with elements are frozen: there is nothing for a second push to change")
+        raise ConfigError("all tensors with elements are frozen: a second push would change nothing")
     buckets = split(bucketer, manifest, groups, last)
     if apart := [w for w, scale in together if not any({w, scale} <= {*b.names} for b in buckets)]:
         raise ConfigError(
-            f"the bucketer tears {len(apart)} quantised weights from their scales, such as {apart[0]}; use "
-            'bucketer="module" or "threshold"'
+            f"the bucketer puts {len(apart)} quantised weights and their scales into different buckets, such as "
+            f'{apart[0]}; use bucketer="module" or "threshold"'
         )
     return buckets, last
 
@@ -146,14 +146,14 @@ def check_duplicates(pairs: Sequence[tuple[str, str]], held: Sequence[Mapping[st
             {box: digest for own in held for box, digest in own.get(one, {}).items()} for one in (other, name)
         )
         if mine.keys() != theirs.keys():
-            wrong[other] = f"its shards are not those of {name}, so that the two cannot be compared"
+            wrong[other] = f"it is sharded otherwise than {name} and cannot be compared with it"
         elif mine != theirs:
             wrong[other] = f"it differs from {name}"
     if wrong:
         raise ManifestError(
-            f"the engine ties what the trainer has apart, and can serve equal tensors alone: {_first(wrong)}. Start "
-            "the engine from a checkpoint of this trainer, with tie_word_embeddings=false in config.json, or tie the "
-            "trainer's. Nothing was written",
+            f"the engine ties tensors that differ in the trainer: {_first(wrong)}. Start the engine from this "
+            "trainer's checkpoint, with tie_word_embeddings=false in config.json, or tie the trainer's tensors. "
+            "Nothing was written",
             mismatched=wrong,
         )
 

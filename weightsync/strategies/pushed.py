@@ -65,8 +65,8 @@ class TrainerMemory:
             changed = [name for name, a, b in zip(self._names, counted, writes, strict=True) if a != b]
             if changed or (before is not None and before != digests):
                 raise DigestError(
-                    f"the trainer's weights were written while a push read them, such as "
-                    f"{changed[0] if changed else 'through .data'}: push when no other thread writes them",
+                    f"a thread wrote {changed[0] if changed else 'weights through .data'} while a push read it: push "
+                    "when no thread writes weights",
                 )
         return Pushed(version, label, sample, (self._settings(), writes, digests))
 

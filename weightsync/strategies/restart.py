@@ -79,10 +79,10 @@ class CheckpointTransport:
     tokenizer: Any = None
 
     def __post_init__(self) -> None:
-        check_count("keep_last", self.keep_last, "the version that was just written must stay")
+        check_count("keep_last", self.keep_last, "the written version must stay")
         check_count("max_shard_bytes", self.max_shard_bytes, "a file needs room for at least one byte")
         if isinstance(self.config, nn.Module):
-            raise ConfigError("config is a model; give its config alone: config=model.config")
+            raise ConfigError("config is a model; give its config: config=model.config")
 
     @property
     def demands(self) -> str | None:
@@ -172,8 +172,8 @@ class SaveAndRestart(UpdateStrategy):
         server = self._options.engines.given
         if not isinstance(server, VllmServer):
             raise ConfigError(
-                "restart=True ends the engine and starts it anew, so it must be a "
-                f"weightsync.engines.server.VllmServer of this process; got a {type(server).__name__}"
+                "restart=True ends and starts the engine: expected a weightsync.engines.server.VllmServer of this "
+                f"process, got a {type(server).__name__}"
             )
         check_stores(server.options)
         return server
@@ -187,6 +187,6 @@ def check_stores(options: Sequence[str]) -> None:
     found = _CONNECTOR.findall(" ".join(words).replace("kv-connector", "kv_connector"))
     if not found or not _ENDS_WITH_ITS_SERVER.issuperset(found):
         raise UnsupportedError(
-            f"the server is started with {' or '.join(_STORES)} for {', '.join(found) or 'a connector'}, which may "
-            "keep keys and values of this version, and the next one would answer from them: leave the option out"
+            f"the server is started with {' or '.join(_STORES)} for {', '.join(found) or 'a connector'}. The next "
+            "version could answer from keys and values of this version: leave the option out"
         )

@@ -53,13 +53,13 @@ class SingleCopyTransport:
         """Return the strategy. Raises `ConfigError` for options that it cannot work with."""
         if options.backend != "fsdp" or options.quantize is not None:
             raise ConfigError(
-                'single_copy works on a plain model, or one that `parallelize_module` has sharded: backend="fsdp", and '
+                'single_copy takes a plain model, or one sharded by `parallelize_module`, with backend="fsdp" and '
                 f"quantize=None. Got backend={options.backend!r}, quantize={options.quantize!r}"
             )
         if options.non_finite == "refuse":
             raise ConfigError(
-                'non_finite="refuse": with single_copy the trainer itself writes into the engine, and nothing is left '
-                'to refuse: look at the gradients before a step, or say "warn"'
+                'non_finite="refuse" has no effect with single_copy: the trainer itself writes into the engine. Check '
+                'the gradients before a step, or set non_finite="warn"'
             )
         options.refuse_selection("this SingleCopyTransport", "frozen", "only_trained", "dtypes", "rename")
         options.refuse("this SingleCopyTransport", *OF_COPIES)
@@ -71,7 +71,7 @@ class SingleCopyTransport:
         handle_file.check(found)
         if found.url is None:
             raise ConfigError(
-                f"{found.path} was written by an engine that is no server, or was not told its address: give the "
+                f"{found.path} has no address: its engine is no server, or does not know its address. Give the "
                 "engine, WeightSync(engine=...)"
             )
         return found.url
@@ -84,8 +84,8 @@ class SingleCopyTransport:
         handle_file.check(found)
         if [worker.engine_instance for worker in found.workers] != list(engine_instances):
             raise PlacementError(
-                f"{found.path} is another engine's than the one that answers at this address; name that one's file, or "
-                "none"
+                f"{found.path} belongs to another engine than this address; name the file of the engine at this "
+                "address, or none"
             )
 
 
@@ -102,9 +102,9 @@ class SharedMemory(FleetStrategy):
 
     def run(self, update: Update, model: Model) -> PushReport:
         if self._attached is None:
-            raise ConfigError("single_copy pushes the model that `attach` was given: call `attach(model)` first")
+            raise ConfigError("no model is attached: call `attach(model)` before `push`")
         if self._attached.model is not model:
-            raise ConfigError("single_copy pushes the model that was given to `attach`, and this is another")
+            raise ConfigError("another model is attached; single_copy pushes the attached model alone")
         with self.writing(update):
             pass
         report: PushReport = update.report
@@ -201,8 +201,8 @@ class SharedMemory(FleetStrategy):
             warn_of_kept(plans)
             if unused := check_plans(manifest, plans, False):
                 raise PlacementError(
-                    f"the engine does not run the part of the model that {unused[0]} is of, so that the two "
-                    'cannot share it; use transport="ipc", or attach a model without that part'
+                    f"the engine does not run the part of the model with {unused[0]}, and cannot share it; use "
+                    'transport="ipc", or attach a model without this part'
                 )
             exported = fleet.export([process for _, _, process in everyone])
             self._transport.check_instances([answer.engine_instance for answer in exported])
@@ -212,8 +212,8 @@ class SharedMemory(FleetStrategy):
         instances = [export.engine_instance for export in exports]
         if self._attached is not None and self._attached.engine_instances != instances:
             raise EngineError(
-                "the engine was started anew since `attach`, or went to another trainer, and the model's parameters "
-                "are not its memory: close this WeightSync, build the model anew on the meta device, and attach that"
+                "the model's parameters are not this engine's memory: the engine was restarted since `attach`, or "
+                "taken by another trainer. Close this WeightSync, build a new model on the meta device, and attach it"
             )
         return workers, exports
 
@@ -230,19 +230,18 @@ def check_pairs(hosts: Sequence[str], workers: Sequence[ConnectedWorker]) -> Non
     """
     if len(engines := {worker.hello.group for worker in workers}) > 1:
         raise PlacementError(
-            f"single_copy shares the memory of one engine, and {len(engines)} were given; leave out all but one, or "
-            'use transport="ipc"'
+            f"single_copy shares the memory of one engine, got {len(engines)} engines; leave out all but one, or use "
+            'transport="ipc"'
         )
     if len(workers) != len(hosts):
         raise PlacementError(
             f"{len(hosts)} trainer ranks cannot share the memory of {len(workers)} engine workers: single_copy pairs "
-            "rank i with worker i of one engine. Start as many ranks as the engine has workers, or use "
-            'transport="ipc"'
+            'rank i with worker i of one engine. Start one rank for each worker, or use transport="ipc"'
         )
     strangers = [f"trainer rank {rank}" for rank, host in enumerate(hosts) if host != hosts[0]]
     strangers += [worker.connection.peer for worker in workers if worker.hello.boot_id != hosts[0]]
     if strangers:
         raise PlacementError(
-            f"single_copy shares memory of one host, but {', '.join(strangers)} runs on another than trainer rank 0; "
-            'use transport="broadcast"'
+            f"single_copy shares memory of one host, but {', '.join(strangers)} runs on another host than trainer "
+            'rank 0; use transport="broadcast"'
         )

@@ -48,8 +48,8 @@ def open_receiver(name: str, device: torch.device) -> TransportReceiver:
     """Return the worker's end of the transport in a `Connect` message. Raises `ProtocolError` for an unknown name."""
     if (found := _find(name)) is None:
         raise ProtocolError(
-            f"the trainer asks for transport {name!r}, which this side does not know; install its package beside the "
-            "engine too"
+            f"the trainer asks for transport {name!r}, and this engine has none of that name; install its package "
+            "beside the engine too"
         )
     return found[1](device)
 

@@ -28,9 +28,9 @@ from weightsync.transports.base import Wait
 from weightsync.transports.gloo_port import GlooPort, meet_addresses
 
 _ARRIVED = "arrived"
-_ABSENT = "not all have met at {host}, which every one of them must reach"
+_ABSENT = "not all have connected to {host}. Every member must reach this host"
 _UNCONNECTED = (
-    "they have met at {host}, and cannot all reach each other. Does a firewall close ports that gloo or NCCL choose?"
+    "all have connected to {host}, but not to each other. Open the ports chosen by gloo or NCCL in the firewall"
 )
 _VISIT = timedelta(seconds=5)
 _NO_NUMBER = 2**31 - 1

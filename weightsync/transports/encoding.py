@@ -124,7 +124,7 @@ def length(message: torch.Tensor) -> int:
     """Return the length of a message within its room. Raises `ProtocolError` for an impossible length."""
     nbytes = _head(message)[1]
     if not 0 <= nbytes <= message.numel() - HEAD_BYTES:
-        raise ProtocolError(f"a message says that it has {nbytes} bytes, and {message.numel() - HEAD_BYTES} have room")
+        raise ProtocolError(f"a message has {nbytes} bytes, and room for {message.numel() - HEAD_BYTES}")
     return HEAD_BYTES + nbytes
 
 
@@ -140,8 +140,8 @@ def read(message: torch.Tensor, run: torch.Tensor, pushes: int) -> None:
     elif kind == _DIFFERENCE:
         if (base_pushes, base_digest) != (pushes, _digest(run)):
             raise ProtocolError(
-                f"a difference from what push {base_pushes} over this connection brought, and {pushes} pushes have "
-                "come, or with other digests: push again, and everything is sent"
+                f"a difference has push {base_pushes} as its base, and push {pushes} was the last here, or brought "
+                "other bytes. Push again: the next push sends everything"
             )
         decode(body, run)
     else:

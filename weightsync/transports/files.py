@@ -307,12 +307,12 @@ def _reading(path: Path) -> Iterator[int]:
 
 def _read_at(fd: int, memory: memoryview, at: int) -> int:
     if not (done := os.preadv(fd, [memory], at)):
-        raise PlacementError(f"a file of the checkpoint ends at byte {at}, where {len(memory)} more belong")
+        raise PlacementError(f"a file of the checkpoint ends at byte {at}, expected {len(memory)} bytes more")
     return done
 
 
 def _without_folder(name: str) -> Transport:
-    raise ConfigError(f"transport={name!r} needs a folder: pass transport=CheckpointTransport(folder), from weightsync")
+    raise ConfigError(f"transport={name!r} needs a folder: pass transport=weightsync.CheckpointTransport(folder)")
 
 
 ENDS = _without_folder, FilesReceiver

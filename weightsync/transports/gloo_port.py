@@ -99,7 +99,7 @@ class GlooPort:
                 with suppress(OSError):  # it has no filter
                     opened.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
         if not closed:
-            logger.warning("the port of gloo stays open to strangers: see docs/security.md")
+            logger.warning("gloo's port accepts connections of any process: see docs/security.md")
 
 
 def _only_from(addresses: Collection[str], version: int) -> bytes:
@@ -132,7 +132,7 @@ def _end_others(port: tuple[str, int]) -> None:
             with suppress(OSError):  # the peer has disconnected
                 if opened.getsockname() == port and opened.getpeername():
                     try:
-                        refuse_other_users(opened, "who has connected to the port of gloo")
+                        refuse_other_users(opened, "a process connected to gloo's port")
                     except ProtocolError as error:
                         logger.warning("%s", error)
                         opened.shutdown(socket.SHUT_RDWR)

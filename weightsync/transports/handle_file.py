@@ -96,8 +96,8 @@ def find(path: str | os.PathLike[str] | None = None) -> Path:
         if os.path.exists(candidate):  # `Path.exists` raises for a file in an unreadable folder
             return candidate
     raise ConfigError(
-        f"no {FILE}; looked for {', '.join(map(str, candidates))}. Start the engine with `python -m "
-        f"weightsync.vllm.serve MODEL`, or with {VARIABLE}=PATH in its environment; name the file if it is elsewhere"
+        f"no {FILE} at {', '.join(map(str, candidates))}. Start the engine with `python -m weightsync.vllm.serve "
+        f"MODEL`, or with {VARIABLE}=PATH in its environment, or name the file"
     )
 
 
@@ -113,8 +113,8 @@ def place_to_write() -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_own_folder(folder):
         raise ConfigError(
-            f"{folder} is not this user's alone: it is a link, cannot be made, or another user has it or may write to "
-            f"it. Remove it, or set LOGDIR, or {VARIABLE} to a path"
+            f"{folder} is not this user's alone: it is a link, cannot be made, or another user owns it or may write "
+            f"to it. Remove it, or set LOGDIR, or {VARIABLE} to a path"
         )
     return folder / FILE
 
@@ -165,7 +165,7 @@ def read(path: Path) -> Bridge:
             found = os.fstat(file.fileno())
             if found.st_uid not in (os.geteuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise PlacementError(
-                    f"{path} belongs to another user, or may be written by one, so what it says is not trusted"
+                    f"{path} is not trusted, because another user owns it or may write to it: remove it"
                 )
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
@@ -193,13 +193,13 @@ def check(bridge: Bridge) -> None:
     """Raise `PlacementError` if the file is stale: from before this host's boot, or with a process that has ended."""
     if bridge.boot_id != boot_id():
         raise PlacementError(
-            f"{bridge.path} is stale: it was written on another host, or before this one was booted; start the engine"
+            f"{bridge.path} is stale: it was written on another host, or before this host was booted; start the engine"
         )
     for worker in bridge.workers:
         if started_ticks(worker.pid) != worker.started_ticks:
             raise PlacementError(
-                f"{bridge.path} is stale: worker {worker.rank} of the engine that wrote it, process {worker.pid}, has "
-                "ended; start the engine, which writes a new one"
+                f"{bridge.path} is stale: its engine's worker {worker.rank}, process {worker.pid}, has ended; start "
+                "the engine, to write a new file"
             )
 
 

@@ -68,12 +68,12 @@ class IpcTransport(Transport):
     ) -> tuple[Chain, ...]:
         if strangers := [each.peer for each in (*workers, *ranks) if each.boot_id != ranks[0].boot_id]:
             raise PlacementError(
-                f"transport {self.name!r} maps memory of one host, but {', '.join(strangers)} runs on another than "
-                'trainer rank 0; use transport="broadcast"'
+                f"transport {self.name!r} maps memory of one host, but {', '.join(strangers)} runs on another host "
+                'than trainer rank 0; use transport="broadcast"'
             )
         if any(r.device == "cuda" for r in ranks) and (cpu := [w.peer for w in workers if w.device == "cpu"]):
             raise PlacementError(
-                f"the trainer's tensors are on GPUs and {', '.join(cpu)} runs on a CPU: it cannot map them"
+                f"{', '.join(cpu)} runs on a CPU and cannot map the trainer's GPUs; use CheckpointTransport"
             )
         return ()
 
@@ -265,12 +265,12 @@ class IpcReceiver(TransportReceiver):
 
     def storage(self, rank: int, storage: int) -> torch.Tensor:
         if (rank, storage) not in self._open:
-            raise ProtocolError(f"something lies in storage {storage} of trainer rank {rank}, which was not named")
+            raise ProtocolError(f"the plan reads storage {storage} of trainer rank {rank}, but no endpoint names it")
         return self._open[rank, storage][1]
 
     def chunks(self, numbers: Sequence[int], wait: Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
         if len(self._parts) < len(numbers):
-            raise ProtocolError(f"who stages a chunk was said of {len(self._parts)} of {len(numbers)} chunks")
+            raise ProtocolError(f"the endpoint has the stagers of {len(self._parts)} of {len(numbers)} chunks")
         for number in numbers:
             if (ranks := self._parts[number]) is None:
                 yield number

@@ -87,16 +87,16 @@ class NcclTransport(Transport):
             raise PlacementError('transport="nccl" takes GPU tensors only, and trainer rank 0 holds CPU tensors')
         if other := [worker.peer for worker in workers if worker.device != root.device]:
             raise PlacementError(
-                f"a broadcast needs one kind of device: trainer rank 0 sends from {root.device}, {', '.join(other)} "
-                f"receives on {workers[0].device}"
+                f"a broadcast needs one kind of device: trainer rank 0 sends from {root.device}, and "
+                f"{', '.join(other)} receives on {workers[0].device}"
             )
         members = [*ranks, *workers]
         seen: dict[str, str] = {}
         for member in members:
             if member.gpu_uuid and member.gpu_uuid in seen:
                 raise PlacementError(
-                    f"{member.peer} and {seen[member.gpu_uuid]} share the GPU {member.gpu_uuid}, which NCCL refuses; "
-                    'use transport="ipc" for engines on the trainer\'s GPUs'
+                    f"NCCL refuses {member.peer} and {seen[member.gpu_uuid]} on one GPU, {member.gpu_uuid}; use "
+                    'transport="ipc" for engines on the trainer\'s GPUs'
                 )
             seen[member.gpu_uuid] = member.peer
         self._peers, self.min_chunk_bytes = [member.peer for member in members], _LEAST_BYTES[root.device]
@@ -208,7 +208,7 @@ class NcclTransport(Transport):
 
         def wait(seconds: float) -> None:
             if communicator.aborted.wait(seconds):
-                raise WeightSyncError("the push was given up")
+                raise WeightSyncError("the push was aborted")
             if ranks.rank:  # on rank 0 another thread uses these connections
                 ranks.wait(0.0)
 
@@ -329,7 +329,7 @@ class NcclReceiver(TransportReceiver):
         if any(not first <= end <= told.slot_bytes for runs in told.runs for _, first, end in runs):
             raise ProtocolError(f"a run of bytes does not lie in a slot of {told.slot_bytes} bytes")
         if told.encoders and [*map(len, told.origins)] != [*map(len, told.runs)]:
-            raise ProtocolError("not every run of bytes says which rank it is of")
+            raise ProtocolError("some runs of bytes do not name their rank")
         self.waiting_for = [*told.before, *told.after]
         nbytes = [told.slot_bytes] * told.slots
         if [slot.numel() for slot in self._slots] != nbytes:
@@ -350,7 +350,7 @@ class NcclReceiver(TransportReceiver):
     def storage(self, rank: int, storage: int) -> torch.Tensor:
         if storage not in range(len(self._slots)):
             raise ProtocolError(
-                f"something lies in storage {storage} of trainer rank {rank}, and there are {len(self._slots)} slots"
+                f"the plan reads storage {storage} of trainer rank {rank}, and there are {len(self._slots)} slots"
             )
         return self._slots[storage]
 

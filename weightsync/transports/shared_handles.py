@@ -30,9 +30,9 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 _EXPANDABLE = (
-    "an expandable segment of torch's allocator, which torch and the system let few processes map. Start the trainer "
-    "without expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF, or have it off while the model's memory is "
-    'allocated, or use transport="broadcast"'
+    "an expandable segment of torch's allocator, and few processes may map it. Start the trainer without "
+    "expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF, switch it off while the model's memory is allocated, or use "
+    'transport="broadcast"'
 )
 _EXPANDABLE_TAG = b"e"
 """The second byte of torch's handle for such memory. The first is its version."""
@@ -116,7 +116,7 @@ def export(storage: torch.UntypedStorage) -> Handle:
             )
     fd, nbytes = storage._share_fd_cpu_()
     if fd < 0:
-        raise PlacementError(f"{nbytes} bytes of a file cannot be exported: torch has closed it; copy them to memory")
+        raise PlacementError(f"cannot export {nbytes} bytes of a file closed by torch; copy them to memory")
     return _open_file(fd, nbytes)
 
 
@@ -209,8 +209,8 @@ def _map(fields: OpenFileHandle, owner: str) -> torch.Tensor:
             same = stat.S_ISREG(found.st_mode) and (found.st_ino, found.st_nlink) == (fields.inode, 0)
             if not same or found.st_uid != os.geteuid() or found.st_size < fields.nbytes:
                 raise PlacementError(
-                    f"{path} is not the memory that {owner} has exported, or is another user's. Both sides must run as "
-                    "the same user, in containers that share --ipc=host and --pid=host"
+                    f"{path} is not the memory exported by {owner}, or is another user's. Both sides must run as the "
+                    "same user, in containers that share --ipc=host and --pid=host"
                 )
             return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=fields.nbytes, dtype=torch.uint8)
         finally:

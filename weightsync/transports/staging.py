@@ -257,7 +257,7 @@ def _holder(
     for location, tensor in held:
         if location.box.intersect(piece.box) == piece.box:
             return location, tensor
-    raise PlacementError(f"the plan has {piece.name}{piece.box} on trainer rank {piece.rank}, which does not hold it")
+    raise PlacementError(f"trainer rank {piece.rank} lacks {piece.name}{piece.box}, and the plan reads it there")
 
 
 def _part(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
