@@ -379,7 +379,7 @@ def test_nothing_listens_at_the_address_of_the_engine(trainers: Trainers, closed
     trainers.call(connect, closed_port)
     error = failed(trainers.call(push, "A"), EngineUnreachableError, GRACE_S)
     assert closed_port in str(error)
-    assert "is the server running" in str(error)
+    assert "check that the server runs" in str(error)
     # The same object finds the server once it is there; here, that it is still not there.
     failed(trainers.call(push, "A"), EngineUnreachableError, GRACE_S)
     assert trainers.call(idle_threads) == [[], []]

@@ -44,8 +44,8 @@ KEYS: list[tuple[dict[str, Any] | None, str]] = [
     (None, ""),
     (OFFLOADING, ""),
     (several(OFFLOADING, NIXL), ""),
-    (RESETTABLE, "ResettableStore is not known"),
-    (several(OFFLOADING, EXAMPLE), "ExampleConnector is not known"),
+    (RESETTABLE, "ResettableStore may mix"),
+    (several(OFFLOADING, EXAMPLE), "ExampleConnector may mix"),
 ]
 
 
@@ -88,7 +88,7 @@ def push_with_a_store(engines: Engines, folder: Path) -> None:
         sync.push(model)
         assert_same(engines.ask(), answers["B"], "pushed")
         tiny_models.fill(model, "A")
-        for answer, words in ((False, "could not reset its prefix cache, or its KV connector"), (OSError("x"), "x")):
+        for answer, words in ((False, "could not reset its prefix cache or its KV connector"), (OSError("x"), "x")):
             ResettableStore.answer = answer
             with pytest.raises(EngineError, match=words):
                 sync.push(model)

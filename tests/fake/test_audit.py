@@ -207,7 +207,7 @@ class Handle:
 
 def test_counterparts_say_what_differs():
     found = diff_objects(Handle(), Handle(), "handle", set())
-    assert found == Counterparts([], [], ["handle, a Handle, frees something when it goes"])
+    assert found == Counterparts([], [], ["handle, a Handle, has a finaliser"])
     old, new = Rebuilt(torch.randn(3, 4), True), Rebuilt(torch.randn(4, 3), True)
     found = diff_objects(old, new, "kernel", set())
     assert [path for path, *_ in found.tensors] == ["kernel.strides"]

@@ -160,7 +160,7 @@ def test_scales_for_activations_are_not_made_up():
         model.layers[0].register_parameter("input_scale", nn.Parameter(torch.ones(1), requires_grad=False))
     refused = plan_of(made, weights(1)).refused
     assert refused.keys() == {"layers.0.gate.weight", "layers.0.up.weight"}
-    assert "wants scales for activations" in refused["layers.0.up.weight"]
+    assert "do not give its scales of activations" in refused["layers.0.up.weight"]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_scales_for_activations_are_not_made_up():
     [
         ({"num_bits": 4}, "packs symmetric int8 with columns in their order alone"),
         ({"symmetric": False}, "packs symmetric int8 with columns in their order alone"),
-        ({"group_size": 48}, "its 128 columns are no whole groups of 48"),
+        ({"group_size": 48}, "its 128 columns are not a multiple of 48"),
     ],
 )
 def test_what_is_packed_otherwise_is_refused(how: dict[str, Any], words: str):

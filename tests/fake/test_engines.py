@@ -228,7 +228,7 @@ def test_http_sends_what_vllm_expects(server, monkeypatch):
 def test_http_sends_the_key_of_the_environment_and_says_it_nowhere(server, monkeypatch, caplog):
     route = "/v1/load_lora_adapter"
     server.replies = WITH_ADAPTERS | {route: (401, '{"error": "Unauthorized"}')}
-    for key, said in ((None, "is not set"), ("", "is not set"), ("sk-3cret", "is another one")):
+    for key, said in ((None, "is not set"), ("", "is not set"), ("sk-3cret", "is another key")):
         monkeypatch.setenv("VLLM_API_KEY", key) if key is not None else monkeypatch.delenv("VLLM_API_KEY", False)
         engine = http_engine(server.url)
         with pytest.raises(EngineError, match=f"{route}.*401.*API key.*VLLM_API_KEY.*{said}") as raised:
@@ -281,7 +281,7 @@ def test_http_calls_the_plug_in_of_every_other_vllm(server, version):
 def test_who_wakes_an_engine_whose_memory_sleeps_is_told(server, caplog):
     server.replies["/wake_up"] = (200, '{"status": "sleeping", "tags": ["scheduling"]}')
     http_engine(server.url).resume()
-    assert "its memory, which has been put to sleep" in caplog.text
+    assert "its memory has been put to sleep" in caplog.text
     caplog.clear()
     llm = AsyncLLM()
     (engine,) = connect(llm, 5.0)
@@ -291,7 +291,7 @@ def test_who_wakes_an_engine_whose_memory_sleeps_is_told(server, caplog):
         assert "put to sleep" not in caplog.text
         llm.memory_sleeps = True
         engine.resume()
-    assert "its memory, which has been put to sleep" in caplog.text
+    assert "its memory has been put to sleep" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -551,7 +551,7 @@ def test_a_server_that_drips_runs_into_the_deadline(whole):
 def test_a_server_that_dies_in_a_call_is_unreachable(server):
     server.instead_of_answering = lambda: None  # the connection closes without a word
     engine = http_engine(server.url)
-    with pytest.raises(EngineUnreachableError, match="whether it was carried out is not known"):
+    with pytest.raises(EngineUnreachableError, match="it may or may not have run the call"):
         engine.update({})
     assert len(server.requests) == 1
     assert not engine.is_alive()
@@ -1080,7 +1080,7 @@ def test_async_engine_may_be_called_from_another_loop():
 
 
 def test_async_engine_outside_of_any_loop_is_refused():
-    with pytest.raises(ConfigError, match="not in an event loop yet"):
+    with pytest.raises(ConfigError, match="has no event loop yet"):
         connect(AsyncLLM(), 5.0)[0].start()
 
 
@@ -1239,7 +1239,7 @@ def test_ray_actors_are_called_like_what_they_hold(ray):
 def test_ray_actors_that_cannot_serve_are_refused(ray):
     bare = ray.remote(num_cpus=0)(PlugInEngine).remote()
     (engine,) = connect(bare, 120.0)
-    with pytest.raises(ConfigError, match="holds no LLM or AsyncLLM that can be seen"):
+    with pytest.raises(ConfigError, match="has no LLM or AsyncLLM in an attribute"):
         engine.init({})
     without_plug_in = ray.remote(num_cpus=0)(LlmActor).remote("nccl")
     (engine,) = connect(without_plug_in, 120.0)

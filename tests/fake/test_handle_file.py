@@ -261,7 +261,7 @@ def test_another_server_is_not_taken_for_ours(tmp_path: Path):
         other.listen()
         port = other.getsockname()[1]
         server = VllmServer(tmp_path / "nothing", port=port, log=tmp_path / "log")
-        with pytest.raises(EngineError, match=f"port {port} cannot be had .* or give another port"):
+        with pytest.raises(EngineError, match=f"port {port} cannot be opened .* or give another port"):
             server.start()
     assert server.pid is None
 

@@ -456,7 +456,9 @@ def test_one_engine_that_fails_fails_the_push(model: Any, memory: Path):
         assert [worker.name for worker in sync.push(model).workers] == ["engine A", "engine B"]
         good = sync.adapter
         second.fails = True
-        with pytest.raises(EngineError, match=r"no memory left.* unloaded again from engine A.*\[engine B, phase load\]"):
+        with pytest.raises(
+            EngineError, match=r"no memory left.* unloaded again from engine A.*\[engine B, phase load\]"
+        ):
             sync.push(model)
         assert sync.adapter == good
         assert list(first.adapters) == list(second.adapters) == [good.name]

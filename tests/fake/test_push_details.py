@@ -673,7 +673,10 @@ def test_a_worker_has_its_whole_time_for_each_chunk(monkeypatch: pytest.MonkeyPa
         (lambda sync, model: sync.push(model, version="step-1"), "version='step-1'; it must be a whole number"),
         (lambda sync, model: sync.push(model, version=0), "not newer than 0.* give at least 1"),
         (lambda sync, model: WeightSync("fsdp", None), "transport=None; choose"),
-        (lambda sync, model: WeightSync("fsdp", "ipc", bucketer=ModuleBucketer(), max_bytes=5), "max_bytes=5 has no effect"),
+        (
+            lambda sync, model: WeightSync("fsdp", "ipc", bucketer=ModuleBucketer(), max_bytes=5),
+            "max_bytes=5 has no effect",
+        ),
         (lambda sync, model: WeightSync("fsdp", "lora", pause="wait", verify="full"), "^verify, pause: no effect"),
         (
             lambda sync, model: WeightSync("fsdp", "single_copy", max_bytes=5),

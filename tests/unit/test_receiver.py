@@ -269,7 +269,7 @@ def test_a_parameter_that_was_never_made_is_refused():
     host = ModuleHost(MakesItsBias, {"weight": weight})
     receiver = Receiver(host)
     for _ in range(2):  # the second time its parameter is there in the copy that the engine never loaded
-        with pytest.raises(UnsupportedError, match="the running model has no bias"):
+        with pytest.raises(UnsupportedError, match="the running model lacks bias"):
             receiver.make_plan(manifest_of({"weight": weight, "bias": torch.randn(4)}))
     MemoryTrainer(receivers=[receiver], tensors={"weight": weight + 2}).push()  # as without "bias" in the selection
     assert torch.equal(host.live.weight, weight + 2)
@@ -968,7 +968,7 @@ def test_another_memory_than_the_trainers_is_found_when_it_is_mapped(corrupt_lat
     number = next(iter(trainer.memory))
     if not corrupt_late:
         trainer.memory[number] = torch.randn(300, 6)
-        with pytest.raises(DigestError, match="mapped another memory than that of trainer rank 0"):
+        with pytest.raises(DigestError, match="mapped other memory than that of trainer rank 0"):
             trainer.connect()
         assert trainer.receivers[0].state == CLEAN
         return
@@ -987,7 +987,7 @@ def test_memory_of_a_rank_without_digests_is_refused(proof: list[int]):
     )
     message = trainer.message
     runs = [replace(run, rank=2) for run in message.in_place]
-    with pytest.raises(ProtocolError, match=f"rank 2 is read in place, but there are digests of {len(proof)} ranks"):
+    with pytest.raises(ProtocolError, match=f"rank 2 is read in place, but digests came from {len(proof)} ranks"):
         trainer.connect(replace(message, in_place=runs, proof=proof))
 
 

@@ -45,16 +45,15 @@ class AsyncEngine(VllmEngine):
         loop: asyncio.AbstractEventLoop | None = task.get_loop() if task is not None else self._loop_here
         if loop is None:
             raise ConfigError(
-                "the AsyncLLM is not in an event loop yet; make it, or the WeightSync, inside the coroutine that "
-                "serves it",
+                "the AsyncLLM has no event loop yet; make it, or the WeightSync, inside of its serving coroutine",
                 who=self.name,
             )
         if not loop.is_running():
-            raise EngineUnreachableError("the event loop that the AsyncLLM lives in is not running", who=self.name)
+            raise EngineUnreachableError("the AsyncLLM's event loop is not running", who=self.name)
         if _running_loop() is loop:
             raise ConfigError(
-                "called from the event loop that the AsyncLLM lives in, which must stay free to answer; use "
-                "`await sync.push_async(model)`",
+                "called from the AsyncLLM's event loop, but this loop must stay free to answer; use `await "
+                "sync.push_async(model)`",
                 who=self.name,
             )
         return loop

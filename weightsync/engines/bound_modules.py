@@ -33,8 +33,8 @@ def check_bound(adapter: LoraAdapter, answers: Any, who: str) -> None:
     unbound = [name for name in found[0].unbound if all(name in other for other in others)]
     twice = list(dict.fromkeys(name for one in found for name in one.twice))
     for names, problem in (
-        (twice, "are bound to a module that another one is bound to"),
-        (unbound, "are none of the engine's, and would have no effect"),
+        (twice, "share a module of the engine with another module"),
+        (unbound, "are not in the engine, and would have no effect"),
     ):
         if names:
             raise _refusal(adapter, problem, names, found, who)
@@ -46,10 +46,9 @@ def _refusal(
     modules = list(dict.fromkeys(name for one in found for name in one.modules))
     return UnsupportedError(
         f"{len(names)} modules of the adapter {adapter.name} {problem}: {first_few(names)}. The engine binds adapters "
-        f"to {first_few(modules) or 'nothing'}. Let PEFT wrap the model that the engine serves, such as an "
-        "AutoModelForCausalLM: neither its backbone alone, nor a module that holds it. Or give the modules their names "
-        "in the engine's checkpoint, TensorSelection(rename=...). Leave modules that the engine does not have, or "
-        "gives no adapters, out of target_modules",
+        f"to {first_few(modules) or 'nothing'}. Let PEFT wrap the engine's own model, such as an "
+        "AutoModelForCausalLM, not its backbone or a module around it. Or give the modules their names in the "
+        "engine's checkpoint, TensorSelection(rename=...). Leave other modules out of target_modules",
         who=who,
         phase="load",
         adapter_modules=names,

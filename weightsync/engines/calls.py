@@ -32,7 +32,7 @@ RESET = "reset_prefix_cache"
 _SERVED = "init", "update"
 _SERVING = {RESET, "reset_caches", *_SERVED}  # with both names: vLLM's, and that for an engine of another rank
 _SERVING |= {methods[call] for methods in (PLUG_IN_METHODS, EXTENSION_METHODS) for call in _SERVED}
-STILL_ASLEEP = "%s generates again only when its memory, which has been put to sleep, is woken up"
+STILL_ASLEEP = "%s generates again after wake_up: its memory has been put to sleep"
 # vLLM's texts for: no weight transfer; init_info of another backend; a method that the workers lack.
 _NO_PLUG_IN = re.compile(
     r"Weight transfer not configured|Invalid init_info for (?!WeightSync)\w+|Method 'weightsync_\w+' is not implemented"
@@ -58,7 +58,7 @@ class CallLock:
         deadline = Deadline(limit_s(doing, self._timeout_s) if doing == RESET else self._timeout_s)
         while not self._lock.acquire(timeout=min(timeouts.CALL_POLL_S, deadline.left_s())):
             if self._died():
-                raise EngineUnreachableError(f"the engine died before {doing}; its log says why", who=self._who)
+                raise EngineUnreachableError(f"the engine died before {doing}; look into its log", who=self._who)
             if deadline.passed():
                 raise SyncTimeoutError(
                     f"{doing} could not start within {deadline.timeout_s:g} s: {self._doing} is still running",
@@ -92,7 +92,7 @@ def wait(
     answer.add_done_callback(lambda _: ended.set())
     while not ended.wait(min(timeouts.CALL_POLL_S, deadline.left_s())):
         if died():
-            raise EngineUnreachableError(f"the engine died in {doing}; its log says why", who=who)
+            raise EngineUnreachableError(f"the engine died in {doing}; look into its log", who=who)
         if deadline.passed():
             raise too_late(doing, deadline.timeout_s, who)
     try:
@@ -114,7 +114,7 @@ def as_ours(error: BaseException, doing: str, who: str) -> WeightSyncError:
 def engine_error(text: str, doing: str, who: str) -> EngineError:
     """Return the error for an error text of vLLM."""
     if _ENGINE_DEAD in text:
-        return EngineUnreachableError(f"{doing}: the engine is dead; its log says why", who=who)
+        return EngineUnreachableError(f"{doing}: the engine is dead; look into its log", who=who)
     return no_plug_in(text, who) if _NO_PLUG_IN.search(text) else EngineError(f"{doing}: {text}", who=who)
 
 
@@ -130,8 +130,8 @@ def no_plug_in(found: str, who: str) -> EngineError:
 
 def caches_not_reset(who: str) -> EngineError:
     return EngineError(
-        "vLLM could not reset its prefix cache, or its KV connector what it keeps outside of the engine, so that "
-        "it would answer from older weights; see its log",
+        "vLLM could not reset its prefix cache or its KV connector, and would answer from older weights; look into "
+        "its log",
         who=who,
     )
 

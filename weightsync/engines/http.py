@@ -112,14 +112,12 @@ class HttpEngine:
         if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
             raise ConfigError(f"{url!r} is not the URL of a server; expected one such as {DEFAULT_URL!r}")
         if parts.username is not None:
-            raise ConfigError(
-                f"the URL of {host} names a user, whom weightsync would not send, and logs would show: leave it out"
-            )
+            raise ConfigError(f"the URL of {host} names a user, and weightsync sends no user names: leave it out")
         if parts.path.rstrip("/").endswith("/v1"):
-            raise ConfigError(f"{url!r} is where vLLM answers as OpenAI does; give the server's address, without /v1")
+            raise ConfigError(f"{url!r} is the path of vLLM's OpenAI API; give the server's address, without /v1")
         key = os.environ.get(_KEY, "")
         if not all("!" <= character <= "~" for character in key):  # http.client would show the key in its error
-            raise ConfigError(f"{_KEY} has a character that no header carries, such as a space or the end of a line")
+            raise ConfigError(f"{_KEY} has a character that no header may have, such as a space or the end of a line")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.name = name
         self.timeout_s = timeout_s
@@ -265,8 +263,8 @@ class HttpEngine:
         self._change_adapters("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.path})
         if self._adapters().get(adapter.name) != adapter.path:
             raise EngineError(
-                f"the server says that it has loaded the adapter {adapter.name}, but does not list it in /v1/models; "
-                "are there several API servers behind this address? Give each one's own",
+                f"the server has loaded the adapter {adapter.name}, but does not list it in /v1/models. Give each API "
+                "server's own address, if several are behind this address",
                 who=self.name,
             )
         self._check_bound(adapter, NEWEST)
@@ -309,7 +307,7 @@ class HttpEngine:
         status, text = self._request("GET", path, None, self.timeout_s)
         if status != 200 or _LORA_METRIC not in text:
             raise EngineError(
-                f"the server does not say which adapters are in use ({path} has no {_LORA_METRIC}); start it with "
+                f"{path} has no {_LORA_METRIC}, the metric of the adapters in use; start the server with "
                 "--enable-lora, and without --disable-log-stats",
                 who=self.name,
             )
@@ -333,14 +331,14 @@ class HttpEngine:
         message = _message_of(text)
         if status == 404 and (needs == _DEV_MODE or message == "Not Found"):  # else an adapter is missing
             raise UnsupportedError(
-                f"the server has no route {route} (status 404); vLLM has it only when started with {needs} in its "
-                "environment. Is it a vLLM that answers there?",
+                f"the server has no route {route} (status 404); start vLLM with {needs} in its environment, and check "
+                "the address",
                 who=self.name,
             )
         if status == 401:
             raise EngineError(
-                f"{route}: status 401: the server was started with an API key, and {_KEY} of this process is "
-                f"{'another one' if self._headers else 'not set'}; set it to the server's",
+                f"{route}: status 401: the server has an API key, and {_KEY} of this process is "
+                f"{'another key' if self._headers else 'not set'}; set it to the server's key",
                 who=self.name,
             )
         if status in (502, 503, 504):
@@ -360,8 +358,8 @@ class HttpEngine:
             except OSError as error:
                 what = "it does not speak https" if isinstance(error, ssl.SSLError) else "nothing answers there"
                 raise EngineUnreachableError(
-                    f"{what} ({error}), called from {socket.gethostname()}; is the server running, and is this "
-                    "its address? Does a firewall close its port?",
+                    f"{what} ({error}), called from {socket.gethostname()}; check that the server runs at this "
+                    "address, and that no firewall closes its port",
                     who=self.name,
                 ) from error
             try:
@@ -370,7 +368,7 @@ class HttpEngine:
                 response = connection.getresponse()
                 content = response.read(_MOST_BYTES + 1)
                 if len(content) > _MOST_BYTES:
-                    text = f"{route}: the answer has over {_MOST_BYTES} bytes; is it a vLLM that answers there?"
+                    text = f"{route}: the answer has over {_MOST_BYTES} bytes; check that the address is vLLM's"
                     raise EngineError(text, who=self.name)
                 is_cut_off = not content if response.length is None and not response.chunked else response.length
                 if is_cut_off:
@@ -380,8 +378,8 @@ class HttpEngine:
                 raise too_late(route, timeout_s, self.name) from error
             except (OSError, ValueError, http.client.HTTPException) as error:  # a ValueError for a chunk of -5 bytes
                 raise EngineUnreachableError(
-                    f"the server closed the connection without an answer to {route} ({error}); whether it was carried "
-                    "out is not known",
+                    f"the server closed the connection without an answer to {route} ({error}); it may or may not have "
+                    "run the call",
                     who=self.name,
                 ) from error
 

@@ -133,7 +133,7 @@ def _inside(actor: Any) -> Any:
     found = next((candidate for candidate in candidates if vllm_class(candidate)), None)
     if found is None:
         raise ConfigError(
-            f"the Ray actor, a {type(actor).__name__}, holds no LLM or AsyncLLM that can be seen: keep it in an "
+            f"the Ray actor, a {type(actor).__name__}, has no LLM or AsyncLLM in an attribute: keep it in an "
             "attribute of the actor"
         )
     return found
@@ -170,5 +170,5 @@ def _look(actor: Any, call: str) -> list[Any]:
         return [_begun.pop(call).result()]
     if died(_inside(actor)):
         _begun.pop(call).cancel()
-        raise EngineUnreachableError("the engine died in a call; its log says why")
+        raise EngineUnreachableError("the engine died in a call; look into its log")
     return []

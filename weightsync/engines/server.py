@@ -78,8 +78,8 @@ class VllmServer:
             raise EngineError(f"the server runs already, as process {self.pid}", who=self.url)
         if (problem := self._taken()) is not None:
             raise EngineError(  # `wait` would take the other program for our server
-                f"port {self.port} cannot be had ({problem}): perhaps a server that outlived its trainer still listens "
-                "there; end it, or give another port",
+                f"port {self.port} cannot be opened ({problem}), perhaps because of an old server; end it, or give "
+                "another port",
                 who=self.url,
             ) from problem
         command = [sys.executable, "-m", "weightsync.vllm.serve", self._model, "--port", str(self.port), *self.options]

@@ -129,7 +129,7 @@ class VllmEngine(ABC):
         self._check_bound(adapter, NOT_LOADED)
         # Its workers' lists are no proof afterwards: adapters of other requests may have replaced it by then.
         if not self._call_front("add_lora", adapter):
-            raise EngineError(f"vLLM says that its workers have not loaded the adapter {adapter.name}", who=self.name)
+            raise EngineError(f"vLLM's workers have not loaded the adapter {adapter.name}", who=self.name)
         self._check_bound(adapter, adapter.id)
 
     def _check_bound(self, adapter: LoraAdapter, number: int) -> None:

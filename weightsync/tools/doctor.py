@@ -314,7 +314,7 @@ def _given_engine(url: str, model_dir: Path, transport: str) -> Findings:
     except EngineUnreachableError as error:
         problem = Finding("FAIL", "engine", str(error))
     except WeightSyncError as error:
-        problem = Finding("FAIL", "generate", f"the engine fails before any push; its log says why: {error}")
+        problem = Finding("FAIL", "generate", f"the engine fails before any push; look into its log: {error}")
     except Exception as error:  # many kinds, for different faults of the files
         text = f"transformers does not load {model_dir}: {type(error).__name__}: {error}"
         problem = Finding("FAIL", "model", text)

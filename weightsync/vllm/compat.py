@@ -80,8 +80,8 @@ def worker_under_way() -> Any:
             return caller
         frame = frame.f_back
     raise UnsupportedError(
-        "this vLLM does not make its weight transfer engine in a worker, so that the drafter cannot be found; start "
-        "the engine without speculative_config, or with the worker extension of weightsync"
+        "this vLLM makes its weight transfer engine outside of a worker, and weightsync cannot find the drafter; "
+        "start the engine without speculative_config, or with weightsync's worker extension"
     )
 
 
@@ -132,8 +132,8 @@ def adapter_renaming(model: nn.Module) -> Any:
 
 def _cannot_unwrap(name: str, module: nn.Module) -> UnsupportedError:
     return UnsupportedError(
-        f"weights cannot be pushed into {name}, a {type(module).__name__} that takes adapters; start the engine "
-        "without enable_lora, or push adapters alone"
+        f"weights cannot be pushed into {name}, a {type(module).__name__} with adapters; start the engine without "
+        "enable_lora, or push adapters alone"
     )
 
 
@@ -147,8 +147,8 @@ def check_experts(vllm_config: VllmConfig) -> None:
     experts = vllm_config.model_config.get_num_experts() if parallel.enable_expert_parallel else 0
     if experts % workers:
         raise UnsupportedError(
-            f"{experts} experts cannot be divided evenly over {workers} expert-parallel workers; start the engine with "
-            "a number of workers that divides them, or without enable_expert_parallel"
+            f"{experts} experts cannot be divided evenly over {workers} expert-parallel workers; start the engine "
+            "with another number of workers, or without enable_expert_parallel"
         )
 
 
@@ -264,8 +264,8 @@ def sinks_of(model: nn.Module) -> list[tuple[Any, nn.Parameter]]:
         own = [p for key, p in layer.named_parameters(recurse=False) if "sink" in key and p.shape == sinks.shape]
         if len(own) != 1:
             raise UnsupportedError(
-                f"the attention kernel of {name} has sinks, and {len(own)} parameters of its layer may be what they "
-                "were made from, expected 1: a push would not reach them"
+                f"the attention kernel of {name} has sinks, and its layer has {len(own)} parameters of their shape, "
+                "expected 1: a push would not reach the sinks"
             )
         found.append((kernel, own[0]))
     return found

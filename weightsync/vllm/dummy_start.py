@@ -64,7 +64,7 @@ def lost_values(
     ]
     if unknown:
         raise UnsupportedError(
-            f'the engine was started with load_format="dummy", which has overwritten {len(unknown)} buffers that no '
-            f"tensor of the trainer fills: {first_few(unknown)}. Start it from the checkpoint"
+            f'the start with load_format="dummy" has overwritten {len(unknown)} buffers, and no tensor of the trainer '
+            f"fills them: {first_few(unknown)}. Start the engine from the checkpoint"
         )
     return [(buffer, values[name].to(buffer.dtype)) for name, buffer in lost.items()]

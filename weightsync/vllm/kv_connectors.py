@@ -43,16 +43,15 @@ def check_resets(config: VllmConfig) -> None:
         else:
             continue
         raise UnsupportedError(
-            f"the KV connector {connector.__name__} keeps keys and values outside of the engine, and {problem}, so "
-            "that the engine would answer from those of older weights after a push: start the engine without this "
-            "kv_transfer_config, or with a connector whose reset_cache forgets them and returns True, such as "
-            "OffloadingConnector"
+            f"the KV connector {connector.__name__} keeps keys and values outside of the engine, and {problem}. After "
+            "a push the engine would answer from keys and values of older weights. Start it without this "
+            "kv_transfer_config, or with a connector that reset_cache clears, such as OffloadingConnector"
         )
     if (transfer := getattr(config, "ec_transfer_config", None)) is not None:
         raise UnsupportedError(
-            f"the connector {transfer.ec_connector} keeps encoder outputs outside of the engine, and vLLM cannot reset "
-            "them, so that the engine would answer from those of older weights after a push: start the engine without "
-            "this ec_transfer_config"
+            f"the connector {transfer.ec_connector} keeps encoder outputs outside of the engine, and vLLM cannot "
+            "reset them. After a push the engine would answer from outputs of older weights. Start it without this "
+            "ec_transfer_config"
         )
 
 
@@ -61,9 +60,8 @@ def check_adapters(config: VllmConfig) -> None:
     for connector in _connectors(config.kv_transfer_config):
         if not _is_one_of(connector, _KEEP_NOTHING | _KNOW_ADAPTERS):
             raise UnsupportedError(
-                f"the KV connector {connector.__name__} is not known to tell an adapter's keys and values from those "
-                "of another adapter or of the base: start the engine without this kv_transfer_config, or with one of "
-                f"{', '.join(sorted(_KNOW_ADAPTERS))}"
+                f"the KV connector {connector.__name__} may mix keys and values of adapters and of the base. Start "
+                f"the engine without this kv_transfer_config, or with one of {', '.join(sorted(_KNOW_ADAPTERS))}"
             )
 
 

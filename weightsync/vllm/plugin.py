@@ -32,7 +32,7 @@ def register() -> None:
 
         register_quantisations()
     except Exception:
-        logger.debug("this vLLM does not know how to register a quantisation", exc_info=True)
+        logger.debug("this vLLM cannot register a quantisation", exc_info=True)
 
 
 def plug_into(llm: Any) -> None:
@@ -52,9 +52,8 @@ def plug_into(llm: Any) -> None:
         return
     if core_process(llm) is not None:
         raise ConfigError(
-            "the engine of this LLM is another process; start it with "
-            'weight_transfer_config={"backend": "weightsync"}, or in this process with '
-            "VLLM_ENABLE_V1_MULTIPROCESSING=0"
+            'the engine of this LLM is another process; start it with weight_transfer_config={"backend": '
+            '"weightsync"}, or in this process with VLLM_ENABLE_V1_MULTIPROCESSING=0'
         )
     register()
     config.weight_transfer_config = WeightTransferConfig(backend=BACKEND)

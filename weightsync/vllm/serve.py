@@ -57,9 +57,9 @@ def command_line(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     own, others = parser.parse_known_args(arguments[len(first) :])
     model = first[0] if first else own.model
     if model is None:
-        parser.error("which model? e.g. python -m weightsync.vllm.serve Qwen/Qwen3-0.6B")
+        parser.error("no model: give one, such as python -m weightsync.vllm.serve Qwen/Qwen3-0.6B")
     if own.model not in (None, model):
-        parser.error(f"which model, {model} or {own.model}? Leave --model out")
+        parser.error(f"two models, {model} and {own.model}: leave --model out")
     options = {word.partition("=")[0].replace("_", "-") for word in others}  # vLLM takes both
     if any(option.startswith("--weight-transfer-config") for option in options):
         raise ConfigError("leave --weight-transfer-config out: this command sets it to weightsync; or use `vllm serve`")

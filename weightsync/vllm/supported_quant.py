@@ -68,10 +68,9 @@ def check(model: nn.Module, quantisation: Any, device: torch.device) -> None:
     )
     raise UnsupportedError(
         f"this engine is quantised ({quantisation.get_name()}), and reloading these layers on a {device.type} device "
-        f"is not proven: {found}. docs/quantized.md lists what is: start the engine with one of those, or with "
-        'quantization="weightsync_int8", or unquantised. A quantisation configuration of your own whose '
-        "process_weights_after_loading may be run again on freshly loaded parameters says so with the class attribute "
-        "weightsync_reloads = True"
+        f"is not proven: {found}. Start the engine with a quantisation of docs/quantized.md, with "
+        'quantization="weightsync_int8", or unquantised. Set the class attribute weightsync_reloads = True on your '
+        "own configuration, if process_weights_after_loading may run again on freshly loaded parameters"
     )
 
 

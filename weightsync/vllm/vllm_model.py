@@ -83,8 +83,8 @@ class VllmModel:
         compat.check_experts(config)
         if getattr(config.parallel_config, "enable_eplb", False):
             raise UnsupportedError(
-                "expert load balancing moves experts between slots, and vLLM's loader fills the slots as they were at "
-                "the start; start the engine without enable_eplb"
+                "expert load balancing moves experts between slots, and vLLM's loader fills the first slots; start "
+                "the engine without enable_eplb"
             )
         if getattr(config.cache_config, "cpu_offload_gb", 0) or getattr(
             getattr(getattr(config, "offload_config", None), "uva", None), "cpu_offload_gb", 0
@@ -94,8 +94,8 @@ class VllmModel:
         supported_quant.check(self.live, config.quant_config, self.device)
         if hasattr(type(self._model), "process_weights_after_loading"):
             raise UnsupportedError(
-                f"{type(self._model).__name__} derives state from all of its weights in a hook of its own, which "
-                "cannot be run again on a live engine; start the engine anew from a checkpoint"
+                f"{type(self._model).__name__} derives state from its weights in a hook of its own, and the hook "
+                "cannot run twice; restart the engine from a checkpoint"
             )
 
     def pristine(self) -> nn.Module:
@@ -148,8 +148,8 @@ class VllmModel:
         scaled = compat.attention_with_loaded_scales(self.live)
         if any(map(compat.has_8_bit_cache, scaled)):
             raise UnsupportedError(
-                'the engine was started with load_format="dummy", which makes up the scales of its 8-bit KV cache: '
-                "start it from the checkpoint"
+                'load_format="dummy" makes up the scales of the engine\'s 8-bit KV cache: start the engine from the '
+                "checkpoint"
             )
         self._lost_scales = scaled
         self._lost = lost_values(self.live, filled, partial(self._build, build_with_values))
@@ -194,7 +194,7 @@ class VllmModel:
 
     def end_process(self, reason: str) -> None:
         is_own = self._config.parallel_config.distributed_executor_backend != "external_launcher"
-        logger.critical("%s%s", reason, "; this process ends, start the engine anew" if is_own else "")
+        logger.critical("%s%s", reason, "; this process ends, restart the engine" if is_own else "")
         if is_own:
             os._exit(1)  # the thread in the collective would hold up any other end of the process
 

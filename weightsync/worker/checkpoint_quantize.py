@@ -112,7 +112,7 @@ def find_experts(model: nn.Module, manifest: Manifest) -> tuple[dict[str, Quanti
             continue
         experts, inputs, outputs = meta.shape
         if inputs % MX_BLOCK:
-            refused[meta.name] = f"the engine holds it in MXFP4, and {inputs} inputs are no whole blocks of {MX_BLOCK}"
+            refused[meta.name] = f"the engine holds it in MXFP4, and {inputs} inputs are not a multiple of {MX_BLOCK}"
             continue
         scales = (experts, outputs, inputs // MX_BLOCK)
         made = (
@@ -264,9 +264,9 @@ def _pair(model: nn.Module, manifest: Manifest, name: str, param: str) -> Quanti
     beside = {key: tensor for key, tensor in module._parameters.items() if tensor is not None}
     suffix = next((key for key in ("_scale", "_scale_inv") if own + key in beside), None)
     if suffix is None or not name.endswith("weight"):
-        return "has no scales beside it that this version knows how to make"
+        return "this version has no rule for its scales"
     if any("input" in key and "scale" in key for key in beside):
-        return "wants scales for activations, which weights do not tell: use a checkpoint with dynamic ones"
+        return "the weights do not give its scales of activations: use a checkpoint with dynamic scales"
     meta, weight, scale = manifest[name], beside[own], beside[own + suffix]
     if name + suffix in manifest:
         return f"{name + suffix} comes with it: send both in 8 bits, or the weight alone in bfloat16"
@@ -281,7 +281,7 @@ def _pair(model: nn.Module, manifest: Manifest, name: str, param: str) -> Quanti
             return "this version packs symmetric int8 with columns in their order alone"
         group = columns if scheme.group_size == -1 else scheme.group_size
         if columns % group or columns % _PER_WORD:
-            return f"its {columns} columns are no whole groups of {group}, or no whole words"
+            return f"its {columns} columns are not a multiple of {group} and {_PER_WORD}"
         made = (
             TensorMeta(name + "_packed", (rows, columns // _PER_WORD), "int32"),
             TensorMeta(name + suffix, (rows, columns // group), kept),
@@ -293,6 +293,6 @@ def _pair(model: nn.Module, manifest: Manifest, name: str, param: str) -> Quanti
     elif weight.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and blocks == [BLOCK, BLOCK]:
         shape, quantise = (-(-rows // BLOCK), -(-columns // BLOCK)), fp8_per_block
     else:
-        return f"its scales of shape {tuple(scale.shape)} belong to a scheme that this version does not know"
+        return f"this version has no scheme with scales of shape {tuple(scale.shape)}"
     values = TensorMeta(name, meta.shape, str(weight.dtype).removeprefix("torch."))
     return QuantizedTensors((values, TensorMeta(name + suffix, shape, kept)), quantise)

@@ -145,7 +145,7 @@ def _refuse_torn(needs: Mapping[ModuleGroup, Sequence[CopyOp]], first_frozen: in
         if late and any(op.chunk < first_frozen for op in ops):
             raise ProtocolError(
                 f"{', '.join(sorted(late)[:3])} come only in the first push, but {group.names[0]} loads them together "
-                "with tensors of every push; freeze all that this module is loaded from, or none"
+                "with tensors of every push; freeze all tensors of this module, or none"
             )
 
 

@@ -110,7 +110,7 @@ class LoadPlanner:
         group_of = {name: group for group in self._groups for name in group.params}
         if buffers := [name for name in trace.computed if name not in group_of]:
             raise UnsupportedError(
-                f"the engine's loader computes {len(buffers)} buffers, which this version can only copy into: "
+                f"the engine's loader computes {len(buffers)} buffers, and this version only copies into buffers: "
                 f"{', '.join(buffers[:5])}"
             )
         load_path = _load_paths(self._groups, {group_of[param] for param in trace.computed})
@@ -212,8 +212,8 @@ class LoadPlanner:
                 pristine.get_submodule(path)._parameters[key] = None
         if absent:
             raise UnsupportedError(
-                f"the running model has no {absent[0]}, which the engine's loader makes when it loads one; start "
-                "the engine from a checkpoint that has it"
+                f"the running model lacks {absent[0]}, made by the engine's loader when a checkpoint has it; start "
+                "the engine from such a checkpoint"
             )
 
     def _find_groups(self) -> None:

@@ -88,8 +88,8 @@ class Receiver:
             raise ProtocolError("Connect came before PlanRequest")
         if not 0 <= message.frozen < max(len(message.chunks), 1):
             raise ProtocolError(
-                f"{message.frozen} of {len(message.chunks)} chunks travel only in the first push; one must be in every "
-                "push"
+                f"{message.frozen} of {len(message.chunks)} chunks travel only in the first push, expected fewer: one "
+                "must be in every push"
             )
         if self._source is None or self._source_name != message.transport:
             self.disconnect()
@@ -119,9 +119,9 @@ class Receiver:
             raise ProtocolError("ExportParameters came before PlanRequest")
         if others := [group.names[0] for group, path in self._traced.load_path.items() if path != IN_PLACE]:
             raise UnsupportedError(
-                f"{len(others)} modules keep their weights in a format of their kernel, such as {others[0]}: a trainer "
-                'cannot work on these. Use transport="ipc"; or, where it is an unquantised engine on a CPU, start it '
-                'with quantization="weightsync_plain", which keeps what is no expert as it is'
+                f"{len(others)} modules keep their weights in a kernel's format, such as {others[0]}, and a trainer "
+                'cannot share these. Use transport="ipc", or start an unquantised engine on a CPU with '
+                'quantization="weightsync_plain"'
             )
         self.disconnect()
         with self._model.scope():
@@ -161,7 +161,7 @@ class Receiver:
             raise ProtocolError("Go came before Connect")
         if go.version <= self.version:
             raise ProtocolError(
-                f"version {go.version} is not newer than {self.version}, which this engine serves: versions only grow"
+                f"version {go.version} is not newer than {self.version}, the version of this engine: versions only grow"
             )
         self.state, self._done = POISONED, None
         done = Done(go.version, 0, 0.0, 0.0, 0.0)
@@ -191,7 +191,7 @@ class Receiver:
         started = time.perf_counter()
         with self._model.scope():
             if self._model.clear_kv_cache():
-                logger.warning("cleared the KV cache, in which weights before version %d have left NaN", version)
+                logger.warning("cleared the KV cache: weights before version %d have left NaN in it", version)
             is_refreshed = self._model.refresh_derived_state()
             _synchronise(self._model.device)
             if is_refreshed:
@@ -268,8 +268,8 @@ class _BoundPlan:
         """
         if self.is_committed and self._noted is not None and self._live_frozen.of(_NOTED_SAMPLE) != self._noted:
             raise FrozenLostError(
-                "the engine has lost weights that only the first push sends, as by sleep(level=2): push again, and "
-                "everything is sent"
+                "the engine has lost weights of the first push, as by sleep(level=2). Push again: the next push sends "
+                "everything"
             )
 
     def run(self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline], tell: Tell) -> Done:
@@ -398,7 +398,7 @@ def _await_cause(wait: Wait, deadline: Deadline) -> None:
     """Raise the trainer's error. Another worker has told the trainer of its failure."""
     while not deadline.passed():
         wait(timeouts.CHUNK_LOOK_S)
-    raise PeerError("another worker of this engine failed, and the trainer did not say why")
+    raise PeerError("another worker of this engine failed, and the trainer did not send its error")
 
 
 def _synchronise(device: torch.device) -> None:

@@ -93,7 +93,7 @@ def moved_views(live: nn.Module, pristine: nn.Module) -> dict[str, str]:
             continue
         if here[name].untyped_storage().data_ptr() != here[param].untyped_storage().data_ptr():
             if not same_layout(here[name], buffer):
-                raise UnsupportedError(f"{name} was made as a view of {param}, and the engine has laid it out anew")
+                raise UnsupportedError(f"{name} was made as a view of {param}, and now has another layout")
             found[name] = param
     return found
 
@@ -149,9 +149,9 @@ class Addresses:
             paths += [path for path, address in self._before.items() if now.get(path) != address and path not in paths]
         if paths:
             raise UnsupportedError(
-                f"{len(paths)} tensors that the engine works with are not where they were before the push, and CUDA "
-                f"graphs have captured their addresses: {', '.join(paths[:5])}. Start the engine anew from a "
-                "checkpoint, and with another quantisation or kernel backend if this comes back"
+                f"{len(paths)} tensors of the engine have moved in the push, and CUDA graphs have captured their "
+                f"addresses: {', '.join(paths[:5])}. Restart the engine from a checkpoint, and with another "
+                "quantisation or kernel backend if the error returns"
             )
 
     def _walk(self) -> dict[str, int]:

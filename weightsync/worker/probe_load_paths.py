@@ -48,9 +48,9 @@ def choose_load_paths(groups: list[ModuleGroup], model: EngineModel) -> None:
             unsafe.append(f"{group.names[0]} ({', '.join(verdict.opaque)})")
     if unsafe:
         raise UnsupportedError(
-            f"{len(unsafe)} modules keep weights inside kernel objects, whose addresses CUDA graphs have captured; "
-            f"this version cannot reload those in place: {'; '.join(unsafe[:3])}. Use another kernel backend for "
-            "them, or start the engine anew from a checkpoint"
+            f"{len(unsafe)} modules keep weights inside kernel objects, and CUDA graphs have captured their "
+            f"addresses. This version cannot reload them in place: {'; '.join(unsafe[:3])}. Use another kernel "
+            "backend, or restart the engine from a checkpoint"
         )
 
 

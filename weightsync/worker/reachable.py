@@ -115,9 +115,9 @@ def diff_objects(old: Any, new: Any, path: str, outside: set[int]) -> Counterpar
             if a != b:
                 found.differ.append(f"{at} is now {b!r}, and was {a!r}")
         elif (inside := children_of(a)) is None or (others := children_of(b)) is None:
-            found.closed.append(f"{at}, a {type(a).__name__}, cannot be looked into")
+            found.closed.append(f"{at}, a {type(a).__name__}, does not show its attributes")
         elif hasattr(a, "__del__"):
-            found.closed.append(f"{at}, a {type(a).__name__}, frees something when it goes")
+            found.closed.append(f"{at}, a {type(a).__name__}, has a finaliser")
         else:
             mine, theirs = dict(inside), dict(others)
             if _code(a) is not _code(b):

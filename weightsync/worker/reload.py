@@ -100,8 +100,8 @@ class Reload:
             found = diff_objects(before, after, group.names[0], own)
             if (problems := found.differ + found.closed) and not group.opaque:
                 raise UnsupportedError(
-                    f"a reload of {group.names[0]} made something else than there was, and CUDA graphs have captured "
-                    f"that: {'; '.join(problems[:3])}"
+                    f"a reload of {group.names[0]} made other objects than CUDA graphs have captured: "
+                    f"{'; '.join(problems[:3])}"
                 )
         except BaseException:
             for snapshot in saved:

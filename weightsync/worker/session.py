@@ -109,7 +109,7 @@ class WorkerSession:
             is_met = self._meet(told)
         except Exception as error:
             problem = wrap_exception(error, who=self._name, phase="init")
-            logger.error("%s cannot meet a trainer: %s", self._name, problem)
+            logger.error("%s cannot connect to a trainer: %s", self._name, problem)
             # There is no connection for the error. The last worker's answer has no other answer behind it in a queue.
             identity = self._model.identity
             if identity.rank == identity.world - 1:
@@ -187,8 +187,8 @@ class WorkerSession:
             boot, pid = self._trainer.split(":")[:2]
             where = "engine's host" if boot == boot_id() else "host of the trainer"
             return EngineBusyError(
-                "another trainer is connected to this engine, or this one through another WeightSync: close that one's "
-                f"WeightSync first, or stop its process, {pid} on the {where}",
+                "another trainer is connected to this engine, or another WeightSync of this trainer: close that "
+                f"WeightSync, or stop its process, {pid} on the {where}",
                 who=self._name,
             )
         if other is not None and isinstance(other.pop(), Release):  # the trainer has closed its WeightSync
@@ -199,8 +199,8 @@ class WorkerSession:
         if writers and process != self._trainer and self._model.device.type != "cpu":
             pids = ", ".join(each.split(":")[1] for each in writers)
             return EngineBusyError(
-                f"a trainer has this engine's memory mapped, does not answer, and may write there when it goes on: end "
-                f"its processes first ({pids})",
+                "a trainer has this engine's memory mapped, does not answer, and may still write there: end its "
+                f"processes first ({pids})",
                 who=self._name,
             )
         return None
@@ -235,7 +235,7 @@ class WorkerSession:
         info: {"session"}, which must be the connected trainer's.
         """
         if self._connection is None or info.get("session") != self._session:
-            logger.error("%s got an update from a trainer that is not connected; it is ignored", self._name)
+            logger.error("%s ignored an update from a trainer without a connection", self._name)
             return
         self._serve("update")
 
@@ -287,7 +287,7 @@ class WorkerSession:
             self.receiver.disconnect()
             if not connection.is_open():  # else the trainer keeps the engine until it has ended the update
                 self.close()
-            logger.error("%s gave up: %s; it is %s", self._name, problem, self.status())
+            logger.error("%s gave up: %s. State: %s", self._name, problem, self.status())
             own = None if failed_elsewhere else problem
             telemetry.engine_failed(self._model.identity.name, own, self.receiver.state == POISONED)
             if not isinstance(error, Exception):
@@ -312,8 +312,8 @@ class WorkerSession:
     def _answer(self, message: Message, wait: Wait, tell: Tell) -> Message:
         if not isinstance(message, Commit) and self._model.is_asleep():
             raise EngineAsleepError(
-                "the engine's weights are put to sleep, and nothing was written: wake them before a push, by "
-                'wake_up(tags=["weights"]), and the KV cache after it, by wake_up(tags=["kv_cache"])'
+                'the engine\'s weights are asleep, and nothing was written. Call wake_up(tags=["weights"]) before a '
+                'push, and wake_up(tags=["kv_cache"]) after it'
             )
         match message:
             case PlanRequest():
@@ -340,7 +340,7 @@ class WorkerSession:
                 committed = Committed(message.version, self.receiver.commit(message.version))
                 telemetry.engine_serves(self._model.identity.name, message.version, self._loaded)
                 return committed
-        raise ProtocolError(f"the trainer sent {type(message).__name__}, which a worker does not expect")
+        raise ProtocolError(f"the trainer sent an unexpected {type(message).__name__}")
 
     @contextmanager
     def _attended(self) -> Iterator[None]:
@@ -362,7 +362,7 @@ class WorkerSession:
                         failed = self._deadline()
                     if failed is not None and failed.passed() and self._model.all_reduce_max is not None:
                         cause = connection.reported() or "the trainer has gone"
-                        self._model.end_process(f"{self._name} waits for others for ever, since a push failed: {cause}")
+                        self._model.end_process(f"{self._name} waits for other workers after a failed push: {cause}")
                         return
             finally:
                 ended.set()

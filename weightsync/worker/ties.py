@@ -40,7 +40,7 @@ def under_first_names(trace: Trace, manifest: Manifest) -> Trace:
     for param, names in trace.computed.items():
         for other in names:
             if other in first and first[other] not in names:
-                refused[first[other]] = f"the engine computes {param} from {other}, which the trainer has only tied"
+                refused[first[other]] = f"the engine computes {param} from {other}, and the trainer ties {other}"
     return replace(
         trace,
         copies=copies,

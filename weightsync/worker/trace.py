@@ -118,9 +118,9 @@ def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest
         break
     for param, read in recorder.read_back.items():
         raise UnsupportedError(
-            f"the loader of the engine's {type(model).__name__} computes {param} from {read}, which it has loaded "
-            "before, as vLLM does to make a classifier of a language model. A load plan fills parameters from the "
-            "trainer's tensors alone; use CheckpointTransport(folder, restart=True)"
+            f"the loader of the engine's {type(model).__name__} computes {param} from {read}, a parameter loaded "
+            "before, as for a classifier made of a language model. A load plan fills parameters from the trainer's "
+            "tensors alone; use CheckpointTransport(folder, restart=True)"
         )
     trace.copies, trace.fills, trace.computed = recorder.copies, recorder.fills, recorder.computed
     return trace
@@ -133,7 +133,7 @@ def _untraceable(model: nn.Module, meta: TensorMeta | None, error: Exception) ->
     what = "fails before it looks at a tensor" if meta is None else f"reads the values of {meta.name}"
     return UnsupportedError(
         f"the loader of the engine's {type(model).__name__} {what}{line} ({type(error).__name__}: {error}). A load "
-        "plan knows where values go, and no values; use CheckpointTransport(folder, restart=True)"
+        "plan has the places of values, and no values; use CheckpointTransport(folder, restart=True)"
     )
 
 

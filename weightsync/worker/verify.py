@@ -36,8 +36,8 @@ class Verifier:
         """
         if digests and (rank := self._find_other(digests, WHOLE)) is not None:
             raise DigestError(
-                f"this worker has mapped another memory than that of trainer rank {rank}: it holds other bytes. "
-                "Nothing was loaded; push again, and restart the engine if this comes back"
+                f"this worker has mapped other memory than that of trainer rank {rank}: its bytes differ. Nothing was "
+                "loaded. Push again, and restart the engine if the error returns"
             )
 
     def begin(self) -> None:
@@ -64,8 +64,8 @@ class Verifier:
         sample = go.place_sample
         if sample is not None and (rank := self._find_other(go.digests, sample)) is not None:
             raise DigestError(
-                f"the memory of trainer rank {rank} that this worker has mapped is not what that rank sends any more: "
-                "the trainer must have freed a tensor and allocated another one. The weights are a mixture; push again"
+                f"the mapped memory of trainer rank {rank} no longer holds its tensors: the trainer must have freed a "
+                "tensor and allocated another one. The weights are a mixture; push again"
             )
 
     def _refuse_suspects(self) -> None:
@@ -77,15 +77,15 @@ class Verifier:
         for (number, run), is_other in zip(runs, differs, strict=True):
             if is_other:
                 raise DigestError(
-                    f"chunk {number} from trainer rank {run.rank} arrived with another digest than it was sent with: "
-                    f"its {run.nbytes} bytes changed on the way. The weights may be a mixture; push again"
+                    f"chunk {number} from trainer rank {run.rank} arrived with another digest: its {run.nbytes} bytes "
+                    "changed on the way. The weights may be a mixture; push again"
                 )
 
     def _find_other(self, digests: Sequence[int], sample: int) -> int | None:
         """Return the first rank with another digest than its number in `digests`, a list in the order of the ranks."""
         if unproven := [rank for rank in self._mapped_ranks if rank >= len(digests)]:
             raise ProtocolError(
-                f"memory of trainer rank {unproven[0]} is read in place, but there are digests of {len(digests)} ranks"
+                f"memory of trainer rank {unproven[0]} is read in place, but digests came from {len(digests)} ranks"
             )
         found = zip(self._mapped_ranks, self._proof.of(sample), strict=True)
         return next((rank for rank, digest in found if digest != digests[rank]), None)
