@@ -60,7 +60,7 @@ def test_a_server_shares_memory_restarts_from_a_version_and_leaves_a_stale_file(
             assert 'weightsync_engine_version{worker="tp=0 pp=0 dp=0"} 7.0' in metrics(server)
             assert torch.equal(first_norm(), of_b.model.norm.weight)
             engine._session = "of a trainer whose workers are another engine's"
-            with pytest.raises(EngineError, match="load balancer behind the address"):
+            with pytest.raises(EngineError, match="If the address is a load balancer's"):
                 engine.pause("keep")
             engine._session = ""
             assert engine.is_paused() is False

@@ -151,7 +151,7 @@ def test_answer_that_was_changed_on_the_way_is_no_fence(
         until(lambda: not connection.is_open())
         reported = connection.reported()
         assert isinstance(reported, ProtocolError)
-        assert "a frame has come that this peer has not sent" in str(reported)
+        assert "a frame has a wrong seal" in str(reported)
         with pytest.raises(EngineBusyError):
             first.push(trainer_model(checkpoint(2)))
         assert_serves(engine, 3, 2)

@@ -309,7 +309,7 @@ def test_each_sync_of_an_actor_pushes_to_its_own_engines(
             if seed > 4:
                 check_states(engine, 5)
         newest = engine.follow(actor, transport=transport)
-        with pytest.raises(ConfigError, match="do not follow this GroupSync of Policy any more"):
+        with pytest.raises(ConfigError, match="no longer follow this GroupSync of Policy"):
             first.push()
         check_states(engine, 5)
         first.close()
@@ -418,7 +418,7 @@ def test_transports_that_a_group_cannot_use_are_refused(actor: WorkerGroup, engi
     for transport in ("single_copy", SingleCopyTransport()):
         with pytest.raises(ConfigError, match=r"steps inside of `writing\(\)`"):
             engine.follow(actor, transport=transport)
-    with pytest.raises(ConfigError, match="engines follow a WorkerGroup, and this is a str"):
+    with pytest.raises(ConfigError, match="engines follow a WorkerGroup, got a str"):
         engine.follow("single_copy")  # type: ignore[arg-type]
 
 

@@ -176,7 +176,7 @@ def test_versions_that_no_push_has_named_are_none(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match=f"version={version}; the largest version is {MAX_VERSION}"):
                 sync.push(trainer_model(checkpoint(2)), version=version)
         assert sync.push(trainer_model(checkpoint(2)), version=MAX_VERSION).version == MAX_VERSION
-        with pytest.raises(ConfigError, match=f"there has been version {MAX_VERSION}"):
+        with pytest.raises(ConfigError, match=f"version {MAX_VERSION} was the last"):
             sync.push(trainer_model(checkpoint(2)))
     assert {path.name for path in tmp_path.iterdir() if path.name in STRANGE} == set(STRANGE)
     engine.close()

@@ -75,16 +75,16 @@ def test_callback_pushes_from_a_trainer_that_does_not_generate(engines: Remote, 
 def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from weightsync.integrations import trl
 
-    with pytest.raises(ConfigError, match="has no `vllm_generation` to push to; make it with use_vllm=True"):
+    with pytest.raises(ConfigError, match="has no `vllm_generation`; make it with use_vllm=True"):
         trl.attach(object())
     colocated = SimpleNamespace(vllm_generation=SimpleNamespace(mode="colocate"))
     for transport in ("single_copy", SingleCopyTransport(), SingleCopyTransport("/run/vllm")):
         with pytest.raises(ConfigError, match=r"steps inside of `writing\(\)`, and TRL's does not"):
             trl.attach(colocated, transport)
     for transport in ("lora", LoraTransport(), LoraTransport(name="mine", base_is_pushed=True)):
-        with pytest.raises(ConfigError, match="takes no adapters: choose"):
+        with pytest.raises(ConfigError, match="takes no adapters"):
             trl.attach(colocated, transport)
-    with pytest.raises(ConfigError, match="starts weightsync's own server anew"):
+    with pytest.raises(ConfigError, match="restarts weightsync's own server"):
         trl.attach(colocated, CheckpointTransport("/shared", restart=True))
     with pytest.raises(ConfigError, match="every=0; it must be a whole number from 1 on"):
         trl.PushCallback(object(), every=0)

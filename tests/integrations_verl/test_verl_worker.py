@@ -36,6 +36,6 @@ def test_empty_update_is_answered_and_another_is_refused_once_its_sender_is_done
         receive(handle)
         sent.result(20)
         sent = thread.submit(asyncio.run, send(handle, ["a"]))
-        with pytest.raises(ConfigError, match="verl has sent 1 tensors itself, such as a"):
+        with pytest.raises(ConfigError, match="verl itself has sent 1 tensors, such as a"):
             receive(handle)
         sent.result(20)

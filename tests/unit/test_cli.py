@@ -50,7 +50,7 @@ def test_help(arguments, words, capsys):
     ("arguments", "message"),
     [
         (["plan", "/nonexistent"], "/nonexistent has no config.json"),
-        (["plan", "/nonexistent", "--bucketer", "parameter", "--max-bytes", "1"], "has no meaning"),
+        (["plan", "/nonexistent", "--bucketer", "parameter", "--max-bytes", "1"], "leave max_bytes=1 out"),
         (["plan", "Qwen/Qwen3-8B"], "hf download Qwen/Qwen3-8B config.json --local-dir Qwen3-8B"),
         (["plan", "70B"], "a size goes with --simulate: weightsync plan 70B --simulate"),
         (["plan", "/nonexistent", "--simulate", "hosts=2"], "no size such as 70B"),

@@ -160,7 +160,7 @@ def test_who_has_no_certificate_of_the_authority_is_turned_away(
     looking = threading.Thread(target=look)
     looking.start()
     use(others if who == "others" else None, monkeypatch)
-    words = r"did not answer a greeting.*TLS_CERT" if who == "others" else "as a stranger.*TLS_CERT"
+    words = r"did not answer a greeting.*TLS_CERT" if who == "others" else "key or certificate.*TLS_CERT"
     try:
         with pytest.raises(PeerError, match=words):
             arrive(listener, port)

@@ -74,8 +74,8 @@ def split(batch: TensorDict, parts: int) -> list[TensorDict]:
     """Return `parts` batches in order. Their numbers of rows differ by at most one."""
     if rows(batch) < parts:
         raise ConfigError(
-            f"a batch of {rows(batch)} rows cannot be split over {parts} data-parallel ranks, which would leave some "
-            "without a row: use Dispatch.DP_PADDED or a larger batch"
+            f"a batch of {rows(batch)} rows cannot be split over {parts} data-parallel ranks without an empty one: "
+            "use Dispatch.DP_PADDED or a larger batch"
         )
     ends = [rows(batch) * part // parts for part in range(parts + 1)]
     return [cut(batch, start, end) for start, end in pairwise(ends)]
@@ -97,7 +97,7 @@ def concat(batches: Sequence[TensorDict]) -> TensorDict:
     if mixed := set().union(*names) & {name for each in columns for name in each if is_meta(each[name])}:
         raise ConfigError(
             f"{', '.join(map(repr, sorted(mixed)))}: a column of some batches, and meta information of others. Give "
-            "column(values) in all, or NonTensorData(value)"
+            "column(values) in all batches, or NonTensorData(value)"
         )
     if not batches or any(other != names[0] for other in names):
         raise ConfigError(f"batches with the columns {names} cannot be put one below the other")

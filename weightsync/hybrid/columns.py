@@ -76,8 +76,8 @@ def join(name: str, parts: Sequence[Any]) -> Any:
         for part in parts[1:]:
             if not is_equal(parts[0], part):
                 raise ConfigError(
-                    f"{name!r} is meta information of whole batches, and they differ: {_shown(parts[0].data)} and "
-                    f"{_shown(part.data)}. Make it a column, or have one value"
+                    f"{name!r} is meta information of whole batches, and its values differ: {_shown(parts[0].data)} "
+                    f"and {_shown(part.data)}. Make it a column, or give all batches one value"
                 )
         return meta(parts[0].data)
     parts = [part for part in parts if not _is_formless(part)] or parts[:1]

@@ -52,8 +52,8 @@ class Layout:
             range(len(collecting))
         ):
             raise ConfigError(
-                f"the workers' places are {[tuple(place) for place in self.places]}; expected data-parallel ranks from "
-                "0 on, with one rank of each that collects: correct Worker.place"
+                f"the workers' places are {[tuple(place) for place in self.places]}; expected data-parallel ranks "
+                "from 0 on, each with one collecting rank: correct Worker.place"
             )
 
     @property
@@ -171,8 +171,8 @@ def _concat_unpadded(layout: Layout, call: Call, results: list[Any]) -> Any:
     padded = -(-count // size) * size
     if rows(joined) != padded:
         raise ConfigError(
-            f"the results of {padded} rows, padded from {count}, have {rows(joined)} rows, and those of the padding "
-            "cannot be told apart: return a row for each row, or use Dispatch.DP"
+            f"the results of {padded} rows, padded from {count}, have {rows(joined)} rows, and the rows of the "
+            "padding cannot be found: return a row for each row, or use Dispatch.DP"
         )
     return cut(joined, 0, count)
 
@@ -182,9 +182,7 @@ def _rows_of(call: Call) -> int:
     counts = {rows(value) for value in (*call.args, *call.kwargs.values()) if is_batch(value)}
     if len(counts) != 1:
         found = f"batches of {sorted(counts)} rows" if counts else "no batch"
-        raise ConfigError(
-            f"a call that is split over data-parallel ranks got {found}; expected TensorDicts of one size"
-        )
+        raise ConfigError(f"a call split over data-parallel ranks got {found}; expected TensorDicts of one size")
     return counts.pop()
 
 

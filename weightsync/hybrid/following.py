@@ -31,7 +31,7 @@ class GroupSync:
 
     def __init__(self, engines: RolloutGroup, trainer: WorkerGroup, asked: Any, options: dict[str, Any]):
         if not isinstance(trainer, WorkerGroup):
-            raise ConfigError(f"engines follow a WorkerGroup, and this is a {type(trainer).__name__}")
+            raise ConfigError(f"engines follow a WorkerGroup, got a {type(trainer).__name__}")
         check_usable(asked)
         self._engines, self._trainer = engines, trainer
         if self._shares_gpus and not engines.has_sleep_mode:
@@ -67,8 +67,8 @@ class GroupSync:
         """
         if self._is_closed or not self._engines.is_followed_by(self):
             raise ConfigError(
-                f"the engines do not follow this GroupSync of {self._trainer.role} any more: it was closed, or they "
-                "were told to `follow` again. Push through the newest one"
+                f"the engines no longer follow this GroupSync of {self._trainer.role}: it was closed, or `follow` was "
+                "called again. Push through the newest GroupSync"
             )
         self._engines.wake_up([WEIGHTS])
         self.check_placement()
@@ -118,13 +118,13 @@ def check_usable(transport: Any) -> None:
     match demands_of(transport):
         case "writing":
             raise ConfigError(
-                "with single_copy a trainer attaches its model to one engine and steps inside of `writing()`, and a "
-                'WorkerGroup pushes: choose "ipc", or leave the transport out'
+                'single_copy needs steps inside of `writing()`, and a WorkerGroup pushes: choose "ipc", or leave the '
+                "transport out"
             )
         case "adapter":
             raise ConfigError(
-                "RolloutGroup.generate asks for no adapter, and would answer with the base model: choose "
-                '"ipc", which merges adapters as they travel, or leave the transport out'
+                'RolloutGroup.generate asks for no adapter, and would answer with the base model. Choose "ipc" to '
+                "merge adapters as they travel, or leave the transport out"
             )
         case "server":
             raise ConfigError(
@@ -144,16 +144,16 @@ def choose_transport(
     transport = asked or ("ipc" if hosts == 1 else "broadcast")
     if transport in ("ipc", "cuda_ipc") and hosts > 1:
         raise PlacementError(
-            f"transport={transport!r} is for ranks and engines on one host, and these are on {hosts}: ask for none"
+            f"transport={transport!r} is for ranks and engines on one host, got {hosts} hosts: leave the transport out"
         )
     if transport in ("broadcast", "nccl") and shares_gpus:
         raise PlacementError(
-            f"engines share GPUs with ranks, on {hosts} hosts in all: {transport!r} needs a GPU for each of them, and "
+            f"engines share GPUs with ranks on {hosts} hosts: {transport!r} needs a GPU for each rank and engine, and "
             "'ipc' one host. Give the engines a pool of their own, take a pool of one node, or follow with "
             "transport=CheckpointTransport(folder)"
         )
     if asked is not None:
-        return transport, "it was asked for"
+        return transport, "it was given"
     if hosts == 1:
-        return transport, "all ranks and engines are on one host, so that engines map the ranks' memory"
-    return transport, f"ranks and engines are on {hosts} hosts, which share no memory"
+        return transport, "all ranks and engines are on one host, and engines map the ranks' memory"
+    return transport, f"ranks and engines are on {hosts} hosts, and hosts share no memory"

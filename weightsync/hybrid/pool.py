@@ -109,8 +109,7 @@ class ResourcePool:
             lacking = [count for count, each in zip(self.processes, ready, strict=True) if each in waiting]
             raise PlacementError(
                 f"a pool of {list(self.processes)} processes found no node for {lacking} of them within "
-                f"{self.timeout_s:g} s: close other pools, end what else runs on the cluster, or add a node in place "
-                "of one that died"
+                f"{self.timeout_s:g} s: close other pools, end other jobs of the cluster, or replace dead nodes"
             )
 
     def close(self) -> None:

@@ -89,12 +89,12 @@ class Processes:
         Raise `PeerError` while ranks are in a call that has failed on another rank. They may never return.
         """
         if not self._actors:
-            raise ConfigError(f"{doing} cannot begin, since the processes are closed: make a new group")
+            raise ConfigError(f"{doing} cannot begin, because the processes are closed: make a new group")
         self._under_way = [each for each in self._under_way if each.running()]
         for each in self._under_way:
             if each.has_failed():
                 raise PeerError(
-                    f"{', '.join(each.running())} cannot begin {doing}, since {each.doing} has failed elsewhere and "
-                    "goes on there: close the group, and make another on the same pool",
+                    f"{', '.join(each.running())} cannot begin {doing}: {each.doing} has failed in another process "
+                    "and still runs here. Close the group, and make another on the same pool",
                     phase=doing,
                 )

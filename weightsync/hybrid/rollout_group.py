@@ -86,8 +86,8 @@ class RolloutGroup:
         for name in ("pipeline_parallel_size", "data_parallel_size"):
             if options.get(name, 1) != 1:
                 raise ConfigError(
-                    f"{name}={options[name]}; an engine here has {tensor_parallel_size} workers, all tensor-parallel, "
-                    "and more places in the pool are more engines"
+                    f"{name}={options[name]}; an engine has {tensor_parallel_size} workers, all tensor-parallel: for "
+                    "more engines, give a larger pool"
                 )
         pool.claim(ENGINES)
         self.pool, self._pools, self._timeout_s = pool, [pool], timeout_s
@@ -191,7 +191,9 @@ class RolloutGroup:
         """
         engine = next((one for one in self._engines if one.name == name), None)
         if engine is None:
-            raise ConfigError(f"{name!r} is no engine of the group; these are {[one.name for one in self._engines]}")
+            raise ConfigError(
+                f"{name!r} is no engine of the group; expected one of {[one.name for one in self._engines]}"
+            )
         if len(self._engines) == 1:
             raise ConfigError(f"{name} is the only engine of the group: close the group, or add another first")
         self._end(engine)
@@ -328,7 +330,7 @@ class RolloutGroup:
         """Share prompts out over the serving engines."""
         serving = [one for one in self._engines if one.state is EngineState.SERVING]
         if any(one.asleep for one in serving):
-            raise ConfigError("the engines are asleep: wake them, or push, before they generate")
+            raise ConfigError("the engines are asleep: call wake_up or push before generate")
         if not serving:
             raise ConfigError("no engine of the group serves the weights of the last push: push first")
         numbers = list(prompts)
@@ -372,8 +374,8 @@ def places_of_engines(processes: Sequence[int], tensor_parallel_size: int) -> li
     size = tensor_parallel_size
     if size < 1 or any(count % size for count in processes):
         raise ConfigError(
-            f"tensor_parallel_size={size} does not fit a pool of {list(processes)} processes: each node's must be a "
-            "multiple of it, because an engine's workers are on one node"
+            f"tensor_parallel_size={size} does not fit a pool of {list(processes)} processes. An engine's workers are "
+            f"on one node: give each node a multiple of {size}"
         )
     return list(range(0, sum(processes), size))
 

@@ -56,12 +56,12 @@ class WorkerGroup:
             raise ConfigError(f"{worker!r} is no subclass of weightsync.hybrid.Worker")
         self._worker = worker
         if isinstance(where, WorkerGroup) and timeout_s is not None:
-            raise ConfigError(f"timeout_s={timeout_s} is for the first group in the processes: give it there")
+            raise ConfigError(f"timeout_s={timeout_s} is for the first group in the processes: give it to that group")
         self.processes: Processes = (
             where.processes if isinstance(where, WorkerGroup) else Processes(where, timeout_s or _TIMEOUT_S)
         )
         if self.role in self.processes.roles:
-            raise ConfigError(f"the processes have a {self.role} already: give the second one a class of its own")
+            raise ConfigError(f"the processes have a {self.role} already: give the second group a class of its own")
         try:
             self.layout = Layout(tuple(self.processes.add(self.role, worker, args, kwargs)))
         except BaseException:

@@ -49,19 +49,19 @@ def attach(trainer: Any, transport: Any = "ipc", **options: Any) -> WeightSync:
     generation = getattr(trainer, "vllm_generation", None)
     if generation is None:
         raise ConfigError(
-            f"this {type(trainer).__name__} has no `vllm_generation` to push to; make it with use_vllm=True, or, "
-            "where it has none then either, push with PushCallback(WeightSync(backend, transport, engine))"
+            f"this {type(trainer).__name__} has no `vllm_generation`; make it with use_vllm=True, or push with "
+            "PushCallback(WeightSync(backend, transport, engine))"
         )
     colocated = generation.mode == "colocate"
     demands = demands_of(transport)
     if demands == "writing":
-        raise ConfigError('with single_copy a trainer steps inside of `writing()`, and TRL\'s does not; choose "ipc"')
+        raise ConfigError('single_copy needs steps inside of `writing()`, unlike TRL\'s; choose "ipc"')
     if demands == "server":
-        raise ConfigError("restart=True starts weightsync's own server anew, and TRL's engine is none: leave it out")
+        raise ConfigError("restart=True restarts weightsync's own server, and TRL has its own engine: leave it out")
     if colocated and demands == "adapter":
         raise ConfigError(
-            'an engine that TRL makes in the trainer\'s process takes no adapters: choose "ipc", which merges them as '
-            "they travel, or a server that was started with --enable-lora"
+            "TRL's engine in the trainer's process takes no adapters. Choose \"ipc\" to merge them as they travel, or "
+            "a server started with --enable-lora"
         )
     client = None if colocated else getattr(generation, "vllm_client", None)  # rank 0's alone
     if colocated:
@@ -162,6 +162,6 @@ def _check_release() -> None:
     found = version("trl")
     if not found.startswith(_KNOWN):
         raise UnsupportedError(
-            f"TRL {found} may synchronise weights in another way than {', '.join(_KNOWN)}x, whose method is replaced; "
-            "install one of these, or push with PushCallback"
+            f"TRL {found} may synchronise weights otherwise than {', '.join(_KNOWN)}x; install one of these versions, "
+            "or push with PushCallback"
         )

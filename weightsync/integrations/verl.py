@@ -81,8 +81,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
         """
         if self._workers is None:
             raise ConfigError(
-                "verl's CheckpointEngineManager has not told this trainer of its replicas: update through its "
-                "`update_weights`, which calls build_topology and init_process_group"
+                "verl's CheckpointEngineManager has not told this trainer of its replicas: call its `update_weights`"
             )
         if self._sync is None:
             backend: BackendName = "fsdp" if isinstance(weights, torch.nn.Module) else "stream"
@@ -119,9 +118,9 @@ def find_servers(workers: Sequence[str]) -> list[Any]:
             found += [actors[asked[ref]]] if is_first else []
     if without := [worker for worker, server in of.items() if not server]:
         raise EngineUnreachableError(
-            f"verl's manager has replicas of {len(workers)} workers, and no server was found of {first_few(without)}: "
-            f"{first_few([asked[ref] for ref in silent]) or 'no server'} did not answer within {_ANSWER_S:g} s, and "
-            f"{first_few([asked[ref] for ref in answered]) or 'none'} did"
+            f"verl's manager has replicas of {len(workers)} workers, but no server was found of {first_few(without)}. "
+            f"Answered within {_ANSWER_S:g} s: {first_few([asked[ref] for ref in answered]) or 'no server'}. Did not: "
+            f"{first_few([asked[ref] for ref in silent]) or 'none'}"
         )
     return found
 

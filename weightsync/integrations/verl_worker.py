@@ -27,6 +27,6 @@ class WorkerExtension(WeightSyncWorkerExtension, vLLMColocateWorkerExtension):
         receiver.receive_weights(on_bucket_received=lambda weights, is_last: names.extend(name for name, _ in weights))
         if names:
             raise ConfigError(
-                f"verl has sent {len(names)} tensors itself, such as {names[0]}, and they are dropped: choose "
+                f"verl itself has sent {len(names)} tensors, such as {names[0]}, and the worker drops them: choose "
                 "checkpoint_engine.backend=weightsync, or leave out weightsync's worker extension"
             )

@@ -159,7 +159,7 @@ def _inflated(stored: torch.Tensor, nbytes: int) -> torch.Tensor:
     except zlib.error as error:
         raise ProtocolError(f"a plane of a difference cannot be inflated: {error}") from None
     if len(data) != nbytes or not inflater.eof or inflater.unused_data:
-        raise ProtocolError(f"a plane of a difference inflates to other than {nbytes} bytes")
+        raise ProtocolError(f"a plane of a difference does not inflate to {nbytes} bytes")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(stored.device)
 
 
@@ -172,9 +172,9 @@ def _parse(encoded: torch.Tensor, blocks: list[int]) -> Iterator[_Block]:
     sizes, rows = numbers[:_PLANES], numbers[_PLANES:]
     counts = [row >> 1 for row in rows]
     if any(not 0 <= count <= words for count, words in zip(counts, blocks, strict=True)):
-        raise ProtocolError("a difference says that more words of a block have changed than it has")
+        raise ProtocolError("a difference has more changed words in a block than the block has words")
     if min(sizes) < 0 or nhead + sum(sizes) != encoded.numel():
-        raise ProtocolError(f"a difference of {encoded.numel()} bytes says that its planes have {sizes}")
+        raise ProtocolError(f"a difference of {encoded.numel()} bytes has planes of {sizes} bytes")
     at = [-(-words // 8) if row & 1 else row >> 1 for row, words in zip(rows, blocks, strict=True)]
     lengths = [sum(at), sum(counts), sum(counts)]
     if any(size > length for size, length in zip(sizes, lengths, strict=True)):
@@ -184,5 +184,5 @@ def _parse(encoded: torch.Tensor, blocks: list[int]) -> Iterator[_Block]:
     split = zip(rows, positions.split(at), differences.split(counts), strict=True)
     found = [_Block(bool(row & 1), where, words) for row, where, words in split]
     if not all(block.fits(words) for block, words in zip(found, blocks, strict=True)):
-        raise ProtocolError("a difference has changed words outside of a block, or not as many as it says")
+        raise ProtocolError("a difference has changed words outside of a block, or not the number in its head")
     return iter(found)

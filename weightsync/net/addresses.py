@@ -83,9 +83,8 @@ def reach(address: str, port: int, me: str, peer: str, deadline: Deadline) -> so
     except OSError as error:
         why = f"no answer within {limit_s:.2g} s" if isinstance(error, TimeoutError) else error.strerror or str(error)
         raise PeerError(
-            f"{me} on {socket.gethostname()} could not reach {peer} at {host_port(address, port)}: {why}. On "
-            f"{peer}, set {HOST} to an address or interface of its host that can be reached from there, and {PORTS} to "
-            "ports that no firewall closes",
+            f"{me} on {socket.gethostname()} could not reach {peer} at {host_port(address, port)}: {why}. On {peer}, "
+            f"set {HOST} to a reachable address or interface of its host, and {PORTS} to ports open in the firewall",
             phase="connect",
         ) from error
 

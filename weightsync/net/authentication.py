@@ -26,8 +26,8 @@ from weightsync.net.tls import SET_THEM, TlsSocket
 
 KEY, KEY_FILE = "WEIGHTSYNC_KEY", "WEIGHTSYNC_KEY_FILE"
 SET_A_KEY = (
-    f"Set {KEY} to one secret on the trainer and on the engine, such as `openssl rand -hex 32` gives, or {KEY_FILE} to "
-    "a file that has it"
+    f"Set {KEY} to one secret on the trainer and on the engine, such as the output of `openssl rand -hex 32`, or "
+    f"{KEY_FILE} to its file"
 )
 GREETING_BYTES = 48
 ANSWER_BYTES = GREETING_BYTES + 32
@@ -48,7 +48,7 @@ def read_key() -> bytes:
                 found = os.fstat(file.fileno())
                 if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
                     raise ConfigError(
-                        f"{KEY_FILE}={path} must be a file of this user's that no other may read: chmod 600"
+                        f"{KEY_FILE}={path} must be a file of this user without read access for others: chmod 600"
                     )
                 key = file.read(1 << 16).strip()
         except OSError as error:
@@ -56,7 +56,7 @@ def read_key() -> bytes:
         if not key:
             raise ConfigError(f"{KEY_FILE}={path} is empty. {SET_A_KEY}")
     if key and len(key) < _LEAST_KEY_BYTES:
-        raise ConfigError(f"a key of {len(key)} bytes is too short, {_LEAST_KEY_BYTES} are the least. {SET_A_KEY}")
+        raise ConfigError(f"a key of {len(key)} bytes is too short, expected {_LEAST_KEY_BYTES} at least. {SET_A_KEY}")
     return key
 
 
@@ -94,7 +94,7 @@ def derive_keys(key: bytes, token: str, dialer: bytes, listener: bytes) -> tuple
 def explain_mismatch(greeting: bytes, key: bytes) -> str:
     """Return a reason, for people, why a peer with this greeting cannot prove itself."""
     if greeting[:16] not in TAGS:
-        return "it is no weightsync"
+        return "it does not speak weightsync's protocol"
     if greeting[:16] == (_WITH_KEY if key else _WITHOUT_KEY):
         return f"it has another key, or another session's token. {SET_A_KEY}"
     return f"it has {'no key' if key else 'a key'}, and this process has {'one' if key else 'none'}. {SET_A_KEY}"
@@ -117,7 +117,7 @@ def authenticate(sock: socket.socket, token: str, peer: str, deadline: Deadline)
         certificates = f". {SET_THEM}" if isinstance(sock, TlsSocket) else ""
         raise PeerError(f"{peer} did not answer a greeting: {error}{certificates}", who=peer) from error
     if len(answer) < ANSWER_BYTES:
-        raise PeerError(f"{peer} turned this process away as a stranger. {SET_A_KEY}. {SET_THEM}", who=peer)
+        raise PeerError(f"{peer} refused this process's key or certificate. {SET_A_KEY}. {SET_THEM}", who=peer)
     theirs = answer[:GREETING_BYTES]
     proof, sent, received = derive_keys(key, token, mine, theirs)
     if not hmac.compare_digest(proof, answer[GREETING_BYTES:]):
@@ -154,7 +154,7 @@ def refuse_other_users(sock: socket.socket, peer: str, table: ConnectionTable | 
     try:
         user = (table or ConnectionTable()).user_of(sock.getpeername()[:2], sock.getsockname()[:2])
     except OSError as error:
-        raise ProtocolError(f"it cannot be known whose process {peer} is: {error}. {SET_A_KEY}", who=peer) from error
+        raise ProtocolError(f"the user of process {peer} cannot be found: {error}. {SET_A_KEY}", who=peer) from error
     if user != os.geteuid():
         whose = "of another host or container" if user is None else f"of user {user}"
         raise ProtocolError(

@@ -231,7 +231,7 @@ class Connection:
                 seal = bytes(self._buffer[end : end + SEAL_BYTES])
                 del self._buffer[: end + SEAL_BYTES]
                 if not hmac.compare_digest(self._received.of(prefix, body), seal):
-                    raise ProtocolError("a frame has come that this peer has not sent, or not as the next one")
+                    raise ProtocolError("a frame has a wrong seal: it is forged, or not the peer's next frame")
                 message = decode(body)
                 if isinstance(message, Ping):
                     self._owes_pong = True
@@ -241,7 +241,7 @@ class Connection:
                     continue
                 self._waiting_bytes = end + _MESSAGE_BYTES + (self._waiting_bytes if self._inbox else 0)
                 if self._waiting_bytes > _MOST_WAITING * self.most_bytes:
-                    raise ProtocolError("the peer has sent more messages than were asked for")
+                    raise ProtocolError("the peer has sent more messages than this process has requested")
                 self._inbox.append(message)
         except ProtocolError as error:
             error.who = error.who or self.peer

@@ -18,7 +18,7 @@ HEADER = "WeightSync-Session"
 """The HTTP header with a call's session."""
 STATUS = 409
 """The HTTP status of a refusal."""
-TAKEN_OVER = "another trainer has taken over this engine, since this one did not answer"
+TAKEN_OVER = "another trainer has taken over this engine, because this trainer did not answer"
 _MOST = 64
 """Most sessions in the file. A call of an older session is refused too, with the error for an unknown trainer."""
 
@@ -42,9 +42,9 @@ def refusal(path: str, session: str) -> EngineError | None:
 def several_engines() -> EngineError:
     """Return the error for a call to an engine that has not met the calling trainer."""
     return EngineError(
-        "this call has come to another engine than the one whose workers have met the trainer, and was refused. A load "
-        "balancer behind the address, or replicas, would leave engines half updated: give each engine's own address, "
-        'engine=["http://first:8000", "http://second:8000"]; or the engine was started anew, then push again'
+        "this call was refused: this engine's workers have not connected to the trainer. If the address is a load "
+        'balancer\'s, give each engine\'s own address, engine=["http://first:8000", "http://second:8000"]. If the '
+        "engine was restarted, push again"
     )
 
 

@@ -38,8 +38,7 @@ from weightsync.net.wire import MAX_FRAME_BYTES, PROTOCOL, Failure, Hello, InitI
 M = TypeVar("M", bound=Message)
 
 _REPLICAS = (
-    "The replicas of a dense model under data parallelism do not know of each other: give each one's own address as an "
-    "engine of its own"
+    "Replicas of a dense model under data parallelism are engines of their own: give the address of each replica"
 )
 _HELLO_BYTES = 1 << 16
 """Size of a newcomer's largest frame before its `Hello`. Strangers then cannot fill the memory."""
@@ -74,7 +73,7 @@ class Listener:
         """
         address = address_facing(host)
         if not self._key and not is_here(host):
-            raise ConfigError(f"{host} is another host, and without a key only this one is trusted. {SET_A_KEY}")
+            raise ConfigError(f"{host} is another host, and without a key only this host is trusted. {SET_A_KEY}")
         if address not in self.listening:
             listener = listen(address)
             listener.setblocking(False)
@@ -129,7 +128,7 @@ class Listener:
             worlds = {self._arrived[key][0].world for key in present}
             if len(worlds) > 1:
                 said = ", ".join(f"number {key[2]} of {self._arrived[key][0].world}" for key in present)
-                raise ProtocolError(f"the {kind} do not agree on how many they are: they say {said}", phase=phase)
+                raise ProtocolError(f"the {kind} do not agree on their number: {said}", phase=phase)
             if role == "worker" and present and max(key[2] for key in present) >= max(worlds):
                 raise ProtocolError(f"{kind}: number {present[-1][2]} of {max(worlds)} came. {_REPLICAS}", phase=phase)
             if present and {len(present)} == worlds:
@@ -220,7 +219,7 @@ class Listener:
             time.sleep(timeouts.NO_ROOM_S)
             return
         if len(self._newcomers) == _NEWCOMERS:
-            self._turn_away(self._newcomers[0], f"{_NEWCOMERS} others came after it")
+            self._turn_away(self._newcomers[0], f"{_NEWCOMERS} later connections took its place")
         try:
             sock = wrap(sock, self._certificates, is_listener=True)
         except OSError:
@@ -264,9 +263,9 @@ class Listener:
                 "same weightsync on both sides"
             )
         elif (hello.role, hello.group) in self._admitted:
-            refusal = f"{hello.role} {hello.name} of group {hello.group} came after all had come. {_REPLICAS}"
+            refusal = f"{hello.role} {hello.name} of group {hello.group} came after all members had come. {_REPLICAS}"
         elif (hello.role, hello.group, hello.rank) in self._arrived:
-            refusal = f"a second {hello.role} says that it is number {hello.rank} of group {hello.group}: {hello.name}"
+            refusal = f"a second {hello.role} has number {hello.rank} of group {hello.group}: {hello.name}"
         if refusal is not None:
             problem = ProtocolError(refusal, phase="connect")
             with suppress(WeightSyncError):

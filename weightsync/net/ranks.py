@@ -133,8 +133,8 @@ class Ranks:
         if call.what() != begun.call.what():
             text = f"rank 0 calls {begun.call}, and rank {self.rank} calls {call}"
             raise ConfigError(
-                f"the trainer's ranks are out of step: {text}. Every rank makes the same calls, with the same version "
-                "and label; the next call of each is taken for the same one",
+                f"the trainer's ranks are out of step: {text}. Make the same calls on every rank, with the same "
+                "version and label. The next call of each rank counts as the same call",
                 calls=[f"trainer rank 0: {begun.call}", f"trainer rank {self.rank}: {call}"],
             )
         self._calls = begun.call.number
@@ -397,7 +397,7 @@ def place_among(members: Any) -> tuple[int, int]:
     if members == ALONE or not is_available or not dist.is_initialized():
         return 0, 1
     if is_outside or dist.get_rank(members) < 0:
-        raise ConfigError("this process is not in the process group that `ranks` names: only its ranks push")
+        raise ConfigError("this process is not in the process group of `ranks`: only ranks of the group push")
     return dist.get_rank(members), dist.get_world_size(members)
 
 
@@ -459,7 +459,7 @@ def collective(
                 ranks.cleanup = UninterruptedWork(partial(end, interrupted))
                 ranks.hold.begin()
                 if ranks.begin(update.timeline.phase, call):
-                    reset(PeerError("the trainer's ranks have connected anew"))
+                    reset(PeerError("the trainer's ranks have connected again"))
                     ranks.listen_anew(update.timeline.phase)
                 yield update
                 ranks.cleanup = None

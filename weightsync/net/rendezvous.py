@@ -16,7 +16,7 @@ from weightsync.errors import PeerError, SyncTimeoutError
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
 
-ALL_PUSH = "every rank must call push, and none may take longer for its part"
+ALL_PUSH = "every rank must call push, within this time"
 _NO = "! "
 """Prefix of a text in the place of an offer: the reason why there is none."""
 

@@ -110,10 +110,10 @@ class Update:
         """
         version = newest + 1 if self.version is None else self.version
         if version > MAX_VERSION:
-            raise ConfigError(f"there has been version {newest}, after which there is none: versions have 63 bits")
+            raise ConfigError(f"version {newest} was the last: versions have 63 bits")
         if version <= newest:
             raise ConfigError(
-                f"version {version} is not newer than {newest}, which was pushed already: versions only grow. "
-                f"Leave `version` out, or give at least {newest + 1}"
+                f"version {version} is not newer than {newest}, the last pushed version: versions only grow. Leave "
+                f"`version` out, or give at least {newest + 1}"
             )
         return version

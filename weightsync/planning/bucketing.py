@@ -96,7 +96,7 @@ def open_bucketer(kind: str, max_bytes: int | None) -> Bucketer:
         return ThresholdBucketer(DEFAULT_MAX_BYTES if max_bytes is None else max_bytes)
     if kind == "parameter":
         if max_bytes is not None:
-            raise ConfigError(f'bucketing "parameter" sends one tensor at a time: max_bytes={max_bytes} has no meaning')
+            raise ConfigError(f'bucketing "parameter" sends one tensor at a time: leave max_bytes={max_bytes} out')
         return ParameterBucketer()
     raise ConfigError(f'unknown bucketing {kind!r}: choose "module", "threshold" or "parameter"')
 

@@ -50,7 +50,7 @@ def itemsize(dtype: str) -> int:
     Raises `ConfigError` for an unknown dtype.
     """
     if dtype not in _ITEMSIZE:
-        raise ConfigError(f"dtype {dtype!r} is not one that weightsync moves; it knows {', '.join(sorted(_ITEMSIZE))}")
+        raise ConfigError(f"dtype {dtype!r} is not covered; expected one of {', '.join(sorted(_ITEMSIZE))}")
     return _ITEMSIZE[dtype]
 
 
