@@ -365,7 +365,7 @@ def test_a_file_that_is_changed_on_the_way_is_noticed(
 
 
 def test_arguments_that_cannot_work(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"pass transport=CheckpointTransport\(folder\)"):
+    with pytest.raises(ConfigError, match=r"pass transport=weightsync.CheckpointTransport\(folder\)"):
         WeightSync("fsdp", "checkpoint")
     with pytest.raises(ConfigError, match="keep_last=0"):
         CheckpointTransport(tmp_path, keep_last=0)

@@ -113,7 +113,9 @@ def test_doctor_fails_where_vllm_would_not_load_the_plug_in(monkeypatch, capsys)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert cli.main(["doctor", "--no-engine"]) == 1
     printed = capsys.readouterr().out
-    assert "FAIL  vLLM plug-in           VLLM_PLUGINS=lora_resolver keeps it out: add weightsync to the list" in printed
+    assert (
+        "FAIL  vLLM plug-in           VLLM_PLUGINS=lora_resolver leaves weightsync out: add it to the list" in printed
+    )
     assert "FAIL  expandable_segments    on, by PYTORCH_CUDA_ALLOC_CONF" in printed
     assert "2 checks failed" in printed
 
@@ -188,7 +190,7 @@ def test_doctor_says_when_a_refused_push_has_changed_nothing(tmp_path):
         (push, afterwards) = given_engine(url, tmp_path)
     assert push[:2] == ("FAIL", "push")
     assert afterwards[:2] == ("pass", "afterwards")
-    assert "the engine serves what it did before" in afterwards[2]
+    assert "the engine serves its weights from before" in afterwards[2]
 
 
 def test_doctor_says_when_a_checkpoint_cannot_be_loaded(tmp_path):

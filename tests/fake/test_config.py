@@ -70,7 +70,7 @@ def test_annotations_name_what_a_file_can_hold() -> None:
         ({"backend": "fsdp", "max_bytes": True}, "max_bytes=True; it must be a whole number"),
         ({"backend": "fsdp", "hold_s": 0}, "hold_s=0; it must be positive seconds, or None for no limit"),
         ({"backend": "fsdp", "progress": "no"}, "progress='no'; it must be true, false or None"),
-        ({"backend": "fsd"}, "backend='fsd'; choose \"fsdp\""),
+        ({"backend": "fsd"}, "backend='fsd'. Choose \"fsdp\""),
         ({"backend": "fsdp", "pause": "never"}, "choose one of keep, wait, abort"),
         ("fsdp", "expected a WeightSyncConfig or a mapping of its fields"),
     ],

@@ -353,7 +353,7 @@ class Backwards(IpcReceiver):
         (WrongSample, IpcReceiver, "arrived with another digest"),
         (OneRegionLess, IpcReceiver, "no chunk brings"),
         (NoPlainValues, IpcReceiver, "cannot be written as msgpack"),
-        (Unproven, IpcReceiver, "another digest than it found"),
+        (Unproven, IpcReceiver, "another digest than the trainer's"),
         (GathersAlone, IpcReceiver, "ranks gather different names|without being gathered|no answer"),
         (Trusting, IpcReceiver, "route accepts the ranks"),
         (Once, IpcReceiver, "I was aborted"),

@@ -98,7 +98,7 @@ def test_an_engine_of_ones_own_may_know_its_address():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (42, "builtins.int; expected a vLLM LLM or AsyncLLM"),
+        (42, "builtins.int. Expected a vLLM LLM or AsyncLLM"),
         (SimpleNamespace(name="x", host="y", init=print), "types.SimpleNamespace; expected"),
         ([], "empty"),
         ("localhost:8000", "not the URL of a server"),

@@ -94,7 +94,7 @@ def test_a_forked_process_that_forgets_it_closes_nothing_of_its_parent(engine: F
 def test_a_forked_process_may_use_one_that_was_not_connected(engine: FakeEngine) -> None:
     sync = WeightSync("fsdp", "ipc", engine, timeout_s=20.0)
     assert in_a_fork(lambda: str(sync.close())) == "None"
-    with pytest.raises(ConfigError, match="nothing was pushed"):
+    with pytest.raises(ConfigError, match="there is no version to catch up with"):
         sync.catch_up(trainer_model(checkpoint(2)))
     sync.close()
 

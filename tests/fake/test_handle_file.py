@@ -169,7 +169,7 @@ def test_files_are_looked_for_in_order(tmp_path: Path, monkeypatch: pytest.Monke
         (place / handle_file.FILE).touch()
         assert handle_file.find().resolve() == place / handle_file.FILE
     assert handle_file.find(tmp_path / "here" / handle_file.FILE) == tmp_path / "here" / handle_file.FILE
-    with pytest.raises(ConfigError, match="elsewhere"):
+    with pytest.raises(ConfigError, match="or name the file"):
         handle_file.find(tmp_path / "absent")
     assert handle_file.place_to_write() == places[0] / handle_file.FILE
     monkeypatch.delenv("LOGDIR")

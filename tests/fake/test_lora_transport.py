@@ -174,7 +174,7 @@ def with_a_norm_that_trains() -> Any:
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no adapter": (lambda: tiny_models.build("qwen3", "A"), ConfigError, "no LoRA adapter; wrap it"),
-    "two": (both_active, ConfigError, "active: default, other"),
+    "two": (both_active, ConfigError, "expected one active adapter, found default, other"),
     "merged": (merged, ConfigError, "merged into the base"),
     "prompt": (test_lora.with_a_prompt, UnsupportedError, "PROMPT_TUNING"),
     "dora": (lambda: wrapped("linear", use_dora=True), UnsupportedError, "DoraLinearVariant"),
@@ -468,7 +468,7 @@ def test_one_engine_that_fails_fails_the_push(model: Any, memory: Path):
         assert len(first.adapters) == len(second.adapters) == 2
         second.fails = True
         first.unload_adapter = second.load_adapter  # which fails
-        with pytest.raises(EngineError, match=r"no memory left.* an engine may have it still"):
+        with pytest.raises(EngineError, match=r"no memory left.* An engine may keep it"):
             sync.push(model)
 
 

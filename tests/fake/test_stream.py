@@ -360,7 +360,7 @@ def test_a_rank_that_cannot_save_leaves_no_other_at_the_end_of_the_stream(tmp_pa
     ("stream", "error", "words"),
     [
         (nn.Linear(2, 2), ConfigError, "takes .name, tensor. pairs, got a module"),
-        ([torch.zeros(2)], ConfigError, "the stream gives a Tensor; expected pairs of name and tensor"),
+        ([torch.zeros(2)], ConfigError, "the stream gives a Tensor, expected pairs of name and tensor"),
         (["ab"], ConfigError, "the stream gives a str"),
         ({"a": torch.zeros(2, device="meta")}, UnsupportedError, "the stream gives a: it is on the meta device"),
         ([("a", torch.zeros(2)), ("a", torch.zeros(2))], ManifestError, "gives a twice"),

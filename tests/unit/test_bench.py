@@ -105,7 +105,7 @@ def test_every_combination_once_and_peers_with_their_own_clients():
 @pytest.mark.parametrize(
     ("refused", "gpus", "why"),
     [
-        (peer("vllm nccl"), 0, "vllm nccl moves GPU memory, and there is no GPU"),
+        (peer("vllm nccl"), 0, "vllm nccl moves GPU memory, found no GPU"),
         (peer("vllm nccl", ranks=2, backend="fsdp"), 8, "sends from one rank"),
         (peer("vllm ipc", tp=2), 8, "vllm ipc wants a rank on each worker's GPU"),
         (peer("vllm ipc packed", ranks=2, engines=2, backend="fsdp"), 8, "one at a time"),
@@ -115,7 +115,7 @@ def test_every_combination_once_and_peers_with_their_own_clients():
         (case(backend="megatron", shape="0.5B"), 0, "dense Qwen3 shapes"),
         (case(backend="megatron", ranks=4), 0, "4 ranks cannot share 2 heads"),
         (case(tp=3), 0, "3 workers cannot share 4 attention heads"),
-        (case(transport="broadcast"), 1, "need 2 GPUs, and there are 1"),
+        (case(transport="broadcast"), 1, "need 2 GPUs, found 1"),
         (fsdp(ranks=2, tp=2), 1, "need 2 GPUs"),
     ],
 )
@@ -126,7 +126,7 @@ def test_what_cannot_run_says_why(refused, gpus, why):
 def test_an_llm_in_the_process_of_one_of_several_ranks_is_refused():
     for client in ("llm", "extension"):
         why = refusal(fsdp(ranks=2, client=client), 0, ALL, core_in_process=True) or ""
-        assert "unset it, or use --client http or --ranks 1" in why
+        assert "Unset it, or use --client http or --ranks 1" in why
         assert refusal(fsdp(ranks=2, client=client), 0, ALL) is None
     for able in (fsdp(ranks=1, client="llm"), fsdp(ranks=2, client="http"), fsdp(ranks=2, client="llm", tp=2)):
         assert refusal(able, 0, ALL, core_in_process=True) is None

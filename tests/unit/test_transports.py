@@ -49,7 +49,7 @@ def test_open_transport_of_a_name_gives_the_end_whose_receiver_has_that_name(nam
 
 def test_open_receiver_of_checkpoint_reads_files_though_its_transport_needs_a_folder():
     assert isinstance(open_receiver("checkpoint", CPU), FilesReceiver)
-    with pytest.raises(ConfigError, match=r"needs a folder: pass transport=CheckpointTransport\(folder\)"):
+    with pytest.raises(ConfigError, match=r"needs a folder: pass transport=weightsync.CheckpointTransport\(folder\)"):
         open_transport("checkpoint")
 
 
@@ -65,7 +65,7 @@ def test_open_transport_of_what_is_none_raises_what_there_is(transport: Any):
 
 
 def test_open_receiver_of_an_unknown_name_raises_what_to_install():
-    with pytest.raises(ProtocolError, match=r"'carrier pigeon', which this .* does not know; install"):
+    with pytest.raises(ProtocolError, match=r"'carrier pigeon', and this engine has none of that name; install"):
         open_receiver("carrier pigeon", CPU)
 
 

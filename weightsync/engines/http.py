@@ -359,7 +359,7 @@ class HttpEngine:
                 what = "it does not speak https" if isinstance(error, ssl.SSLError) else "nothing answers there"
                 raise EngineUnreachableError(
                     f"{what} ({error}), called from {socket.gethostname()}; check that the server runs at this "
-                    "address, and that no firewall closes its port",
+                    "address, and its port in the firewall",
                     who=self.name,
                 ) from error
             try:

@@ -187,7 +187,7 @@ def _connect_one(engine: object, label: str, timeout_s: float) -> Engine:
     if _is_ray_actor(engine):
         return RayEngine(engine, name=f"{label} ({engine!r})", timeout_s=timeout_s)
     raise ConfigError(
-        f"{label} is a {type(engine).__module__}.{type(engine).__qualname__}; expected a vLLM LLM or AsyncLLM, a Ray "
-        f"actor handle of one, a URL such as {DEFAULT_URL!r}, an object with the methods of "
+        f"{label} is a {type(engine).__module__}.{type(engine).__qualname__}. Expected a vLLM LLM or AsyncLLM, its "
+        f"Ray actor handle, a URL such as {DEFAULT_URL!r}, another object with the methods of "
         "weightsync.engines.Engine, or a list of these"
     )

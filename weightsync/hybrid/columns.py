@@ -36,8 +36,8 @@ def check(name: str, values: Any, count: int) -> None:
     value = values.data if is_meta(values) else None
     if isinstance(value, np.ndarray) and value.dtype.kind in "OSU" and value.shape[:1] == (count,):
         raise ConfigError(
-            f"{name!r} is an array of {count} objects in a batch of {count} rows: give column(array) for a column, and "
-            "a list for meta information of the whole batch"
+            f"{name!r} is an array of {count} objects in a batch of {count} rows. Give column(array) for a column, "
+            "and a list for meta information of the whole batch"
         )
 
 

@@ -172,7 +172,7 @@ def _concat_unpadded(layout: Layout, call: Call, results: list[Any]) -> Any:
     if rows(joined) != padded:
         raise ConfigError(
             f"the results of {padded} rows, padded from {count}, have {rows(joined)} rows, and the rows of the "
-            "padding cannot be found: return a row for each row, or use Dispatch.DP"
+            "padding cannot be found. Return a row for each row, or use Dispatch.DP"
         )
     return cut(joined, 0, count)
 

@@ -109,7 +109,7 @@ class ResourcePool:
             lacking = [count for count, each in zip(self.processes, ready, strict=True) if each in waiting]
             raise PlacementError(
                 f"a pool of {list(self.processes)} processes found no node for {lacking} of them within "
-                f"{self.timeout_s:g} s: close other pools, end other jobs of the cluster, or replace dead nodes"
+                f"{self.timeout_s:g} s. Close other pools, end other jobs of the cluster, or replace dead nodes"
             )
 
     def close(self) -> None:

@@ -146,7 +146,7 @@ def _check(config: Any, base_is_pushed: bool) -> None:
     init = config.init_lora_weights
     if isinstance(init, str) and init.lower() not in _KEEPS_BASE and not base_is_pushed:
         reasons.append(
-            f"init_lora_weights={init!r} changes the base, and engines keep their base; expected true, false, one of "
+            f"init_lora_weights={init!r} changes the base, and engines keep their base. Expected true, false, one of "
             f"{', '.join(_KEEPS_BASE)}, or LoraTransport(base_is_pushed=True) beside another WeightSync for the base"
         )
     if reasons:

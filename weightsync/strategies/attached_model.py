@@ -243,7 +243,7 @@ def _views(
     kinds = {p.meta.name: p.meta.dtype for p in shards}
     if wrong := [s for s in steps if s.src_dtype != kinds[s.name]]:
         raise ConfigError(
-            f"{wrong[0].name} is {kinds[wrong[0].name]} in the model and {wrong[0].src_dtype} in the engine; build "
+            f"{wrong[0].name} is {kinds[wrong[0].name]} in the model and {wrong[0].src_dtype} in the engine. Build "
             "the model with the engine's dtype, or start the engine with the model's"
         )
     of_tensor: dict[int, list[CopyOp]] = defaultdict(list)

@@ -201,7 +201,7 @@ class SharedMemory(FleetStrategy):
             warn_of_kept(plans)
             if unused := check_plans(manifest, plans, False):
                 raise PlacementError(
-                    f"the engine does not run the part of the model with {unused[0]}, and cannot share it; use "
+                    f"the engine does not run the part of the model with {unused[0]}, and cannot share it. Use "
                     'transport="ipc", or attach a model without this part'
                 )
             exported = fleet.export([process for _, _, process in everyone])

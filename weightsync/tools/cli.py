@@ -76,10 +76,10 @@ def _add_demo(commands: Commands) -> None:
     demo = commands.add_parser(
         "demo",
         help="train two ranks, push to a live vLLM, prove it equal to a cold start",
-        description="Two trainer processes hold a tiny Qwen3 under FSDP2 and teach it to count; a vLLM server in its "
-        "own process gets the new weights after each step. At the end a second vLLM is started cold from the trainer's "
-        "last weights, and both must give the same token ids and log-probabilities. Uses GPUs where there are any. "
-        "Example: weightsync demo --transport broadcast",
+        description="Two trainer processes hold a tiny Qwen3 under FSDP2 and teach it to count. A vLLM server gets "
+        "the new weights after each step. At the end a second vLLM is started cold from the trainer's last weights. "
+        "Both must give the same token ids and log-probabilities. Uses GPUs where there are any. Example: weightsync "
+        "demo --transport broadcast",
     )
     demo.add_argument("--transport", choices=("ipc", "broadcast"), default="ipc", help="default: ipc")
     demo.add_argument("--steps", type=int, default=3, help="how many times to train and push; default: 3")
@@ -92,29 +92,31 @@ def _add_plan(commands: Commands) -> None:
         "plan",
         help="print the load plan, the fuse groups and the buckets of a model",
         description="Builds the Hugging Face model and vLLM's model without memory, runs vLLM's own loader over them "
-        "and prints what it would copy where. Needs no weights, no GPU and no running engine. "
-        "Example: weightsync plan ~/models/Qwen3-8B --tp 2. With --simulate, predicts how long a push would take on "
-        "other machines. Example: weightsync plan 70B --simulate hosts=8,ranks=32,engines=4,tp=8",
+        "and prints each copy that it would make. Needs no weights, no GPU and no running engine. Example: weightsync "
+        "plan ~/models/Qwen3-8B --tp 2. With --simulate, predicts how long a push would take on other machines. "
+        "Example: weightsync plan 70B --simulate hosts=8,ranks=32,engines=4,tp=8",
     )
     option = plan.add_argument
-    option("model_dir", metavar="MODEL_DIR", type=Path, help="a folder with a Hugging Face config.json, or that file")
+    option("model_dir", metavar="MODEL_DIR", type=Path, help="a folder with a Hugging Face config.json, or the file")
     # None if not given: --simulate refuses these options with any value.
     option("--tp", type=int, metavar="N", help="tensor parallel workers of the engine; default: 1")
-    option("--expert-parallel", action="store_true", help="experts are spread over the workers, whole")
+    option("--expert-parallel", action="store_true", help="spread whole experts over the workers")
     dtypes = ("auto", "bfloat16", "float16", "float32", "half", "float")
     text = "the engine's, as vLLM's --dtype: auto, bfloat16, float16, float32; default: auto, which is the config's"
     option("--dtype", choices=dtypes, metavar="DTYPE", help=text)
     text = (
-        "what travels together. module: as many whole modules as --max-bytes holds; threshold: as many tensors, where "
-        "only what fuses stays together; parameter: one tensor at a time. Default: module"
+        "how tensors share a bucket. module: as many whole modules as --max-bytes holds; threshold: as many tensors, "
+        "keeping only fused ones together; parameter: one tensor at a time. Default: module"
     )
     option("--bucketer", choices=BUCKETERS, metavar="HOW", help=text)
-    option("--max-bytes", metavar="SIZE", type=_size, help="of a bucket, in bytes or as 64MiB, 1GB; default: as a push")
+    option(
+        "--max-bytes", metavar="SIZE", type=_size, help=("of a bucket, in bytes or as 64MiB, 1GB; default: as a push")
+    )
     option("--all", action="store_true", help="every layer, every worker, every bucket")
     text = (
         "predict the seconds of a push over each transport instead, also for a MODEL_DIR that is only a size such as "
-        "70B or 1T. hosts=1,gpus_per_host=8,ranks=8,engines=1,tp=8 is the default; give any part of it, the rest "
-        "stays: hosts=8 alone has 8 ranks and one engine on 64 GPUs. Speeds too, see docs/scaling.md. May be repeated"
+        "70B or 1T. Default: hosts=1,gpus_per_host=8,ranks=8,engines=1,tp=8. Give any part of it: hosts=8 alone has 8 "
+        "ranks and one engine on 64 GPUs. Speeds too, see docs/scaling.md. May be repeated"
     )
     option("--simulate", metavar="TOPOLOGY", action="append", help=text)
     plan.set_defaults(module="weightsync.tools.plan")
@@ -128,7 +130,7 @@ def _add_bench(commands: Commands) -> None:
         description=bench_text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    matrix = bench.add_argument_group("what is measured: every combination of these, each may have several values")
+    matrix = bench.add_argument_group("cases: every combination of these options, each with one or more values")
 
     def axis(name: str, default: Any, text: str, **more: Any) -> None:
         if "choices" in more:  # argparse would list them at each place
@@ -141,10 +143,10 @@ def _add_bench(commands: Commands) -> None:
     axis("--ranks", 1, "trainer processes", type=int, metavar="N")
     axis("--dtype", "bfloat16", "the trainer's, beside the engines' bfloat16", choices=DTYPES)
     axis("--transport", "ipc", "how bytes reach the engines", choices=TRANSPORTS)
-    axis("--bucketer", "module", "what travels together", choices=BUCKETERS)
-    axis("--engines", 1, "that a push goes to", type=int, metavar="N")
+    axis("--bucketer", "module", "how tensors share a bucket", choices=BUCKETERS)
+    axis("--engines", 1, "engines of a push", type=int, metavar="N")
     axis("--tp", 1, "tensor parallel workers of each engine", type=int, metavar="N")
-    axis("--quantization", "none", "what engines make of it, as vLLM's --quantization", metavar="SCHEME")
+    axis("--quantization", "none", "the engines' quantisation, as vLLM's --quantization", metavar="SCHEME")
     text = "how the trainer calls engines, a server or an LLM in its process, by plug-in or worker extension"
     axis("--client", "http", text, choices=CLIENTS)
     option = bench.add_argument
@@ -152,9 +154,9 @@ def _add_bench(commands: Commands) -> None:
     option("--families", metavar="FILE", type=Path, help=text)
     text = "cases at once, to see sooner whether answers are right; times then mean nothing; default: 1"
     option("--jobs", metavar="N", type=int, default=1, help=text)
-    option("--no-peers", dest="peers", action="store_false", help="leave out what is not weightsync")
-    option("--num-iters", metavar="N", type=int, default=5, help="pushes that are timed in each loop; default: 5")
-    option("--num-iters-warmup", metavar="N", type=int, default=1, help="pushes before them; default: 1")
+    option("--no-peers", dest="peers", action="store_false", help="leave out vLLM's own ways")
+    option("--num-iters", metavar="N", type=int, default=5, help="timed pushes in each loop; default: 5")
+    option("--num-iters-warmup", metavar="N", type=int, default=1, help="pushes before the timed ones; default: 1")
     option("--max-bytes", metavar="SIZE", type=_size, help="of a chunk, in bytes or as 64MiB, 1GB; default: as a push")
     option("--cuda-graphs", choices=GRAPHS, metavar="HOW", help=f"{', '.join(GRAPHS)}; default: decode, on CPUs off")
     option("--trainer-on-cpu", action="store_true", help="the trainer has its weights in CPU memory, engines on GPUs")
@@ -169,19 +171,18 @@ def _add_doctor(commands: Commands) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="check this machine, then push to a live engine and back",
-        description="Checks versions, GPUs, shared memory and settings; then pushes to a vLLM: its own weights "
-        "(nothing may change), other weights (the answers must change), and its own again (they must come back "
-        "exactly). Starts a tiny engine for that, or takes yours. With --engine alone every connection of a push is "
-        "tried, and nothing is pushed. Example: weightsync doctor --engine http://localhost:8000 --model "
-        "~/models/Qwen3-8B",
+        description="Checks versions, GPUs, shared memory and settings. Then pushes to a vLLM: its own weights (no "
+        "answer may change), other weights (answers must change), its own again (the first answers must return). "
+        "Starts a tiny engine for this, or takes yours. With --engine alone every connection of a push is tried, and "
+        "nothing is pushed. Example: weightsync doctor --engine http://localhost:8000 --model ~/models/Qwen3-8B",
     )
     option = doctor.add_argument
     option("--engine", metavar="URL", help="a running vLLM server; its connections are tried from both sides")
-    text = "the checkpoint that --engine serves; while it is pushed there, the engine serves wrong weights for a time"
+    text = "the checkpoint of --engine; for a time the engine serves other weights"
     option("--model", metavar="DIR", type=Path, help=text)
     option("--transport", choices=("ipc", "broadcast"), default="ipc", help="default: ipc")
     option("--no-engine", action="store_true", help="check the machine only")
-    text = "start the engine so, compare it with a cold start too, and tell its distance from an unquantised engine"
+    text = "start the engine so, compare it with a cold start too, and print its distance from an unquantised engine"
     option("--quantization", metavar="SCHEME", help=text)
     doctor.set_defaults(module="weightsync.tools.doctor")
 
@@ -190,11 +191,11 @@ def _add_handles(commands: Commands) -> None:
     handles = commands.add_parser(
         "handles",
         help="show an engine's handle file, and check it",
-        description="Prints which engine has written the file, where each of its workers has its parameters, and "
-        "whether these processes still run. Without FILE it looks in $LOGDIR, the working directory, and the user's "
-        "runtime directory. Example: weightsync handles ./vllm_bridge_config.json",
+        description="Prints the engine of the file, the parameters of each worker, and whether these processes still "
+        "run. Without FILE it looks in $LOGDIR, the working directory, and the user's runtime directory. Example: "
+        "weightsync handles ./vllm_bridge_config.json",
     )
-    handles.add_argument("file", metavar="FILE", type=Path, nargs="?", help="default: the first that is found")
+    handles.add_argument("file", metavar="FILE", type=Path, nargs="?", help="default: the first file found")
     handles.set_defaults(module="weightsync.tools.handles")
 
 

@@ -21,7 +21,7 @@ def connections(url: str) -> Findings:
     """Connect to an engine from both sides, as a push does, and release it again."""
     (engine,) = connect(url, _TIMEOUT_S)
     try:
-        version = engine.version() or "that it does not tell"
+        version = engine.version() or "unknown"
         yield Finding("pass", "engine", f"{url} answers {socket.gethostname()}, and serves version {version}")
         near, key = is_here(engine.host), read_key()
     except (OSError, WeightSyncError) as error:

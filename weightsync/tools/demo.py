@@ -60,8 +60,8 @@ def lay_out(gpus: int, transport: str) -> Layout:
         return Layout(tuple(f"cuda:{i}" for i in range(min(gpus, 2))), "cuda:0", {})
     if gpus == 1:
         raise ConfigError(
-            'transport="broadcast" needs a GPU for the trainer and another for the engine, and this machine has one: '
-            "use --transport ipc, or hide the GPU with CUDA_VISIBLE_DEVICES= if the installed vLLM runs on CPUs"
+            'transport="broadcast" needs a GPU for the trainer and another for the engine, and this machine has one. '
+            "Use --transport ipc, or hide the GPU with CUDA_VISIBLE_DEVICES= if the installed vLLM runs on CPUs"
         )
     trainers = tuple(f"cuda:{i}" for i in range(min(gpus - 1, 2)))
     return Layout(trainers, f"cuda:{gpus - 1}", processes.visible_gpus([gpus - 1]))

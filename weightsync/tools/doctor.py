@@ -175,9 +175,9 @@ def _read_elsewhere(device: torch.device, check: str) -> Finding:
     except subprocess.TimeoutExpired:
         return Finding("FAIL", check, f"the reading process has not ended within {_CHILD_TIMEOUT_S:g} s")
     if child.returncode != 0:
-        why = (child.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        why = (child.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         return Finding("FAIL", check, f"the reading process ended with exit code {child.returncode}: {why}")
-    wrong = "another process maps this one's memory and finds other bytes in it"
+    wrong = "another process maps this process's memory and finds other bytes in it"
     return found(
         check, child.stdout.split()[-1:] == [str(int(tensor.sum()))], "mapped and read by another process", wrong
     )
@@ -220,7 +220,7 @@ def _plug_in() -> Findings:
     allowed = os.environ.get("VLLM_PLUGINS")
     missing = "this Python has no entry point weightsync in vllm.general_plugins: install weightsync with pip"
     if plug_ins and allowed is not None and "weightsync" not in [name.strip() for name in allowed.split(",")]:
-        plug_ins, missing = [], f"VLLM_PLUGINS={allowed} keeps it out: add weightsync to the list"
+        plug_ins, missing = [], f"VLLM_PLUGINS={allowed} leaves weightsync out: add it to the list"
     yield found("vLLM plug-in", bool(plug_ins), "".join(plug_ins[:1]), missing)
 
 
@@ -268,8 +268,8 @@ def _own_engine(transport: str, quantization: str | None) -> Findings:
             quantised = processes.score(engine.url, rollouts)
             engine.stop()  # two engines may not fit
             cold = start("B", quantization)
-            ends = "answers {} as the one that B was pushed to"
-            yield _same("cold start", generate(cold.url, _PROMPTS), pushed, "an engine that was started from B", ends)
+            ends = "answers {} as the engine with B pushed"
+            yield _same("cold start", generate(cold.url, _PROMPTS), pushed, "an engine started from B", ends)
             cold.stop()
             yield _gap(quantised, processes.score(start("B", None).url, rollouts))
         except WeightSyncError as error:
@@ -286,8 +286,8 @@ def _gap(quantised: list[float], plain: list[float]) -> Finding:
 def _check_checkpoint(model_dir: Path) -> None:
     """Raise `ConfigError` if transformers could not read `model_dir` as a checkpoint."""
     if processes.installed("transformers") is None:
-        raise ConfigError("--model is read with transformers, which is not installed: pip install transformers")
-    expected = "expected the folder of the checkpoint that the engine serves"
+        raise ConfigError("--model needs transformers: pip install transformers")
+    expected = "expected the folder of the engine's checkpoint"
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{model_dir} has no config.json; {expected}")
     if not any(next(model_dir.glob(pattern), None) for pattern in _WEIGHTS):
@@ -300,7 +300,7 @@ def _your_engine(url: str, model_dir: Path | None, transport: str) -> Findings:
         failed |= finding.status == "FAIL"
         yield finding
     if model_dir is None or failed:
-        untried = "what a broadcast opens between its members is tried by a push: name the checkpoint with --model DIR"
+        untried = "only a push tries the connections of a broadcast: name the checkpoint with --model DIR"
         why = "the engine is not connected" if failed else untried
         yield Finding("skip", "push", why)
     else:
@@ -353,7 +353,7 @@ def _pushes(url: str, model: nn.Module, transport: str, own: list[Answer]) -> Fi
             pushing = _move_rows(model, "B")
             sync.push(model)
             served = "B"
-            same = "other weights were pushed, the answers are the same: please report it"
+            same = "a push of other weights has not changed the answers: please report it"
             yield found(
                 "A to B",
                 processes.difference(start, generate(url, _PROMPTS)) != 0,
@@ -368,14 +368,14 @@ def _pushes(url: str, model: nn.Module, transport: str, own: list[Answer]) -> Fi
     except WeightSyncError as error:
         yield Finding("FAIL", "push", str(error))
     if served == "A" and _is_whole(url, own):
-        yield Finding("pass", "afterwards", "no push was left half-way: the engine serves what it did before")
+        yield Finding("pass", "afterwards", "no push was left half-way: the engine serves its weights from before")
         return
     try:
         if pushing == "B":
             _move_rows(model, "A")
         with WeightSync("fsdp", transport, url, progress=False) as sync:
             sync.push(model)
-        yield Finding("pass", "afterwards", "the engine has been given the weights of --model again")
+        yield Finding("pass", "afterwards", "the engine has the weights of --model again")
     except WeightSyncError as error:
         yield Finding("FAIL", "afterwards", f"the engine does not serve the weights of --model, restart it: {error}")
 

@@ -90,7 +90,7 @@ def _predict(options: Namespace, console: Console) -> bool:
     for name in ("tp", "expert_parallel", "dtype", "bucketer", "max_bytes", "all"):
         if (value := getattr(options, name)) is not None and value is not False:
             way_out = f"put {in_topology[name]} into the topology" if name in in_topology else "leave it out"
-            raise ConfigError(f"--{name.replace('_', '-')} says nothing to --simulate: {way_out}")
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect on --simulate: {way_out}")
     parsed = [simulate.Topology.parse(text) for text in options.simulate]
     model = str(options.model_dir)
     if (model_dir := _folder(options.model_dir)) is not None:
@@ -116,7 +116,7 @@ def _way_out(model: str) -> str:
         return f"a size goes with --simulate: weightsync plan {model} --simulate hosts=1"
     if _HUB_NAME.fullmatch(model) and not Path(model).exists():
         folder = model.rpartition("/")[2]
-        return f"if it is the hub's, download it first: hf download {model} config.json --local-dir {folder}"
+        return f"to download it from the hub: hf download {model} config.json --local-dir {folder}"
     return "expected the folder of a Hugging Face model"
 
 
@@ -167,7 +167,7 @@ def _show_worker(
     entries = Counter(_entry(name, copies[name], worker, manifest, fold=not everything) for name in names)
     nbytes = sum(prod(copy.box.size) * worker.params[copy.param].itemsize for copy in worker.trace.copies)
     size = f"{len(worker.trace.copies)} copies, {format_bytes(nbytes)}, into {len(names)} parameters"
-    alike = "" if everything else "; those that are alike are shown once"
+    alike = "" if everything else "; modules that are alike are shown once"
     _line(console, f"\n[bold]load plan of worker tp={rank}[/bold]: {size}{alike}")
     for (head, rows), times in entries.items():
         line = f"  {head}" + _times(times)
@@ -228,7 +228,7 @@ def _boxes(boxes: Sequence[Box], shape: Sequence[int]) -> str:
 def _show_groups(console: Console, groups: Sequence[Sequence[str]], everything: bool) -> None:
     fused = [names for names in groups if len(names) > 1]
     alone = len(groups) - len(fused)
-    _line(console, f"\n[bold]what fuses[/bold], and so is never torn apart: {len(fused)} groups; {alone} tensors alone")
+    _line(console, f"\n[bold]fused tensors[/bold], always in one bucket: {len(fused)} groups; {alone} tensors alone")
     shown = Counter(
         (_braces(names if everything else list(dict.fromkeys(map(_starred, names)))), len(names)) for names in fused
     )

@@ -80,8 +80,8 @@ def worker_under_way() -> Any:
             return caller
         frame = frame.f_back
     raise UnsupportedError(
-        "this vLLM makes its weight transfer engine outside of a worker, and weightsync cannot find the drafter; "
-        "start the engine without speculative_config, or with weightsync's worker extension"
+        "this vLLM makes its weight transfer engine outside of a worker, and weightsync cannot find the drafter. "
+        "Start the engine without speculative_config, or with weightsync's worker extension"
     )
 
 

@@ -45,7 +45,7 @@ def command_line(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         usage="%(prog)s MODEL [--host HOST] [--port PORT] [--bridge PATH] [options of `vllm serve` ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All other options are those of `vllm serve`: see `vllm serve --help`.",
+        epilog="`vllm serve --help` shows all other options.",
         allow_abbrev=False,
     )
     parser.add_argument("--model", help="a Hugging Face model or a folder, where it does not come first")

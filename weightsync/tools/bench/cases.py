@@ -104,7 +104,7 @@ def lay_out(case: Case, gpus: int) -> Layout:
     first = case.receivers if case.apart else 0
     needed = max(first + case.ranks, case.receivers)
     if needed > gpus:
-        raise ConfigError(f"{case.ranks} ranks and {case.receivers} workers need {needed} GPUs, and there are {gpus}")
+        raise ConfigError(f"{case.ranks} ranks and {case.receivers} workers need {needed} GPUs, found {gpus}")
     workers = [tuple(range(e * case.tp, (e + 1) * case.tp)) for e in range(case.engines)]
     return Layout(tuple(range(first, first + case.ranks)), tuple(workers))
 
@@ -119,7 +119,7 @@ def refusal(case: Case, gpus: int, installed: frozenset[str], core_in_process: b
     on_gpus = case.way in NATIVE
     beside = on_gpus and not case.apart
     reasons = {
-        f"{case.way} moves GPU memory, and there is no GPU": on_gpus and gpus == 0,
+        f"{case.way} moves GPU memory, found no GPU": on_gpus and gpus == 0,
         f"{case.backend} is not installed": case.backend in BACKENDS[2:] and case.backend not in installed,
         "peers are measured from a plain module or FSDP2": case.way in PEERS and case.backend not in BACKENDS[:2],
         "a plain module has one rank: use --backend fsdp": case.backend == "plain" and case.ranks > 1,
@@ -131,10 +131,8 @@ def refusal(case: Case, gpus: int, installed: frozenset[str], core_in_process: b
         f"{case.ranks} ranks cannot share {kv_heads} heads": case.backend == "megatron" and kv_heads % case.ranks,
         f"{case.tp} workers cannot share {heads} attention heads": heads % case.tp,
         # Such a worker would use the ranks' process group as its own, and wait in it for the other ranks.
-        f"VLLM_ENABLE_V1_MULTIPROCESSING=0 puts an LLM of one worker into the process of rank 0, which has "
-        f"{case.ranks} ranks: unset it, or use --client http or --ranks 1": (
-            case.client != HTTP and case.ranks > 1 and case.tp == 1 and core_in_process
-        ),
+        f"VLLM_ENABLE_V1_MULTIPROCESSING=0 puts an LLM of one worker into rank 0 of {case.ranks} ranks. Unset it, or use "
+        "--client http or --ranks 1": case.client != HTTP and case.ranks > 1 and case.tp == 1 and core_in_process,
     }
     try:
         lay_out(case, gpus)

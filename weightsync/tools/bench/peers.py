@@ -56,7 +56,7 @@ def _native_push(model: nn.Module, backend: str, packed: bool, engines: Engines,
     module = importlib.import_module(f"vllm.distributed.weight_transfer.{backend}_engine")
     prefix = backend.upper()
     if not hasattr(module, f"{prefix}TrainerSendWeightsArgs"):
-        raise UnsupportedError(f"this vLLM has no {prefix}TrainerSendWeightsArgs: vLLM 0.26 is what is measured here")
+        raise UnsupportedError(f"this vLLM has no {prefix}TrainerSendWeightsArgs: use vLLM 0.26 for this case")
     source = getattr(module, f"{prefix}WeightTransferEngine")
     arguments = getattr(module, f"{prefix}TrainerSendWeightsArgs")
     llm: Any = engines[0].target if engines else None
@@ -115,7 +115,7 @@ def _or_end(call: Callable[[], object]) -> None:
     try:
         call()
     except Exception:
-        logging.getLogger(__name__).exception("a call into vLLM has failed, and the push waits for it in vain")
+        logging.getLogger(__name__).exception("a call into vLLM has failed, and the push waits for it")
         os._exit(1)
 
 

@@ -36,12 +36,11 @@ from weightsync.tools.tables import print_line, print_table
 SCHEMA = 2
 LOOPS = ("back_to_back", "in_training")
 _COLUMNS = ("back to back", "min - max", "in training", "min - max", "first", "lower bound", "answers", "case")
-_EXPLAINED = """
-A push on the trainer's clock, median. In training: generate, one optimizer step, 0.3 s, push. Lower bound: the bytes
-that must pass that limit, at its speed. Answers: after the last push, against a cold start from the same weights.
-
-Phases, medians; they overlap.
-"""
+_EXPLAINED = (
+    "\nA push on the trainer's clock, median. In training: generate, one optimizer step, 0.3 s, push. Lower bound: "
+    "the bytes\nover this limit, at its speed. Answers: after the last push, against a cold start from the same "
+    "weights.\n\nPhases, medians; they overlap.\n"
+)
 _PATIENCE_S = 300.0
 _SLOWEST_BYTES_PER_S = 20e6
 _CAUSES = 8

@@ -82,7 +82,7 @@ def run(order: Namespace) -> dict[str, Any]:
         cold = _answers(engines)
         found: dict[str, Any] = {"first": push()}
         if _gap(engines, cold) != 0:
-            raise ChildError("the weights that the engine was started from were pushed, and its answers have changed")
+            raise ChildError("a push of the engine's own weights has changed its answers")
         fill(model, case.backend, "B", draw)
         for _ in range(order.num_iters_warmup):
             push()
@@ -91,7 +91,7 @@ def run(order: Namespace) -> dict[str, Any]:
         found["back_to_back"] = [push() for _ in range(order.num_iters)]
         found["extra_bytes"] = [nbytes for engine in engines for nbytes in engine.extra_bytes(start=False)]
         if engines and _gap(engines, cold) == 0:
-            raise ChildError("other weights were pushed, and the engine answers as before")
+            raise ChildError("a push of other weights has not changed the engine's answers")
         step = stepper(model, case.backend)
         found["in_training"] = []
         for _ in range(order.num_iters):

@@ -48,6 +48,6 @@ def must_end(what: str, reason: str) -> Iterator[Callable[[], None]]:
         expected = _ERRORS[reason]
         require(isinstance(error, expected), f"{what} raised {error!r} after {reason}, expected {expected.__name__}")
     except Exception as error:
-        raise AssertionError(f"{what} raised {error!r}, which is no WeightSyncError, after {reason}") from error
+        raise AssertionError(f"{what} raised {error!r} after {reason}, expected a WeightSyncError") from error
     took_s = time.monotonic() - started
     require(took_s < PROMPT_S, f"{what} went on for {took_s:.1f} s after {reason}")

@@ -128,7 +128,7 @@ def check_dead_engine(engine: Engine) -> None:
         try:
             call()
         except EngineUnreachableError as error:
-            require(bool(error.who), f"the error of {name} does not say which engine: `who` is empty")
+            require(bool(error.who), f"the error of {name} has no engine's name in `who`")
         except Exception as error:
             raise AssertionError(
                 f"{name} of a dead engine raised {error!r}, expected EngineUnreachableError"
@@ -136,7 +136,7 @@ def check_dead_engine(engine: Engine) -> None:
         else:
             raise AssertionError(f"{name} of a dead engine must raise EngineUnreachableError; it returned")
         took_s = time.monotonic() - started
-        require(took_s < PROMPT_S, f"{name} of a dead engine took {took_s:.1f} s to say so")
+        require(took_s < PROMPT_S, f"{name} of a dead engine took {took_s:.1f} s to raise")
 
 
 @dataclass
@@ -182,7 +182,7 @@ class _Trainer:
                 message = connection.receive(Deadline(self.timeout_s), "update")
             except WeightSyncError:
                 continue
-            raise AssertionError(f"{connection.peer} answered {message} to a message that it cannot know")
+            raise AssertionError(f"{connection.peer} answered {message} to an unknown message")
         self._must_return("update, given up by its workers,")
 
     def close(self) -> None:

@@ -69,13 +69,13 @@ def _check_own_shards(
     view.append([(shard.meta.name, shard.box) for shard in shards])
 
     extra = sorted(set(manifest.names) - set(expected))
-    require(not extra, f"the manifest has {extra}, which are not expected")
+    require(not extra, f"the manifest has the unexpected {extra}")
     for meta in manifest:
         want = expected[meta.name]
         require(meta.shape == tuple(want.shape), f"{meta.name}: shape {meta.shape}, expected {tuple(want.shape)}")
         require(meta.dtype == dtype_name(want), f"{meta.name}: dtype {meta.dtype}, expected {want.dtype}")
     absent = sorted({shard.meta.name for shard in shards} - set(manifest.names))
-    require(not absent, f"the manifest lacks {absent}, of which there are shards")
+    require(not absent, f"the manifest lacks {absent}, but shards have these names")
     place = {name: at for at, name in enumerate(manifest.names)}
     order = [place[shard.meta.name] for shard in shards]
     require(order == sorted(order), "shards are not in the manifest's order")
@@ -125,8 +125,8 @@ def _first_problem(views: Sequence[Any], expected: Mapping[str, torch.Tensor]) -
     for rank, manifest in enumerate(manifests):
         if _common(manifest, manifests[0]) != _common(manifests[0], manifest):
             return (
-                f"rank {rank} has another manifest than rank 0: names, order, shapes and dtypes of what both know must "
-                "be the same"
+                f"rank {rank} has another manifest than rank 0: names, order, shapes and dtypes of common tensors "
+                "must be the same"
             )
     merged = merge_manifests(manifests)
     if absent := sorted(set(expected) - set(merged.names)):
@@ -143,7 +143,7 @@ def _first_problem(views: Sequence[Any], expected: Mapping[str, torch.Tensor]) -
         if missing:
             return f"no rank holds {meta.name}{missing[0]}"
         if doubled:
-            return f"ranks hold {meta.name}{doubled[0]} in boxes that overlap without being the same"
+            return f"ranks hold {meta.name}{doubled[0]} in boxes that overlap and differ"
     return None
 
 

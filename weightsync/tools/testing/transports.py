@@ -369,7 +369,7 @@ class _Worker:
             missing, doubled = coverage(_TRIAL[name].shape, boxes)
             lacks = [box for box in missing if wanted.intersect(box) is not None]
             require(not lacks, f"no chunk brings {name}{lacks[:1]}")
-            require(not doubled, f"{name}{doubled[:1]} comes in boxes that overlap without being the same")
+            require(not doubled, f"{name}{doubled[:1]} comes in boxes that overlap and differ")
 
     def bytes_of(self, run: ByteRange, behind: int = 0) -> torch.Tensor:
         assert self.source is not None
@@ -384,9 +384,7 @@ class _Worker:
             for run in runs if sample is not None else ():
                 sent = int.from_bytes(bytes(self.bytes_of(run, DIGEST_BYTES)[run.nbytes :].tolist()), "little")
                 found = digest(self.bytes_of(run).clone(), sample)
-                require(
-                    found == sent & MASK, f"{run} of chunk {number} arrived with another digest than it was sent with"
-                )
+                require(found == sent & MASK, f"{run} of chunk {number} arrived with another digest")
             for p in locations:
                 wire: torch.dtype = getattr(torch, _TRIAL[p.name].wire)
                 data = self.source.storage(p.rank, p.storage)
@@ -401,7 +399,7 @@ class _Worker:
         if sample is not None:
             for rank, found in zip(self.mapped_ranks, self.proof.of(order["place_sample"]), strict=True):
                 expected = order["digests"][rank]
-                require(found == expected, f"what is mapped of rank {rank} has another digest than it found")
+                require(found == expected, f"the mapped memory of rank {rank} has another digest than the trainer's")
 
     def wait(self, order: dict[str, Any]) -> None:
         assert self.source is not None
