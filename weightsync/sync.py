@@ -390,7 +390,7 @@ class WeightSync:
             last = last.next[0]
         # Two threads may get here at once. `dict.setdefault` is atomic and lets one of them in.
         if not last.is_over or last.next.setdefault(0, turn) is not turn:
-            raise ConfigError("this WeightSync is pushing already, in another thread or task: wait for that push first")
+            raise ConfigError("this WeightSync is pushing already, in another thread or task: wait until it is done")
         self._turn = turn
 
     def _reset(self, error: WeightSyncError) -> None:

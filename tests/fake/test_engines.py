@@ -108,7 +108,7 @@ def test_an_engine_of_ones_own_may_know_its_address():
         ("http://host:8000/v1", "without /v1"),
         ("http://user:secret@host:8000", "^(?!.*secret).*names a user"),
         ("http://a:1,http://b:2", "not a URL"),
-        (["http://a:1", "http://b:1", "http://a:1"], "engine 2 is engine 0 once more"),
+        (["http://a:1", "http://b:1", "http://a:1"], "engine 2 is the same as engine 0"),
     ],
 )
 def test_anything_else_is_refused_with_what_is_accepted(given, words):

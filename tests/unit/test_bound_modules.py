@@ -41,7 +41,9 @@ def test_modules_that_no_worker_binds_are_named_with_those_of_the_engine():
 
 def test_two_modules_that_are_bound_to_one_are_refused():
     answers = [{"twice": ["a.q_proj", "b.q_proj"]}]
-    with pytest.raises(UnsupportedError, match=r"bound to a module that another one is bound to: a\.q_proj, b\.q_proj"):
+    with pytest.raises(
+        UnsupportedError, match=r"share a module of the engine with another module: a\.q_proj, b\.q_proj"
+    ):
         check_bound(ADAPTER, answers, "engine 0")
 
 

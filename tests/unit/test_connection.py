@@ -30,7 +30,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.fleet.engine_call import BackgroundCall
-from weightsync.fleet.engine_handle import ConnectedWorker, EngineHandle
+from weightsync.fleet.engine_handle import ConnectedWorker, EngineHandle, UpdateState
 from weightsync.fleet.fleet import Fleet
 from weightsync.net import timeouts
 from weightsync.net.authentication import FrameMac, greeting
@@ -569,7 +569,7 @@ def test_workers_that_do_not_agree_on_how_many_they_are(listener, keep):
 
 def test_two_workers_with_one_number(listener, keep):
     first, second = arrive(listener, keep, world=2), arrive(listener, keep, world=2)
-    with within(10.0), pytest.raises(ProtocolError, match=r"a second worker says that it is number 0.*tp=0"):
+    with within(10.0), pytest.raises(ProtocolError, match=r"a second worker has number 0.*tp=0"):
         admit(listener, 10)
     for connection in (first, second):
         with pytest.raises(ProtocolError, match="a second worker"):
@@ -894,7 +894,7 @@ def test_a_call_that_ends_late_takes_nothing_back_from_another_trainer(method, p
     calls: list[str] = []
 
     def fall_behind(*_: Any) -> None:
-        one.mark_failed()
+        one.state = UpdateState.FAILED
         worker.send(Failure(FencedError("another trainer has it").to_fields()), Deadline(5), "test")
         worker.close()
 
@@ -911,8 +911,8 @@ def test_a_mark_that_comes_late_is_taken_back():
     said: list[str] = []
 
     def fall_behind(version: str) -> None:
-        if not one.is_over:
-            one.mark_failed()
+        if not one.has_failed:
+            one.state = UpdateState.FAILED
             one.roll_back()
         said.append(version)
 

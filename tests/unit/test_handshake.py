@@ -276,7 +276,10 @@ def test_silent_strangers_are_not_looked_up_and_others_share_one_look(keep, monk
 
 
 def test_an_end_that_has_gone_is_nobodys():
-    with socket.socket() as sock, pytest.raises(ProtocolError, match=r"whose process a peer is.*Set WEIGHTSYNC_KEY"):
+    with (
+        socket.socket() as sock,
+        pytest.raises(ProtocolError, match=r"the user of a peer's process.*Set WEIGHTSYNC_KEY"),
+    ):
         refuse_other_users(sock, "a peer")
 
 

@@ -206,7 +206,7 @@ def test_other_columns_are_refused():
     for batch, words in (
         (inner, "a TensorDict"),
         (sparse, "layout torch.sparse"),
-        (array, r"an array of 2 objects .*: give column\(array\)"),
+        (array, r"an array of 2 objects .* Give column\(array\)"),
     ):
         for refuse in (pack, lambda batch: split(batch, 2), lambda batch: concat([batch]), union):
             with pytest.raises(ConfigError, match=f"'inner' is .*{words}"):

@@ -1,4 +1,4 @@
-"""The prose of docstrings and documents: sentences that can be read once, links and names that exist."""
+"""The prose of docstrings, error texts and documents: sentences that can be read once, links and names that exist."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from test_budgets import RELATIVE
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "weightsync").rglob("*.py"))
@@ -21,6 +22,8 @@ DECISIONS = sorted((ROOT / "docs/decisions").glob("[0-9]*.md"))
 
 MOST_WORDS = 40
 """In one sentence of a docstring. The aim is 25."""
+MOST_TEXT_WORDS = 25
+"""In one sentence of an error, a log line or another text for users."""
 DECISION_PARTS = ["Context", "Decision", "Consequences", "What would change it"]
 MOST_DECISION_LINES = 40
 MOST_DECISION_WORDS = 25
@@ -54,6 +57,22 @@ def docstrings(source: str) -> Iterator[Docstring]:
             match statement:
                 case ast.Expr(value=ast.Constant(value=str(text))):
                     yield Docstring(statement.lineno, statement if number else node, inspect.cleandoc(text))
+
+
+def texts(source: str) -> Iterator[tuple[int, str]]:
+    """Yield every string that is no docstring, with its line. An expression in an f-string counts as one word."""
+    todo: list[ast.AST] = [ast.parse(source)]
+    while todo:
+        match todo.pop():
+            case ast.Expr(value=ast.Constant()):
+                continue
+            case ast.Constant(value=str(text), lineno=line):
+                yield line, text
+            case ast.JoinedStr(values=values, lineno=line):
+                yield line, "".join(str(part.value) if isinstance(part, ast.Constant) else "`it`" for part in values)
+                todo += [part.value for part in values if isinstance(part, ast.FormattedValue)]
+            case node:
+                todo += ast.iter_child_nodes(node)
 
 
 def sentences(text: str) -> list[str]:
@@ -95,6 +114,12 @@ def faults(source: str) -> list[str]:
         is_function = isinstance(doc.owner, ast.FunctionDef | ast.AsyncFunctionDef) and not is_property(doc.owner)
         if is_function and not begins_with_a_verb(doc.text):
             found.append(f"line {doc.line}: begins with no imperative verb: {doc.text[:60]!r}")
+    for line, text in texts(source):
+        for sentence in sentences(text):
+            if (words := count_words(sentence)) > MOST_TEXT_WORDS:
+                found.append(f"line {line}: a sentence of {words} words, at most {MOST_TEXT_WORDS}: {sentence[:60]}...")
+            if len(words_found := RELATIVE.findall(re.sub(r"`[^`]*`", "", sentence))) > 1:
+                found.append(f"line {line}: {' and '.join(words_found)} in one sentence: {sentence[:60]}...")
     for number, line in enumerate(source.splitlines(), 1):
         if word := PRIVATE_WORDS.search(line):
             found.append(f"line {number}: name the actor in place of {word[0]!r}")
@@ -148,6 +173,24 @@ def test_faults_leaves_nouns_of_classes_and_properties_alone():
 
 def test_faults_reads_the_text_below_an_attribute():
     assert "41 words" in "".join(faults('LIMIT = 1\n"""The ' + "a " * 39 + 'limit."""\n'))
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('"' + "a " * 24 + 'name"', ""),
+        ('"' + "a " * 25 + 'name"', "a sentence of 26 words"),
+        ('"' + "a " * 24 + 'name. Push again"', ""),
+        ('f"' + "a " * 23 + '{x} {first(x, 1, 2)}"', ""),
+        ('f"' + "a " * 24 + '{x} " "name"', "a sentence of 26 words"),
+        ('f"the engine {x} that fails" + " which one"', ""),
+        ('f"the engine {x} that fails" " which one"', "that and which in one sentence"),
+    ],
+)
+def test_faults_of_an_error_text_are_found(text: str, fault: str):
+    found = faults(f"raise ConfigError({text})")
+    assert len(found) == (1 if fault else 0), found
+    assert fault in "".join(found)
 
 
 # ---------------------------------------------------------------------------------------------------------------

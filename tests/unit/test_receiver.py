@@ -260,7 +260,7 @@ class ReadsBack(nn.Module):
 def test_a_loader_that_reads_what_it_has_loaded_is_refused():
     """It would read memory of the never loaded copy, half-way through a push."""
     model = on_meta(ReadsBack)
-    with pytest.raises(UnsupportedError, match=r"computes score\.weight from head\.weight, which it has loaded before"):
+    with pytest.raises(UnsupportedError, match=r"computes score\.weight from head\.weight, a parameter loaded before"):
         trace_loader(model, model.load_weights, manifest_of({"head.weight": torch.zeros(8, 3)}))
 
 

@@ -150,7 +150,7 @@ def test_ranks_that_do_not_hold_everything_are_refused():
     check_whole(manifest, [held(0, 2), held(2, 2), held(2, 2)])
     with pytest.raises(PlacementError, match=r"w\[3:4, 0:2\] is held by no rank"):
         check_whole(manifest, [held(0, 3)])
-    with pytest.raises(PlacementError, match=r"w\[1:2, 0:2\] is held in boxes that overlap"):
+    with pytest.raises(PlacementError, match=r"ranks hold w\[1:2, 0:2\] in boxes that overlap"):
         check_whole(manifest, [held(0, 2), held(1, 3)])
 
 

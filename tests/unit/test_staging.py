@@ -184,7 +184,7 @@ def test_packer_of_a_piece_that_the_rank_lacks_raises_which_one():
     plan, held = plan_of(2, replicas(1)), Held(computed=[])
     lacking = LocalTensors({p: each for p, each in held.tensors.at.items() if p.name != "norm"})
     layout = send_layout(plan, 0, slots=1)
-    with pytest.raises(PlacementError, match=r"the plan has norm\[0:16\] on trainer rank 0"):
+    with pytest.raises(PlacementError, match=r"trainer rank 0 lacks norm\[0:16\]"):
         Packer(plan, lacking, layout, {0: torch.zeros(slot_bytes(layout), dtype=torch.uint8)})
 
 

@@ -188,6 +188,5 @@ def _connect_one(engine: object, label: str, timeout_s: float) -> Engine:
         return RayEngine(engine, name=f"{label} ({engine!r})", timeout_s=timeout_s)
     raise ConfigError(
         f"{label} is a {type(engine).__module__}.{type(engine).__qualname__}. Expected a vLLM LLM or AsyncLLM, its "
-        f"Ray actor handle, a URL such as {DEFAULT_URL!r}, another object with the methods of "
-        "weightsync.engines.Engine, or a list of these"
+        f"Ray actor handle, a URL such as {DEFAULT_URL!r}, another `weightsync.engines.Engine`, or a list of these"
     )

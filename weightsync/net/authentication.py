@@ -154,7 +154,7 @@ def refuse_other_users(sock: socket.socket, peer: str, table: ConnectionTable | 
     try:
         user = (table or ConnectionTable()).user_of(sock.getpeername()[:2], sock.getsockname()[:2])
     except OSError as error:
-        raise ProtocolError(f"the user of process {peer} cannot be found: {error}. {SET_A_KEY}", who=peer) from error
+        raise ProtocolError(f"cannot find the user of {peer}'s process: {error}. {SET_A_KEY}", who=peer) from error
     if user != os.geteuid():
         whose = "of another host or container" if user is None else f"of user {user}"
         raise ProtocolError(

@@ -92,9 +92,9 @@ def _add_plan(commands: Commands) -> None:
         "plan",
         help="print the load plan, the fuse groups and the buckets of a model",
         description="Builds the Hugging Face model and vLLM's model without memory, runs vLLM's own loader over them "
-        "and prints each copy that it would make. Needs no weights, no GPU and no running engine. Example: weightsync "
-        "plan ~/models/Qwen3-8B --tp 2. With --simulate, predicts how long a push would take on other machines. "
-        "Example: weightsync plan 70B --simulate hosts=8,ranks=32,engines=4,tp=8",
+        "and prints its copies. Needs no weights, no GPU and no running engine. Example: weightsync plan "
+        "~/models/Qwen3-8B --tp 2. With --simulate, predicts how long a push would take on other machines. Example: "
+        "weightsync plan 70B --simulate hosts=8,ranks=32,engines=4,tp=8",
     )
     option = plan.add_argument
     option("model_dir", metavar="MODEL_DIR", type=Path, help="a folder with a Hugging Face config.json, or the file")

@@ -131,7 +131,7 @@ def refusal(case: Case, gpus: int, installed: frozenset[str], core_in_process: b
         f"{case.ranks} ranks cannot share {kv_heads} heads": case.backend == "megatron" and kv_heads % case.ranks,
         f"{case.tp} workers cannot share {heads} attention heads": heads % case.tp,
         # Such a worker would use the ranks' process group as its own, and wait in it for the other ranks.
-        f"VLLM_ENABLE_V1_MULTIPROCESSING=0 puts an LLM of one worker into rank 0 of {case.ranks} ranks. Unset it, or use "
+        f"VLLM_ENABLE_V1_MULTIPROCESSING=0 puts an LLM of one worker into rank 0 of {case.ranks}. Unset it, or use "
         "--client http or --ranks 1": case.client != HTTP and case.ranks > 1 and case.tp == 1 and core_in_process,
     }
     try:
