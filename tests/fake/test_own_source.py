@@ -61,14 +61,10 @@ def test_a_source_of_ones_own_is_pushed_from(transport: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "options", "words"),
     [
-        (
-            object(),
-            {},
-            "or an object with the methods of weightsync.sources.base.ShardSource: it lacks read, gather, close",
-        ),
-        (SourceOfTwoMethods(), {}, "it lacks read$"),
-        (DictSource(), {"exclude": ("*",)}, "decides what travels"),
-        (DictSource(), {"buffers": False}, "decides what travels"),
+        (object(), {}, "methods of `weightsync.sources.base.ShardSource`. A object lacks read, gather, close"),
+        (SourceOfTwoMethods(), {}, "SourceOfTwoMethods lacks read$"),
+        (DictSource(), {"exclude": ("*",)}, "your own weight source selects the tensors"),
+        (DictSource(), {"buffers": False}, "your own weight source selects the tensors"),
     ],
 )
 def test_open_source_with_what_has_no_effect_raises(backend: Any, options: dict[str, Any], words: str) -> None:

@@ -56,8 +56,8 @@ def open_source(
     if not isinstance(backend, BackendOption):
         absent = [name for name in ("read", "gather", "close") if not hasattr(backend, name)]
         raise ConfigError(
-            f'backend={backend!r} is unknown; choose "fsdp" (also for DDP and plain modules), "deepspeed", '
-            '"megatron" or "stream", or give a MegatronBackend, a StreamBackend, or an object with the methods of '
-            f"weightsync.sources.base.ShardSource: it lacks {', '.join(absent)}"
+            f'backend={backend!r}. Choose "fsdp" (also for DDP and plain modules), "deepspeed", "megatron", "stream", '
+            "a MegatronBackend, a StreamBackend, or an object with the methods of "
+            f"`weightsync.sources.base.ShardSource`. A {type(backend).__name__} lacks {', '.join(absent)}"
         )
     return backend.open(selection, ranks)
