@@ -13,7 +13,10 @@ from weightsync.net.runtime import Deadline
 _DEATHS = ray.exceptions.RayActorError, ray.exceptions.ObjectLostError
 """The second is raised if an actor had answered, and its node died before the answer was fetched."""
 _NEWS_S = 1.0
-"""Seconds to wait after a failure for Ray to name the dead actor. Other actors notice its death sooner than Ray."""
+"""Seconds that a failed call waits for the other actors' results.
+
+The peers of a dead actor raise before Ray reports its death, and the death is the first cause.
+"""
 
 
 class WorkerError(WeightSyncError, RuntimeError):

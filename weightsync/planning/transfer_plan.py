@@ -24,8 +24,10 @@ that read different parts also read common ones, such as norms, and some heads o
 """
 
 CHUNKS_PER_HOP = 32
-"""The least number of chunks for each hop of a chain. The last worker waits for its first chunk as long as one chunk
-takes on every hop.
+"""The number of chunks for each hop of a chain, unless chunks would be smaller than `min_chunk_bytes`.
+
+The last of `hops + 1` workers receives its first chunk `hops` chunk times late. A push of `32 * hops` chunks loses one
+32nd of its time to this.
 """
 
 _FINENESS = 8

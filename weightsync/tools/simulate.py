@@ -5,7 +5,8 @@ engines' workers, `E` the engines, `C` the bytes of a chunk.
 
     ipc          S / tp / copying * max(here / device_copy, (1 - here) / peer_copy) + control
     broadcast    busiest / link + (E - 1) c / busiest S / tp / link + control
-                 `busiest` is the larger of S / R and S / tp; c = C, or busiest / (32 (E - 1)) where that is less
+                 `busiest` is the larger of S / R and S / tp
+                 c = min(C, max(busiest / (32 (E - 1)), `least_mib`)); with one engine c = C
     deltas       max(d busiest / link, encode_s S / R, decode_s S / tp) + a chunk of the other two + control
                  `d` is the share of the bytes that a difference has
     checkpoint   max(S / file_write, H S / file_read) + C / file_read + control; `H` is the engines' hosts
@@ -185,7 +186,8 @@ def _deltas(nbytes: int, t: Topology) -> dict[str, float]:
 def _written(changed: float) -> float:
     """Return the bytes of a difference, as a share of the weights' bytes.
 
-    A changed value takes one bit or more. The positions of changed values take somewhat more than their entropy.
+    Per bfloat16 value of 16 bits: 1.25 times the entropy of the changed positions, and `1 + 4 * changed` bits for a
+    changed value.
     """
     least = -changed * math.log2(changed) - (1 - changed) * math.log2(1 - changed)
     return (1.25 * least + changed * (1 + 4 * changed)) / 16

@@ -25,7 +25,11 @@ _WHOLE, _DIFFERENCE = 0, 1
 _PAYS_BELOW = 1.5e8
 """Link speed in bytes per second. Over faster links encoding gains nothing: comparing takes both ends longer."""
 _SLOW_ANYWAY = 5e7
-"""Link speed in bytes per second. A first push does extra work: over a faster link the second is measured too."""
+"""Link speed in bytes per second. Below it encoding pays anyway.
+
+A first push has more to do than later ones, and measures too low a speed. At a speed from here to `_PAYS_BELOW` the
+second push is unencoded and measured too.
+"""
 _FIRST_REST, _LONGEST_REST = 2, 64
 """Numbers of pushes."""
 

@@ -1,7 +1,8 @@
 """The port of gloo: open only to the addresses of members, and to no address once the members have met.
 
-gloo accepts every connection while it has a port, and ends the process when it can accept no more. It needs the port
-only until its members are connected. Closing the port's socket would end the process too.
+gloo listens in each member's process, a trainer rank or an engine worker, and accepts every connection. Once no file
+descriptor is left, gloo aborts this process. It needs the port only until its members are connected. Closing the port's
+socket breaks gloo, so a packet filter on the socket drops what arrives later.
 """
 
 from __future__ import annotations

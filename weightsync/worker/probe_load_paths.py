@@ -99,7 +99,8 @@ def _try_post_process(group: ModuleGroup, model: EngineModel) -> _Verdict:
     recipe = None
     touched_more = first.same or first.made or opaque or group.pristine[0]._buffers or len(group.pristine) > 1
     if not touched_more and (recipe := find_recipe(first.loaded, first.processed, all_reduce_max)) is not None:
-        # Tiny weights test a lower bound of scales, zeros test scales of 0. One attempt is in memory at a time.
+        # Weights of about 1e-6 fall below the lower bound that a kernel may set for scales. Weights of 0.0 need the
+        # kernel's scale for a row of zeros. The generator keeps one attempt in memory at a time.
         small = (_Attempt(group, model, size=size) for size in (1e-6, 0.0))
         if not all(holds(recipe, attempt.loaded, attempt.processed, all_reduce_max) for attempt in small):
             recipe = None
@@ -107,8 +108,9 @@ def _try_post_process(group: ModuleGroup, model: EngineModel) -> _Verdict:
 
 
 class _Attempt:
-    """One run of post-processing over a scratch copy of a group, with random weights of this size.
+    """One run of post-processing over a scratch copy of a group, with random weights.
 
+    size: the factor of the weights, which are normal with a standard deviation of 1.
     same: the parameters are untouched.
     changed: the attributes set by it, for each part. `left` has their values.
     made: the attributes among them with an object made from the weights.
