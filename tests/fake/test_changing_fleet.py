@@ -24,7 +24,8 @@ from weightsync import (
     WeightSync,
     WeightSyncError,
 )
-from weightsync.fleet.lost_engines import LostEngines
+from weightsync.fleet import EngineList
+from weightsync.fleet.roster import Roster
 from weightsync.transports.base import Transport
 from weightsync.transports.ipc import IpcTransport
 from weightsync.transports.nccl import NcclTransport
@@ -403,17 +404,17 @@ def test_push_does_not_wait_for_a_lost_engine_that_does_not_answer(engines: list
         asks.append(1)
         return over.wait(TIMEOUT_S)
 
-    lost = LostEngines()
+    roster = Roster(EngineList(engines[:2], TIMEOUT_S), TIMEOUT_S)
     engines[1].is_alive = is_alive  # type: ignore[method-assign]
-    lost.add(["engine 1"])
+    roster.leave_out(["engine 1"])
     for _ in range(3):
-        assert lost.present(engines[:2]) == engines[:1]
+        assert roster.engines() == engines[:1]
     assert asks == [1], "it is asked anew while nothing has come back"
-    answer = lost._asked["engine 1"]
+    answer = roster._asked["engine 1"]
     over.set()
     assert answer.result(TIMEOUT_S)
-    assert lost.present(engines[:2]) == engines[:2]
-    assert lost.names == set()
+    assert roster.engines() == engines[:2]
+    assert roster.lost == set()
 
 
 def change_from_ranks(rank: int, transport: str) -> None:

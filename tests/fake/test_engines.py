@@ -32,8 +32,7 @@ from weightsync.errors import (
     SyncTimeoutError,
     UnsupportedError,
 )
-from weightsync.fleet import connect
-from weightsync.fleet.roster import EngineList
+from weightsync.fleet import EngineList, connect
 from weightsync.fleet.spmd_engine import join
 from weightsync.net.runtime import Deadline
 from weightsync.net.wire import POISONED
@@ -827,7 +826,7 @@ def test_llms_that_are_no_parts_stay_as_they_are():
 
 
 def test_engine_whose_parts_are_not_all_there_is_refused():
-    with pytest.raises(ConfigError, match=r"in 2 ranks .external_launcher., and 1 of these gave their LLM"):
+    with pytest.raises(ConfigError, match=r"in 2 ranks .external_launcher., and 1 of these ranks gave their LLM"):
         join(parts_of_engines(3, workers=2))
 
 

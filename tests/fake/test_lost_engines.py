@@ -15,8 +15,9 @@ from ranks import run_ranks
 from recorders import RecordedEngine
 
 from weightsync import ConfigError, EngineUnreachableError, SyncTimeoutError, WeightSync
-from weightsync.fleet import engine_handle, lost_engines
+from weightsync.fleet import EngineList, engine_handle
 from weightsync.fleet.engine_call import BackgroundCall
+from weightsync.fleet.roster import Roster
 from weightsync.net import timeouts
 from weightsync.net.listener import Listener
 from weightsync.net.wire import POISONED
@@ -208,11 +209,11 @@ def test_lost_engine_that_may_be_busy_stays_left_out_until_it_answers(
     monkeypatch.setattr(timeouts, "LOST_ENGINE_ANSWER_S", TIMEOUT_S)
     answers = [True, None, None]
     monkeypatch.setattr(engines[1], "is_alive", lambda: answers.pop())
-    lost = lost_engines.LostEngines()
-    lost.add(["engine 1"])
+    roster = Roster(EngineList(engines, TIMEOUT_S), TIMEOUT_S)
+    roster.leave_out(["engine 1"])
     for _ in range(2):
-        assert lost.present(engines) == engines[:1]
-    assert lost.present(engines) == engines
+        assert roster.engines() == engines[:1]
+    assert roster.engines() == engines
 
 
 def test_busy_engine_has_not_died(engines: list[MortalEngine], monkeypatch: pytest.MonkeyPatch) -> None:

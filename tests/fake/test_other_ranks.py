@@ -97,7 +97,7 @@ def fail_on_one(rank: int) -> None:
         assert serves(engine, 3)
         dist.barrier()
         if rank == 1:
-            sync._strategy._others.close()
+            sync._strategy._roster.others.close()
         dist.barrier()
         with pytest.raises(EngineUnreachableError, match="process, trainer rank 1, is gone"):
             sync.push(trainer_model(checkpoint(4)))

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from weightsync.fleet.roster import ENGINE_VARIABLE, EngineList, connect, public_name
+from weightsync.fleet.engine_list import ENGINE_VARIABLE, EngineList, connect, public_name
 
 __all__ = ["ENGINE_VARIABLE", "EngineList", "connect", "public_name"]

@@ -1,6 +1,6 @@
 """Trainer rank 0 and the engines: the calls and messages of a push, and the rollback of a push that fails.
 
-    add, remove         engines come and go
+    follow              engines come and go
     connect             once for an engine: its `init` connects its workers, which answer PlanRequest and Connect
     open, wait_open     finish an update left open by another trainer, pause, start; then call `update`
     go, wait_done       workers run the plan
@@ -19,6 +19,7 @@ models, plans or transports.
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 import threading
 import time
@@ -73,6 +74,8 @@ from weightsync.net.wire import (
 )
 from weightsync.planning.layout import Manifest
 
+logger = logging.getLogger(__name__)
+
 M = TypeVar("M", bound=Message)
 _Method = Callable[[EngineHandle], None]
 
@@ -92,10 +95,9 @@ class Fleet:
     ) -> None:
         """Take these engines. `failed`: the fleet before this one. `connect` waits for its unfinished calls."""
         assert ranks.listener is not None, "a fleet is rank 0's"
-        self.handles: list[EngineHandle] = []
         self.newest_version: int = failed.newest_version if failed is not None else 0
-        self._active: list[EngineHandle] = []
         self._numbers = itertools.count()
+        self.handles = self._active = [EngineHandle(one, next(self._numbers)) for one in engines]
         self._ranks = ranks
         self._listener: Listener = ranks.listener
         self._listener.reset_role("worker")
@@ -105,7 +107,6 @@ class Fleet:
         self._version = 0
         self._calls: EngineCalls = EngineCalls(ranks.listener, failed._calls if failed is not None else None)
         self._ended = threading.Event()
-        self.add(engines)
         spawn("lease", partial(repeat, weakref.WeakMethod(self._answer_pings), timeouts.LEASE_LOOK_S, self._ended))
         spawn(
             "health", partial(repeat, weakref.WeakMethod(self._ask_whether_alive), timeouts.HEALTH_LOOK_S, self._ended)
@@ -127,15 +128,27 @@ class Fleet:
         addresses = [self._listener.listen(one.engine.host)[0] for one in self._active]
         return next((address for address in addresses if not is_loopback(address)), addresses[0])
 
-    def add(self, engines: Sequence[Engine]) -> None:
-        """Add engines, without a call to them."""
-        self.handles = self._active = [*self.handles, *(EngineHandle(one, next(self._numbers)) for one in engines)]
+    def follow(self, engines: Sequence[Engine]) -> bool:
+        """Remove the engines that are not among these, and add new ones. Return whether neither was needed.
 
-    def remove(self, handles: Sequence[EngineHandle]) -> None:
-        """Release these engines in their current state. Another trainer may push to them."""
-        self.handles = self._active = [one for one in self.handles if one not in handles]
-        for one in handles:
+        No engine is called. A removed engine serves its weights, and another trainer may push to it. An engine that has
+        closed its connections, such as one started anew, is removed and added again. Raises `FencedError` for an engine
+        of another trainer.
+        """
+        for one in self.handles:
+            one.check_fence()
+        staying = [one for one in self.handles if one.engine in engines and one.is_held()]
+        left = [one for one in self.handles if one not in staying]
+        known = [one.engine for one in staying]
+        joined = [EngineHandle(one, next(self._numbers)) for one in engines if one not in known]
+        if left or joined:
+            self.handles = self._active = [*staying, *joined]
+        for one in left:
             one.hang_up()
+        for what, those in (("releases", left), ("takes in", joined)):
+            if those:
+                logger.info("a push %s %s", what, ", ".join(one.engine.name for one in those))
+        return not left and not joined
 
     def connect(self, handles: Sequence[EngineHandle] | None = None) -> list[ConnectedWorker]:
         """Call `init` on all engines, or on these, and return their workers.
@@ -334,7 +347,9 @@ class Fleet:
     def close(self) -> None:
         """Disconnect from the workers. Another trainer may push afterwards."""
         self._ended.set()
-        self.remove(self.handles)
+        for one in self.handles:
+            one.hang_up()
+        self.handles = self._active = []
 
     def _answer_pings(self) -> None:
         """Answer the workers' `Ping`s and send them ours. In a thread, so other threads' work does not delay it."""

@@ -12,13 +12,11 @@ from typing import Protocol
 from torch import nn
 
 from weightsync.config import WeightSyncConfig
-from weightsync.engines import Engine, LoraAdapter
-from weightsync.errors import ConfigError, EngineUnreachableError, WeightSyncError
+from weightsync.engines import LoraAdapter
+from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.fleet import EngineList
-from weightsync.fleet.engines_of_ranks import OtherRanks
 from weightsync.fleet.fleet import Fleet
-from weightsync.fleet.lost_engines import LostEngines
-from weightsync.fleet.spmd_engine import join
+from weightsync.fleet.roster import Roster
 from weightsync.net.update import Update
 from weightsync.net.wire import LoadPlan
 from weightsync.planning.layout import ShardLocation
@@ -145,8 +143,7 @@ class FleetStrategy(UpdateStrategy):
         self._options = options
         self._fleet: Fleet | None = None  # rank 0 only
         self._failed: Fleet | None = None
-        self._lost = LostEngines()
-        self._others = OtherRanks(options.engines, options.timeout_s)
+        self._roster = Roster(options.engines, options.timeout_s)
 
     def explain(self, error: WeightSyncError) -> WeightSyncError:
         return error if self._fleet is None else self._fleet.explain(error)
@@ -168,45 +165,24 @@ class FleetStrategy(UpdateStrategy):
         if self._fleet is not None:
             self._fleet.close()
             self._fleet = None
-        self._others.close()
-
-    def _find_engines(self) -> list[Engine]:
-        """Return all engines but the lost ones, on rank 0."""
-        engines = join([*self._options.engines.engines(), *self._others.engines])
-        if not (present := self._lost.present(engines)):
-            raise EngineUnreachableError(f"all engines are lost: {', '.join(one.name for one in engines)}")
-        return present
+        self._roster.others.close()
 
     def _open_fleet(self, update: Update) -> Fleet:
         """Return the fleet, on rank 0. Make it if there is none, without a call to an engine."""
         options, ranks = self._options, update.ranks
         if self._fleet is None:
             pause = options.pause or "keep"
-            self._fleet = Fleet(self._find_engines(), ranks, pause, options.timeout_s, self._failed)
+            self._fleet = Fleet(self._roster.engines(), ranks, pause, options.timeout_s, self._failed)
             self._failed = None
         update.check = self._fleet.check
         return self._fleet
 
     def _sync_engines(self, update: Update) -> bool:
-        """Update the fleet to the current list of engines, on rank 0. Return whether the list was unchanged."""
-        fleet = self._fleet
-        if fleet is None:
+        """Update the fleet to the roster, on rank 0. Return whether the fleet has the same engines as before."""
+        if self._fleet is None:
             return False
-        update.check = fleet.check
-        engines = self._find_engines()
-        for one in fleet.handles:
-            one.check_fence()
-        gone = [one for one in fleet.handles if one.engine not in engines or not one.is_held()]
-        if gone:
-            fleet.remove(gone)
-        known = [one.engine for one in fleet.handles]
-        new = [one for one in engines if one not in known]
-        if new:
-            fleet.add(new)
-        for what, those in (("releases", [one.engine for one in gone]), ("takes in", new)):
-            if those:
-                logger.info("a push %s %s", what, ", ".join(one.name for one in those))
-        return not gone and not new
+        update.check = self._fleet.check
+        return self._fleet.follow(self._roster.engines())
 
 
 class StrategyOption(Protocol):

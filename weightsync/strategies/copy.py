@@ -114,7 +114,7 @@ class CopyWeights(FleetStrategy):
         self._update = update
         ranks, timeline = update.ranks, update.timeline
         with timeline.during("plan"):
-            self._others.check_unchanged(ranks.rank)
+            self._roster.others.check_unchanged(ranks.rank)
             self._finite.refuse(update, model)
             sessions, version, digests = self._look(update, model, late)
         self._is_touched = True
@@ -163,7 +163,7 @@ class CopyWeights(FleetStrategy):
                     path: sum(session.plan.load_paths[path] for session in sessions)
                     for path in sessions[0].plan.load_paths
                 },
-                left_out=tuple(sorted(self._lost.names)),
+                left_out=tuple(sorted(self._roster.lost)),
             )
             logger.info("pushed %s", report)
         with timeline.during("commit"):
@@ -207,7 +207,7 @@ class CopyWeights(FleetStrategy):
         return self._options.engines
 
     def leave_out(self, engines: Sequence[str]) -> None:
-        self._lost.add(engines)
+        self._roster.leave_out(engines)
 
     def _disconnect(self) -> None:
         for transport in (*(session.transport for session in self._sessions), *self._joining):
@@ -325,7 +325,7 @@ class CopyWeights(FleetStrategy):
     ) -> TransferSession:
         """Agree with engines without a session on tensors, dtypes, chunks and locations. Collective."""
         ranks, options = update.ranks, self._options
-        self._others.meet(ranks)
+        self._roster.others.meet(ranks)
         held = locate(reading.shards, ranks.rank)
         inventory = take_inventory(reading, held, ranks.rank, transport, options)
         everyone: list[Inventory] = ranks.gather(inventory, "plan", Inventory)

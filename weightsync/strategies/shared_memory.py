@@ -11,14 +11,13 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
-from weightsync.engines import Engine
 from weightsync.errors import ConfigError, EngineError, PlacementError
-from weightsync.fleet import ENGINE_VARIABLE, connect
+from weightsync.fleet import ENGINE_VARIABLE, EngineList
 from weightsync.fleet.engine_handle import ConnectedWorker
 from weightsync.net.runtime import boot_id, this_process
 from weightsync.net.update import Update
@@ -63,7 +62,13 @@ class SingleCopyTransport:
             )
         options.refuse_selection("this SingleCopyTransport", "frozen", "only_trained", "dtypes", "rename")
         options.refuse("this SingleCopyTransport", *OF_COPIES)
+        if options.engines.given is None:
+            options = replace(options, engines=EngineList(self._read_engine, options.timeout_s))
         return SharedMemory(options, self)
+
+    def _read_engine(self) -> str | None:
+        """Return the engine for `WeightSync(engine=None)`. None: $WEIGHTSYNC_ENGINE names it."""
+        return None if ENGINE_VARIABLE in os.environ else self.engine_url()
 
     def engine_url(self) -> str:
         """Return the address of the engine in the handle file. Raises as `handle_file.find`, `read` and `check` do."""
@@ -189,7 +194,7 @@ class SharedMemory(FleetStrategy):
         """
         ranks = update.ranks
         assert self._manifest is not None
-        self._others.meet(ranks, refuse="single_copy")
+        self._roster.others.meet(ranks, refuse="single_copy")
         own = self._manifest, boot_id(), this_process()
         everyone: list[tuple[Manifest, str, str]] = ranks.gather(own, "plan", tuple[Manifest, str, str])
         told: tuple[list[MachineInfo], list[ParametersExported]] | None = None
@@ -216,11 +221,6 @@ class SharedMemory(FleetStrategy):
                 "taken by another trainer. Close this WeightSync, build a new model on the meta device, and attach it"
             )
         return workers, exports
-
-    def _find_engines(self) -> list[Engine]:
-        if self._options.engines.given is None and ENGINE_VARIABLE not in os.environ:
-            return connect(self._transport.engine_url(), self._options.timeout_s)
-        return super()._find_engines()
 
 
 def check_pairs(hosts: Sequence[str], workers: Sequence[ConnectedWorker]) -> None:
