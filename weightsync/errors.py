@@ -4,7 +4,7 @@
     +-- ConfigError            (ValueError)        the call itself is wrong; engines are untouched
     +-- ManifestError          (ValueError)        the tensors do not fit the engine's model
     +-- NonFiniteError         (ValueError)        tensors hold NaN or infinity; engines are untouched
-    +-- UnsupportedError       (NotImplementedError) this model, layer or machine is not covered, and why
+    +-- UnsupportedError       (NotImplementedError) a model, layer or machine without support
     +-- PlacementError         (ValueError)        trainer ranks and engine workers cannot be paired
     +-- EngineError            (RuntimeError)      the engine refused or broke
     |   +-- EngineUnreachableError (ConnectionError)
@@ -14,12 +14,12 @@
     |   +-- FrozenLostError                        the engine has lost tensors that only the first push sends
     +-- PeerError              (ConnectionError)   a trainer rank or an engine worker went away
     +-- SyncTimeoutError       (TimeoutError)      a wait passed its deadline
-    +-- ProtocolError          (RuntimeError)      a message breaks docs/wire.md, or a peer is a stranger
+    +-- ProtocolError          (RuntimeError)      a message breaks docs/wire.md, or a peer lacks the key
     +-- DigestError            (RuntimeError)      the received bytes differ from the sent bytes
 
-Each error is also the matching builtin, so `except TimeoutError` works. Each keeps its facts as attributes. Errors
-survive pickling, for a caller's process pool, and the wire (`to_fields`, `from_fields`). Every trainer rank raises the
-first cause, as the same class.
+The brackets have each error's builtin class, so `except TimeoutError` works too. Names of tensors and ranks are
+attributes. Errors can be pickled, for a caller's process pool, and sent (`to_fields`, `from_fields`). When a call fails
+on one rank, every trainer rank raises an error of the same class.
 """
 
 from __future__ import annotations

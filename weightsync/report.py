@@ -35,13 +35,14 @@ class PushReport:
         nbytes: The size of the weights in their dtypes on the wire, each tensor counted once.
         chunks: The number of chunks.
         sent_bytes: Bytes sent by the trainer's ranks. Zero if workers read them themselves.
-        plan_s: Agreeing on the tensors and their paths. Near zero when no tensor has moved.
-        control_s: Everything before the engines start the transfer and after the last engine is done, `plan_s`
-            included.
-        gather_s: Rank 0's part of sending.
-        transfer_s, verify_s, load_s: Seconds of the slowest worker. They overlap with `gather_s`.
-        pause_s: From the first engine's confirmed pause until all engines generate again. It may begin during `plan_s`.
-        total_s: The whole call.
+        plan_s: Seconds to compare the tensors with the last push, and to make a new plan if any has moved.
+        control_s: Seconds before the transfer starts and after the last engine is done, `plan_s` included.
+        gather_s: Seconds in which rank 0 sends its part.
+        transfer_s, verify_s, load_s: Seconds of the slowest worker: waiting for bytes, comparing digests, and writing
+            parameters. They overlap with `gather_s`.
+        pause_s: Seconds from the first engine's confirmed pause until all engines generate again. It may begin during
+            `plan_s`.
+        total_s: Seconds of the whole call.
         load_paths: The number of engine modules on each load path: "in_place", "fused_quantize", "reload",
             "native_loader".
         workers: One row for each worker. A push of an adapter has one row for each engine.

@@ -25,22 +25,22 @@ UNQUANTIZED = (
 
 @dataclass(frozen=True)
 class TensorSelection:
-    """A choice of tensors, with their frequency and dtype.
+    """The tensors that travel, the pushes in which they travel, and their dtypes.
 
     Patterns are shell patterns on checkpoint names (`*.mlp.gate.weight`), case sensitive. `*` matches dots too.
 
     Args:
         exclude: Tensors that are never pushed.
         buffers: Whether persistent buffers travel. Other buffers never do.
-        frozen: Tensors for the first push alone. The first push after a failed push or `close` sends them again. A
-            changed frozen tensor is not noticed. A frozen tensor still travels if it shares an engine parameter with a
-            trained one, or lies in a module that is loaded whole. A push sends everything to engines without their
-            weights, as after vLLM's sleep at level 2. With verify="none" such a loss is not noticed.
+        frozen: Tensors for the first push alone. The first push after a failed push or `close` sends them again. No
+            push notices a change of a frozen tensor. A frozen tensor still travels in each push if the engine loads it
+            together with a trained one, such as q, k and v of one parameter. Engines lose their weights in vLLM's sleep
+            at level 2: the next push sends everything. With verify="none" it does not notice the loss.
         only_trained: Whether parameters without a gradient and without an adapter are frozen too.
-        dtypes: Pattern to torch's dtype name on the wire. Default: the narrower of the trainer's and the engine's
-            dtype. The first match counts.
-        unquantized: With `WeightSync(quantize=...)`, the unquantised two-dimensional tensors `....weight`. All other
-            such tensors are quantised. Match the tensors left unquantised in the engine's checkpoint.
+        dtypes: The dtypes in which tensors are sent: pattern to the name of a torch dtype, such as "float32". The first
+            match counts. Without a match: the narrower of the trainer's and the engine's dtype.
+        unquantized: With `WeightSync(quantize=...)`, the two-dimensional tensors `....weight` that stay unquantised.
+            All others are quantised. Name the tensors that the engine's checkpoint leaves unquantised.
         rename: Regular expression to the replacement of each match in a name, in this order. Or a function from the old
             name to the new one. `exclude` matches old names, all other patterns match new names. For pushes that copy
             weights or save them.

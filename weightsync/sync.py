@@ -82,38 +82,38 @@ class WeightSync:
             that returns them, or the `Path` of a file of addresses: each push reads it anew. None: $WEIGHTSYNC_ENGINE,
             or else http://localhost:8000. Rank 0 gives the engines that every process can reach. Other ranks give the
             same or None. A rank gives the engines inside its own process, such as an `LLM`.
-        bucketer: "module", "threshold", "parameter", or an object with a `bucket` method. It decides the order of the
-            tensors and their grouping. None: modules for ipc. Full buckets for other transports and backend="megatron".
-        max_bytes: The largest chunk. None: 256 MiB. Both ends of a transfer hold two chunks. "parameter" refuses it:
-            its chunks are whole tensors.
+        bucketer: The order and the groups of tensors. "module": whole modules. "threshold": up to `max_bytes`.
+            "parameter": one tensor. Or an object with a `bucket` method. None: "module" for ipc from "fsdp" and
+            "deepspeed", else "threshold".
+        max_bytes: The largest chunk. None: 256 MiB. Each end holds two chunks. "parameter" has whole tensors as chunks.
         selection: Which tensors travel, how often, and in which dtype. None: all tensors, at every push, in the
             narrower of the trainer's and the engine's dtype.
         pause: "keep", the default, freezes running requests and recomputes their KV cache with the new weights. "wait"
             lets them finish first. "abort" ends them. "caller": the caller pauses every engine before the push and
             resumes it afterwards. An engine that reports that it generates is refused.
-        timeout_s: The timeout of each wait, including the wait for all ranks to call `push`. Ranks other than 0 may
-            wait a few times longer, because rank 0 performs several waits for them.
-        hold_s: Seconds after a push during which no other trainer gets the engines. None, the default: until `close` or
-            the end of the process. Give more than the longest time between two pushes: a hanging trainer looks like a
-            computing one. A push without progress for twice `timeout_s` keeps no engine.
+        timeout_s: The seconds of each wait, including the wait for all ranks to call `push`. Other ranks wait a few
+            times longer for rank 0, because rank 0 waits several times meanwhile.
+        hold_s: Seconds after a push during which no other trainer can take the engines. None, the default: until
+            `close` or the end of the process. Give more than the longest time between two pushes: other trainers cannot
+            tell a hanging trainer from one at work. A push without progress for twice `timeout_s` loses the engines.
         verify: Bytes compared by digests before the push commits. "full": all bytes. "sampled", the default: all in the
-            first push, then a sixteenth, in turn. Memory that workers read in place is checked in full when it is
-            mapped, then by a small sample in each push. "none": no bytes. If another thread writes weights during a
-            push, engines get a mixture. "full" finds all such writes. "sampled" finds the writes that torch counts, so
-            none through `.data`. Neither finds them in a stream.
+            first push, then another sixteenth in each push. Memory that workers read in place is compared in full when
+            it is mapped, then by a small sample in each push. "none": no bytes. If another thread writes weights during
+            a push, engines get a mixture. "full" finds all such writes. "sampled" finds the writes that torch counts,
+            so none through `.data`. Neither finds them in a stream.
         quantize: "fp8" or "int8". The weights of linear layers travel in 8 bits, with one scale for each output channel
             (`...weight_scale`). The engine must run a compressed-tensors checkpoint of that kind (FP8-dynamic,
             W8A8-int8). See `TensorSelection.unquantized`. None: unquantised. An engine that quantises on loading gives
             the same result.
-        on_engine_failure: The action when one of several engines is lost. "raise", the default, raises. The other
-            engines stay paused and `POISONED`, and `leave_out_lost` lets the next push go on. "drop" pushes at once to
-            the remaining engines, but raises for an iterator as stream. `PushReport.left_out` names the lost engines. A
-            later push includes an engine when it answers again.
+        on_engine_failure: The action when one of several engines does not answer. "raise", the default, raises. The
+            other engines stay paused and `POISONED`, and after `leave_out_lost()` the next push goes to them alone.
+            "drop" pushes again at once to the other engines, but raises for a stream's iterator, which is used up.
+            `PushReport.left_out` names the lost engines. Later pushes include an engine that answers again.
         encoding: For transport="broadcast" and CPU tensors. "delta" sends the changes since the last push. "auto" does
             so when this is faster over the link. Both ends keep the bytes of the last push: see docs/deltas.md. None:
             sends everything.
         non_finite: The action for tensors with NaN or infinity. "warn", the default, pushes them and logs their names
-            once the engines generate again. It checks GPU tensors in full in the first push, then a sixteenth, in turn.
+            once the engines generate again. It checks all GPU tensors in the first push, then another sixteenth.
             "refuse" checks all, and raises `NonFiniteError` before an engine is paused. "ignore" checks none. "lora"
             refuses in any case.
         progress: Whether rank 0 shows a progress bar for long pushes. None: only on a terminal.

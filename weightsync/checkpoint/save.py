@@ -60,12 +60,11 @@ def save(
         model: The model, as for `WeightSync.push`.
         folder: A new or empty folder.
         backend: As for `WeightSync`.
-        selection: None saves every tensor in the trainer's own dtype.
-        max_shard_bytes: As for `CheckpointTransport`.
-        config: The model's config. None takes the config of a transformers model.
-        generation_config: None takes the generation config of a transformers model.
-        tokenizer: Saved if it is given.
-        timeout_s: The timeout of each wait.
+        selection: The saved tensors, their names and dtypes. None: every tensor in the trainer's own dtype.
+        max_shard_bytes: The most bytes of a file, as for `CheckpointTransport`.
+        config, generation_config: Objects with `save_pretrained`. None: those of a transformers model.
+        tokenizer: An object with `save_pretrained`. None: no tokenizer is saved.
+        timeout_s: The seconds of each wait.
 
     Raises:
         ConfigError: The arguments cannot work. Every error is the same on every rank, and leaves nothing behind.

@@ -23,21 +23,20 @@ class VllmServer:
         with VllmServer("Qwen/Qwen3-0.6B", "--max-model-len", "2048") as server:
             sync = WeightSync("fsdp", CheckpointTransport(folder, restart=True), server)
 
-    If this process is killed before the end of the block, the server ends itself.
-
-    Entering the block, `start` and `restart` return when the server answers. After an error no process is left running.
+    The block begins when the server answers, and `start` and `restart` return then. After an error no process is left
+    running. If this process is killed before the end of the block, the server ends itself.
 
     Args:
-        model: the model for vLLM, a name or a folder.
-        options: command line options of `vllm serve`.
-        port: the server's port on 127.0.0.1. None: a free one.
-        log: the file for the server's output. None: "vllm.log" in a new temporary folder.
-        environment: variables added to this process's environment.
-        start_timeout_s: longest time from the start to the first answer, which includes loading the model.
+        model: The model for vLLM, a name or a folder.
+        options: Command line options of `vllm serve`.
+        port: The server's port on 127.0.0.1. None: a free port.
+        log: The file for the server's output. None: "vllm.log" in a new temporary folder.
+        environment: Variables for the server beside this process's environment.
+        start_timeout_s: The most seconds from the start to the first answer. They include loading the model.
 
     Raises:
-        EngineError: the server has ended before it answered. The text has the end of its log.
-        SyncTimeoutError: the server has not answered within `start_timeout_s`.
+        EngineError: The server ended before it answered. The text has the end of its log.
+        SyncTimeoutError: The server did not answer within `start_timeout_s`.
     """
 
     def __init__(

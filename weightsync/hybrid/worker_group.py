@@ -28,7 +28,7 @@ class WorkerGroup:
         batch = actor.logprobs(batch)                    # waits
         update = actor.update.remote(batch)              # does not: update.result() does
 
-    A process does one thing at a time. After a `PeerError` `close` the group, and make another on the same pool.
+    A process runs one call at a time. After a `PeerError` call `close`, and make another group on the same pool.
 
     Args:
         where: A `ResourcePool`, or another group, to share its processes.
@@ -38,9 +38,10 @@ class WorkerGroup:
             of the processes share it, so only their first group takes it.
 
     Raises:
-        WorkerError: The first worker that raised. The text has its traceback. Calls of the group raise the same errors.
+        WorkerError: `init_model` raised an exception in a worker. The text has its traceback. Later calls of the group
+            raise the same classes of errors.
         PeerError: A worker has died.
-        WeightSyncError: A worker raised it.
+        WeightSyncError: `init_model` raised this error in a worker.
         ConfigError: An argument cannot work.
     """
 

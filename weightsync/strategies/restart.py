@@ -59,11 +59,11 @@ class CheckpointTransport:
         folder: It is made if it is missing. All ranks and workers must see it under this path. One trainer at a time.
         keep_last: The number of newest versions to keep.
         max_shard_bytes: Most bytes of a file. A larger tensor or bucket has a file of its own.
-        restart: Whether to start the engine anew from each version, for engines that cannot be pushed to. The engine
-            must be a `weightsync.engines.server.VllmServer`. Tensors are saved in the trainer's own dtypes, unless the
-            selection has others.
-        config, generation_config, tokenizer: Objects with `save_pretrained`. It is called once for each connection.
-            None: a transformers model's own configs, but not with `quantize`.
+        restart: Whether to restart the engine from each version in place of a push. It serves models and quantisations
+            that a push refuses. The engine must be a `weightsync.engines.server.VllmServer`. Tensors are saved in the
+            trainer's dtypes, unless the selection has others.
+        config, generation_config, tokenizer: Objects with `save_pretrained`, for the files beside the weights. None: a
+            transformers model's own configs, but not with `quantize`, and no tokenizer.
 
     Raises:
         ConfigError: Arguments that cannot work.

@@ -16,11 +16,11 @@ and the engine answers like an engine started cold from these weights. The comma
         Measure how long a push takes, by phase, beside vLLM's own ways and the limits of this machine.
 
     weightsync doctor
-        Check this machine, then push to a live engine and back. With --engine URL: the connections to yours. With
-        --model DIR too: pushes to yours.
+        Check this machine, then start an engine, push other weights to it and the first ones again. With --engine URL,
+        check the connections to a running engine. With --model DIR too, push to this engine.
 
     weightsync handles
-        Show the places of the parameters of an engine that runs by `python -m weightsync.vllm.serve`.
+        Show the file in which `python -m weightsync.vllm.serve` writes the places of its engine's parameters.
 
 Exit status: 0 when all is well, 1 when something failed, 2 when the call itself cannot work.
 """

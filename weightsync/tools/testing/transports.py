@@ -38,19 +38,19 @@ def check_transport(
     in_processes: bool = False,
     timeout_s: float = 30.0,
 ) -> None:
-    """Check a transport between trainer ranks (two at least) and engine workers, one for each device.
+    """Check a transport by pushes between stand-ins of trainer ranks and of engine workers.
 
-    The ranks hold tensors of many dtypes in uneven shards, replicas and strided views. Some are in shared memory, some
-    are computed, some are frozen, one is larger than a chunk. Pushes follow each other with other contents, over plans
-    for workers that read everything or parts.
+    The ranks hold tensors of many dtypes in uneven shards, replicas and strided views. Some lie in shared memory, some
+    are computed when they are sent (`TensorShard.compute`), some are frozen, one is larger than a chunk. Each push has
+    new values. There are plans for workers that read all tensors, and for workers that read parts.
 
-    In between, pushes are broken off: a deadline passes, the transport is aborted, a check raises. After each the same
+    Some pushes end early: a deadline passes, the transport is aborted, a check raises. After each of these the same
     transport must serve a new plan.
 
     Args:
-        make_transport: Returns the trainer's end on each rank.
-        open_receiver: Returns a worker's end on a device.
-        rank_devices: The device of each trainer rank.
+        make_transport: Returns the trainer's end of the transport. Every rank calls it.
+        open_receiver: Returns a worker's end for a device. Every worker calls it.
+        rank_devices: The device of each trainer rank, two ranks at least.
         worker_devices: The device of each worker.
         wrong_pairings: Pairs (ranks, workers) that `Transport.route` must refuse.
         in_processes: Run every end in a process of its own, not in a thread. CUDA IPC needs it: no process can map its
