@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 
-from weightsync.errors import EngineError, SyncTimeoutError, WeightSyncError, wrap_exception
+from weightsync.errors import SyncTimeoutError, WeightSyncError, wrap_exception
 from weightsync.net import timeouts
 from weightsync.net.listener import Listener
 from weightsync.net.runtime import Deadline, spawn
@@ -30,7 +30,7 @@ class BackgroundCall:
     ) -> None:
         self.name, self.who = f"{name} of {who}" if who else name, who
         self.error: WeightSyncError | None = None
-        self._failure_seen_at = math.inf
+        self._seen_at = math.inf
         self._listener, self._function, self._args = listener, function, args
         self._over = threading.Event()
         spawn(name, self._run)
@@ -41,10 +41,12 @@ class BackgroundCall:
     def join(self, timeout_s: float) -> None:
         self._over.wait(timeout_s)
 
-    def since_failure_s(self) -> float:
-        """Return the seconds since the first call of this method, to be called once the call has failed."""
-        self._failure_seen_at = min(self._failure_seen_at, time.monotonic())
-        return time.monotonic() - self._failure_seen_at
+    def ended_s(self) -> float:
+        """Return the seconds since this method first found the call ended, or 0.0."""
+        if self.is_alive():
+            return 0.0
+        self._seen_at = min(self._seen_at, time.monotonic())
+        return time.monotonic() - self._seen_at
 
     def _run(self) -> None:
         try:
@@ -88,7 +90,7 @@ class EngineCalls:
     def check(self, news_s: float = 0.0) -> None:
         """Raise a running call's error, after `news_s`: a worker's `Failure` with the cause comes first."""
         for call in self.running:
-            if call.error is not None and call.since_failure_s() >= news_s:
+            if call.error is not None and call.ended_s() >= news_s:
                 raise call.error
 
     def await_earlier(self, names: Collection[str], timeout_s: float) -> None:
@@ -140,31 +142,6 @@ def wait_at_exit(calls: Sequence[BackgroundCall]) -> None:
 def _wait_for_owed() -> None:
     if late := join([*_owed], (), Deadline(timeouts.EXIT_S)) - {""}:
         logger.warning("%s may stay paused until a push succeeds: its call did not end", ", ".join(sorted(late)))
-
-
-def make_arrival_check(
-    calls: Sequence[BackgroundCall], listener: Listener, check: Callable[[], None], deadline: Deadline
-) -> Callable[[], None]:
-    """Return a check for a wait for the workers of the `init` calls in `calls`.
-
-    It raises as `check` does. It raises `EngineError` when a call has returned and the engine's workers do not connect.
-    """
-    returned: dict[BackgroundCall, float] = {}
-
-    def look() -> None:
-        check()
-        for call in calls:
-            if not call.is_alive():
-                since = returned.setdefault(call, time.monotonic())
-                if time.monotonic() - since > timeouts.WORKER_ARRIVAL_S or deadline.passed():
-                    raise EngineError(
-                        f"{call.name} returned, but no worker connected. Start the engine with "
-                        'weight_transfer_config={"backend": "weightsync"}, and look into its log. '
-                        f"{listener.refused}",
-                        phase="init",
-                    )
-
-    return look
 
 
 def repeat(method: weakref.WeakMethod[Callable[[], None]], every_s: float, ended: threading.Event) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ from enum import Enum, auto
 
 from weightsync.engines import Engine
 from weightsync.errors import EngineError, EngineUnreachableError, FencedError, WeightSyncError
+from weightsync.fleet.engine_call import BackgroundCall
 from weightsync.net import timeouts
 from weightsync.net.connection import Connection, timed_out
 from weightsync.net.listener import Listener
@@ -238,24 +239,33 @@ class EngineHandle:
 
 def admit(
     one: EngineHandle,
-    called: Collection[EngineHandle],
+    calls: Mapping[EngineHandle, BackgroundCall],
     early: list[EngineHandle],
     listener: Listener,
     check: Callable[[], None],
     deadline: Deadline,
 ) -> None:
-    """Wait for the workers of engine `one`, and give them to its handle. Raises as `check` does.
+    """Wait for the workers of engine `one`, and give them to its handle. `calls` are the engines' `init` calls.
 
     An engine serves one call at a time. An engine listed under two names serves its first `init`, and the second one
-    waits. So when workers are late, this releases the engines in `called` that have met their workers, and puts them
-    into `early`. A worker that then gets the second `init` of its session reports the error.
+    waits. So when workers are late, this releases the called engines that have met their workers, and puts them into
+    `early`. A worker that then gets the second `init` of its session reports the error.
+
+    Raises as `check` does, and `EngineError` when the `init` has returned and no worker connects.
     """
     doubt = Deadline(min(timeouts.DOUBT_S, deadline.timeout_s / 4))
 
     def look() -> None:
         check()
+        call = calls[one]
+        if call.ended_s() > timeouts.WORKER_ARRIVAL_S or (deadline.passed() and not call.is_alive()):
+            raise EngineError(
+                f"{call.name} returned, but no worker connected. Start the engine with "
+                f'weight_transfer_config={{"backend": "weightsync"}}, and look into its log. {listener.refused}',
+                phase="init",
+            )
         if doubt.passed() and not early:
-            early.extend(other for other in called if other.workers)
+            early.extend(other for other in calls if other.workers)
             for worker in (worker for other in early for worker in other.workers):
                 worker.connection.send(Release(), deadline, "init")
 

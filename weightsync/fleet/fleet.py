@@ -40,15 +40,7 @@ from weightsync.errors import (
     SyncTimeoutError,
     WeightSyncError,
 )
-from weightsync.fleet.engine_call import (
-    BackgroundCall,
-    EngineCalls,
-    await_calls,
-    join,
-    make_arrival_check,
-    repeat,
-    wait_at_exit,
-)
+from weightsync.fleet.engine_call import BackgroundCall, EngineCalls, await_calls, join, repeat, wait_at_exit
 from weightsync.fleet.engine_handle import CALLER, ConnectedWorker, EngineHandle, UpdateState, admit, find_lost
 from weightsync.net import timeouts
 from weightsync.net.addresses import is_loopback
@@ -78,6 +70,7 @@ logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
 _Method = Callable[[EngineHandle], None]
+_Check = Callable[[], None]
 
 _REFUSALS = FencedError, EngineAsleepError, FrozenLostError
 """Errors of a worker that leaves a push. Their effects on the other workers may be reported before them."""
@@ -162,8 +155,7 @@ class Fleet:
         early: list[EngineHandle] = []
         for one in self._active:
             if not one.workers:
-                arrived = make_arrival_check([calls[one]], self._listener, self._check_everyone, deadline)
-                admit(one, calls, early, self._listener, arrived, deadline)
+                admit(one, calls, early, self._listener, self._check_everyone, deadline)
                 self.newest_version = max(self.newest_version, one.newest_version)
                 for worker in one.workers:  # a transport through shared memory does not notice a lost network
                     worker.connection.watch_host(self._timeout_s)
@@ -185,15 +177,11 @@ class Fleet:
 
     def plan(self, manifest: Manifest) -> list[LoadPlan]:
         """Return each worker's load plan for these tensors."""
-        deadline = Deadline(self._timeout_s)
-        self._send(PlanRequest(manifest.tensors, manifest.tied), deadline, "plan")
-        return self._collect(LoadPlan, deadline, "plan")
+        return self._ask(PlanRequest(manifest.tensors, manifest.tied), LoadPlan, "plan")
 
     def export(self, processes: Sequence[str]) -> list[ParametersExported]:
         """Return the locations of each worker's parameters. `processes`: names of the processes that write there."""
-        deadline = Deadline(self._timeout_s)
-        self._send(ExportParameters(list(processes)), deadline, "connect")
-        return self._collect(ParametersExported, deadline, "connect")
+        return self._ask(ExportParameters(list(processes)), ParametersExported, "connect")
 
     def connect_transport(self, messages: Sequence[Connect], meet: Callable[[Deadline], None]) -> None:
         """Send every worker its `Connect`, and wait for every `Connected`. `meet` runs in a thread meanwhile."""
@@ -235,9 +223,7 @@ class Fleet:
         if opening.error is not None:
             raise opening.error
         # Finds a worker that cannot take part, or does not answer, before anything is written anywhere.
-        deadline = Deadline(self._timeout_s)
-        self._send(Ready(), deadline, "pause")
-        self._collect(Ready, deadline, "pause")
+        self._ask(Ready(), Ready, "pause")
 
     def cancel(self) -> None:
         """Close the open update before `go`, if there is one. The engines then generate as before."""
@@ -388,6 +374,11 @@ class Fleet:
             if one.state is UpdateState.OPEN:
                 self._calls.run("update", one.engine.update, {"session": self._id}, who=one.engine.name)
 
+    def _ask(self, message: Message, kind: type[M], phase: str) -> list[M]:
+        deadline = Deadline(self._timeout_s)
+        self._send(message, deadline, phase)
+        return self._collect(kind, deadline, phase)
+
     def _send(self, message: Message, deadline: Deadline, phase: str) -> None:
         for worker in self.workers:
             worker.connection.send(message, deadline, phase)
@@ -422,13 +413,7 @@ class Fleet:
         finally:
             self._calls.running = []
 
-    def _all(
-        self,
-        phase: str,
-        handles: Sequence[EngineHandle],
-        *methods: _Method,
-        look: Callable[[], None] | None = None,
-    ) -> None:
+    def _all(self, phase: str, handles: Sequence[EngineHandle], *methods: _Method, look: _Check | None = None) -> None:
         """Call these methods with each of these engines, all at the same time. Wait for all calls.
 
         look: called meanwhile, on a thread that must not read the ranks' connections.
