@@ -60,9 +60,9 @@ class BackgroundCall:
 class EngineCalls:
     """The calls of one fleet.
 
-    running: the calls beside the push's messages: `init` and `update`, which return when the workers are released.
-    changes: this push's calls that change an engine, such as `pause`.
-    opening: the call in `running` that begins the changes up to `update`, until `wait_open` has waited for it.
+    running: the calls beside the push's messages. `init` and `update` return when the workers are released.
+    changes: the calls of this push to change an engine, such as `pause`.
+    opening: the call in `running` for the changes up to `update`. None once `wait_open` has waited for it.
     """
 
     def __init__(self, listener: Listener, failed: EngineCalls | None) -> None:
@@ -79,7 +79,7 @@ class EngineCalls:
         return call
 
     def change(self, name: str, function: Callable[..., None], *args: object, who: str) -> BackgroundCall:
-        """Begin a call that changes an engine."""
+        """Begin a call to change an engine."""
         self.changes.append(call := BackgroundCall(self._listener, name, function, *args, who=who))
         return call
 
@@ -121,7 +121,7 @@ def await_calls(calls: Sequence[BackgroundCall], deadline: Deadline, phase: str,
 
 
 def join(calls: Sequence[BackgroundCall], silent: Collection[str], deadline: Deadline) -> set[str]:
-    """Wait for calls, except to `silent` engines. Return the names of the engines with calls that have not ended."""
+    """Wait for calls, except to `silent` engines. Return the names of the engines with unfinished calls."""
     for call in calls:
         if call.who not in silent:
             call.join(deadline.left_s())

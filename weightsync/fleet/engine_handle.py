@@ -40,7 +40,7 @@ class ConnectedWorker:
 
 
 class UpdateState(Enum):
-    """The state of an engine in a push, and its undo log. A push that fails runs the log and leads to FAILED.
+    """The state of an engine in a push, and its undo log. A failed push runs the log and leads to FAILED.
 
         state       the engine                            the undo log               after a failure
         CLOSED      is as the last push left it           empty                      as it was
@@ -48,12 +48,12 @@ class UpdateState(Enum):
         DIRTY       has `Go`: its weights are a mixture   finish                     paused, `POISONED`
         FINISHING   has committed, gets the new version   finish, until it is asked  paused, `POISONED`
         COMMITTED   resumes                               empty                      serves the new version
-        FAILED      is rolled back                        of calls that end late
+        FAILED      is rolled back                        of late calls
 
     `open` leads from CLOSED to OPEN, and `go` to DIRTY. The `Committed` of all workers leads to FINISHING, the new
     version of all engines to COMMITTED, and `resume` to CLOSED. `cancel` runs the log and leads from OPEN to CLOSED.
 
-    An engine that was `POISONED` before logs `finish` alone. It stays paused and `POISONED` until a push succeeds.
+    An engine `POISONED` before the push logs `finish` alone. It stays paused and `POISONED` until a push succeeds.
     """
 
     CLOSED = auto()
@@ -69,7 +69,7 @@ class EngineHandle:
     """One engine, and the calls that change it. Each call raises `WeightSyncError`s.
 
     number: the engine's number, unique in the life of the fleet.
-    served: the version that this trainer has pushed into it, or None.
+    served: the last version pushed into it by this trainer, or None.
     version: the version reported between two pushes, read before the first one. None: vLLM before 0.27 reports none.
     is_poisoned: the weights are the mixture of an earlier push.
     paused_at: the time of the engine's answer that it is paused. Before the answer it may have generated.
@@ -86,7 +86,7 @@ class EngineHandle:
     paused_at: float = 0.0
     failed_checks: int = 0
     _undo: dict[str, Callable[[], None]] = field(init=False, default_factory=dict)
-    """The call that takes each of the `_STEPS` back."""
+    """The call to take back each of the `_STEPS`."""
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     """Held by a rollback. The rollback of a late call waits for the fleet's."""
 
@@ -108,7 +108,7 @@ class EngineHandle:
 
     @property
     def newest_version(self) -> int:
-        """The newest version that the engine has served."""
+        """The newest version served by the engine."""
         return max(self.served or 0, *(worker.hello.version for worker in self.workers))
 
     @property
@@ -159,7 +159,7 @@ class EngineHandle:
                 raise fenced
 
     def finish_left_open(self) -> None:
-        """Finish an update of another trainer, which may have died between `start` and `finish`."""
+        """Finish the update of another trainer, after the trainer's death between `start` and `finish`."""
         if any(worker.hello.update_open for worker in self.workers):
             self.engine.finish(None)
 
@@ -221,7 +221,7 @@ class EngineHandle:
                     calls.callback(undo)  # run at the exit, from the last one to the first
 
     def _change(self, step: str, change: Callable[[], None], undo: Callable[[], None]) -> None:
-        """Change the engine. Log the undo first, since a change that raises may have an effect."""
+        """Change the engine. Log the undo first, since a failed change may have an effect."""
         if self.has_failed:
             return
         logged = {} if self.is_poisoned else {step: undo}

@@ -28,7 +28,7 @@ class EngineList:
     A push reaches the engines in rank 0's list. If the other ranks were given the same list, change it on every rank.
     If they were given None, change it on rank 0 alone. `add` and `remove` are not collective.
 
-    Each engine is one that `connect` accepts. In place of a list there may be a callable that returns it, or the `Path`
+    `connect` lists the kinds of engines. In place of a list there may be a callable that returns it, or the `Path`
     of a file with one address a line. Text after a # in the file is ignored. Rank 0 alone calls or reads it, before
     each push.
     """
@@ -130,7 +130,7 @@ def connect(engines: object, timeout_s: float, of: str = "") -> list[Engine]:
 
 
 def listed(engines: object) -> list[object]:
-    """Return the user's engines as a list. None stands for those of $WEIGHTSYNC_ENGINE, or else the default URL."""
+    """Return the user's engines as a list. None stands for the URLs in $WEIGHTSYNC_ENGINE, or else the default URL."""
     if engines is None:
         return [url.strip() for url in os.environ.get(ENGINE_VARIABLE, DEFAULT_URL).split(",") if url.strip()]
     # A configuration's list may be of a class of its own, such as OmegaConf's.

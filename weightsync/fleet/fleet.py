@@ -1,7 +1,7 @@
-"""Trainer rank 0 and the engines: the calls and messages of a push, and the rollback of a push that fails.
+"""Trainer rank 0 and the engines: the calls and messages of a push, and the rollback of a failed push.
 
     follow              engines come and go
-    connect             once for an engine: its `init` connects its workers, which answer PlanRequest and Connect
+    connect             once for an engine: its `init` connects its workers, for PlanRequest and Connect
     open, wait_open     finish an update left open by another trainer, pause, start; then call `update`
     go, wait_done       workers run the plan
     commit              workers commit; caches are reset, the update is finished under its version, generation resumes
@@ -73,7 +73,7 @@ _Method = Callable[[EngineHandle], None]
 _Check = Callable[[], None]
 
 _REFUSALS = FencedError, EngineAsleepError, FrozenLostError
-"""Errors of a worker that leaves a push. Their effects on the other workers may be reported before them."""
+"""Errors of a worker on leaving a push. Their effects on the other workers may be reported before them."""
 
 
 class Fleet:
@@ -122,7 +122,7 @@ class Fleet:
         return next((address for address in addresses if not is_loopback(address)), addresses[0])
 
     def follow(self, engines: Sequence[Engine]) -> bool:
-        """Remove the engines that are not among these, and add new ones. Return whether neither was needed.
+        """Remove all engines but these, and add new ones. Return whether neither was needed.
 
         No engine is called. A removed engine serves its weights, and another trainer may push to it. An engine that has
         closed its connections, such as one started anew, is removed and added again. Raises `FencedError` for an engine
@@ -180,7 +180,7 @@ class Fleet:
         return self._ask(PlanRequest(manifest.tensors, manifest.tied), LoadPlan, "plan")
 
     def export(self, processes: Sequence[str]) -> list[ParametersExported]:
-        """Return the locations of each worker's parameters. `processes`: names of the processes that write there."""
+        """Return the locations of each worker's parameters. `processes`: the names of the processes writing there."""
         return self._ask(ExportParameters(list(processes)), ParametersExported, "connect")
 
     def connect_transport(self, messages: Sequence[Connect], meet: Callable[[Deadline], None]) -> None:
@@ -205,7 +205,7 @@ class Fleet:
         Returns at once. `wait_open` waits.
         """
         self._active = [*(self.handles if handles is None else handles)]
-        for worker in self.workers:  # raises before a call could reach an engine that was restarted at this address
+        for worker in self.workers:  # raises before a call could reach an engine restarted at this address
             worker.connection.check("pause")
         self._enter(UpdateState.OPEN)
         self._calls.changes = []
@@ -235,7 +235,7 @@ class Fleet:
             self._enter(UpdateState.CLOSED)
 
     def go(self, message: Go, handles: Sequence[EngineHandle] | None = None) -> None:
-        """Send `Go` to all workers, or to those of these engines: run your part of the plan.
+        """Send `Go` to all workers, or to the workers of these engines: run your part of the plan.
 
         From here on the engines' weights are a mixture. Raises before if a rank or a worker is known to be gone.
         """
@@ -249,7 +249,7 @@ class Fleet:
     def wait_done(self, timeout_s: float | None = None) -> list[Done]:
         """Wait for every worker's `Done`: it has verified and loaded everything.
 
-        timeout_s: the limit. None: that of a single wait.
+        timeout_s: the limit. None: the limit of a single wait.
         """
         return self._collect(Done, Deadline(timeout_s or self._timeout_s), "load")
 

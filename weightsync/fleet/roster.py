@@ -1,4 +1,4 @@
-"""The engines of a push: the user's, those of other ranks, and none that is lost."""
+"""The engines of a push: the user's and the other ranks', without lost engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightsync.net.runtime import submit
 
 
 class Roster:
-    """The one answer to the question which engines there are. Rank 0 asks once in a push.
+    """The engines of the next push. Rank 0 asks once in a push, and nothing else knows them all.
 
     others: the engines in other ranks' processes.
     lost: the names of engines left out until they answer again. Each push runs their health checks in other threads.
