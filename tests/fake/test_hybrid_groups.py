@@ -139,7 +139,7 @@ def test_a_failure_that_nobody_asked_for_keeps_others_from_beginning(actor: Work
     later = actor.fail.remote("theirs", 1, tmp_path / "end")
     while not later._pending.has_failed():
         time.sleep(0.05)
-    with pytest.raises(PeerError, match=r"cannot begin Policy\.where, since Policy\.fail has failed elsewhere"):
+    with pytest.raises(PeerError, match=r"cannot begin Policy\.where: Policy\.fail has failed in another process"):
         actor.where()
     (tmp_path / "end").touch()
     wait_until_idle(actor)

@@ -781,7 +781,7 @@ def test_only_the_file_that_was_announced_is_mapped() -> None:
     kind, fields = export(tensor.untyped_storage())
     opened = open_exported(kind, fields, torch.device("cpu"), "a trainer")
     assert torch.equal(opened.view(torch.float32), tensor)
-    with pytest.raises(PlacementError, match=r"not the memory that a trainer has exported.*--pid=host"):
+    with pytest.raises(PlacementError, match=r"not the memory exported by a trainer.*--pid=host"):
         open_exported(kind, {**fields, "inode": fields["inode"] + 1}, torch.device("cpu"), "a trainer")
 
 
