@@ -202,7 +202,7 @@ def die_in_quantising(engines: Engines, calls: int) -> WeightSyncError:
 def die_after_the_copies(engines: Engines, chunk: int) -> WeightSyncError:
     """Of this chunk what is not quantised has been written, and nothing else."""
     worker = engines.llm.llm_engine.model_executor.driver_worker.worker
-    fail_once_copied(worker.weight_transfer_engine.session.receiver._connection._paths[0], chunk)
+    fail_once_copied(worker.weight_transfer_engine.session.receiver._plan._paths[0], chunk)
     return push_and_fail(engines, "B")
 
 

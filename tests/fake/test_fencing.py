@@ -14,6 +14,7 @@ import pytest
 import torch
 from fake_engine import ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
 from faults import FaultyTransport
+from msgspec.structs import replace
 from recorders import RecordedEngine
 from torch import nn
 
@@ -401,7 +402,7 @@ def test_memory_that_a_trainer_may_write_to_is_taken_back_before_the_next_traine
     session, live = engine.sessions[0], engine.hosts[0].live
     trainers, models, places = [], [], set()
     for number in (1, 2, 3):
-        session._trainer = "another process"
+        session._trainer = replace(session._trainer, process="another process")
         trainers.append(sync := WeightSync("fsdp", "single_copy", engine, timeout_s=TIMEOUT_S))
         with torch.device("meta"):
             models.append(model := Plain())
@@ -460,7 +461,7 @@ def test_trainer_that_closes_gives_the_memory_back() -> None:
     with WeightSync("fsdp", "single_copy", engine, timeout_s=TIMEOUT_S) as sync:
         sync.attach(model)
         assert len(engine.sessions[0]._mapped_by) == 1
-    engine.sessions[0]._trainer = "another process"
+    engine.sessions[0]._trainer = replace(engine.sessions[0]._trainer, process="another process")
     with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as other:
         other.push(trainer_model({"weight": torch.zeros(4, 4)}))
     engine.close()

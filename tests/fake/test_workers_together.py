@@ -107,13 +107,13 @@ def test_worker_that_fails_does_not_leave_the_others_in_their_post_processing(
     with WeightSync("fsdp", "broadcast", engine, timeout_s=TIMEOUT_S, bucketer="parameter") as sync:
         sync.push(model)
         assert sync.last_report.load_paths["native_loader"] > 0
-        connection = engine.sessions[0].receiver._connection
+        plan = engine.sessions[0].receiver._plan
 
         def fail(number: int, sample: int | None) -> None:
             if number == chunk:
                 raise DigestError("the bytes for one worker have changed on the way")
 
-        monkeypatch.setattr(connection._verifier, "check_chunk", fail)
+        monkeypatch.setattr(plan._verifier, "check_chunk", fail)
         started = time.monotonic()
         with pytest.raises(DigestError):
             sync.push(model)
@@ -182,7 +182,7 @@ def test_worker_that_fails_at_once_frees_those_in_post_processing(
         def fail() -> None:
             raise DigestError("one worker has lost what it had")
 
-        monkeypatch.setattr(engine.sessions[0].receiver._connection, "check_frozen", fail)
+        monkeypatch.setattr(engine.sessions[0].receiver._plan, "check_frozen", fail)
         started = time.monotonic()
         with pytest.raises(DigestError):
             sync.push(model)

@@ -187,9 +187,8 @@ def fail_once_after(receiver: Any, chunk: int) -> None:
 
     def run_and_fail(go: Any, *args: Any) -> Any:
         del receiver.run
-        connection = receiver._connection
-        frozen = connection._frozen if connection.is_committed else 0
-        fail_once_copied(connection._paths[0], min(chunk, connection._count - frozen - 1))
+        plan = receiver._plan
+        fail_once_copied(plan._paths[0], min(chunk, plan._arrivals.chunks(not plan.is_committed)[-1]))
         return run(go, *args)
 
     receiver.run = run_and_fail

@@ -95,7 +95,7 @@ class MemoryTrainer:
 
     def push(self, version: int | None = None, sample: int | None = WHOLE) -> list[Done]:
         """Push and commit, after connecting where that was not done."""
-        if self.receivers[0]._connection is None:
+        if self.receivers[0]._plan is None:
             self.connect()
         version = version or self.receivers[0].version + 1
         done = self.run(version, sample)

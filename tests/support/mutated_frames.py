@@ -346,13 +346,13 @@ class Ends:
 
     def _state(self) -> list[object]:
         receiver = self._session.receiver
-        return [receiver._traced, receiver._connection, receiver._done, receiver.version]
+        return [receiver._traced, receiver._plan, receiver.loaded, receiver.version]
 
     def _serve(self, frames: list[bytes], spoilt: bool = True) -> str:
         """Let the worker answer. Where it has answered a spoilt message, its state is another one."""
         session = self._session
         data = sealed(frames, _KEY, self._draw if spoilt else random.Random(0))
-        session._connection, session._timeout_s = connection_of(data), 1.0
+        session._connection = connection_of(data)
         connection: Any = session._connection
         session._serve("init")
         session._connection = None

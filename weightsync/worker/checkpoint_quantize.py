@@ -48,6 +48,26 @@ class QuantizedTensors:
     quantise: Quantise
 
 
+def trace_quantized(
+    model: nn.Module, manifest: Manifest, trace: Callable[[Manifest], Trace]
+) -> tuple[Trace, dict[str, QuantizedTensors], dict[str, str]]:
+    """Trace a loader for the tensors of the quantised checkpoint that the loader takes.
+
+    model: was never loaded.
+    trace: traces the loader of `model`.
+
+    Returns the trace, the tensors to make several of, and the reasons for tensors not covered by a scheme, by name.
+    """
+    experts, unfit = find_experts(model, manifest)
+    asked = expand(manifest, experts)
+    with unpacked(model) as packs:
+        seen = trace(asked)
+        pairs, more_unfit = find_pairs(model, asked, seen)
+    if pairs or packs:
+        seen = trace(expand(asked, pairs))
+    return seen, pairs | experts, unfit | more_unfit
+
+
 @contextmanager
 def unpacked(model: nn.Module) -> Iterator[bool]:
     """Add an int8 `weight` to each module with a weight packed into words, until the context ends.

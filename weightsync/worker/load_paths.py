@@ -60,12 +60,17 @@ class Arrivals:
             PlacementError: The chunks do not cover every load copy exactly once.
             ProtocolError: Frozen chunks hold only a part of a module's tensors.
         """
-        self.model, self.traced, self._source = model, traced, source
+        self.model, self.traced, self.source = model, traced, source
+        self._count, self._frozen = len(locations), frozen
         self.copy_programs = source.copy_programs
         self.ops = _by_param(copy_ops(self._direct_copies(), locations, nearest))
         self.whole_ops = _by_param(copy_ops(self._whole_copies(), locations, nearest))
         self._needed = {group: self._needs(group, path) for group, path in traced.load_path.items()}
         _refuse_torn(self._needed, len(locations) - frozen)
+
+    def chunks(self, is_first: bool) -> range:
+        """Return the chunks of the first push over this connection, or of a later push."""
+        return range(self._count if is_first else self._count - self._frozen)
 
     def _direct_copies(self) -> list[LoadCopy]:
         of, paths = self.traced.group_of, self.traced.load_path
@@ -129,7 +134,7 @@ class Arrivals:
 
     def view(self, op: CopyOp) -> torch.Tensor:
         """Return the received memory for `op` to read, as a view."""
-        return strided(self._source.storage(op.rank, op.storage), op.src_dtype, op.src_offset, op.size, op.src_stride)
+        return strided(self.source.storage(op.rank, op.storage), op.src_dtype, op.src_offset, op.size, op.src_stride)
 
 
 def _by_param(ops: Iterable[CopyOp]) -> dict[str, list[CopyOp]]:

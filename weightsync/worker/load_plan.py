@@ -17,12 +17,9 @@ from weightsync.planning.layout import Box, Manifest, coverage, fuse_groups, ite
 from weightsync.worker.checkpoint_quantize import (
     QuantizedTensors,
     collapse,
-    expand,
     expert_padding,
-    find_experts,
-    find_pairs,
     renamed,
-    unpacked,
+    trace_quantized,
 )
 from weightsync.worker.engine_model import DRAFTER, EngineModel
 from weightsync.worker.module_groups import Addresses, ModuleGroup, find_groups, moved_views
@@ -87,14 +84,7 @@ class LoadPlanner:
             UnsupportedError: The model has modules that cannot be reloaded.
         """
         pristine = self._model.pristine()
-        experts, unfit = find_experts(pristine, manifest)
-        asked = expand(manifest, experts)
-        with unpacked(pristine) as packs:
-            seen = self._trace(asked)
-            pairs, more_unfit = find_pairs(pristine, asked, seen)
-        if pairs or packs:
-            seen = self._trace(expand(asked, pairs))
-        pairs, unfit = pairs | experts, unfit | more_unfit
+        seen, pairs, unfit = trace_quantized(pristine, manifest, self._trace)
         # The drafter's own copies of shared modules are left out: a cold start reads the model's tensors.
         shared = shared_parameters(pristine, without=f"{DRAFTER}.")
         duplicates = find_duplicates(seen, manifest, shared)

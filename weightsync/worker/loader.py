@@ -56,11 +56,11 @@ class Receiver:
         self._traced: TracedLoad | None = None
         self._source: TransportReceiver | None = None
         self._source_name = ""
-        self._connection: _BoundPlan | None = None
+        self._plan: _BoundPlan | None = None
         self._is_exported = False
         self._exported: dict[int, torch.UntypedStorage] = {}  # by identity
-        self._done: int | None = None
-        """The loaded version awaiting its commit."""
+        self.loaded: Done | None = None
+        """The outcome of a loaded push that awaits its commit."""
 
     def make_plan(self, manifest: Manifest) -> LoadPlan:
         """Trace the model's loader for these tensors. Writes nothing, and remembers the last answer.
@@ -69,7 +69,7 @@ class Receiver:
             UnsupportedError: The model has modules that cannot be reloaded.
         """
         if self._traced is None or self._traced.manifest != manifest:
-            self._connection, self._is_exported, self._traced = None, False, None
+            self._plan, self._is_exported, self._traced = None, False, None
             with self._model.scope():
                 self._planner = self._planner or LoadPlanner(self._model)
                 self._traced = self._planner.make(manifest)
@@ -94,14 +94,14 @@ class Receiver:
         if self._source is None or self._source_name != message.transport:
             self.disconnect()
             self._source, self._source_name = open_receiver(message.transport, self._model.device), message.transport
-        self._connection, self._is_exported, self._done = None, False, None
+        self._plan, self._is_exported, self.loaded = None, False, None
         warm_up(self._model.device)
         with self._model.scope():
             with _fail_together(self._model, wait, deadline, tell):
                 self._source.connect(message.storages, message.fields, wait, deadline)
-                connection = _BoundPlan(self._model, self._traced, self._source, message)
-            connection.bind()
-        self._connection = connection
+                plan = _BoundPlan(self._model, self._traced, self._source, message)
+            plan.bind()
+        self._plan = plan
 
     def export(self) -> tuple[list[tuple[int, str, dict[str, Any]]], list[ShardLocation]]:
         """Give a trainer write access to the live parameters, in place of `connect`.
@@ -157,25 +157,25 @@ class Receiver:
         Blocks until every chunk is verified and loaded. The model is `POISONED` before the first byte is written, and
         stays so if this raises.
         """
-        if self._planner is None or (self._connection is None and not self._is_exported):
+        if self._planner is None or (self._plan is None and not self._is_exported):
             raise ProtocolError("Go came before Connect")
         if go.version <= self.version:
             raise ProtocolError(
                 f"version {go.version} is not newer than {self.version}, the version of this engine: versions only grow"
             )
-        self.state, self._done = POISONED, None
+        self.state, self.loaded = POISONED, None
         done = Done(go.version, 0, 0.0, 0.0, 0.0)
         with self._model.scope():
             self._model.restore_lost()
-            if self._connection is not None:
-                if self._connection.reloads:
+            if self._plan is not None:
+                if self._plan.reloads:
                     self._planner.addresses.note()
-                done = self._connection.run(go, wait, new_deadline, tell)
+                done = self._plan.run(go, wait, new_deadline, tell)
             started = time.perf_counter()
             self._check_addresses()
             _synchronise(self._model.device)
-        self._done = go.version
-        return replace(done, load_s=done.load_s + time.perf_counter() - started)
+        self.loaded = replace(done, load_s=done.load_s + time.perf_counter() - started)
+        return self.loaded
 
     def commit(self, version: int) -> float:
         """Declare the model complete at `version`. Return the seconds spent on derived state.
@@ -186,7 +186,7 @@ class Receiver:
             ProtocolError: This version was not loaded.
             UnsupportedError: A tensor of the engine has moved.
         """
-        if self._done != version or self._planner is None:
+        if self._planner is None or self.loaded is None or self.loaded.version != version:
             raise ProtocolError(f"Commit of version {version} before all of its chunks were loaded")
         started = time.perf_counter()
         with self._model.scope():
@@ -196,27 +196,24 @@ class Receiver:
             _synchronise(self._model.device)
             if is_refreshed:
                 self._check_addresses()
-        if self._connection is None or self._connection.is_whole_push:
+        if self._plan is None or self._plan.is_whole_push:
             self._planner.outlived.clear()
-        if self._connection is not None:
-            self._connection.note_frozen()
-            self._connection.is_committed = True
-        self.version, self.state, self._done = version, CLEAN, None
+        if self._plan is not None:
+            self._plan.note_commit()
+        self.version, self.state, self.loaded = version, CLEAN, None
         return time.perf_counter() - started
 
     def disconnect(self) -> None:
         """Unmap memory, leave connections, and forget a push under way. `state` does not change."""
-        self._connection, self._is_exported, self._done = None, False, None
+        self._plan, self._is_exported, self.loaded = None, False, None
         if self._source is not None:
             self._source.close()
             self._source = None
 
     def _check_addresses(self) -> None:
         assert self._planner is not None
-        if self._connection is None:
-            self._planner.addresses.check((), everything=False)
-        else:
-            self._planner.addresses.check(self._connection.buffers, everything=self._connection.reloads)
+        buffers, reloads = ((), False) if self._plan is None else (self._plan.buffers, self._plan.reloads)
+        self._planner.addresses.check(buffers, everything=reloads)
 
 
 class _BoundPlan:
@@ -231,16 +228,13 @@ class _BoundPlan:
         self.is_committed = False
         self.is_whole_push = False
         self.reloads = not {RELOAD, NATIVE_LOADER}.isdisjoint(traced.load_path.values())
-        self._source, self._frozen = source, message.frozen
         self._verifier = Verifier(source, [arrival.runs for arrival in message.chunks], message.in_place)
         self._verifier.prove(message.proof)
         own = describe_device(model.device)[1]
         nearest = next((rank for rank, _, _, row in message.storages if own and row.get("gpu_uuid") == own), None)
         locations = [arrival.locations for arrival in message.chunks]
-        self._count = len(locations)
-        self._live_frozen = Digests(frozen_tensors(model, traced, message) if message.frozen else [])
+        self._frozen = Digests(frozen_tensors(model, traced, message) if message.frozen else [])
         self._noted: list[int] | None = None
-        self._model = model
         self._arrivals = Arrivals(model, traced, source, locations, message.frozen, nearest)
         in_place = InPlace(self._arrivals)
         self.buffers = in_place.buffers
@@ -255,10 +249,11 @@ class _BoundPlan:
         self._collective = self._arrivals.collective_chunks()
         self._blocking = self._collective.union(*(path.blocking() for path in self._paths))
 
-    def note_frozen(self) -> None:
-        """Note the digests of the parameters that only a whole push fills."""
+    def note_commit(self) -> None:
+        """Note that the push is committed, and the digests of the parameters that only a whole push fills."""
+        self.is_committed = True
         if self.is_whole_push:
-            self._noted = self._live_frozen.of(_NOTED_SAMPLE)
+            self._noted = self._frozen.of(_NOTED_SAMPLE)
 
     def check_frozen(self) -> None:
         """Raise `FrozenLostError` if a frozen parameter has changed since the last commit.
@@ -266,7 +261,7 @@ class _BoundPlan:
         vLLM's sleep at level 2 gives the memory back and leaves it unfilled. A push without frozen chunks would not
         restore it.
         """
-        if self.is_committed and self._noted is not None and self._live_frozen.of(_NOTED_SAMPLE) != self._noted:
+        if self.is_committed and self._noted is not None and self._frozen.of(_NOTED_SAMPLE) != self._noted:
             raise FrozenLostError(
                 "the engine has lost weights of the first push, as by sleep(level=2). Push again: the next push sends "
                 "everything"
@@ -278,26 +273,26 @@ class _BoundPlan:
         Workers agree that none of them has failed before they load a chunk with collective steps.
         """
         is_first = not self.is_committed
-        due = range(self._count if is_first else self._count - self._frozen)
+        due = self._arrivals.chunks(is_first)
         self._meetings = sum(number in self._collective for number in (NO_CHUNK, *due))  # meetings still ahead
         try:
             if go.sample is not None:
                 self.check_frozen()
-            self.is_committed, self.is_whole_push = False, len(due) == self._count
+            self.is_committed, self.is_whole_push = False, due == self._arrivals.chunks(True)
             return self._run(go, wait, new_deadline, due, is_first)
         except Exception as error:
             if self._meetings > 0:  # meetings in which the other workers wait for this one
                 tell(error)
-                if self._model.device.type == "cuda":
-                    self._source.close()  # the stream, and the other workers, may wait for a chunk that never comes
-                _has_any_failed(self._model, True)
+                if self._arrivals.model.device.type == "cuda":
+                    self._arrivals.source.close()  # the stream and other workers may wait for a chunk that never comes
+                _has_any_failed(self._arrivals.model, True)
             raise
 
     @contextmanager
     def _meeting(self, wait: Wait, deadline: Deadline) -> Iterator[None]:
         """Enter a body in which workers wait for each other. Raise if a worker has failed."""
         left, self._meetings = self._meetings - 1, 0  # a worker that fails in a meeting must not begin another one
-        if _has_any_failed(self._model, False):
+        if _has_any_failed(self._arrivals.model, False):
             _await_cause(wait, deadline)
         yield
         self._meetings = left
@@ -306,15 +301,15 @@ class _BoundPlan:
         self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline], due: Sequence[int], is_first: bool
     ) -> Done:
         transfer_s = verify_s = load_s = 0.0
-        nbytes, loaded = 0, []
+        nbytes, loaded, source = 0, [], self._arrivals.source
         self._verifier.begin()
         with self._meeting(wait, new_deadline()) if NO_CHUNK in self._collective else nullcontext():
             for path in self._paths:
                 path.begin(is_first)
         since = time.perf_counter()
-        for number in self._source.chunks(due, wait, new_deadline):
+        for number in source.chunks(due, wait, new_deadline):
             if is_first or number in self._blocking:  # the first launch of a kernel loads it, which waits for the GPU
-                await_stream(self._model.device, number, self._source.waiting_for, wait, new_deadline())
+                await_stream(self._arrivals.model.device, number, source.waiting_for, wait, new_deadline())
             arrived = time.perf_counter()
             self._verifier.check_chunk(number, go.sample)
             verified = time.perf_counter()

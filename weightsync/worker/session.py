@@ -22,6 +22,7 @@ import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from weightsync import telemetry
@@ -47,7 +48,6 @@ from weightsync.net.wire import (
     Committed,
     Connect,
     Connected,
-    Done,
     ExportParameters,
     Failure,
     Go,
@@ -67,6 +67,8 @@ from weightsync.worker.loader import Receiver, Tell
 
 logger = logging.getLogger(__name__)
 
+_NO_TRAINER = InitInfo(session="", engine=0, host="", port=1, token="", timeout_s=1.0, process="")
+
 
 class WorkerSession:
     """One worker's session. It lives as long as the engine, with one trainer at a time."""
@@ -77,22 +79,23 @@ class WorkerSession:
         """A random id. It changes at each start of the engine and whenever a former trainer's mapping is taken away."""
         self._model = model
         self._connection: Connection | None = None
-        self._session = ""
+        self._trainer = _NO_TRAINER
+        """The last trainer that got the engine."""
         self._update_open = False
         self._serving = False
-        self._timeout_s = 0.0
-        self._name = f"worker {model.identity.name}"
         self._fence = os.environ.get(VARIABLE, "") if model.identity.rank == 0 else ""
-        self._trainer = ""
-        self._number = 0
         self._mapped_by: set[str] = set()
         """The processes with write access to the parameters."""
         self.has_refused = False
         """Whether the model has refused to answer since this was last set to False."""
-        self._loaded: Done | None = None
-        """The outcome of loading, for the push under way."""
         model.guard_forward(self._check_whole)
         telemetry.engine_serves(model.identity.name, self.receiver.version)
+
+    @property
+    def _name(self) -> str:
+        """The name in errors."""
+        worker = f"worker {self._model.identity.name}"
+        return worker if self._trainer is _NO_TRAINER else f"engine {self._trainer.engine} {worker}"
 
     def init(self, info: dict[str, Any]) -> None:
         """Meet the trainer described by `info`, an `InitInfo` as plain values. Answer it until it releases this worker.
@@ -103,7 +106,7 @@ class WorkerSession:
         try:
             told = typed(info, InitInfo)
             if told.asks:
-                if self._connection is None or self._session != told.session:
+                if self._connection is None or self._trainer.session != told.session:
                     raise several_engines()
                 return
             is_met = self._meet(told)
@@ -120,7 +123,7 @@ class WorkerSession:
 
     def _meet(self, info: InitInfo) -> bool:
         """Connect to the trainer, unless it is connected. Return whether it has the engine now."""
-        if self._has_met(info.session) and self._number == info.engine:
+        if self._has_met(info.session) and self._trainer.engine == info.engine:
             return True
         identity = self._model.identity
         device, gpu_uuid = describe_device(self._model.device)
@@ -149,24 +152,22 @@ class WorkerSession:
         return True
 
     def _has_met(self, session: str) -> bool:
-        return self._connection is not None and self._session == session and self._connection.is_open()
+        return self._connection is not None and self._trainer.session == session and self._connection.is_open()
 
     def _take_over(self, info: InitInfo, connection: Connection) -> None:
         """Give the engine to the trainer at the other end of a connection."""
         if self._has_met(info.session):
             raise ConfigError(
-                f"engine {self._number} and engine {info.engine} are one engine, under two names or addresses: list "
-                "each engine once"
+                f"engine {self._trainer.engine} and engine {info.engine} are one engine, under two names or addresses: "
+                "list each engine once"
             )
         if (held := self._held_by_another(info.process, self._pong_s(info.timeout_s))) is not None:
             raise held
         connection.watch_host(info.timeout_s)
         self._fence_off()
-        if info.process != self._trainer:
+        if info.process != self._trainer.process:
             self._take_memory_back()
-        self._connection, self._session, self._timeout_s = connection, info.session, info.timeout_s
-        self._trainer, self._number = info.process, info.engine
-        self._name = f"engine {info.engine} worker {self._model.identity.name}"
+        self._connection, self._trainer = connection, info
         if self._fence:
             note_session(self._fence, info.session)
 
@@ -184,7 +185,7 @@ class WorkerSession:
         """
         other = self._connection
         if self._serving or (other is not None and other.is_open() and other.answers(pong_s) and other.peer_holds):
-            boot, pid = self._trainer.split(":")[:2]
+            boot, pid = self._trainer.process.split(":")[:2]
             where = "engine's host" if boot == boot_id() else "host of the trainer"
             return EngineBusyError(
                 "another trainer is connected to this engine, or another WeightSync of this trainer: close that "
@@ -196,7 +197,7 @@ class WorkerSession:
         writers = [each for each in self._mapped_by if is_running(each)]
         # Memory on a GPU cannot be taken back: no driver call ends another process's mapping, and CUDA graphs have
         # captured the addresses of the parameters.
-        if writers and process != self._trainer and self._model.device.type != "cpu":
+        if writers and process != self._trainer.process and self._model.device.type != "cpu":
             pids = ", ".join(each.split(":")[1] for each in writers)
             return EngineBusyError(
                 "a trainer has this engine's memory mapped, does not answer, and may still write there: end its "
@@ -234,7 +235,7 @@ class WorkerSession:
 
         info: {"session"}, which must be the connected trainer's.
         """
-        if self._connection is None or info.get("session") != self._session:
+        if self._connection is None or info.get("session") != self._trainer.session:
             logger.error("%s ignored an update from a trainer without a connection", self._name)
             return
         self._serve("update")
@@ -262,13 +263,7 @@ class WorkerSession:
     def _serve(self, phase: str) -> None:
         connection = self._connection
         assert connection is not None
-
-        def wait(seconds: float) -> None:
-            connection.check(phase, seconds)
-
-        def tell(error: BaseException) -> WeightSyncError:
-            return self._tell(connection, error, phase)
-
+        wait, tell = partial(connection.check, phase), partial(self._tell, connection, phase=phase)
         self._serving = True
         patience = 1
         try:
@@ -302,7 +297,11 @@ class WorkerSession:
                 return connection.receive(self._deadline(), phase)
             except SyncTimeoutError:
                 patience -= 1
-                if connection.reported() or not patience or not connection.answers(self._pong_s(self._timeout_s)):
+                if (
+                    connection.reported()
+                    or not patience
+                    or not connection.answers(self._pong_s(self._trainer.timeout_s))
+                ):
                     raise
 
     @staticmethod
@@ -332,13 +331,13 @@ class WorkerSession:
             case Go():
                 # A worker times out after ranks waiting for ranks and before ranks waiting for workers: it knows the
                 # missing rank.
-                chunk_s = self._timeout_s + min(timeouts.WORKER_GRACE_S / 2, self._timeout_s / 4)
+                chunk_s = self._trainer.timeout_s + min(timeouts.WORKER_GRACE_S / 2, self._trainer.timeout_s / 4)
                 with self._attended():
-                    self._loaded = self.receiver.run(message, wait, lambda: Deadline(chunk_s), tell)
-                return self._loaded
+                    return self.receiver.run(message, wait, lambda: Deadline(chunk_s), tell)
             case Commit():
+                loaded = self.receiver.loaded
                 committed = Committed(message.version, self.receiver.commit(message.version))
-                telemetry.engine_serves(self._model.identity.name, message.version, self._loaded)
+                telemetry.engine_serves(self._model.identity.name, message.version, loaded)
                 return committed
         raise ProtocolError(f"the trainer sent an unexpected {type(message).__name__}")
 
@@ -375,4 +374,4 @@ class WorkerSession:
             ended.wait()  # the lease thread must not read the next message
 
     def _deadline(self) -> Deadline:
-        return Deadline(self._timeout_s + timeouts.WORKER_GRACE_S)
+        return Deadline(self._trainer.timeout_s + timeouts.WORKER_GRACE_S)
