@@ -107,7 +107,7 @@ def test_every_combination_once_and_peers_with_their_own_clients():
     [
         (peer("vllm nccl"), 0, "vllm nccl moves GPU memory, found no GPU"),
         (peer("vllm nccl", ranks=2, backend="fsdp"), 8, "sends from one rank"),
-        (peer("vllm ipc", tp=2), 8, "vllm ipc wants a rank on each worker's GPU"),
+        (peer("vllm ipc", tp=2), 8, "vllm ipc needs a rank on each worker's GPU"),
         (peer("vllm ipc packed", ranks=2, engines=2, backend="fsdp"), 8, "one at a time"),
         (peer(FILES, quantization="fp8"), 0, "into unquantised engines"),
         (peer(FILES, backend="deepspeed"), 0, "from a plain module or FSDP2"),

@@ -128,7 +128,7 @@ def check_usable(transport: Any) -> None:
             )
         case "server":
             raise ConfigError(
-                "CheckpointTransport(restart=True) starts servers anew, and the engines of a RolloutGroup are Ray "
+                "CheckpointTransport(restart=True) restarts servers, and the engines of a RolloutGroup are Ray "
                 "actors: leave out restart"
             )
 

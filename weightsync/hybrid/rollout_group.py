@@ -363,7 +363,7 @@ class RolloutGroup:
                 others = [one for one in self._engines if one is not dead and one.state is EngineState.SERVING]
                 if dead is None or not others or self._sync is None or not self._sync.drops:
                     raise
-                logger.warning("the group goes on without %s: %s", dead.name, error)
+                logger.warning("the group continues without %s: %s", dead.name, error)
                 del left[dead]
                 if dead in self._engines:
                     self._end(dead)

@@ -138,7 +138,9 @@ def take_back(storage: torch.UntypedStorage) -> None:
     other.close()
     address, shared_and_fixed = storage.data_ptr(), mmap.MAP_SHARED | _MAP_FIXED
     if _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, shared_and_fixed, fd, 0) != address:
-        raise PlacementError(f"{nbytes} bytes at {address:#x} cannot be mapped anew: {os.strerror(ctypes.get_errno())}")
+        raise PlacementError(
+            f"{nbytes} bytes at {address:#x} cannot be mapped again: {os.strerror(ctypes.get_errno())}"
+        )
 
 
 def open_exported(kind: str, fields: dict[str, Any], device: torch.device, owner: str) -> torch.Tensor:

@@ -125,7 +125,7 @@ def refusal(case: Case, gpus: int, installed: frozenset[str], core_in_process: b
         "a plain module has one rank: use --backend fsdp": case.backend == "plain" and case.ranks > 1,
         "vLLM's own engines are measured one at a time": on_gpus and case.engines > 1,
         "vLLM's nccl engine sends from one rank": on_gpus and case.apart and case.ranks > 1,
-        f"{case.way} wants a rank on each worker's GPU": beside and case.ranks != case.receivers,
+        f"{case.way} needs a rank on each worker's GPU": beside and case.ranks != case.receivers,
         f"{case.way} is measured into unquantised engines": case.way == FILES and case.quantization != "none",
         "Megatron models are of dense Qwen3 shapes": case.backend == "megatron" and config["model_type"] != "qwen3",
         f"{case.ranks} ranks cannot share {kv_heads} heads": case.backend == "megatron" and kv_heads % case.ranks,
