@@ -112,7 +112,7 @@ class UpdateStrategy(ABC):
         Raises:
             ConfigError: The strategy does not copy weights.
         """
-        raise ConfigError("leave_out is for transports that copy weights")
+        raise ConfigError("leave_out_lost is for transports that copy weights")
 
     def catch_up(self, update: Update, model: Model) -> PushReport | None:
         """Push the last version to the engines without it. Collective.
