@@ -6,6 +6,8 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,12 +15,16 @@ from unittest import mock
 import pytest
 import torch
 from ranks import run_ranks
+from tls_certificates import make_certificates, use_certificates
 
 from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
+from weightsync.net.connection import dial
 from weightsync.net.runtime import Deadline
-from weightsync.transports import communicator as communicators
-from weightsync.transports.communicator import _ARRIVED, Communicator, RendezvousStore
-from weightsync.transports.gloo_port import GlooPort
+from weightsync.net.wire import PROTOCOL, Hello, Value
+from weightsync.transports import nccl_group
+from weightsync.transports.communicator import Communicator
+from weightsync.transports.nccl_group import _ARRIVED, NcclGroup
+from weightsync.transports.tcp_links import TcpLinks
 
 HOST = "127.0.0.1"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))]
@@ -38,26 +44,46 @@ def still_works(device: torch.device) -> None:
     assert float(torch.ones(4, device=device).sum()) == 4.0
 
 
+def kind_of(device: torch.device) -> type[Communicator]:
+    return NcclGroup if device.type == "cuda" else TcpLinks
+
+
+def visit(place: list[Any], address: tuple[str, int]) -> None:
+    """Come to a rendezvous of links as member 1, which listens at `address` and sends to member 0."""
+    host, port, token = place
+    hello = Hello(PROTOCOL, "member", 0, 1, 1, "", "", "", "member 1", 0, "", False)
+    connection = dial(host, port, token, hello, "member 0", Deadline(10.0))
+    connection.send(Value.of((*address, [0])), Deadline(10.0), "connect")
+    connection.expect(Value, Deadline(10.0), "connect")
+
+
 def alone(rank: int, kind: str, ending: str) -> None:
-    """The other member never comes, or is seen at the store and never reached."""
-    device, rendezvous, started = device_of(kind, rank), RendezvousStore(HOST), time.monotonic()
+    """The other member never comes, or comes to the rendezvous and cannot be reached."""
+    device, started = device_of(kind, rank), time.monotonic()
+    rendezvous = kind_of(device).rendezvous_at(HOST)
+    place = [HOST, rendezvous.port, rendezvous.name]
 
     def wait(seconds: float) -> None:
         time.sleep(seconds)
         if ending == "news" and time.monotonic() - started > 0.5:
             raise WeightSyncError("bad news")
 
-    def open_store(timeout_s: float) -> Any:
-        store = rendezvous.store(timeout_s)
-        if ending == "unreached":
-            store.add(_ARRIVED, 1)
-        return store
+    given: Any = rendezvous
+    if ending == "unreached" and kind == "cuda":
 
-    deadline = Deadline(20.0 if ending == "news" else 1.5)
-    place = [HOST, rendezvous.port, rendezvous.name]
-    communicator = Communicator(place, mock.Mock(store=open_store), 0, 2, device, [], [1])
-    with pytest.raises(WeightSyncError if ending == "news" else SyncTimeoutError) as caught:
-        communicator.meet(wait, deadline)
+        def open_store(timeout_s: float) -> Any:
+            store = rendezvous.store(timeout_s)
+            store.add(_ARRIVED, 1)
+            return store
+
+        given = mock.Mock(store=open_store)
+    with closing(socket.create_server((HOST, 0))) as full:  # its connections are never answered
+        if ending == "unreached" and kind == "cpu":
+            threading.Thread(target=visit, args=(place, full.getsockname()), daemon=True).start()
+        deadline = Deadline(20.0 if ending == "news" else 1.5)
+        communicator = kind_of(device)(place, given, 0, 2, device, [], [1])
+        with pytest.raises(WeightSyncError if ending == "news" else SyncTimeoutError) as caught:
+            communicator.meet(wait, deadline)
     said = {"news": "bad news", "deadline": f"not all have connected to {HOST}", "unreached": "but not to each other"}
     assert said[ending] in str(caught.value)
     assert time.monotonic() - started < 15.0
@@ -73,14 +99,15 @@ def test_a_member_that_never_comes(kind: str, ending: str):
 def meet(rank: int, device: torch.device, place: Path) -> Communicator:
     """Rank 1 will send to rank 0."""
     ends = ([], [1]) if rank == 0 else ([0], [])
-    rendezvous = None
+    rendezvous: Any = None
     if rank == 0:
-        rendezvous = RendezvousStore(HOST)
-        place.with_suffix(".new").write_text(str(rendezvous.port))
+        rendezvous = kind_of(device).rendezvous_at(HOST)
+        place.with_suffix(".new").write_text(f"{rendezvous.port} {rendezvous.name}")
         place.with_suffix(".new").rename(place)
     while not place.exists():
         time.sleep(0.01)
-    communicator = Communicator([HOST, int(place.read_text()), ""], rendezvous, rank, 2, device, *ends)
+    port, name = place.read_text().split()
+    communicator = kind_of(device)([HOST, int(port), name], rendezvous, rank, 2, device, *ends)
     communicator.meet(time.sleep, Deadline(20.0))
     return communicator
 
@@ -130,8 +157,8 @@ def test_the_jobs_environment_does_not_decide_how_nccl_waits_or_aborts(
     monkeypatch.setenv(settings[1], "1")
     # NCCL itself needs a GPU.
     nccl = mock.Mock(side_effect=lambda *_: [os.environ.get(name) for name in settings])
-    monkeypatch.setattr(communicators.dist, "ProcessGroupNCCL", nccl, raising=False)
-    assert communicators._nccl(torch.distributed.HashStore(), 0, 1) == ["0", "0"]
+    monkeypatch.setattr(nccl_group.dist, "ProcessGroupNCCL", nccl, raising=False)
+    assert nccl_group._nccl(torch.distributed.HashStore(), 0, 1) == ["0", "0"]
     assert [os.environ.get(name) for name in settings] == [None, "1"]
 
 
@@ -149,7 +176,7 @@ def test_a_search_whose_members_nccl_connects_first_ends_at_its_deadline(
     # NCCL itself needs a GPU.
     for name in ("stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
-    communicator = Communicator([HOST, 0, ""], None, 0, 2, torch.device("cuda", 0), [], [])
+    communicator = NcclGroup([HOST, 0, ""], None, 0, 2, torch.device("cuda", 0), [], [])
     communicator._group = mock.Mock(allreduce=allreduce, abort=aborted.set)
     search = communicator.largest(torch.zeros(3), ["trainer rank 1"])
     error, words = (
@@ -176,7 +203,7 @@ def leave(rank: int, folder: str) -> None:
         communicator.abort()
         deadline = Deadline(10.0)
         while number and len(os.listdir("/proc/self/fd")) > before:
-            assert not deadline.passed(), "gloo keeps its sockets"
+            assert not deadline.passed(), "a socket is left"
             time.sleep(0.05)
         has_left.touch()
 
@@ -185,51 +212,116 @@ def test_a_member_that_leaves_ends_what_is_under_way_and_gives_its_sockets_back(
     run_ranks(leave, 2, str(tmp_path), timeout_s=60)
 
 
-class VisitedPort(GlooPort):
-    """A port that strangers come to as soon as it is open: none has a member's address, and then all have."""
-
-    def __init__(self, members: Any, address: str) -> None:
-        super().__init__(members, address)
-        (at,) = (opened.getsockname() for opened in self._opened)
-        with pytest.raises(TimeoutError):
-            socket.create_connection(at, 0.5, ("127.0.0.2", 0))
-        self.strangers = [socket.create_connection(at, 5.0) for _ in range(20)]
-        for number, stranger in enumerate(self.strangers):
-            stranger.sendall(bytes([0x77] * number))  # a member begins with its number, in 8 bytes
-        for stranger in self.strangers[::2]:
-            stranger.close()
-
-
-class ForeignPort(GlooPort):
-    """A port to which another user of this host connects as soon as it is open."""
-
-    stranger: socket.socket
-
-    def __init__(self, members: Any, address: str) -> None:
-        super().__init__(members, address)
-        os.seteuid(65534)
-        try:
-            ForeignPort.stranger = socket.create_connection(self._opened[0].getsockname(), 5.0)
-        finally:
-            os.seteuid(0)
-        self.stranger.sendall(bytes([0x77] * 8))
+def meet_among_strangers(rank: int, folder: str) -> None:
+    """Strangers come to the rendezvous before the members do: silent ones, and ones with garbage."""
+    place = Path(folder, "port")
+    with ExitStack() as strangers:
+        if rank:
+            while not place.exists():
+                time.sleep(0.01)
+            for number in range(20):
+                stranger = strangers.enter_context(socket.create_connection((HOST, int(place.read_text().split()[0]))))
+                stranger.sendall(bytes([0x77] * number))
+        communicator = meet(rank, torch.device("cpu"), place)
+        data = torch.full((1000,), rank, dtype=torch.uint8)
+        sends, receives = ([(data, 0)], []) if rank else ([], [(data, 1)])
+        communicator.exchange(0, sends, receives).wait(time.sleep, Deadline(20.0), "transfer")
+        assert data.tolist() == [1] * 1000
+        communicator.abort()
 
 
-def meet_among_strangers(rank: int, folder: str, kind: type[GlooPort]) -> None:
-    if rank == 0:
-        communicators.GlooPort = kind  # type: ignore[misc]
-    communicator = meet(rank, torch.device("cpu"), Path(folder, "port"))
-    data = torch.full((1000,), rank, dtype=torch.uint8)
-    sends, receives = ([(data, 0)], []) if rank else ([], [(data, 1)])
-    communicator.exchange(0, sends, receives).wait(time.sleep, Deadline(20.0), "transfer")
-    assert data.tolist() == [1] * 1000
-    if rank == 0 and kind is ForeignPort:
-        assert ForeignPort.stranger.recv(1) == b"", "its connection was ended"
-    communicator.abort()
+def test_strangers_do_not_disturb_members_that_meet(tmp_path: Path):
+    run_ranks(meet_among_strangers, 2, str(tmp_path), timeout_s=60)
 
 
-@pytest.mark.parametrize("kind", [VisitedPort, ForeignPort])
-def test_strangers_do_not_disturb_members_that_meet(tmp_path: Path, kind: type[GlooPort]):
-    if kind is ForeignPort and os.geteuid() != 0:
-        pytest.skip("only root can be another user, too")
-    run_ranks(meet_among_strangers, 2, str(tmp_path), kind, timeout_s=60)
+@pytest.fixture
+def links() -> Iterator[tuple[Communicator, Communicator]]:
+    """Yield two members in this process. Member 1 sends to member 0."""
+    device, rendezvous = torch.device("cpu"), TcpLinks.rendezvous_at(HOST)
+    place = [rendezvous.host, rendezvous.port, rendezvous.name]
+    members = TcpLinks(place, rendezvous, 0, 2, device, [], [1]), TcpLinks(place, None, 1, 2, device, [0], [])
+    other = threading.Thread(target=members[1].meet, args=(time.sleep, Deadline(20.0)))
+    other.start()
+    members[0].meet(time.sleep, Deadline(20.0))
+    other.join()
+    yield members
+    for member in members:
+        member.abort()
+
+
+def test_a_message_may_be_shorter_than_its_room(links: tuple[Communicator, Communicator]):
+    room, data = torch.zeros(10, dtype=torch.uint8), torch.arange(7, dtype=torch.uint8)
+    receiving = links[0].exchange(3, [], [(room, 1)])
+    links[1].exchange(3, [(data, 0)], []).wait(time.sleep, Deadline(20.0), "transfer")
+    receiving.wait(time.sleep, Deadline(20.0), "transfer")
+    assert room.tolist() == [*range(7), 0, 0, 0]
+
+
+@pytest.mark.parametrize(("number", "nbytes"), [(4, 10), (3, 11)])
+def test_a_message_that_is_not_the_expected_one_is_refused(
+    links: tuple[Communicator, Communicator], number: int, nbytes: int
+):
+    room = torch.zeros(10, dtype=torch.uint8)
+    receiving = links[0].exchange(3, [], [(room, 1)], ["trainer rank 1"])
+    links[1].exchange(number, [(torch.ones(nbytes, dtype=torch.uint8), 0)], [])
+    words = f"receive of 10 bytes with trainer rank 1 broke: message {number} of {nbytes} bytes has come"
+    with pytest.raises(PeerError, match=words):
+        receiving.wait(time.sleep, Deadline(20.0), "transfer")
+    assert not room.any()
+
+
+@pytest.mark.parametrize("leaves", [0, 1])
+@pytest.mark.parametrize("posts", [0, 1])
+def test_an_abort_ends_what_is_under_way_at_both_ends(
+    links: tuple[Communicator, Communicator], posts: int, leaves: int
+):
+    """Member `posts` waits for the other half, which is never posted, and member `leaves` leaves."""
+    data = torch.zeros(1 << 26, dtype=torch.uint8)  # more than the kernel's buffers take
+    sends, receives = ([(data, 0)], []) if posts else ([], [(data, 1)])
+    pending = links[posts].exchange(0, sends, receives)
+    links[leaves].abort()
+    with pytest.raises(PeerError):
+        pending.wait(time.sleep, Deadline(20.0), "transfer")
+    with pytest.raises(WeightSyncError, match="was closed"):
+        links[leaves].exchange(1, [], [])
+
+
+@pytest.fixture
+def seen() -> Iterator[bytearray]:
+    """Yield the bytes that travel over the loopback, as far as they have arrived."""
+    try:
+        tap = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.ntohs(3))
+    except PermissionError:
+        pytest.skip("only root can read packets")
+    tap.bind(("lo", 0))
+    tap.settimeout(0.1)
+    found, ended = bytearray(), threading.Event()
+
+    def read() -> None:
+        while not ended.is_set():
+            with suppress(TimeoutError):
+                found.extend(tap.recv(1 << 17))
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    yield found
+    ended.set()
+    reading.join()
+    tap.close()
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_with_tls_no_weight_is_read_on_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, has_tls: bool
+):
+    if has_tls:
+        use_certificates(make_certificates(tmp_path / "tls"), monkeypatch)
+    seen: bytearray = request.getfixturevalue("seen")
+    links: tuple[Communicator, Communicator] = request.getfixturevalue("links")
+    secret, room = torch.randint(256, (64,), dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    receiving = links[0].exchange(0, [], [(room, 1)])
+    links[1].exchange(0, [(secret, 0)], [])
+    receiving.wait(time.sleep, Deadline(20.0), "transfer")
+    assert torch.equal(room, secret)
+    time.sleep(0.3)
+    assert (secret.numpy().tobytes() in seen) is not has_tls

@@ -312,15 +312,14 @@ def check_failure(trainer: Trainer) -> None:
 
 def test_a_rank_is_waited_for_as_long_as_it_may_wait_for_a_worker() -> None:
     """Else the others would name the rank, and not the worker that holds it up."""
-    place = ["127.0.0.1", 1, "cpu"]
-    update = Update(mock.Mock(size=2, rank=1, broadcast=lambda *_: place), 4.0)
+    ranks = mock.Mock(size=2, rank=0, broadcast=lambda value, *_: value)
+    ranks.gather.return_value = [[1.0], [2.0]]
+    update = Update(ranks, 4.0)
     search = rank_max.RankMax(None, time.sleep)
-    with mock.patch.object(rank_max, "Communicator") as made:
-        communicator = made.return_value
-        communicator.device = torch.device("cpu")
-        search.connect(update, on_gpu=False)
-        search(torch.zeros(1))
-    _, deadline, _ = communicator.largest.return_value.wait.call_args.args
+    search.connect(update, on_gpu=False)
+    search(values := torch.zeros(1))
+    assert values.tolist() == [2.0]
+    deadline = ranks.gather.call_args.args[4]
     assert deadline.timeout_s == update.deadline_after_workers().timeout_s > update.timeout_s
 
 

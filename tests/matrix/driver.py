@@ -136,8 +136,7 @@ class Bench:
         else:
             kind = ENGINES.get(f"{client}, {transport}", ENGINES[client])
             self.engine = kind(folder, transport, self.hosts)
-        # gloo may not miss who has gone before its own deadline, which is 8 times ours.
-        self.settles_s = 9 * timeout_s if transport == "broadcast" else 6.0
+        self.settles_s = 6.0
         self._count = itertools.count()
         self.ranks: list[Remote] = []
         self.pids: set[int] = set()  # of all that there were

@@ -25,9 +25,7 @@ a push in which something was killed, stopped or cut off, at the moment that the
 - It is of the right class, names what failed, and is the same on every rank that is left.
 - The engine then is as it was, or mute. A push that was complete before the failure may also have left the new version.
 - The next push makes the engine serve its weights. A stand-in then has the bits of a cold start, and vLLM its answers.
-- Processes that are left have no thread and no open file more than before. Nothing is left in `/dev/shm`. With
-  `broadcast`, gloo may keep until its own deadline, which is 8 times `timeout_s`, what it has for a member that has
-  gone. That is waited for.
+- Processes that are left have no thread and no open file more than before. Nothing is left in `/dev/shm`.
 
 The engine is a stand-in of two processes, a vLLM server, an `AsyncLLM` in an actor of Ray, or an `LLM` or `AsyncLLM` in
 the process of the only rank. Else there are two ranks. The core is the process that vLLM's scheduler is in. An `LLM`

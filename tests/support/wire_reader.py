@@ -147,7 +147,7 @@ TRANSPORT_FIELDS: dict[str, dict[str, Form]] = {
 MESSAGES: dict[str, dict[str, Form]] = {
     "Hello": {
         "protocol": INTEGER,
-        "role": word("worker", "rank", "engines"),
+        "role": word("worker", "rank", "engines", "member", "link"),
         "group": COUNT,
         "rank": COUNT,
         "world": COUNT,

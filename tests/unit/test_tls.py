@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, module_of
 from ranks import run_ranks
+from tls_certificates import make_certificates, use_certificates
 
 from weightsync import ConfigError, PeerError, WeightSync
 from weightsync.net import tls
@@ -24,46 +24,19 @@ HELLO = Hello(PROTOCOL, "worker", 0, 0, 1, "boot", "cpu", "", "the name of a wor
 LARGE = "the name of a tensor" * 200_000
 
 
-def make(folder: Path) -> Path:
-    """Make an authority, and a certificate of its."""
-    new = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-days",
-        "9",
-    ]
-    authority = ["-CA", "ca.pem", "-CAkey", "ca.key", "-addext", "basicConstraints=critical,CA:FALSE"]
-    folder.mkdir()
-    for name, more in ("ca", []), ("node", authority):
-        command = [*new, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem", *more]
-        subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("tls") / "ours")
+    return make_certificates(tmp_path_factory.mktemp("tls") / "ours")
 
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("tls") / "others")
-
-
-def use(folder: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, file in zip(tls.VARIABLES, ("node.pem", "node.key", "ca.pem"), strict=True):
-        monkeypatch.setenv(name, str(folder / file)) if folder else monkeypatch.delenv(name, raising=False)
+    return make_certificates(tmp_path_factory.mktemp("tls") / "others")
 
 
 @pytest.fixture
 def listener(ours: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
-    use(ours, monkeypatch)
+    use_certificates(ours, monkeypatch)
     with closing(Listener()) as listener:
         yield listener
 
@@ -90,7 +63,7 @@ def push(rank: int) -> None:
 
 
 def test_ranks_and_workers_with_certificates_push(ours: Path, monkeypatch: pytest.MonkeyPatch):
-    use(ours, monkeypatch)
+    use_certificates(ours, monkeypatch)
     run_ranks(push, 2)
 
 
@@ -159,7 +132,7 @@ def test_who_has_no_certificate_of_the_authority_is_turned_away(
 
     looking = threading.Thread(target=look)
     looking.start()
-    use(others if who == "others" else None, monkeypatch)
+    use_certificates(others if who == "others" else None, monkeypatch)
     words = r"did not answer a greeting.*TLS_CERT" if who == "others" else "key or certificate.*TLS_CERT"
     try:
         with pytest.raises(PeerError, match=words):
@@ -174,9 +147,9 @@ def test_who_has_no_certificate_of_the_authority_is_turned_away(
 def test_a_worker_tells_nothing_to_a_listener_without_a_certificate(
     ours: Path, others: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    use(others, monkeypatch)
+    use_certificates(others, monkeypatch)
     context = tls.read_certificates(is_listener=True)
-    use(ours, monkeypatch)
+    use_certificates(ours, monkeypatch)
     monkeypatch.setattr("weightsync.net.connection._TRIES", 1)
     received: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -194,7 +167,7 @@ def test_a_worker_tells_nothing_to_a_listener_without_a_certificate(
 
 
 def test_certificates_that_cannot_be_used_are_refused(ours: Path, monkeypatch: pytest.MonkeyPatch):
-    use(ours, monkeypatch)
+    use_certificates(ours, monkeypatch)
     monkeypatch.delenv(tls.CA)
     with pytest.raises(ConfigError, match="not set: WEIGHTSYNC_TLS_CA"):
         Listener()

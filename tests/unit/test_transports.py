@@ -275,7 +275,7 @@ def test_a_rank_of_a_broadcast_knows_when_another_one_computes_what_it_sends(com
 
 
 def test_a_worker_that_passes_chunks_on_says_whom_its_gpu_may_wait_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(nccl, "Communicator", mock.Mock())
+    monkeypatch.setattr(nccl, "TcpLinks", mock.Mock())
     receiver = NcclReceiver(CPU)
     fields = {"runs": [], "slot_bytes": 8, "place": ["127.0.0.1", 1, "x"], "rank": 2, "size": 4, "senders": [1]}
     fields |= {"slots": 2, "onward": 3, "before": ["worker 0"], "after": ["worker 2"], "encoders": [], "origins": []}

@@ -239,7 +239,7 @@ def test_a_frame_is_its_length_and_its_body(message: Message):
 def test_a_message_has_exactly_its_fields_in_their_order(message: Message):
     whole = content(message)
     for name in whole.keys() - {"t"}:
-        refuse({key: value for key, value in whole.items() if key != name}, "missing required field")
+        refuse({key: value for key, value in whole.items() if key != name}, "missing required field|not canonical")
     refuse({**whole, "surplus": 1}, "surplus")
     refuse({**whole, b"surplus": 1}, "Expected `str`, got `bytes` - at `key`")
     if len(whole) > 1:

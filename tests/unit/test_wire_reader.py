@@ -27,6 +27,7 @@ TIMEOUT_S = 30
 OF_ANY_PUSH = {"Hello", "PlanRequest", "LoadPlan", "Ready", "Go", "Done", "Commit", "Committed", "Release"}
 SINGLE_COPY = OF_ANY_PUSH | {"ExportParameters", "ParametersExported"}
 SAID = dict.fromkeys(("ipc", "broadcast", "checkpoint"), OF_ANY_PUSH | {"Connect", "Connected"})
+SAID["broadcast"] = SAID["ipc"] | {"Value"}
 SAID["single_copy"] = SINGLE_COPY
 
 VALUES: list[Any] = [None, True, -1, -2, -33, 0, 255, 2**31, 2**63, 2**64 - 1, -(2**63), 0.5, float("nan")]

@@ -305,6 +305,17 @@ class Connection:
             self._closed = True
             hang_up(self._sock)
 
+    def detach(self) -> socket.socket:
+        """Return the authenticated socket, in blocking mode, for bytes without frames. Closes this object.
+
+        Raises `ProtocolError` when the peer has sent more than the messages read so far.
+        """
+        if self._buffer or self._inbox:
+            raise ProtocolError(f"{self.peer} has sent more than was expected", who=self.peer)
+        self._closed = True
+        self._sock.setblocking(True)
+        return self._sock
+
     def _gone(self, phase: str, error: OSError | None = None) -> WeightSyncError:
         """Return the error that the peer reported, or else a `PeerError`.
 
@@ -340,7 +351,9 @@ def dial(host: str, port: int, token: str, hello: Hello, peer: str, deadline: De
 
 def name_of(hello: Hello) -> str:
     """Return the peer's name for people, from its `Hello`."""
-    return f"engine {hello.group} worker {hello.name}" if hello.role == "worker" else f"trainer rank {hello.rank}"
+    if hello.role == "worker":
+        return f"engine {hello.group} worker {hello.name}"
+    return f"{'member' if hello.role in ('member', 'link') else 'trainer rank'} {hello.rank}"
 
 
 def hang_up(sock: socket.socket) -> None:

@@ -40,6 +40,14 @@ M = TypeVar("M", bound=Message)
 _REPLICAS = (
     "Replicas of a dense model under data parallelism are engines of their own: give the address of each replica"
 )
+_KINDS = {
+    "worker": "workers of engine {}",
+    "rank": "trainer rank {}",
+    "engines": "trainer rank {}",
+    "member": "members of a broadcast",
+    "link": "receivers of the broadcast's member {}",
+}
+"""The names of peers by role, for people."""
 _HELLO_BYTES = 1 << 16
 """Size of a newcomer's largest frame before its `Hello`. Strangers then cannot fill the memory."""
 _NEWCOMERS = 128
@@ -52,8 +60,9 @@ class Listener:
     refused: the reason, for people, why the last newcomer was turned away. The newcomer may have been a stranger.
     """
 
-    def __init__(self) -> None:
-        self.token = secrets.token_hex(32)
+    def __init__(self, token: str = "") -> None:
+        """Listen nowhere yet. Without a token, make one."""
+        self.token = token or secrets.token_hex(32)
         self.refused = ""
         self._key, self._certificates = read_key(), read_certificates(is_listener=True)
         self.listening: dict[str, tuple[str, int]] = {}
@@ -122,7 +131,7 @@ class Listener:
     def _admit(
         self, role: str, group: int, deadline: Deadline, phase: str, check: Callable[[], None]
     ) -> list[tuple[Hello, Connection]]:
-        kind = f"workers of engine {group}" if role == "worker" else f"trainer rank {group}"
+        kind = _KINDS[role].format(group)
         while True:
             present = sorted(key for key in self._arrived if key[:2] == (role, group))
             worlds = {self._arrived[key][0].world for key in present}

@@ -178,20 +178,29 @@ class Ranks:
         is_kept = bool(self._kept) and all(kept == self._kept for kept, _ in everyone)
         return bool(self.broadcast(is_kept, phase, bool))
 
-    def gather(self, value: Any, phase: str, kind: Any = Plain) -> list[Any]:
+    def gather(
+        self,
+        value: Any,
+        phase: str,
+        kind: Any = Plain,
+        check: Callable[[], None] | None = None,
+        deadline: Deadline | None = None,
+    ) -> list[Any]:
         """Return every rank's value, in rank order, on rank 0. Return an empty list on other ranks. Collective.
 
         kind: the type of the values, one that msgpack can encode.
+        check: called on rank 0 while it waits, and may raise.
+        deadline: the limit of rank 0's wait. None: `timeout_s` from now.
         """
         self.hold.move()
-        deadline = Deadline(self.timeout_s)
+        deadline = deadline or Deadline(self.timeout_s)
         if self.rank:
             self._peers[0].send(Value.of(value), deadline, phase)
             return []
         if self.listener is None or not self._peers:
             return [value]
         with _hint(ALL_PUSH):
-            told = self.listener.collect(self.connections, Value, deadline, phase)
+            told = self.listener.collect(self.connections, Value, deadline, phase, check)
         return [value, *(message.read(kind) for message in told)]
 
     def broadcast(self, value: Any, phase: str, kind: Any = Plain, away_s: float = 0.0) -> Any:
@@ -216,10 +225,7 @@ class Ranks:
 
         Raises when a rank has failed, and on rank 0 as `check` does.
         """
-        if self.rank:
-            self.gather(None, phase)
-        elif self.listener is not None:
-            self.listener.collect(self.connections, Value, deadline, phase, check)
+        self.gather(None, phase, check=check, deadline=deadline)
         self.broadcast(None, phase)
 
     def wait(self, seconds: float) -> None:
@@ -366,20 +372,7 @@ class Ranks:
 
     def dial(self, role: str, deadline: Deadline) -> Connection:
         """Connect to rank 0, on another rank, in this role."""
-        hello = Hello(
-            protocol=PROTOCOL,
-            role=role,
-            group=self.rank,
-            rank=self.rank,
-            world=1,
-            boot_id="",
-            device="",
-            gpu_uuid="",
-            name=f"trainer rank {self.rank}",
-            version=0,
-            state="",
-            update_open=False,
-        )
+        hello = Hello(PROTOCOL, role, self.rank, self.rank, world=1, name=f"trainer rank {self.rank}")
         host, port, token = self._address
         return dial(host, port, token, hello, "trainer rank 0", deadline)
 

@@ -17,8 +17,6 @@ WORKER_PATIENCE = 8
 """Factor of a worker's wait after `Ready` or `Done`: other workers may load more, or be served first."""
 RANK_PATIENCE = 8
 """Factor of a rank's wait for rank 0 between two steps. Rank 0's own waits end before, with the better error."""
-NCCL_PATIENCE = 8
-"""Factor of the timeout given to NCCL and gloo for one operation. A `Deadline` ends the operation before."""
 
 # Grace: the time that a participant waits longer than another one with the better error.
 
@@ -124,8 +122,6 @@ CHILD_FAREWELL_S = 20.0
 """Longest time for a child process to end before it is killed."""
 CHILD_LOOK_S = 0.5
 """Pause between two checks by a child of its parent."""
-COMMUNICATOR_LEAVE_S = 1.0
-"""Longest time for which leaving a communicator may block its process."""
 IDLE_THREAD_S = 10.0
 """Longest time for which an idle thread is kept."""
 
@@ -139,8 +135,8 @@ STAGING_POLL_S, STAGING_LONGEST_POLL_S = 0.00005, 0.001
 """First and longest pause between two reads of the counters of staged chunks."""
 NCCL_POLL_S = 0.00002
 """Pause between two queries of an NCCL operation. A chunk takes less than a millisecond."""
-GLOO_LOOK_S = 0.01
-"""Pause between two checks for an error while gloo works."""
+LINK_LOOK_S = 0.01
+"""Pause between two checks for an error while bytes travel between CPUs."""
 MEMBER_POLL_S = 0.002
 """Pause between two checks whether a communicator's members have met."""
 MEMBER_ARRIVAL_POLL_S = 0.01

@@ -40,7 +40,7 @@ Sample = Annotated[int, Meta(ge=-1, le=15)]
 """A sample's number, or -1 for all bytes."""
 Turn = Annotated[int, Meta(ge=-1)]
 """A push's number, or -1 for all bytes. The number selects a sample of each memory."""
-Role = Annotated[str, Meta(pattern=r"^(worker|rank|engines)\Z")]
+Role = Annotated[str, Meta(pattern=r"^(worker|rank|engines|member|link)\Z")]
 """The kind of a peer. "engines": a rank's second connection, for calls into the engines of its process."""
 Process = Annotated[str, Meta(pattern=r"^[0-9a-f-]+:[0-9]+:[0-9]+\Z")]
 """A process's name, as `runtime.this_process` returns it."""
@@ -100,20 +100,21 @@ class MachineInfo(Struct, frozen=True, array_like=True):
 
 
 class Hello(Message, frozen=True):
-    """First message of a peer that connects to trainer rank 0: an engine worker or another trainer rank."""
+    """First message of a new peer: an engine worker, a trainer rank, or a member of a broadcast."""
 
     protocol: int
     role: Role
-    group: Count  # worker: the engine's number; rank and engines: the rank's number
-    rank: Count  # worker: its number in the engine; rank: its number among the trainer's ranks
+    group: Count  # worker: the engine's number; rank and engines: the rank's; member and link: the listening member's
+    rank: Count  # worker: its number in the engine; others: the number of the rank or member
     world: Count  # number of such peers in the group
-    boot_id: str
-    device: Annotated[str, Meta(pattern=r"^(cpu|cuda|)\Z")]  # "" of a rank
-    gpu_uuid: str  # "" on a CPU
-    name: str  # for people: "tp=1 pp=0 dp=0"
-    version: Count  # worker: the last committed version, 0 when none; rank: 0
-    state: Annotated[str, Meta(pattern=r"^(CLEAN|POISONED|)\Z")]  # "" of a rank
-    update_open: bool  # worker: whether its engine has an update started and not finished; rank: False
+    # Defaults: those of other peers than workers.
+    boot_id: str = ""
+    device: Annotated[str, Meta(pattern=r"^(cpu|cuda|)\Z")] = ""
+    gpu_uuid: str = ""  # "" on a CPU
+    name: str = ""  # for people: "tp=1 pp=0 dp=0"
+    version: Count = 0  # worker: the last committed version, 0 when none
+    state: Annotated[str, Meta(pattern=r"^(CLEAN|POISONED|)\Z")] = ""
+    update_open: bool = False  # worker: whether its engine has an update started and not finished
 
 
 class Value(Message, frozen=True):

@@ -1,21 +1,22 @@
 """The maximum over trainer ranks, for `quantize=`.
 
-Ranks exchange values over a communicator of their own. A failed push may leave a rank waiting in it. The training job's
-process groups stay in step.
+Over NCCL, ranks exchange values in a communicator of their own: a failed push may leave a rank waiting in it. Without
+NCCL they exchange values over their connections to rank 0. The training job's process groups stay in step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from weightsync.errors import WeightSyncError
-from weightsync.net.ranks import uses_nccl
+from weightsync.net.ranks import Ranks, uses_nccl
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
-from weightsync.transports.communicator import Communicator, RendezvousStore
+from weightsync.transports.nccl_group import NcclGroup, RendezvousStore
 
 
 class RankMax:
@@ -27,40 +28,50 @@ class RankMax:
 
     def __init__(self, members: Any, wait: Callable[[float], None]) -> None:
         self._members, self._wait = members, wait
-        self._size, self._timeout_s = 0, 0.0
+        self._timeout_s = 0.0
         self._names: list[str] = []
-        self._communicator: Communicator | None = None
+        self._ranks: Ranks | None = None
+        self._group: NcclGroup | None = None
 
     def connect(self, update: Update, on_gpu: bool) -> None:
         """Meet the other ranks, once. Collective.
 
         on_gpu: whether this rank holds tensors on a GPU. Rank 0's value decides.
         """
-        ranks = update.ranks
-        self._size, self._timeout_s = ranks.size, update.deadline_after_workers().timeout_s
-        if ranks.size == 1 or self._communicator is not None:
+        ranks = self._ranks = update.ranks
+        self._timeout_s = update.deadline_after_workers().timeout_s
+        if ranks.size == 1 or self._group is not None:
             return
         self._names = [f"trainer rank {rank}" for rank in range(ranks.size) if rank != ranks.rank]
-        rendezvous = RendezvousStore(ranks.host) if ranks.rank == 0 else None
-        # gloo works for all ranks. NCCL refuses ranks that share a GPU. Ranks of a job on NCCL share none.
-        kind = "cuda" if on_gpu and uses_nccl(self._members) else "cpu"
-        place = rendezvous and [rendezvous.host, rendezvous.port, kind]
-        host, port, kind = ranks.broadcast(place, "connect", tuple[str, int, str])
-        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-        self._communicator = Communicator([host, port, kind], rendezvous, ranks.rank, ranks.size, device, [], [])
-        self._communicator.meet(update.wait, update.deadline())
+        # NCCL refuses ranks on one GPU. Ranks of a job on NCCL share none.
+        rendezvous = RendezvousStore(ranks.host) if ranks.rank == 0 and on_gpu and uses_nccl(self._members) else None
+        place = [rendezvous.host, rendezvous.port, rendezvous.name] if rendezvous is not None else None
+        place = ranks.broadcast(place, "connect")
+        if place is not None:
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._group = NcclGroup(place, rendezvous, ranks.rank, ranks.size, device, [], [])
+            self._group.meet(update.wait, update.deadline())
 
     def __call__(self, values: torch.Tensor) -> None:
-        if self._size == 1:
+        ranks = self._ranks
+        if ranks is None:
+            raise WeightSyncError("the trainer's ranks have disconnected")
+        if ranks.size == 1:
             return
-        if (communicator := self._communicator) is None:
-            raise WeightSyncError("the communicator of the trainer's ranks was closed")
-        there = values.to(communicator.device)
-        communicator.largest(there, self._names).wait(self._wait, Deadline(self._timeout_s), "transfer")
-        values.copy_(there)
+        deadline = Deadline(self._timeout_s)
+        if self._group is None:
+            check = partial(self._wait, 0.0)
+            own, kind = values.flatten().tolist(), list[int | float]
+            everyone = ranks.gather(own, "transfer", kind, check, deadline)
+            found = ranks.broadcast(torch.tensor(everyone).amax(0).tolist() if everyone else None, "transfer", kind)
+            values.copy_(torch.tensor(found, dtype=values.dtype).view(values.shape))
+        else:
+            there = values.to(self._group.device)
+            self._group.largest(there, self._names).wait(self._wait, deadline, "transfer")
+            values.copy_(there)
 
     def abort(self) -> None:
         """Leave the communicator, and break the waits in it. The next `connect` makes a new one."""
-        if self._communicator is not None:
-            self._communicator.abort()
-        self._communicator = None
+        if self._group is not None:
+            self._group.abort()
+        self._group = self._ranks = None

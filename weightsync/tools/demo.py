@@ -34,7 +34,7 @@ _MOURNING_S = 1.0
 _WAYS = {
     ("ipc", False): "shared memory of this host",
     ("ipc", True): "CUDA IPC, the engine reads the trainers' memory",
-    ("broadcast", False): "gloo, from the trainer to the engine",
+    ("broadcast", False): "TCP, from the trainer to the engine",
     ("broadcast", True): "NCCL, from the trainer to the engine",
 }
 

@@ -107,7 +107,7 @@ class Encoder:
 class ReceiveBuffers:
     """A worker's buffers for the messages of two chunks.
 
-    A message may be shorter than its room. gloo receives shorter messages, and the head has the length.
+    A message may be shorter than its room. The head has the length.
     """
 
     def __init__(self, slot_bytes: int, runs: int) -> None:

@@ -1,4 +1,4 @@
-"""Sends and receives between trainer ranks and engine workers of any hosts: NCCL on GPUs, gloo on CPUs.
+"""Sends and receives between trainer ranks and engine workers of any hosts: NCCL on GPUs, TCP on CPUs.
 
 All ranks and workers are one communicator. Workers that read the same bytes form a chain. Every rank sends its part of
 a chunk to the chain's first worker. Each worker passes the whole chunk on while the next one arrives. So each byte
@@ -38,9 +38,11 @@ from weightsync.planning.layout import Count, Manifest, ShardLocation
 from weightsync.planning.transfer_plan import Chain, TransferPlan, choose_chains
 from weightsync.planning.wire_types import ReadRegions, Storage
 from weightsync.transports.base import SLOTS, Endpoint, LocalTensors, Transport, TransportReceiver, Wait
-from weightsync.transports.communicator import Communicator, Operation, RendezvousStore, UnderWay
+from weightsync.transports.communicator import Communicator, Operation, UnderWay
 from weightsync.transports.encoding import Encoder, ReceiveBuffers, length, read
+from weightsync.transports.nccl_group import NcclGroup
 from weightsync.transports.staging import Layout, Packer, endpoint, receive_layout, send_layout, slot_bytes
+from weightsync.transports.tcp_links import TcpLinks
 
 _AHEAD = 8
 """Most GPU operations in flight before the host waits for the oldest. The stream orders them.
@@ -161,7 +163,8 @@ class NcclTransport(Transport):
             if communicator is None or communicator.size != size or not edges <= self._edges:
                 # Workers with a loopback address run on this host, so any address of this host works.
                 near = ranks.size > 1 and is_loopback(plan.host)
-                rendezvous, self._edges = RendezvousStore(ranks.host if near else plan.host), edges
+                rendezvous = _kind(self._device).rendezvous_at(ranks.host if near else plan.host)
+                self._edges = edges
         place = communicator and communicator.place
         if rendezvous is not None:
             place = [rendezvous.host, rendezvous.port, rendezvous.name]
@@ -170,7 +173,7 @@ class NcclTransport(Transport):
             if communicator is not None:
                 communicator.abort()
             sends_to = sorted({self._first[chain] for those in self._mine for chain in those})
-            self._communicator = Communicator(place, rendezvous, ranks.rank, size, self._device, sends_to, [])
+            self._communicator = _kind(self._device)(place, rendezvous, ranks.rank, size, self._device, sends_to, [])
         own = {chain for those in self._mine for chain in those}
         names = [[self._peers[ranks.size + worker] for worker in plan.chains[chain].workers] for chain in sorted(own)]
         self._after = [each[0] for each in names], [name for each in names for name in each[1:]]
@@ -342,7 +345,7 @@ class NcclReceiver(TransportReceiver):
             if self._communicator is not None:
                 self._communicator.abort()
             onward = [] if told.onward is None else [told.onward]
-            self._communicator = Communicator(
+            self._communicator = _kind(self.device)(
                 [*told.place], None, told.rank, told.size, self.device, onward, told.senders
             )
             self._communicator.meet(wait, deadline)
@@ -441,6 +444,10 @@ class NcclReceiver(TransportReceiver):
             self._communicator.abort()
         self._communicator = None
         self._slots = []
+
+
+def _kind(device: torch.device) -> type[Communicator]:
+    return NcclGroup if device.type == "cuda" else TcpLinks
 
 
 def _joined(communicator: Communicator | None) -> Communicator:

@@ -31,8 +31,8 @@ PEERS = {FILES: (HTTP, LLM), **dict.fromkeys(NATIVE, (LLM,))}
 
 MEMCPY, FILE_WRITE, DEVICE_COPY, PEER_COPY, BROADCAST = "memcpy", "file write", "device copy", "peer copy", "broadcast"
 ASSUMED = {MEMCPY: 20.0, FILE_WRITE: 1.5, DEVICE_COPY: 2140.0, PEER_COPY: 397.0, BROADCAST: 369.0}
-"""GB/s of H200s, for dry runs. A broadcast over gloo reaches `ASSUMED_GLOO`."""
-ASSUMED_GLOO = 5.0
+"""GB/s of H200s, for dry runs. A broadcast between CPUs reaches `ASSUMED_CPU`."""
+ASSUMED_CPU = 5.0
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from weightsync.errors import ConfigError
 from weightsync.planning.layout import TensorMeta
 from weightsync.report import format_bytes
 from weightsync.tools.bench import trainer
-from weightsync.tools.bench.cases import ASSUMED, ASSUMED_GLOO, BROADCAST, WEIGHTSYNC, Case, expand, floor, refusal
+from weightsync.tools.bench.cases import ASSUMED, ASSUMED_CPU, BROADCAST, WEIGHTSYNC, Case, expand, floor, refusal
 from weightsync.tools.bench.limits import measure
 from weightsync.tools.bench.shapes import add_shapes, write_config
 from weightsync.tools.plan import checkpoint_tensors
@@ -206,7 +206,7 @@ def _show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _show_dry_run(console: Console, cases: Sequence[Case], sizes: Mapping[str, int], gpus: int) -> None:
-    limits = ASSUMED if gpus else {**ASSUMED, BROADCAST: ASSUMED_GLOO}
+    limits = ASSUMED if gpus else {**ASSUMED, BROADCAST: ASSUMED_CPU}
     rows = []
     for case in cases:
         seconds, limit = floor(case, sizes[case.shape], limits, gpus)

@@ -291,6 +291,7 @@ class _Rank:
         self.look(WHOLE)
         if end == "worker":
             self.order({"do": "wait", "due": due, "reason": reason})
+            self.hear()
         else:
             update = Update(self.update.ranks, _SHORT_S if reason == "deadline" else 2 * PROMPT_S)
             abort = threading.Timer(0.3, self.transport.abort)
@@ -302,8 +303,8 @@ class _Rank:
                 self.transport.send(due, WHOLE, update)
             if reason == "abort":
                 abort.join()
-            self.mail.gather(None, "done")  # workers stay until then: their EOF would end a wait
-            self.order({"do": "leave"})
+            self.mail.gather(None, "done")
+        self.order({"do": "leave"})  # not before: a worker's EOF would end the waits of others
         self.hear()
         self.transport.abort()
         self.breaking = False
@@ -412,7 +413,6 @@ class _Worker:
 
             for _ in self.source.chunks(order["due"], wait, lambda: Deadline(timeout_s)):
                 continue
-        self.leave({})
 
     def leave(self, order: dict[str, Any]) -> None:
         if self.source is not None:

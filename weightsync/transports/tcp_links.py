@@ -1,0 +1,200 @@
+"""A communicator over TCP: one connection from each sender to each of its receivers.
+
+Members meet at the listener of the first one. Each tells it the address of its own listener, and gets those of all:
+
+    member      Hello, its address and its receivers
+    first       for each member: its address and its receivers
+    member      dials each of its senders, and admits each of its receivers
+
+All connections begin as those to trainer rank 0 do, with the handshake of net/authentication.py and with TLS if
+certificates are set. Then the bytes travel plain, or encrypted by TLS:
+
+    message     number, length: 2 little-endian integers of 8 bytes, followed by the bytes
+
+Listeners close once the members have met.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from weightsync.errors import PeerError, ProtocolError, WeightSyncError
+from weightsync.net.addresses import reach
+from weightsync.net.connection import Connection, dial
+from weightsync.net.listener import Listener
+from weightsync.net.runtime import Deadline, spawn
+from weightsync.net.wire import PROTOCOL, Hello, Value
+from weightsync.transports.communicator import UNCONNECTED, Communicator, ThreadWork
+
+_HEAD = struct.Struct("<QQ")
+_PIECE_BYTES = 1 << 22
+"""Most bytes of one read. Larger reads wait for more of a message, and are slower."""
+_Place = tuple[str, int, list[int]]
+"""Address and port of a member's listener, and its receivers. No port: it sends to none."""
+
+
+class TcpRendezvous:
+    """The first member's listener. Its token is the rendezvous's name."""
+
+    def __init__(self, host: str) -> None:
+        self.listener = Listener()
+        self.host, self.port = self.listener.listen(host)
+        self.name = self.listener.token
+
+    def close(self) -> None:
+        self.listener.close()
+
+
+class TcpLinks(Communicator):
+    """A communicator of CPUs."""
+
+    rendezvous_at = TcpRendezvous
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._outward: dict[int, _Link] = {}
+        self._inward: dict[int, _Link] = {}
+
+    def _join(self, deadline: Deadline) -> None:
+        host, port, token = self.place
+        # Longer than the caller's deadline: the caller's error names the missing step.
+        patient = Deadline(2 * deadline.left_s() + 1)
+        with ExitStack() as stack:
+            listener = self._rendezvous.listener if self._rendezvous is not None else Listener(token)
+            stack.callback(listener.close)
+            own = (*(listener.listen(host) if self._sends_to else ("", 0)), [*self._sends_to])
+            if self._rendezvous is not None:
+                everyone = self._gather(listener, own, patient)
+            else:
+                first = self._dial(host, port, "member", 0, self.size - 1, patient)
+                stack.callback(first.close)
+                first.send(Value.of(own), patient, "connect")
+                everyone = first.expect(Value, patient, "connect").read(list[_Place])
+            self._missing = UNCONNECTED
+            for member in self._receives_from:
+                address, at, receivers = everyone[member]
+                link = self._dial(address, at, "link", member, len(receivers), patient)
+                self._inward[member] = _Link(link.detach())
+            if self._sends_to:
+                for hello, link in listener.admit("link", self.rank, patient, "connect", self._check):
+                    self._outward[hello.rank] = _Link(link.detach())
+
+    def _gather(self, listener: Listener, own: _Place, deadline: Deadline) -> list[_Place]:
+        """Return the places of all members, in their order, and send them to each. Called on the first member."""
+        if self.size == 1:
+            return [own]
+        arrived = listener.admit("member", 0, deadline, "connect", self._check)
+        members = [connection for _, connection in arrived]
+        with ExitStack() as stack:
+            for member in members:
+                stack.callback(member.close)
+            told = listener.collect(members, Value, deadline, "connect", self._check)
+            everyone = [own, *(message.read(_Place) for message in told)]
+            for member in members:
+                member.send(Value.of(everyone), deadline, "connect")
+        return everyone
+
+    def _dial(self, host: str, port: int, role: str, member: int, world: int, deadline: Deadline) -> Connection:
+        """Connect to a member's listener as one of `world` peers in this role. Raises at once if it is unreachable."""
+        hello = Hello(PROTOCOL, role, member, self.rank, world, name=f"member {self.rank}")
+        peer = "trainer rank 0" if member == 0 else f"member {member} of the broadcast"
+        while True:
+            reach(host, port, f"member {self.rank}", peer, deadline).close()
+            try:
+                return dial(host, port, self.place[2], hello, peer, deadline)
+            except PeerError:  # the member listens, and does not answer yet
+                self._check()
+                if deadline.passed():
+                    raise
+
+    def _start(
+        self, number: int, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> ThreadWork:
+        work = ThreadWork(len(sends) + len(receives))
+        self._check()
+        for data, member in sends:
+            link = self._outward[member]
+            link.post(partial(link.send, number, data.numpy().data), work)
+        for room, member in receives:
+            link = self._inward[member]
+            link.post(partial(link.receive, number, room.numpy().data), work)
+        return work
+
+    def _break(self) -> None:
+        for link in (*self._outward.values(), *self._inward.values()):
+            link.close()
+
+
+class _Link:
+    """One direction of bytes, from or to one member. Its operations run in order, in a thread while there are any."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+        self._posted: deque[tuple[Callable[[], None], ThreadWork]] = deque()
+        self._runs = self._closed = False
+
+    def post(self, operation: Callable[[], None], work: ThreadWork) -> None:
+        """Run the operation after those posted before, and end its part of the work."""
+        with self._lock:
+            self._posted.append((operation, work))
+            if self._runs:
+                return
+            self._runs = True
+        spawn("link", self._run)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._posted:
+                    self._runs = False
+                    if self._closed:
+                        self._sock.close()
+                    return
+                operation, work = self._posted.popleft()
+            try:
+                operation()
+            except (OSError, WeightSyncError) as error:
+                work.end_part(error)
+            else:
+                work.end_part()
+
+    def send(self, number: int, data: memoryview) -> None:
+        self._sock.sendall(_HEAD.pack(number, len(data)))
+        self._sock.sendall(data)
+
+    def receive(self, number: int, room: memoryview) -> None:
+        """Receive the message of this number. It may be shorter than its room."""
+        head = bytearray(_HEAD.size)
+        self._fill(memoryview(head))
+        found, nbytes = _HEAD.unpack(head)
+        if found != number or nbytes > len(room):
+            raise ProtocolError(
+                f"message {found} of {nbytes} bytes has come, expected message {number} of at most {len(room)} bytes"
+            )
+        self._fill(room[:nbytes])
+
+    def _fill(self, room: memoryview) -> None:
+        while room:
+            if not (count := self._sock.recv_into(room[:_PIECE_BYTES])):
+                raise ConnectionError("the other end has closed the connection")
+            room = room[count:]
+
+    def close(self) -> None:
+        """Shut the connection down. Operations under way fail, here and at the other end."""
+        with suppress(OSError):  # the other end has closed first
+            # Not TLS's own shutdown: it takes the connection's state away from its thread.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+        with self._lock:
+            self._closed = True
+            if not self._runs:  # else the thread closes it: its number might name another file before the next read
+                self._sock.close()
