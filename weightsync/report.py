@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tqdm import tqdm
 
@@ -37,7 +36,7 @@ class PushReport:
         sent_bytes: Bytes sent by the trainer's ranks. Zero if workers read them themselves.
         plan_s: Seconds to compare the tensors with the last push, and to make a new plan if any has moved.
         control_s: Seconds before the transfer starts and after the last engine is done, `plan_s` included.
-        gather_s: Seconds in which rank 0 sends its part.
+        gather_s: Seconds in which rank 0 sends its part, or saves it.
         transfer_s, verify_s, load_s: Seconds of the slowest worker: waiting for bytes, comparing digests, and writing
             parameters. They overlap with `gather_s`.
         pause_s: Seconds from the first engine's confirmed pause until all engines generate again. It may begin during
@@ -48,7 +47,7 @@ class PushReport:
         workers: One row for each worker. A push of an adapter has one row for each engine.
         left_out: The names of lost engines, without this version.
 
-    A push of an adapter pauses nothing. A restart's `control_s`, `load_s` and `pause_s` are the seconds of the restart.
+    A push of an adapter pauses nothing. A restart's `load_s` and `pause_s` are the seconds of the restart.
     """
 
     version: int
@@ -66,12 +65,6 @@ class PushReport:
     load_paths: dict[str, int] = field(default_factory=dict)
     workers: tuple[WorkerReport, ...] = ()
     left_out: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, workers: Sequence[WorkerReport], **facts: Any) -> PushReport:
-        """Return the report with these `facts`, and the seconds of the slowest of the workers."""
-        slowest = {name: max(getattr(each, name) for each in workers) for name in ("transfer_s", "verify_s", "load_s")}
-        return cls(workers=tuple(workers), **slowest, **facts)
 
     def __str__(self) -> str:
         parts = ("control", "gather", "transfer", "verify", "load")

@@ -161,9 +161,9 @@ def _trace(step: Timeline, outcome: PushReport | WeightSyncError) -> None:
         named = {f"weightsync.{key}": value for key, value in attributes.items()}
         tracer.start_span(f"weightsync {name}", inside, attributes=named, start_time=begin_ns).end(end_ns)
 
-    for phase, begin_ns, end_ns in step.spans:
-        record(phase, begin_ns, end_ns)
-    sending_ns = next((begin for phase, begin, _ in step.spans if phase == "transfer"), step.started_ns)
+    for span in step.spans:
+        record(span.phase, span.begin_ns, span.end_ns or span.begin_ns)
+    sending_ns = next((span.begin_ns for span in step.spans if span.phase == "transfer"), step.started_ns)
     for rank, sent_s in enumerate(step.sent_s):
         record("rank", sending_ns, sending_ns + _ns(sent_s), rank=rank)
     if isinstance(outcome, PushReport):

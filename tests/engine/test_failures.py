@@ -120,7 +120,7 @@ def raise_in_send(side: Side, in_chunk: int, error: BaseException, rank: int = 0
 
 
 def transport_of(side: Side) -> FaultyTransport:
-    transport: FaultyTransport = side.sync._strategy._transport
+    transport: FaultyTransport = side.sync._strategy._sessions._transport
     return transport
 
 

@@ -313,7 +313,7 @@ def test_links_of_many_that_joined_one_by_one_become_one(engines: list[Named]) -
             with sent_messages() as sent:
                 sync.push(fill(model, seed))
             assert engine.serves(seed)
-        assert len(sync._strategy._sessions) == 2
+        assert len(sync._strategy._sessions.negotiated) == 2
         assert all(engine.serves(6) for engine in engines)
         assert asked(sent, 0) == A_PUSH
         sync.engines.remove(engines[5])

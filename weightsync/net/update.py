@@ -6,8 +6,9 @@ Code that waits during a push gets the `Update`, and nothing else of `WeightSync
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import ConfigError, PeerError
@@ -15,18 +16,29 @@ from weightsync.net import timeouts
 from weightsync.net.modes import PlainModes
 from weightsync.net.runtime import Deadline
 from weightsync.net.wire import MAX_VERSION
+from weightsync.report import PushReport, WorkerReport
 
 if TYPE_CHECKING:
     from weightsync.net.ranks import Ranks
 
 
+@dataclass(slots=True)
+class PhaseSpan:
+    """One stretch of a phase, in nanoseconds since the epoch. `end_ns` is None while the phase lasts."""
+
+    phase: str
+    begin_ns: int
+    end_ns: int | None = None
+
+
 class Timeline:
-    """The current phase, for errors, and the start and end of each phase."""
+    """The current phase, for errors, and the start and end of each phase, for the report and for traces."""
 
     def __init__(self) -> None:
         self.phase = "connect"
         self.started_ns = time.time_ns()
-        self.spans: list[tuple[str, int, int]] = []
+        self._offset_ns = self.started_ns - time.perf_counter_ns()
+        self.spans: list[PhaseSpan] = []
         self.sent_s: list[float] = []
         """Each rank's seconds of sending, in rank order. Empty on other ranks than 0."""
 
@@ -34,12 +46,47 @@ class Timeline:
     def during(self, phase: str) -> Iterator[None]:
         """Enter a phase. Return to the outer phase on success. Keep this phase when the body raises."""
         outer, self.phase = self.phase, phase
-        started_ns = time.time_ns()
+        span = PhaseSpan(phase, self._now_ns())
+        self.spans.append(span)
         try:
             yield
         finally:
-            self.spans.append((phase, started_ns, time.time_ns()))
+            span.end_ns = self._now_ns()
         self.phase = outer
+
+    def seconds(self, *phases: str) -> float:
+        """Return the seconds spent in these phases so far."""
+        now_ns = self._now_ns()
+        spans = [span for span in self.spans if span.phase in phases]
+        return sum((now_ns if span.end_ns is None else span.end_ns) - span.begin_ns for span in spans) / 1e9
+
+    def report(self, workers: Sequence[WorkerReport] = (), *, away_s: float = 0.0, **facts: Any) -> PushReport:
+        """Return the report of a step that ends now, on rank 0.
+
+        The step began with its first phase. A step sends in "transfer" or "save", and waits for engines in "load".
+
+        Args:
+            workers: Their reports. The report has the seconds of the slowest.
+            away_s: Seconds of the caller's own code. The report leaves them out.
+            facts: Other fields of the report.
+        """
+        total_s = (self._now_ns() - self.spans[0].begin_ns) / 1e9 - away_s
+        gather_s = self.seconds("transfer", "save")
+        slowest = {
+            name: max((getattr(each, name) for each in workers), default=0.0)
+            for name in ("transfer_s", "verify_s", "load_s")
+        }
+        seconds = {
+            "plan_s": self.seconds("plan"),
+            "control_s": total_s - gather_s - self.seconds("load"),
+            "gather_s": gather_s,
+            "total_s": total_s,
+        }
+        return PushReport(workers=tuple(workers), **{**slowest, **seconds, **facts})
+
+    def _now_ns(self) -> int:
+        """Return the time since the epoch, by a monotonic clock."""
+        return time.perf_counter_ns() + self._offset_ns
 
 
 class Update:
@@ -61,7 +108,7 @@ class Update:
         self.modes = PlainModes()
         self.check: Callable[[], None] = lambda: None
         self.label: str | None = None
-        self.report: Any = None
+        self.report: PushReport | None = None
 
     def deadline(self) -> Deadline:
         """Return the deadline of a wait that starts now."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from weightsync.errors import ConfigError, ManifestError, UnsupportedError
 from weightsync.planning.layout import Manifest, TensorMeta
-from weightsync.sources.base import Model, TensorShard, one_module
-from weightsync.sources.module import LocalParam, ModuleSource, adapters_of, refusal
+from weightsync.sources.base import Model, Reading, TensorShard, one_module
+from weightsync.sources.module import LocalParam, ModuleSource, NamedReader, adapters_of, refusal
 from weightsync.sources.module_tree import modules, walk, walk_shells
 from weightsync.sources.peft import Adapter
 
@@ -29,21 +29,12 @@ of the base, and the engine has these from its checkpoint.
 """
 
 
-@dataclass(frozen=True)
-class Lora:
-    """An adapter: all names and shapes of its factors, this rank's shards of them, and PEFT's config."""
-
-    manifest: Manifest
-    shards: list[TensorShard]
-    config: Any
-
-
 @torch.no_grad()
-def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> Lora:
+def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> tuple[Reading, Any]:
     """Read the active adapter of `model` with the readers of `source`. Local, not collective.
 
-    The views stay valid until the trainer moves its storages. With `base_is_pushed` the base may train, and its weights
-    may differ from the checkpoint.
+    Returns the adapter's factors and its config. With `base_is_pushed` the base may train, and its weights may differ
+    from the checkpoint.
 
     Raises `ConfigError` for a model without exactly one active adapter. Raises `ManifestError` if the selection gives
     two tensors one name. Raises `UnsupportedError`, with all reasons, for an adapter that is not plain LoRA or that
@@ -59,49 +50,62 @@ def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> Lora:
     config = copy.copy(_config(model, name))
     config.inference_mode = True  # as `save_pretrained` has it
     _check(config, base_is_pushed)
-    if trained := [
-        f"{prefix}{tail}"
-        for prefix, module in walk(model)
-        for tail, param in module._parameters.items()
-        if param is not None and param.requires_grad and not base_is_pushed
-    ]:
+    if not base_is_pushed:
+        _refuse_trained(model)
+    held = _factors(source, layers, name, _scaling(config))
+    metas = {name: TensorMeta(name, one.shape, one.dtype) for name, one in held.items()}
+    shards = [TensorShard(metas[name], box, view) for name, one in held.items() for box, view in one.parts]
+    return Reading(Manifest(tuple(metas.values())), shards), config
+
+
+def _refuse_trained(model: nn.Module) -> None:
+    """Raise `UnsupportedError` if tensors of the base train."""
+    params = [(prefix + tail, each) for prefix, module in walk(model) for tail, each in module._parameters.items()]
+    if trained := [name for name, param in params if param is not None and param.requires_grad]:
         raise UnsupportedError(
             f"{len(trained)} tensors of the base train beside the adapter, such as {trained[0]}, and engines keep "
             "their base. Freeze these tensors, choose a transport for weights, or push the base by another WeightSync "
             "and set LoraTransport(base_is_pushed=True)",
             tensors=dict.fromkeys(trained, "trains, and is no part of the adapter"),
         )
+
+
+def _factors(
+    source: ModuleSource, layers: dict[str, Adapter], name: str, expected: tuple[int, float]
+) -> dict[str, LocalParam]:
+    """Return the factors of adapter `name`, by their names in PEFT's files. `expected` is its rank and scaling."""
     held: dict[str, LocalParam] = {}
     refused: dict[str, str] = {}
     for prefix, adapter in layers.items():
         if name not in adapter.names():
             continue
-        if (found := adapter.scaling(name)) != (expected := _scaling(config)):
+        if (found := adapter.scaling(name)) != expected:
             refused[prefix.rstrip(".")] = (
                 f"its rank and scaling are {found}, expected the config's {expected}; `rank_pattern`, `alpha_pattern` "
                 "and `set_scale` are not covered"
             )
-        for key, factor in adapter.factors(name).items():
-            is_embedding = isinstance(factor, nn.ParameterDict)  # with one parameter for each adapter
-            for tail, read in source.readers(factor):
-                if is_embedding and tail != name:
-                    continue
-                given = f"{prefix}{key}" if is_embedding else f"{prefix}{key}.{tail}"
-                full = f"{_FILE_PREFIX}{source.selection.renamed(given)}"
-                if full in held:
-                    raise ManifestError(
-                        f"TensorSelection.rename gives another tensor the name of {given}, {full}",
-                        mismatched={full: "given to two tensors"},
-                    )
-                try:
-                    held[full] = read()
-                except UnsupportedError as error:
-                    refused[full] = error.message
+        for given, read in _named_factors(source, prefix, adapter, name):
+            full = f"{_FILE_PREFIX}{source.selection.renamed(given)}"
+            if full in held:
+                raise ManifestError(
+                    f"TensorSelection.rename gives another tensor the name of {given}, {full}",
+                    mismatched={full: "given to two tensors"},
+                )
+            try:
+                held[full] = read()
+            except UnsupportedError as error:
+                refused[full] = error.message
     if refused:
         raise refusal(refused)
-    metas = {name: TensorMeta(name, one.shape, one.dtype) for name, one in held.items()}
-    shards = [TensorShard(metas[name], box, view) for name, one in held.items() for box, view in one.parts]
-    return Lora(Manifest(tuple(metas.values())), shards, config)
+    return held
+
+
+def _named_factors(source: ModuleSource, prefix: str, adapter: Adapter, name: str) -> Iterator[NamedReader]:
+    for key, factor in adapter.factors(name).items():
+        if not isinstance(factor, nn.ParameterDict):
+            yield from ((f"{prefix}{key}.{tail}", read) for tail, read in source.readers(factor))
+        else:  # an embedding's, with one parameter for each adapter
+            yield from ((f"{prefix}{key}", read) for tail, read in source.readers(factor) if tail == name)
 
 
 def _active(layers: dict[str, Adapter]) -> str:

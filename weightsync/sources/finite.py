@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from weightsync.kernels.finite import find_non_finite, sum_of
-from weightsync.sources.base import Model, Reading, ShardSource, SteadySource, TensorShard
+from weightsync.sources.base import Model, Reading, ShardSource, SteadySource
 
 _TURNS = 16
 """A GPU reads for a check at the speed of a copy. Checking every tensor would double the time of a push."""
@@ -45,19 +45,16 @@ class FiniteSource(SteadySource):
         self._sums = []
         return super().read(model)
 
-    def shards_of(self, names: Collection[str]) -> list[TensorShard]:
-        """Return the last shards of these tensors that have `compute`."""
-        return [shard for shard in self._shards() if shard.compute is not None and shard.meta.name in names]
-
     def non_finite(self, left_out: Collection[str] = ()) -> list[str]:
         """Return the names of tensors with NaN or infinity among the last shards. Waits for their GPU.
 
         For computed tensors, the values computed since the last call count. Tensors in the trainer's memory named in
         `left_out` are not checked.
         """
+        shards = [] if self._reading is None else self._reading.shards
         lying = [
             shard
-            for number, shard in enumerate(self._shards())
+            for number, shard in enumerate(shards)
             if shard.compute is None and shard.meta.name not in left_out and self._is_due(number, shard.tensor)
         ]
         found = [lying[number].meta.name for number in find_non_finite([shard.tensor for shard in lying])]
@@ -65,9 +62,6 @@ class FiniteSource(SteadySource):
         found += [sums[number][0] for number in find_non_finite([each for _, each in sums])]
         self._looks += 1
         return list(dict.fromkeys(found))
-
-    def _shards(self) -> list[TensorShard]:
-        return [] if self._reading is None else self._reading.shards
 
     def _is_due(self, number: int, tensor: torch.Tensor) -> bool:
         """Return whether it is a tensor's turn to be checked."""

@@ -102,17 +102,11 @@ class ModuleSource(LocalSource):
             part.meta.name: held.adapter for held, saved in tensors if held.adapter is not None for part in saved.parts
         }
         trained = {part.meta.name for held, saved in tensors if held.trains for part in saved.parts}
-        shards = [
-            TensorShard(
-                meta,
-                box,
-                view,
-                meta.name in trained,
-                partial(self._merged, meta.name, box, view) if held.adapter else None,
-            )
-            for held, saved in tensors
-            for meta, box, view in saved.cut(held.parts)
-        ]
+        shards = []
+        for held, saved in tensors:
+            for meta, box, view in saved.cut(held.parts):
+                compute = partial(self._merged, meta.name, box, view) if held.adapter else None
+                shards.append(TensorShard(meta, box, view, meta.name in trained, compute))
         manifest = manifest_of((saved for _, saved in tensors), tied)
         place = {name: number for number, name in enumerate(manifest.names)}
         return Reading(manifest, sorted(shards, key=lambda shard: place[shard.meta.name]))

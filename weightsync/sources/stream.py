@@ -78,7 +78,6 @@ class StreamSource:
     def close(self) -> None:
         self._known: list[TensorMeta] = []
         self._places: dict[str, int] = {}
-        self._has_learnt = False
         self._reading: Reading | None = None
         self._device: torch.device | None = None
         self._kept: deque[_Arrival] | None = None
@@ -138,15 +137,8 @@ class StreamSource:
         empty = {
             meta.dtype: torch.empty((), dtype=getattr(torch, meta.dtype), device=self._device) for meta in self._known
         }
-        return [
-            TensorShard(
-                meta,
-                Box.full(meta.shape),
-                empty[meta.dtype].expand(meta.shape),
-                compute=partial(self._value, meta.name),
-            )
-            for meta in self._known
-        ]
+        views = [(meta, Box.full(meta.shape), empty[meta.dtype].expand(meta.shape)) for meta in self._known]
+        return [TensorShard(*view, compute=partial(self._value, view[0].name)) for view in views]
 
     def _value(self, name: str) -> torch.Tensor:
         return self._arrived[name]
@@ -165,7 +157,7 @@ class StreamSource:
     def _learn(self, model: Model) -> None:
         """Read the stream's names and shapes if they are unknown or may have changed."""
         is_listed = isinstance(model, (Mapping, Sequence, ItemsView))
-        if self._has_learnt and not is_listed:
+        if self._reading is not None and not is_listed:
             return
         known = [] if is_listed else self._given
         if not known:
@@ -190,7 +182,6 @@ class StreamSource:
         if known != self._known:
             self._known, self._reading = known, None
             self._places = {meta.name: at for at, meta in enumerate(known)}
-        self._has_learnt = True
 
     def _pairs(self, stream: Any) -> Iterator[_Arrival]:
         """Yield the tensors of a stream, without excluded ones. Raise for anything but a whole tensor."""

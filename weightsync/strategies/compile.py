@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from weightsync.errors import ConfigError
 from weightsync.fleet.fleet import Fleet
+from weightsync.net.wire import LoadPlan
 from weightsync.planning.bucketing import Bucketer
-from weightsync.planning.layout import merge_manifests
+from weightsync.planning.layout import Manifest, merge_manifests
 from weightsync.planning.transfer_plan import TransferPlan, make_chunks
 from weightsync.sources.megatron import MegatronSource
 from weightsync.sources.quantize import pairs
@@ -41,45 +42,46 @@ def compile_plan(
             ", ".join(idle),
             manifest.names[0],
         )
-    locations = [location for own in everyone for location in own.locations]
-    together = pairs(manifest) if options.quantize is not None else []
-    if options.quantize is not None and not together:
-        raise ConfigError(
-            f"quantize={options.quantize!r}, but none of the {len(manifest)} tensors is a matrix `....weight` outside "
-            "of TensorSelection.unquantized"
-        )
+    together = _quantized(manifest, options)
     plans = fleet.plan(manifest)
-    check_quantized(manifest, together, plans)
-    is_padded = isinstance(options.source, MegatronSource) and options.source.vocab_size is None
-    if unused := check_plans(manifest, plans, is_padded):
-        logger.info(
-            "%d tensors are not pushed, such as %s: the engine does not run their part of the model",
-            len(unused),
-            unused[0],
-        )
-    warn_of_kept(plans)
+    _check(manifest, together, plans, options)
     as_it_is = {name for pair in together for name in pair}
     travelling = wire_manifest(manifest, plans, options.selection, as_it_is)
-    locations = [location for location in locations if location.name in travelling]
+    locations = [each for own in everyone for each in own.locations if each.name in travelling]
     together = [pair for pair in together if pair[0] in travelling]
     reads = [reads_of(travelling, plan) for plan in plans]
     workers = [worker.machine for worker in fleet.workers]
     chains = transport.route(machines(everyone), workers, travelling, locations, reads)
     frozen = frozen_everywhere(everyone).intersection(travelling.names) if transport.keeps_frozen else set()
     buckets, last = make_buckets(bucketer, travelling, plans, together, frozen)
-    in_place: frozenset[str] = frozenset()
-    if not chains:
-        in_place = frozenset(travelling.names).difference(*(own.unmapped for own in everyone))
+    in_place = frozenset(() if chains else travelling.names).difference(*(own.unmapped for own in everyone))
+    names, max_bytes = [bucket.names for bucket in buckets], getattr(bucketer, "max_bytes", None)
     chunks = make_chunks(
-        travelling,
-        chains,
-        [bucket.names for bucket in buckets],
-        last,
-        in_place,
-        locations,
-        getattr(bucketer, "max_bytes", None),
-        dict(together),
-        transport.min_chunk_bytes,
+        travelling, chains, names, last, in_place, locations, max_bytes, dict(together), transport.min_chunk_bytes
     )
     load_paths = {path: sum(plan.load_paths[path] for plan in plans) for path in plans[0].load_paths}
     return TransferPlan(travelling, chains, chunks, len(reads), fleet.host, load_paths, duplicates(plans))
+
+
+def _quantized(manifest: Manifest, options: Options) -> list[tuple[str, str]]:
+    """Return the name of each quantised weight with its scales' name. Raise `ConfigError` if there is none."""
+    if options.quantize is None:
+        return []
+    if not (together := pairs(manifest)):
+        raise ConfigError(
+            f"quantize={options.quantize!r}, but none of the {len(manifest)} tensors is a matrix `....weight` outside "
+            "of TensorSelection.unquantized"
+        )
+    return together
+
+
+def _check(
+    manifest: Manifest, together: Sequence[tuple[str, str]], plans: Sequence[LoadPlan], options: Options
+) -> None:
+    """Raise `ManifestError` for tensors that do not fit the engines. Log the tensors that stay behind or unchanged."""
+    check_quantized(manifest, together, plans)
+    is_padded = isinstance(options.source, MegatronSource) and options.source.vocab_size is None
+    if unused := check_plans(manifest, plans, is_padded):
+        text = "%d tensors are not pushed, such as %s: the engine does not run their part of the model"
+        logger.info(text, len(unused), unused[0])
+    warn_of_kept(plans)

@@ -55,11 +55,10 @@ from weightsync.net.update import Update
 from weightsync.net.wire import MAX_VERSION
 from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.report import PushReport, WorkerReport
-from weightsync.sources.base import Model, TensorShard
+from weightsync.sources.base import Model, Reading, TensorShard
 from weightsync.strategies.base import OF_COPIES, Options, UpdateStrategy
 
 if TYPE_CHECKING:
-    from weightsync.sources.adapter import Lora
     from weightsync.sources.module import ModuleSource
 
 logger = logging.getLogger(__name__)
@@ -124,30 +123,18 @@ class LoraAdapters(UpdateStrategy):
         self._unloaded: list[LoraAdapter] = []  # unloaded in the engines, with files still on the disk
 
     def run(self, update: Update, model: Model) -> PushReport:
-        started = time.perf_counter()
         timeline = update.timeline
         with timeline.during("plan"):
             manifest, mine, config, version = self._plan(update, model)
-        planned = time.perf_counter()
         incoming = self._folder.incoming() if self._folder is not None else None
         outcome: tuple[PushReport, LoraAdapter] | None = None
         try:
             with timeline.during("save"):
                 _write(update, manifest, mine, config, incoming)
-            saved = time.perf_counter()
             with timeline.during("load"):
                 if incoming is not None:
                     adapter, workers = self._deliver(incoming, version, manifest.nbytes)
-                    report = PushReport.of(
-                        workers,
-                        version=version,
-                        nbytes=manifest.nbytes,
-                        chunks=1,
-                        plan_s=planned - started,
-                        control_s=planned - started,
-                        gather_s=saved - planned,
-                        total_s=time.perf_counter() - started,
-                    )
+                    report = timeline.report(workers, version=version, nbytes=manifest.nbytes, chunks=1)
                     logger.info("pushed the adapter %s, %s", adapter.name, report)
                     outcome = report, adapter
                 pushed: tuple[PushReport, LoraAdapter]
@@ -180,13 +167,13 @@ class LoraAdapters(UpdateStrategy):
 
         if self.adapter is None:
             OtherRanks(self._options.engines, self._options.timeout_s).meet(update.ranks, refuse="lora")
-        lora = read_lora(self._source, model, self._transport.base_is_pushed)
-        check_finite(lora)
-        manifest, mine = share_out(update, lora.manifest, lora.shards)
+        reading, config = read_lora(self._source, model, self._transport.base_is_pushed)
+        check_finite(reading)
+        manifest, mine = share_out(update, reading.manifest, reading.shards)
         version = None
         if update.ranks.rank == 0:
-            version = update.choose_version(self._open(lora.config.r))
-        return manifest, mine, lora.config, update.ranks.broadcast(version, "plan")
+            version = update.choose_version(self._open(config.r))
+        return manifest, mine, config, update.ranks.broadcast(version, "plan")
 
     # Only rank 0 calls the methods below.
 
@@ -292,13 +279,13 @@ class LoraAdapters(UpdateStrategy):
             )
 
 
-def check_finite(lora: Lora) -> None:
+def check_finite(reading: Reading) -> None:
     """Raise `NonFiniteError` for an adapter with NaN or infinity.
 
     NaN in the KV cache would spoil requests with other adapters too. A push of an adapter clears no KV cache.
     """
-    found = find_non_finite([shard.tensor for shard in lora.shards])
-    if bad := list(dict.fromkeys(lora.shards[number].meta.name for number in found)):
+    found = find_non_finite([shard.tensor for shard in reading.shards])
+    if bad := list(dict.fromkeys(reading.shards[number].meta.name for number in found)):
         raise NonFiniteError(
             f"{len(bad)} tensors of the adapter hold NaN or infinity, and nothing was written: {first_few(bad)}. NaN "
             "in an engine's KV cache would spoil other requests too",

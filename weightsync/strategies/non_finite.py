@@ -9,7 +9,6 @@ from weightsync.errors import ConfigError, NonFiniteError, first_few
 from weightsync.net.update import Update
 from weightsync.sources.base import Model, ShardSource
 from weightsync.sources.finite import FiniteSource
-from weightsync.sources.stream import StreamSource
 
 logger = logging.getLogger(__name__)
 
@@ -18,24 +17,21 @@ _AT_ONCE = 64
 
 
 class FiniteCheck:
-    """The option `non_finite` of one `WeightSync`, on one rank. Every method but `watch` is collective."""
+    """The option `non_finite` of one `WeightSync`, on one rank. Its methods are collective.
 
-    def __init__(self, option: str | None) -> None:
+    source: the checking source, around the source that was given. With "ignore" it is that source itself.
+    """
+
+    def __init__(self, option: str | None, source: ShardSource, is_stream: bool = False) -> None:
         self._option = option or "warn"
-        self._source: FiniteSource | None = None
-        self._is_stream = False
-
-    def watch(self, source: ShardSource, given: ShardSource) -> ShardSource:
-        """Return a checking source around `source`. `given` is the user's source before renaming."""
-        if self._option == "ignore":
-            return source
-        self._source = FiniteSource(source, takes_turns=self._option == "warn")
-        self._is_stream = isinstance(given, StreamSource)
-        return self._source
+        self._is_stream = is_stream
+        is_checked = self._option != "ignore"
+        self._checked = FiniteSource(source, takes_turns=self._option == "warn") if is_checked else None
+        self.source = self._checked or source
 
     def refuse(self, update: Update, model: Model) -> None:
         """Raise `NonFiniteError` on every rank if any rank's tensor is not finite, with "refuse"."""
-        if self._option != "refuse" or self._source is None:
+        if self._option != "refuse" or self._checked is None:
             return
         if self._is_stream and isinstance(model, Iterator):
             raise ConfigError(
@@ -43,16 +39,17 @@ class FiniteCheck:
                 "list, or a function that returns an iterable"
             )
         ranks = update.ranks
-        computed = [shard.meta.name for shard in self._source.read(model).shards if shard.compute is not None]
-        everyone = ranks.gather(computed, "plan", list[str])
+        computed = [shard for shard in self._checked.read(model).shards if shard.compute is not None]
+        everyone = ranks.gather([shard.meta.name for shard in computed], "plan", list[str])
         names = ranks.broadcast(list(dict.fromkeys(name for each in everyone for name in each)), "plan", list[str])
         for first in range(0, len(names), _AT_ONCE):
             group = names[first : first + _AT_ONCE]
-            self._source.gather(group, update.meet)
-            for shard in self._source.shards_of(group):
-                shard.values()
+            self._checked.gather(group, update.meet)
+            for shard in computed:
+                if shard.meta.name in group:
+                    shard.values()
         if names:
-            self._source.gather((), update.meet)
+            self._checked.gather((), update.meet)
         if bad := ranks.broadcast(self._found(update, (), "plan"), "plan", list[str]):
             raise NonFiniteError(
                 f"{len(bad)} tensors hold NaN or infinity, and nothing was written: {first_few(bad)}. Push finite "
@@ -62,13 +59,13 @@ class FiniteCheck:
 
     def warn(self, update: Update, version: int, left_out: Collection[str] = ()) -> None:
         """Warn of served tensors with NaN or infinity, as far as this push checked. `left_out` did not travel."""
-        if self._source is not None and (bad := self._found(update, left_out, "commit")):
+        if self._checked is not None and (bad := self._found(update, left_out, "commit")):
             warn_of(version, bad)
 
     def _found(self, update: Update, left_out: Collection[str], phase: str) -> list[str]:
         """Return the names of all ranks' tensors with NaN or infinity, on rank 0. Return an empty list elsewhere."""
-        assert self._source is not None
-        everyone = update.ranks.gather(self._source.non_finite(left_out), phase, list[str])
+        assert self._checked is not None
+        everyone = update.ranks.gather(self._checked.non_finite(left_out), phase, list[str])
         return list(dict.fromkeys(name for each in everyone for name in each)) if update.ranks.rank == 0 else []
 
 

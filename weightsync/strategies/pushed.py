@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightsync.errors import DigestError
 from weightsync.kernels.digest import WHOLE
-from weightsync.sources.base import Model, ShardSource, TensorShard
+from weightsync.sources.base import Model, Reading, ShardSource
 from weightsync.sources.module_tree import modules
 from weightsync.transports.proof import MemoryFingerprint
 
@@ -37,23 +37,48 @@ class TrainerMemory:
     It is the memory of the shards. If some shards are computed, it includes all tensors of the model, such as adapter
     factors.
 
+    pushed: the record of the last push. None after a failure.
     catches_up: whether engines have caught up. Digests then cover all bytes, and before that a sample.
     """
 
     def __init__(self, source: ShardSource, verify: str) -> None:
         self.catches_up = False
         self._source, self._verify = source, verify
-        self._before: tuple[list[int], list[int] | None] | None = None
         self.clear()
 
-    def begin(self, model: Model, shards: Sequence[TensorShard]) -> None:
+    def clear(self) -> None:
+        self.pushed: Pushed | None = None
+        self._reading: Reading | None = None
+        self._tensors: list[torch.Tensor] = []
+        self._places: list[Any] = []
+        self._proof = MemoryFingerprint([])
+        self._names: list[str] = []
+        self._before: tuple[list[int], list[int] | None] | None = None
+
+    def find(self, model: Model, reading: Reading) -> None:
+        """Find the memory of a push. Call it before the other methods, in each push."""
+        if reading is self._reading:
+            return
+        named = [(shard.meta.name, shard.tensor) for shard in reading.shards if shard.compute is None]
+        is_computed = len(named) < len(reading.shards)
+        if is_computed:  # a computed shard may depend on any tensor of the model
+            chunks = [model] if isinstance(model, nn.Module) else model if isinstance(model, Sequence) else []
+            tensors = [own for chunk in chunks if isinstance(chunk, nn.Module) for own in _tensors(chunk)]
+            named += [(f"a tensor of shape {tuple(each.shape)}", each) for each in tensors]
+        found = [tensor for _, tensor in named]
+        places = [*map(id, found), *map(torch.Tensor.data_ptr, found), *map(torch.Tensor.stride, found)]
+        if places != self._places:
+            self._tensors, self._places, self._names = found, places, [name for name, _ in named]
+            self._proof = MemoryFingerprint(_runs(found))
+        self._reading = None if is_computed else reading  # tensors beside the shards may move under the same reading
+
+    def begin(self) -> None:
         """Record write counts and digests before a push reads any tensor."""
-        self._find(model, shards)
         if self._verify != "none":
             self._before = self._writes(), self._proof.of(WHOLE) if self._verify == "full" else None
 
-    def note(self, version: int, label: str | None) -> Pushed:
-        """Return the record of a push, after the push has read all tensors. Waits for the current streams.
+    def note(self, version: int, label: str | None) -> None:
+        """Record a push as `pushed`, after it has read all tensors. Waits for the current streams.
 
         Raises `DigestError` if a tensor was written since `begin`: engines then have a mixture.
         """
@@ -68,34 +93,14 @@ class TrainerMemory:
                     f"a thread wrote {changed[0] if changed else 'weights through .data'} while a push read it: push "
                     "when no thread writes weights",
                 )
-        return Pushed(version, label, sample, (self._settings(), writes, digests))
+        self.pushed = Pushed(version, label, sample, (self._settings(), writes, digests))
 
-    def is_as(self, pushed: Pushed | None, model: Model, shards: Sequence[TensorShard]) -> bool:
-        """Return whether a push would send the same bytes now."""
-        if pushed is None:
+    def is_as_pushed(self) -> bool:
+        """Return whether a push would send the bytes of the last push again."""
+        if self.pushed is None:
             return False
-        self._find(model, shards)
-        digests = None if pushed.sample is None else self._proof.of(pushed.sample)
-        return bool(pushed.had == (self._settings(), self._writes(), digests))
-
-    def clear(self) -> None:
-        self._tensors: list[torch.Tensor] = []
-        self._places: list[Any] = []
-        self._proof = MemoryFingerprint([])
-        self._names: list[str] = []
-        self._before = None
-
-    def _find(self, model: Model, shards: Sequence[TensorShard]) -> None:
-        named = [(shard.meta.name, shard.tensor) for shard in shards if shard.compute is None]
-        if len(named) < len(shards):  # a computed shard may depend on any tensor of the model
-            chunks = [model] if isinstance(model, nn.Module) else model if isinstance(model, Sequence) else []
-            tensors = [own for chunk in chunks if isinstance(chunk, nn.Module) for own in _tensors(chunk)]
-            named += [(f"a tensor of shape {tuple(each.shape)}", each) for each in tensors]
-        found = [tensor for _, tensor in named]
-        places = [*map(id, found), *map(torch.Tensor.data_ptr, found), *map(torch.Tensor.stride, found)]
-        if places != self._places:
-            self._tensors, self._places, self._names = found, places, [name for name, _ in named]
-            self._proof = MemoryFingerprint(_runs(found))
+        digests = None if self.pushed.sample is None else self._proof.of(self.pushed.sample)
+        return bool(self.pushed.had == (self._settings(), self._writes(), digests))
 
     def _writes(self) -> list[int]:
         """Return torch's count of writes to each tensor."""

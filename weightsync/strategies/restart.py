@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from weightsync.fleet.engines_of_ranks import OtherRanks
 from weightsync.net.update import Update
 from weightsync.report import PushReport
 from weightsync.sources.base import Model
+from weightsync.sources.stream import StreamSource
 from weightsync.strategies.base import OF_COPIES, Options, UpdateStrategy
 from weightsync.strategies.non_finite import FiniteCheck
 
@@ -113,13 +113,11 @@ class SaveAndRestart(UpdateStrategy):
             raise ConfigError("restart=True saves the trainer's own tensors; leave quantize out")
         options.refuse("this CheckpointTransport", *OF_COPIES, "pause", "hold_s")
         self._options = options
-        self._finite = FiniteCheck(options.non_finite)
-        self._source = self._finite.watch(options.source, options.source)
+        self._finite = FiniteCheck(options.non_finite, options.source, isinstance(options.source, StreamSource))
         self._transport = transport
         self._folder: VersionFolder | None = None  # rank 0 only
 
     def run(self, update: Update, model: Model) -> PushReport:
-        started = time.perf_counter()
         ranks, options, transport = update.ranks, self._options, self._transport
         server: VllmServer | None = None  # rank 0 only
         away_s = 0.0
@@ -135,25 +133,16 @@ class SaveAndRestart(UpdateStrategy):
             version, away_s = ranks.broadcast([version, away_s], "plan")
         beside = (transport.config, transport.generation_config, transport.tokenizer)
         nbytes = save_tensors(
-            update, model, self._source, incoming, target, options.selection, transport.max_shard_bytes, beside
+            update, model, self._finite.source, incoming, target, options.selection, transport.max_shard_bytes, beside
         )
-        saved = time.perf_counter()
         report: PushReport | None = None
         with update.timeline.during("restart"):
             if server is not None:
                 server.restart(target)
                 connect(server, options.timeout_s)[0].set_version(str(version))
                 folder.prune(transport.keep_last)  # not before: a failed start keeps all older versions
-                now = time.perf_counter()
-                report = PushReport(
-                    version=version,
-                    nbytes=nbytes,
-                    control_s=now - saved,
-                    gather_s=saved - started,
-                    load_s=now - saved,
-                    pause_s=now - saved,
-                    total_s=now - started,
-                )
+                restart_s = update.timeline.seconds("restart")
+                report = update.timeline.report(version=version, nbytes=nbytes, load_s=restart_s, pause_s=restart_s)
                 logger.info("saved and restarted %s", report)
             self._finite.warn(update, version)
             pushed: PushReport = ranks.broadcast(report, "restart", PushReport, away_s)

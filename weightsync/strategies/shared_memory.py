@@ -100,8 +100,7 @@ class SharedMemory(FleetStrategy):
     def __init__(self, options: Options, transport: SingleCopyTransport) -> None:
         super().__init__(options)
         self._transport = transport
-        self._finite = FiniteCheck(options.non_finite)
-        self._source = self._finite.watch(options.source, options.source)
+        self._finite = FiniteCheck(options.non_finite, options.source)
         self._manifest: Manifest | None = None  # this rank's tensors of the attached model
         self._attached: AttachedModel | None = None
 
@@ -112,8 +111,8 @@ class SharedMemory(FleetStrategy):
             raise ConfigError("another model is attached; single_copy pushes the attached model alone")
         with self.writing(update):
             pass
-        report: PushReport = update.report
-        return report
+        assert update.report is not None
+        return update.report
 
     def attach(self, update: Update, model: nn.Module) -> None:
         from weightsync.sources.fsdp import FsdpSource  # imported late: DTensor and FSDP take the longest to import
@@ -132,7 +131,6 @@ class SharedMemory(FleetStrategy):
         attached = self._attached
         if attached is None:
             raise ConfigError("there is no model to write: call `attach` first")
-        started = time.perf_counter()
         ranks, timeline = update.ranks, update.timeline
         with timeline.during("plan"):
             attached.check()
@@ -143,7 +141,6 @@ class SharedMemory(FleetStrategy):
                 update.check = fleet.check
                 version = update.choose_version(fleet.newest_version)
             ranks.gather(None, "plan")  # rank 0 waits here until every rank is in the same call
-        planned = time.perf_counter()
         with timeline.during("pause"):
             if fleet is not None:
                 fleet.open()
@@ -151,11 +148,11 @@ class SharedMemory(FleetStrategy):
                 fleet.go(Go(version, None, 0, []))  # from here on the weights count as a mixture
                 fleet.wait_done()
             ranks.broadcast(None, "pause")
-        paused = time.perf_counter()
         with timeline.during("write"):
+            opened = time.perf_counter()
             with attached.open(), update.modes.left():
                 yield
-            written = time.perf_counter()
+            body_s = time.perf_counter() - opened
             attached.fence(update)
         report: PushReport | None = None
         with timeline.during("commit"):
@@ -164,19 +161,10 @@ class SharedMemory(FleetStrategy):
                     WorkerReport(worker.connection.peer, 0, 0.0, 0.0, answer.load_s)
                     for worker, answer in zip(fleet.workers, fleet.commit(update.label), strict=True)
                 )
-                now = time.perf_counter()
-                total_s = now - started - (written - paused)
-                report = PushReport.of(
-                    workers,
-                    version=version,
-                    nbytes=0,
-                    plan_s=planned - started,
-                    control_s=total_s,
-                    pause_s=now - fleet.paused_at,
-                    total_s=total_s,
-                )
+                pause_s = time.perf_counter() - fleet.paused_at
+                report = timeline.report(workers, away_s=body_s, version=version, nbytes=0, pause_s=pause_s)
                 logger.info("wrote %s", report)
-            self._source.read(attached.model)
+            self._finite.source.read(attached.model)
             self._finite.warn(update, 0 if report is None else report.version)
             update.report = ranks.broadcast(report, "commit", PushReport)
 

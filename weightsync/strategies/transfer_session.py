@@ -6,20 +6,33 @@ the earlier engines need no new negotiation. A push goes over all sessions, one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from msgspec import Struct
 
+from weightsync.errors import ConfigError
 from weightsync.fleet.engine_handle import ConnectedWorker, EngineHandle
+from weightsync.fleet.fleet import Fleet
 from weightsync.kernels.digest import SAMPLES, WHOLE
 from weightsync.net import timeouts
+from weightsync.net.update import Update
+from weightsync.net.wire import Connect
 from weightsync.planning.transfer_plan import TransferPlan
-from weightsync.transports.base import Transport
+from weightsync.planning.wire_types import ByteRange, Storage
+from weightsync.transports.base import LocalTensors, Transport
 
 _MOST = 4
 """Most sessions. Each may send the same bytes once more, and has two chunks of memory. More become one."""
+
+
+class Memory(Struct):
+    """One rank's storages for each worker, its byte ranges read in place, and their digest."""
+
+    storages: list[list[Storage]]
+    in_place: list[ByteRange]
+    proof: int
 
 
 @dataclass(eq=False)
@@ -86,6 +99,35 @@ class TransferSession:
         """Return the digest of this rank's sample of the bytes read in place."""
         return self.transport.prepare_push(self.place_sample)
 
+    def connect(self, update: Update, tensors: LocalTensors, fleet: Fleet | None) -> None:
+        """Connect transport and workers, and compare digests of the bytes read in place. Collective.
+
+        fleet: on rank 0, with the session's engines.
+        """
+        ranks, transport = update.ranks, self.transport
+        endpoints = transport.prepare(self.plan, tensors, update)
+        proof = transport.prepare_push(WHOLE if self.verify != "none" else None)
+        own = Memory([each.storages for each in endpoints], transport.in_place(), proof)
+        everyone: list[Memory] = ranks.gather(own, "connect", Memory)
+        if fleet is None:
+            transport.connect(update.deadline())
+        else:
+            messages = [
+                Connect(
+                    transport=transport.name,
+                    storages=[row for memory in everyone for row in memory.storages[number]],
+                    chunks=list(endpoint.arrivals),
+                    frozen=self.plan.frozen_chunks,
+                    in_place=[run for memory in everyone for run in memory.in_place],
+                    proof=[memory.proof for memory in everyone] if self.verify != "none" else [],
+                    fields=endpoint.fields,
+                )
+                for number, endpoint in enumerate(endpoints)
+            ]
+            fleet.connect_transport(messages, transport.connect)
+            fleet.release("init")
+        ranks.broadcast(None, "connect")
+
 
 class SessionChanges(Struct):
     """The changes of sessions in a push, sent by rank 0 to all ranks.
@@ -104,35 +146,88 @@ class SessionChanges(Struct):
         return self.connects or len(self.kept) < len(sessions) or any(left for _, left in self.kept)
 
 
-def choose_session_changes(
-    sessions: Sequence[TransferSession],
-    holds: bool,
-    handles: Sequence[EngineHandle],
-    joining: Sequence[EngineHandle] | None,
-    is_only: bool,
-) -> SessionChanges:
-    """Return the changes of sessions for these engines.
+class Sessions:
+    """The sessions of a strategy, and the transports behind them.
 
-    holds: whether the model's tensors have kept their addresses.
-    joining: the engines that get a session. None: every engine without one.
-    is_only: whether there is just one transport. It serves all engines or none.
+    negotiated: all sessions, the oldest first.
     """
-    kept = []
-    linked: list[EngineHandle] = []
-    for number, session in enumerate(sessions) if holds else ():
-        staying = [one for one in session.handles if one in handles]
-        left: list[int] = []
-        if len(staying) < len(session.handles):
-            left = [
-                at for at, worker in enumerate(session.workers) if all(worker not in one.workers for one in staying)
-            ]
-        if staying and (not left or session.transport.drop_workers(left)):
-            kept.append((number, left))
-            linked += staying
-    wanted = [one for one in handles if one not in linked] if joining is None else [*joining]
-    if wanted and (is_only or len(kept) >= _MOST):
+
+    def __init__(
+        self, transport: Transport, another: Callable[[], Transport] | None = None, encoding: str | None = None
+    ) -> None:
+        """Connect engines over `transport`, or each session over a transport of `another`.
+
+        Raises `ConfigError` for an encoding that `transport` does not know.
+        """
+        if encoding is not None and encoding not in transport.encodings:
+            raise ConfigError(
+                f"encoding={encoding!r}; encodings of transport {transport.name!r}: "
+                f"{', '.join(map(repr, transport.encodings)) or 'none'}"
+            )
+        self._transport, self._another, self._encoding = transport, another, encoding
+        self.negotiated: list[TransferSession] = []
+        self._joining: list[Transport] = []  # the transport of the session under negotiation
+
+    def prepare_push(self) -> list[int]:
+        """Return the digest of each session's sample of this rank's bytes read in place."""
+        return [session.prepare_push() for session in self.negotiated]
+
+    def choose(
+        self, holds: bool, handles: Sequence[EngineHandle], joining: Sequence[EngineHandle] | None
+    ) -> SessionChanges:
+        """Return the changes of sessions for these engines. Rank 0 calls it.
+
+        holds: whether the model's tensors have kept their addresses.
+        joining: the engines that get a session. None: every engine without one.
+        """
         kept = []
-        wanted = [*handles] if joining is None else wanted
-    dropped = [number for number in range(len(sessions)) if number not in dict(kept)]
-    again = next((number for number in dropped if set(sessions[number].handles) == set(wanted)), None)
-    return SessionChanges(kept, again, bool(wanted))
+        linked: list[EngineHandle] = []
+        for number, session in enumerate(self.negotiated) if holds else ():
+            staying = [one for one in session.handles if one in handles]
+            left: list[int] = []
+            if len(staying) < len(session.handles):
+                still = [worker for one in staying for worker in one.workers]
+                left = [at for at, worker in enumerate(session.workers) if worker not in still]
+            if staying and (not left or session.transport.drop_workers(left)):
+                kept.append((number, left))
+                linked += staying
+        wanted = [one for one in handles if one not in linked] if joining is None else [*joining]
+        if wanted and (self._another is None or len(kept) >= _MOST):  # one transport serves all engines or none
+            kept = []
+            wanted = [*handles] if joining is None else wanted
+        dropped = [number for number in range(len(self.negotiated)) if number not in dict(kept)]
+        again = next((number for number in dropped if set(self.negotiated[number].handles) == set(wanted)), None)
+        return SessionChanges(kept, again, bool(wanted))
+
+    def apply(self, changes: SessionChanges, handles: Sequence[EngineHandle] | None) -> Transport | None:
+        """Drop sessions. Return the transport for a new session, or None if there is to be none.
+
+        handles: all engines, on rank 0. There, `choose` has dropped the workers that left.
+        """
+        before = self.negotiated
+        again = None if changes.again is None else before[changes.again].transport
+        for number, left in changes.kept:
+            if handles is not None:
+                before[number].handles = [one for one in before[number].handles if one in handles]
+            elif left:
+                before[number].transport.drop_workers(left)
+        self.negotiated = [before[number] for number, _ in changes.kept]
+        for session in before:
+            if session not in self.negotiated and session.transport is not again:
+                session.transport.release()
+        if not changes.connects:
+            return None
+        transport = again or (self._transport if self._another is None else self._another())
+        transport.claim(self, self._encoding)
+        self._joining = [transport]
+        return transport
+
+    def add(self, session: TransferSession) -> None:
+        """Keep a new session that is connected."""
+        self.negotiated, self._joining = [*self.negotiated, session], []
+
+    def disconnect(self) -> None:
+        """Drop all sessions, also one under negotiation."""
+        for transport in (*(session.transport for session in self.negotiated), *self._joining):
+            transport.release()
+        self.negotiated, self._joining = [], []

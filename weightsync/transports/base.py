@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from weightsync.errors import ProtocolError
+from weightsync.errors import ConfigError, ProtocolError
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo
@@ -98,8 +98,6 @@ class Transport(ABC):
     """
 
     name: str
-    owner: object = None
-    """The strategy that connected this transport. None after it lets the transport go."""
     keeps_frozen: bool = True
     """Whether workers keep frozen tensors from the first push. False: frozen tensors travel in every push too."""
     min_chunk_bytes: int = 1
@@ -107,11 +105,27 @@ class Transport(ABC):
     encodings: tuple[str, ...] = ()
     """The accepted values of `encoding`."""
     encoding: str | None = None
-    """The encoding of the bytes on the wire. Set before `route`. None: unencoded."""
+    """The encoding of the bytes on the wire, known before `route`. None: unencoded."""
     sent_bytes: int = 0
     """Bytes sent by this rank's last `send`. Zero if workers read them themselves."""
     newest_version: int = 0
     """The newest version that outlives engines. Rank 0 sets it in `prepare`. A push must have a newer version."""
+    _owner: object = None
+
+    def claim(self, owner: object, encoding: str | None) -> None:
+        """Use the transport for `owner` alone, with this encoding, until `release`.
+
+        Raises:
+            ConfigError: Another owner has claimed it.
+        """
+        if self._owner not in (None, owner):
+            raise ConfigError("another WeightSync uses the transport: close the other, or use another transport")
+        self._owner, self.encoding = owner, encoding
+
+    def release(self) -> None:
+        """Abort, and let another owner claim the transport."""
+        self.abort()
+        self._owner = None
 
     @abstractmethod
     def route(
