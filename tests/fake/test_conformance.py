@@ -272,7 +272,7 @@ class Stale(IpcTransport):
 
     def send(self, chunks: Any, sample: Any, update: Any) -> None:
         super().send(chunks, sample, update)
-        for step in self._packer._steps:
+        for step in self._sender.packer._steps:
             step.copy = BatchedCopy([])
 
 
@@ -323,7 +323,7 @@ class Once(IpcTransport):
     """Cannot be used again after it was aborted."""
 
     def abort(self) -> None:
-        self.aborted = self._packer is not None
+        self.aborted = self._sender is not None
         super().abort()
 
     def prepare(self, *args: Any) -> list[Endpoint]:

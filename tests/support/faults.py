@@ -74,7 +74,8 @@ class FaultyTransport(Transport):
 
     def _let_a_byte_flip(self, chunk: int) -> None:
         """Change a byte of this chunk after its digest was taken."""
-        packer: Any = self.inner._packer  # type: ignore[attr-defined]
+        inner: Any = self.inner
+        packer: Any = (inner._writer if inner.name == "checkpoint" else inner._sender).packer
         fill = packer.fill
 
         def fill_and_flip(number: int, sample: int | None) -> None:

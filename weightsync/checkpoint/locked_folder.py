@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -57,7 +58,7 @@ class LockedFolder:
             except OSError:
                 unlock(held)
                 raise
-        self._held = held
+        self._held, self._incoming = held, path / _INCOMING
         _finish_removals(path)
 
     def errors(self) -> AbstractContextManager[None]:
@@ -65,8 +66,10 @@ class LockedFolder:
         return placement_errors(f"cannot write {self._content} to {self.path}")
 
     def incoming(self) -> Path:
-        """Return a new path for a subfolder that is not complete."""
-        return self.path / f"{_INCOMING}{secrets.token_hex(4)}"
+        """Return a new path for a subfolder that is not complete. Remove the last one, if it is left."""
+        shutil.rmtree(self._incoming, ignore_errors=True)
+        self._incoming = self.path / f"{_INCOMING}{secrets.token_hex(4)}"
+        return self._incoming
 
     def remove(self, path: Path) -> None:
         """Remove a complete subfolder. Raises `OSError` if it keeps its name, and logs that files stay."""
@@ -74,7 +77,8 @@ class LockedFolder:
         _finish_removals(path.parent)
 
     def close(self) -> None:
-        """Release the lock. Another process may write the folder then."""
+        """Remove the incomplete subfolder, and release the lock. Another process may write the folder then."""
+        shutil.rmtree(self._incoming, ignore_errors=True)
         unlock(self._held)
 
 

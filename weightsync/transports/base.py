@@ -22,11 +22,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from weightsync.errors import ConfigError, ProtocolError
+from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo
@@ -40,6 +40,8 @@ SLOTS = 2
 """Chunks in memory at once: one being read, one being filled."""
 DIGEST_BYTES = 8
 """Size of a run's digest. It follows the run's last byte, as a little-endian 64-bit integer."""
+
+Part = TypeVar("Part")
 
 Wait = Callable[[float], None]
 """A function called during waits. It sleeps for at most that many seconds, and raises if a peer has failed."""
@@ -275,6 +277,13 @@ class TransportReceiver(ABC):
         After a failure the GPU's current stream may still read the tensors of `storage`, or wait for bytes that never
         come.
         """
+
+
+def still_open(part: Part | None) -> Part:
+    """Return a part of a transport. None, after `abort`: raise `WeightSyncError`."""
+    if part is None:
+        raise WeightSyncError("the transport was closed while it was in use")
+    return part
 
 
 def align(nbytes: int) -> int:

@@ -14,8 +14,7 @@ used twice, and a rank's progress file exists before a worker opens it.
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from msgspec import Meta, Struct
 
 from weightsync.checkpoint.locked_folder import LOCK, VersionFolder
 from weightsync.checkpoint.own_files import opened_plain
-from weightsync.checkpoint.safetensors import lay_out, runs
+from weightsync.checkpoint.safetensors import Shards, lay_out, runs
 from weightsync.checkpoint.shard_files import (
     append,
     check_seen,
@@ -38,7 +37,7 @@ from weightsync.checkpoint.shard_files import (
     write,
 )
 from weightsync.checkpoint.sidecars import files_beside, with_configs
-from weightsync.errors import ConfigError, PlacementError, SyncTimeoutError, WeightSyncError
+from weightsync.errors import ConfigError, PlacementError, SyncTimeoutError
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo, typed
@@ -54,6 +53,7 @@ from weightsync.transports.base import (
     TransportReceiver,
     Wait,
     align,
+    still_open,
     strided,
 )
 from weightsync.transports.staging import Packer, SlotSection, by_rank, endpoint, slot_bytes, wait_until
@@ -101,12 +101,7 @@ class FilesTransport(Transport):
         self._max_shard_bytes, self._saved_beside = max_shard_bytes, saved_beside
         self._takes_configs = takes_configs  # use the model's own configs if none are given
         self._folder: VersionFolder | None = None  # rank 0 only
-        self._forget()
-
-    def _forget(self) -> None:
-        self._incoming: Path | None = None
-        self._packer: Packer | None = None
-        self._slot = torch.empty(0, dtype=torch.uint8)
+        self._writer: _ShardWriter | None = None
 
     def route(
         self,
@@ -121,98 +116,118 @@ class FilesTransport(Transport):
         return (Chain((0,), chain_of(range(len(reads)), reads).reads),)
 
     def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
-        ranks = self._ranks = update.ranks
+        ranks = update.ranks
         travelling = (name for chunk in plan.chunks for name in chunk.names)
         order = dict.fromkeys([*travelling, *plan.manifest.names])  # no chunk has tensors without elements
-        self._shards = lay_out(plan.manifest, [(name,) for name in order], self._max_shard_bytes)
-        own = [[piece for piece in chunk.pieces if piece.rank == ranks.rank] for chunk in plan.chunks]
-        self._mine = [staging.lay_out(plan.manifest, {0: pieces}, _SLOT) for pieces in own]
-        self._slot = torch.empty(slot_bytes(self._mine), dtype=torch.uint8)
-        self._packer = Packer(plan, tensors, self._mine, {_SLOT: self._slot})
-        self._gpus = {each.tensor.device for each in tensors.at.values() if each.tensor.is_cuda}
-        self._beside: dict[str, bytes] = {}
+        shards = lay_out(plan.manifest, [(name,) for name in order], self._max_shard_bytes)
+        beside: dict[str, bytes] = {}
         opened = None
         if ranks.rank == 0:
-            beside = with_configs(tensors.model, *self._saved_beside) if self._takes_configs else self._saved_beside
-            self._beside = files_beside(beside, plan.manifest)
+            given = with_configs(tensors.model, *self._saved_beside) if self._takes_configs else self._saved_beside
+            beside = files_beside(given, plan.manifest)
             opened = self._open(ranks.size)
         incoming, self.newest_version = ranks.broadcast(opened, "connect")
         check_seen(Path(incoming), f"trainer rank {ranks.rank}")
-        self._incoming, self._pushes, self._created = Path(incoming), 0, 0
+        self._writer = _ShardWriter(plan, tensors, shards, Path(incoming), ranks.rank, beside)
         if ranks.rank:
             return [Endpoint() for _ in range(plan.workers)]
         layout = [staging.lay_out(plan.manifest, by_rank(chunk.pieces), _SLOT) for chunk in plan.chunks]
-        pieces = [[self._describe(plan.manifest, each) for each in those.values()] for those in layout]
+        pieces = [[_pieces(shards, each) for each in those.values()] for those in layout]
         return [endpoint(layout, [], incoming=incoming, pieces=pieces) for _ in range(plan.workers)]
 
     def _open(self, ranks: int) -> tuple[str, int]:
         """Take the folder, on rank 0. Return the folder of this connection's pushes, and the newest version."""
         folder = self._folder = self._folder or VersionFolder(self._path)
         with folder.errors():
-            if self._incoming is not None:  # of our last connection
-                shutil.rmtree(self._incoming, ignore_errors=True)
-            self._incoming = folder.incoming()
-            self._incoming.mkdir()
+            incoming = folder.incoming()
+            incoming.mkdir()
             for rank in range(ranks):
-                _progress(self._incoming, rank).touch()
-        return str(self._incoming), folder.newest()
-
-    def _describe(self, manifest: Manifest, section: SlotSection) -> list[_Piece]:
-        """Return a worker's description of each piece of a section."""
-        rows = []
-        for place in section.places:
-            size, shape = itemsize(place.dtype), manifest[place.name].shape
-            file, first = self._shards.file_of[place.name], self._shards.in_file[place.name]
-            rows.append(_Piece(file, first, shape, place.box, size, place.offset * size))
-        return rows
+                _progress(incoming, rank).touch()
+        return str(incoming), folder.newest()
 
     def prepare_push(self, sample: int | None) -> int:
-        for gpu in self._gpus:
-            torch.cuda.synchronize(gpu)  # the optimizer's writes may be queued on another stream
-        if self._ranks.rank == 0 and self._created == self._pushes:  # the folder of the next push
-            create(self._folder_of(self._pushes + 1), self._shards, self._beside)
-            self._created += 1
+        still_open(self._writer).prepare_push()
         return 0
 
     def drop_workers(self, workers: Collection[int]) -> bool:
         return True  # workers read files: nothing is sent to them
 
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
-        self._pushes += 1
-        ranks, folder = self._ranks, self._folder_of(self._pushes)
+        writer = still_open(self._writer)
+        writer.pushes += 1
         for number in chunks:
-            slot, packer = self._slot, self._packer
-            if packer is None:
-                raise WeightSyncError("the transport was closed while it was sending")
-            for section in self._mine[number].values():
-                section.clear_gaps(slot)
-            packer.fill(number, sample)
-            digest = bytes(DIGEST_BYTES)
-            for section in self._mine[number].values():
-                regions = ((p, strided(slot, p.dtype, p.offset, p.box.size, p.stride)) for p in section.places)
-                write(folder, self._shards, regions)
-                if sample is not None:
-                    digest = bytes(memory_of(slot[section.end - DIGEST_BYTES : section.end]))
-            append(_progress(folder.parent, ranks.rank), digest)
+            still_open(self._writer).write(number, sample)
             update.wait(0.0)
-
-    def _folder_of(self, push: int) -> Path:
-        if self._incoming is None:
-            raise WeightSyncError("the folder of checkpoints is closed")
-        return self._incoming / str(push)
 
     def on_commit(self, version: int) -> None:
         assert self._folder is not None  # rank 0 has it
-        publish(self._folder_of(self._pushes), self._folder.named(version))
+        publish(still_open(self._writer).folder(), self._folder.named(version))
         self._folder.prune(self._keep_last)
 
     def abort(self) -> None:
         if self._folder is not None:
-            if self._incoming is not None:
-                shutil.rmtree(self._incoming, ignore_errors=True)
             self._folder.close()
-        self._folder = None
-        self._forget()
+        self._folder, self._writer = None, None
+
+
+class _ShardWriter:
+    """One rank's writes for one plan: each push into a folder of its own, inside of `incoming`.
+
+    beside: further files of each version by name, on rank 0.
+    """
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        tensors: LocalTensors,
+        shards: Shards,
+        incoming: Path,
+        rank: int,
+        beside: Mapping[str, bytes],
+    ) -> None:
+        self._shards, self._incoming, self._rank, self._beside = shards, incoming, rank, beside
+        own = [[piece for piece in chunk.pieces if piece.rank == rank] for chunk in plan.chunks]
+        self._layout = [staging.lay_out(plan.manifest, {0: pieces}, _SLOT) for pieces in own]
+        self._slot = torch.empty(slot_bytes(self._layout), dtype=torch.uint8)
+        self.packer = Packer(plan, tensors, self._layout, {_SLOT: self._slot})
+        self._gpus = {each.tensor.device for each in tensors.at.values() if each.tensor.is_cuda}
+        self.pushes = self._created = 0
+
+    def folder(self) -> Path:
+        """Return the folder of the push under way."""
+        return self._incoming / str(self.pushes)
+
+    def prepare_push(self) -> None:
+        """Wait for the tensors. Make the folder of the next push, on rank 0."""
+        for gpu in self._gpus:
+            torch.cuda.synchronize(gpu)  # the optimizer's writes may be queued on another stream
+        if self._rank == 0 and self._created == self.pushes:
+            create(self._incoming / str(self.pushes + 1), self._shards, self._beside)
+            self._created += 1
+
+    def write(self, number: int, sample: int | None) -> None:
+        """Write this rank's part of a chunk, and then its digest into the rank's progress file."""
+        sections = self._layout[number].values()
+        for section in sections:
+            section.clear_gaps(self._slot)
+        self.packer.fill(number, sample)
+        digest = bytes(DIGEST_BYTES)
+        for section in sections:
+            regions = ((p, strided(self._slot, p.dtype, p.offset, p.box.size, p.stride)) for p in section.places)
+            write(self.folder(), self._shards, regions)
+            if sample is not None:
+                digest = bytes(memory_of(self._slot[section.end - DIGEST_BYTES : section.end]))
+        append(_progress(self._incoming, self._rank), digest)
+
+
+def _pieces(shards: Shards, section: SlotSection) -> list[_Piece]:
+    """Return a worker's description of each piece of a section."""
+    rows = []
+    for place in section.places:
+        size, shape = itemsize(place.dtype), shards.manifest[place.name].shape
+        file, first = shards.file_of[place.name], shards.in_file[place.name]
+        rows.append(_Piece(file, first, shape, place.box, size, place.offset * size))
+    return rows
 
 
 class FilesReceiver(TransportReceiver):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from msgspec import Struct
 
-from weightsync.errors import PlacementError, ProtocolError, WeightSyncError
+from weightsync.errors import PlacementError, ProtocolError
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo, typed
@@ -30,6 +30,7 @@ from weightsync.transports.base import (
     Transport,
     TransportReceiver,
     Wait,
+    still_open,
 )
 from weightsync.transports.proof import MemoryFingerprint
 from weightsync.transports.shared_handles import Handle, SharedFile, export, open_exported
@@ -49,14 +50,10 @@ class IpcTransport(Transport):
         self._forget()
 
     def _forget(self) -> None:
-        self._files: list[SharedFile] = []
-        self._slots: dict[int, torch.Tensor] = {}
+        self._sender: _SlotSender | None = None
         self._devices: set[torch.device] = set()
         self._runs: list[ByteRange] = []
         self._proof = MemoryFingerprint([[]])
-        self._counters: _Counters | None = None
-        self._packer: Packer | None = None
-        self._left: set[int] = set()
 
     def route(
         self,
@@ -96,19 +93,15 @@ class IpcTransport(Transport):
             )
         self._close_files()
         self._forget()
-        rank = self._rank = update.ranks.rank
-        self._workers = plan.workers
+        rank = update.ranks.rank
         staged = [number for number, chunk in enumerate(plan.chunks) if not chunk.in_place]
-        self._staged = frozenset(staged)
         layout: Layout = [{} for _ in plan.chunks]
         for at, number in enumerate(staged):
             for owner, pieces in by_rank(plan.chunks[number].pieces).items():
                 layout[number] |= lay_out(plan.manifest, {owner: pieces}, -1 - at % SLOTS)
         mine = [{rank: those[rank]} if rank in those else {} for those in layout]
-        storages = [self._make_slots(mine, tensors)] * self._workers
-        self._filled, self._parts = 0, [bool(those) for those in mine]
-        self._packer = Packer(plan, tensors, mine, self._slots)
-        storages = self._export(plan, tensors, storages)
+        sender = self._sender = _SlotSender(plan, tensors, rank, mine)
+        storages = self._export(plan, tensors, rank, sender)
         arrivals: tuple[ChunkLayout, ...] = ()
         fields: dict[str, Any] = {}
         if rank == 0:
@@ -119,53 +112,31 @@ class IpcTransport(Transport):
             fields = {"parts": [None if c.in_place else [*b] for c, b in zip(plan.chunks, layout, strict=True)]}
         return [Endpoint(rows, arrivals, {**fields, "worker": worker}) for worker, rows in enumerate(storages)]
 
-    def _make_slots(self, mine: Layout, tensors: LocalTensors) -> list[Storage]:
-        """Allocate slots and counters if this rank stages any tensor. Return the storages that are files."""
-        rows: list[Storage] = []
-        staged = {source.name for sections in mine for section in sections.values() for source in section.sources}
-        if not staged:
-            return rows
-        devices = [each.tensor.device for location, each in tensors.at.items() if location.name in staged]
-        device = next((device for device in devices if device.type == "cpu"), devices[0])
-        nbytes = {_COUNTERS: (1 + self._workers) * _CACHE_LINE_BYTES}
-        nbytes |= dict.fromkeys((-1 - slot for slot in range(SLOTS)), slot_bytes(mine))
-        for number, size in nbytes.items():
-            if number != _COUNTERS and device.type == "cuda":
-                self._slots[number] = torch.empty(size, dtype=torch.uint8, device=device)
-                continue
-            self._files.append(SharedFile(size))
-            rows.append((self._rank, number, *self._files[-1].handle()))
-            if number == _COUNTERS:
-                self._counters = _Counters(self._files[-1].data)
-            else:
-                self._slots[number] = self._files[-1].data
-        return rows
-
-    def _export(self, plan: TransferPlan, tensors: LocalTensors, files: Sequence[list[Storage]]) -> list[list[Storage]]:
-        """Return each worker's storages: `files`, and a handle of each GPU slot and of each tensor read in place.
+    def _export(self, plan: TransferPlan, tensors: LocalTensors, rank: int, sender: _SlotSender) -> list[list[Storage]]:
+        """Return each worker's storages: shared files, and a handle of each GPU slot and each tensor read in place.
 
         Also set the runs to digest and the GPUs to synchronise.
         """
-        read = [p for chunk in plan.chunks if chunk.in_place for p in chunk.pieces if p.rank == self._rank]
+        read = [p for chunk in plan.chunks if chunk.in_place for p in chunk.pieces if p.rank == rank]
         numbers = {piece.storage for piece in read}
         exports = {p.storage: each.tensor.untyped_storage() for p, each in tensors.at.items() if p.storage in numbers}
-        self._find_runs(read, exports)
-        exports |= {number: slot.untyped_storage() for number, slot in self._slots.items() if slot.is_cuda}
+        self._find_runs(read, exports, rank)
+        exports |= {number: slot.untyped_storage() for number, slot in sender.slots.items() if slot.is_cuda}
         self._devices = {each.tensor.device for each in tensors.at.values() if each.tensor.is_cuda}
         here = {storage.data_ptr() for storage in exports.values()}
         self._handles = {key: row for key, row in self._handles.items() if key[1] in here}
         rows = []
-        for worker, own in enumerate(files):
-            rows.append([*own])
+        for worker in range(plan.workers):
+            rows.append([*sender.files])
             for number, storage in exports.items():
                 # One export per reader: torch expects one release for each export, and keeps the memory until then.
                 key = (worker, storage.data_ptr())
                 if key not in self._handles or self._handles[key][1]["nbytes"] != storage.nbytes():
                     self._handles[key] = export(storage)
-                rows[-1].append((self._rank, number, *self._handles[key]))
+                rows[-1].append((rank, number, *self._handles[key]))
         return rows
 
-    def _find_runs(self, read: Sequence[ShardLocation], exports: dict[int, torch.UntypedStorage]) -> None:
+    def _find_runs(self, read: Sequence[ShardLocation], exports: dict[int, torch.UntypedStorage], rank: int) -> None:
         spans: dict[int, list[tuple[int, int, int]]] = {number: [] for number in exports}
         for p in read:
             last = p.offset + sum((n - 1) * step for n, step in zip(p.box.size, p.stride, strict=True))
@@ -175,7 +146,7 @@ class IpcTransport(Transport):
         for number, those in spans.items():
             data = torch.empty(0, dtype=torch.uint8, device=exports[number].device).set_(exports[number])
             for first, last in filled(those):
-                self._runs.append(ByteRange(self._rank, number, first, last - first))
+                self._runs.append(ByteRange(rank, number, first, last - first))
                 memory.append(data[first:last])
         self._proof = MemoryFingerprint([memory])
 
@@ -189,37 +160,19 @@ class IpcTransport(Transport):
         return 0 if sample is None else self._proof.of(sample)[0]
 
     def drop_workers(self, workers: Collection[int]) -> bool:
-        self._left.update(workers)
+        if self._sender is not None:
+            self._sender.left.update(workers)
         return True
 
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
         self._close_files()  # every worker has mapped them: closed files vanish even if a process is killed
-        begun = self._filled
-        for number in chunks:
-            if number not in self._staged:
-                continue
-            packer, counters = self._packer, self._counters
-            if packer is None:
-                raise WeightSyncError("the transport was closed while it was sending")
-            if counters is not None and self._parts[number]:
-                # Wait for the chunk before the last one: it used the same slot. Wait for all chunks of earlier pushes,
-                # too.
-                taken = max(self._filled - SLOTS + 1, begun)
-                wait_until(partial(self._late, taken), "take a chunk", update.wait, update.deadline_after_workers())
-            packer.fill(number, sample)
-            for slot in self._slots.values():
-                if slot.is_cuda:
-                    torch.cuda.current_stream(slot.device).synchronize()
-            self._filled += 1
-            if counters is not None:
-                counters[0] = self._filled
+        sender = self._sender
 
-    def _late(self, taken: int) -> list[str]:
-        """Return the workers that have taken fewer than `taken` chunks."""
-        if (counters := self._counters) is None:
-            raise WeightSyncError("the transport was closed while it was sending")
-        staying = [worker for worker in range(self._workers) if worker not in self._left]
-        return [f"engine worker {worker}" for worker in staying if counters[1 + worker] < taken]
+        def wait(seconds: float) -> None:
+            still_open(sender if self._sender is sender else None)
+            update.wait(seconds)
+
+        still_open(sender).send(chunks, sample, wait, update)
 
     def abort(self) -> None:
         self._close_files()
@@ -227,7 +180,77 @@ class IpcTransport(Transport):
         self._handles.clear()
 
     def _close_files(self) -> None:
-        for file in self._files:
+        if self._sender is not None:
+            self._sender.close_files()
+
+
+class _SlotSender:
+    """One rank's staged chunks of one plan: its slots take them in turn. Counters pace it with the workers.
+
+    layout: this rank's sections.
+    """
+
+    def __init__(self, plan: TransferPlan, tensors: LocalTensors, rank: int, layout: Layout) -> None:
+        self.slots: dict[int, torch.Tensor] = {}
+        self.files: list[Storage] = []  # storages that are shared files
+        self.left: set[int] = set()  # workers
+        self._open_files: list[SharedFile] = []
+        self._counters: _Counters | None = None
+        self._workers, self._filled = plan.workers, 0
+        self._make_slots(rank, layout, tensors)
+        self._has_part = [None if chunk.in_place else bool(own) for chunk, own in zip(plan.chunks, layout, strict=True)]
+        self.packer = Packer(plan, tensors, layout, self.slots)
+
+    def _make_slots(self, rank: int, layout: Layout, tensors: LocalTensors) -> None:
+        """Allocate slots and counters if this rank stages any tensor."""
+        staged = {source.name for sections in layout for section in sections.values() for source in section.sources}
+        if not staged:
+            return
+        devices = [each.tensor.device for location, each in tensors.at.items() if location.name in staged]
+        device = next((device for device in devices if device.type == "cpu"), devices[0])
+        nbytes = {_COUNTERS: (1 + self._workers) * _CACHE_LINE_BYTES}
+        nbytes |= dict.fromkeys((-1 - slot for slot in range(SLOTS)), slot_bytes(layout))
+        for number, size in nbytes.items():
+            if number != _COUNTERS and device.type == "cuda":
+                self.slots[number] = torch.empty(size, dtype=torch.uint8, device=device)
+                continue
+            file = SharedFile(size)
+            self._open_files.append(file)
+            self.files.append((rank, number, *file.handle()))
+            if number == _COUNTERS:
+                self._counters = _Counters(file.data)
+            else:
+                self.slots[number] = file.data
+
+    def send(self, chunks: Sequence[int], sample: int | None, wait: Wait, update: Update) -> None:
+        """Send as `Transport.send` does."""
+        begun = self._filled
+        for number in chunks:
+            if (has_part := self._has_part[number]) is None:
+                continue
+            wait(0.0)
+            if has_part:
+                # Wait for the chunk before the last one: it used the same slot. Wait for all chunks of earlier pushes,
+                # too.
+                taken = max(self._filled - SLOTS + 1, begun)
+                wait_until(partial(self._late, taken), "take a chunk", wait, update.deadline_after_workers())
+            self.packer.fill(number, sample)
+            for slot in self.slots.values():
+                if slot.is_cuda:
+                    torch.cuda.current_stream(slot.device).synchronize()
+            self._filled += 1
+            if self._counters is not None:
+                self._counters[0] = self._filled
+
+    def _late(self, taken: int) -> list[str]:
+        """Return the workers that have taken fewer than `taken` chunks."""
+        counters = still_open(self._counters)
+        staying = [worker for worker in range(self._workers) if worker not in self.left]
+        return [f"engine worker {worker}" for worker in staying if counters[1 + worker] < taken]
+
+    def close_files(self) -> None:
+        """Close the shared files. Mapped memory stays."""
+        for file in self._open_files:
             file.close()
 
 

@@ -37,7 +37,7 @@ from weightsync.net.wire import MachineInfo, typed
 from weightsync.planning.layout import Count, Manifest, ShardLocation
 from weightsync.planning.transfer_plan import Chain, TransferPlan, choose_chains
 from weightsync.planning.wire_types import ReadRegions, Storage
-from weightsync.transports.base import SLOTS, Endpoint, LocalTensors, Transport, TransportReceiver, Wait
+from weightsync.transports.base import SLOTS, Endpoint, LocalTensors, Transport, TransportReceiver, Wait, still_open
 from weightsync.transports.communicator import Communicator, Operation, UnderWay
 from weightsync.transports.encoding import Encoder, ReceiveBuffers, length, read
 from weightsync.transports.nccl_group import NcclGroup
@@ -71,10 +71,7 @@ class NcclTransport(Transport):
         self._communicator: Communicator | None = None
         self._edges: set[tuple[int, int]] = set()  # rank 0: (sender, receiver) members
         self._peers: list[str] = []  # rank 0: the members' names in errors
-        self._posted: dict[int, Operation] = {}  # by slot
-        self._slots: list[torch.Tensor] = []
-        self._packer: Packer | None = None
-        self._encoder: Encoder | None = None
+        self._sender: _Sender | None = None
 
     def route(
         self,
@@ -107,28 +104,21 @@ class NcclTransport(Transport):
 
     def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
         ranks = self._ranks = update.ranks
-        self._device, self._computes = self._agree(tensors, ranks)
-        if self.encoding is not None and self._device.type != "cpu":
-            raise ConfigError(f"encoding={self.encoding!r} is for tensors on a CPU, found {self._device}: leave it out")
-        self._encoder = Encoder(self.encoding == "auto") if self.encoding is not None else None
-        self._changing = plan.due(first=False)
-        self._packer, self._slots = None, []  # free the old slots first
-        self._posted.clear()
-        self._has_sent = False
-        self._mine = send_layout(plan, ranks.rank, SLOTS)
-        self._first = [ranks.size + chain.workers[0] for chain in plan.chains]
-        self._slots_of_worker = SLOTS if self._encoder is None else max(len(plan.chunks), 1)
+        device, computes = self._agree(tensors, ranks)
+        if self.encoding is not None and device.type != "cpu":
+            raise ConfigError(f"encoding={self.encoding!r} is for tensors on a CPU, found {device}: leave it out")
+        self._sender = None  # free the old slots first
+        slots = SLOTS if self.encoding is None else max(len(plan.chunks), 1)
         chains = range(len(plan.chains)) if ranks.rank == 0 else ()
-        layouts = [receive_layout(plan, chain, self._slots_of_worker) for chain in chains]
-        self._join(plan, layouts)
-        self._slots = [
-            torch.empty(slot_bytes(self._mine), dtype=torch.uint8, device=self._device) for _ in range(SLOTS)
-        ]
-        self._packer = Packer(plan, tensors, self._mine, dict(enumerate(self._slots)), _COPY_PROGRAMS)
+        layouts = [receive_layout(plan, chain, slots) for chain in chains]
+        layout = send_layout(plan, ranks.rank, SLOTS)
+        communicator = self._join(plan, layout, layouts, device)
+        encoder = Encoder(self.encoding == "auto") if self.encoding is not None else None
+        self._sender = _Sender(plan, tensors, layout, device, communicator, self._peers, computes, encoder)
         endpoints = [Endpoint() for _ in range(plan.workers)]
-        for chain, layout in zip(plan.chains, layouts, strict=True) if ranks.rank == 0 else ():
+        for chain, received in zip(plan.chains, layouts, strict=True) if ranks.rank == 0 else ():
             for position, worker in enumerate(chain.workers):
-                endpoints[worker] = self._endpoint(chain, position, layout)
+                endpoints[worker] = self._endpoint(chain, position, received, slots)
         return endpoints
 
     def _agree(self, tensors: LocalTensors, ranks: Ranks) -> tuple[torch.device, bool]:
@@ -147,23 +137,25 @@ class NcclTransport(Transport):
         on_gpu = found == ["cuda"]
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"), computes
 
-    def _join(self, plan: TransferPlan, layouts: Sequence[Layout]) -> None:
+    def _join(
+        self, plan: TransferPlan, layout: Layout, layouts: Sequence[Layout], device: torch.device
+    ) -> Communicator:
         """Agree on the communicator. Make a new one if new pairs of members exchange. Collective.
 
+        layout: this rank's sections.
         layouts: the receive layout of each chain, on rank 0.
         """
         ranks, communicator, rendezvous = self._ranks, self._communicator, None
         size = ranks.size + plan.workers
         if ranks.rank == 0:
-            edges = {
-                (rank, first) for first, those in zip(self._first, layouts, strict=True) for rank in _senders(those)
-            }
-            for chain in plan.chains:
-                edges |= {(ranks.size + one, ranks.size + following) for one, following in pairwise(chain.workers)}
+            edges: set[tuple[int, int]] = set()
+            for chain, received in zip(plan.chains, layouts, strict=True):
+                members = [ranks.size + worker for worker in chain.workers]
+                edges |= {*pairwise(members), *((rank, members[0]) for rank in _senders(received))}
             if communicator is None or communicator.size != size or not edges <= self._edges:
                 # Workers with a loopback address run on this host, so any address of this host works.
                 near = ranks.size > 1 and is_loopback(plan.host)
-                rendezvous = _kind(self._device).rendezvous_at(ranks.host if near else plan.host)
+                rendezvous = _kind(device).rendezvous_at(ranks.host if near else plan.host)
                 self._edges = edges
         place = communicator and communicator.place
         if rendezvous is not None:
@@ -172,23 +164,22 @@ class NcclTransport(Transport):
         if communicator is None or communicator.place != place:
             if communicator is not None:
                 communicator.abort()
-            sends_to = sorted({self._first[chain] for those in self._mine for chain in those})
-            self._communicator = _kind(self._device)(place, rendezvous, ranks.rank, size, self._device, sends_to, [])
-        own = {chain for those in self._mine for chain in those}
-        names = [[self._peers[ranks.size + worker] for worker in plan.chains[chain].workers] for chain in sorted(own)]
-        self._after = [each[0] for each in names], [name for each in names for name in each[1:]]
+            sends_to = [ranks.size + plan.chains[chain].workers[0] for chain in _senders(layout)]
+            communicator = _kind(device)(place, rendezvous, ranks.rank, size, device, sorted({*sends_to}), [])
+        self._communicator = communicator
+        return communicator
 
-    def _endpoint(self, chain: Chain, position: int, layout: Layout) -> Endpoint:
+    def _endpoint(self, chain: Chain, position: int, layout: Layout, slots: int) -> Endpoint:
         """Return the endpoint of a chain's worker."""
         members = [self._ranks.size + worker for worker in chain.workers]
         last, senders = len(members) - 1, _senders(layout)
         fields: dict[str, Any] = {"encoders": [], "origins": []}
-        if self._encoder is not None:  # workers then pass runs on one by one
+        if self.encoding is not None:  # workers then pass runs on one by one
             fields = {"encoders": senders, "origins": [[*those] for those in layout]}
         if position:
             before = members[position - 1]
             rows = [[[before, each.first, each.end] for each in those.values()] for those in layout]
-            senders, fields["runs"] = [before], rows if self._encoder is not None else [*map(_joined_runs, rows)]
+            senders, fields["runs"] = [before], rows if self.encoding is not None else [*map(_joined_runs, rows)]
         assert self._communicator is not None
         return endpoint(
             layout,
@@ -197,7 +188,7 @@ class NcclTransport(Transport):
             rank=members[position],
             size=self._communicator.size,
             senders=senders,
-            slots=self._slots_of_worker,
+            slots=slots,
             onward=members[position + 1] if position < last else None,
             before=[self._peers[member] for member in (reversed(members[:position]) if position else senders)],
             after=[self._peers[member] for member in members[position + 1 :]],
@@ -218,59 +209,19 @@ class NcclTransport(Transport):
         communicator.meet(wait, deadline)
 
     def prepare_push(self, sample: int | None) -> int:
-        if self._device.type == "cuda":
+        if self._sender is not None and self._sender.device.type == "cuda":
             # Chunks are filled on the current stream. The optimizer's writes may be queued on another.
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self._sender.device)
         return 0
 
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
-        packer = self._packer
+        sender = self._sender
 
         def wait(seconds: float) -> None:
-            if self._packer is not packer or packer is None:
-                raise WeightSyncError("the transport was closed while it was sending")
+            still_open(sender if self._sender is sender else None)
             update.wait(seconds)
 
-        under_way, encoder = UnderWay(), self._encoder
-        ahead, self._has_sent = 0 if self._device.type == "cuda" and not self._has_sent else _AHEAD, True
-        self.sent_bytes = 0
-        if encoder is not None:
-            encoder.begin()
-            told = torch.tensor([encoder.encodes]).view(torch.uint8)
-            chains = sorted({chain for those in self._mine for chain in those})
-            self._start(len(self._mine), [(told, chain) for chain in chains], under_way)
-        for number in chunks:
-            if (earlier := self._posted.pop(number % SLOTS, None)) is not None:
-                # Wait on the host: a gather or compute may synchronise the GPU, and so wait without a deadline for a
-                # dead member.
-                freed = earlier.wait if self._computes else earlier.follow
-                freed(wait, update.deadline_after_workers(), "transfer")
-            under_way.bound(ahead, wait, update.deadline_after_workers())
-            if self._packer is not packer or packer is None:
-                raise WeightSyncError("the transport was closed while it was sending")
-            packer.fill(number, sample)
-            slot = self._slots[number % SLOTS]
-            runs = [(slot[each.first : each.end], chain) for chain, each in self._mine[number].items()]
-            sends = runs
-            if encoder is not None and encoder.encodes:
-                sends = [(encoder.message((number, chain), run), chain) for run, chain in runs]
-            if sends:
-                self._posted[number % SLOTS] = self._start(number, sends, under_way)
-            if encoder is not None:
-                for run, chain in runs:
-                    encoder.keep((number, chain), run, number in self._changing)
-        self._posted.clear()
-        under_way.bound(0, wait, update.deadline_after_workers())
-        if encoder is not None:
-            encoder.end()
-
-    def _start(self, number: int, sends: Sequence[tuple[torch.Tensor, int]], under_way: UnderWay) -> Operation:
-        """Start sends, each along the chain beside it."""
-        self.sent_bytes += sum(data.numel() for data, _ in sends)
-        to_first = [(data, self._first[chain]) for data, chain in sends]
-        sending = _joined(self._communicator).exchange(number, to_first, [], *self._after)
-        under_way.add(sending)
-        return sending
+        self.sent_bytes = still_open(sender).send(chunks, sample, wait, update)
 
     def abort(self) -> None:
         if self._communicator is not None:
@@ -278,8 +229,80 @@ class NcclTransport(Transport):
         self._forget()
 
 
+class _Sender:
+    """One rank's sends for one plan. Its slots take the chunks in turn.
+
+    peers: the members' names in errors.
+    computes: whether any rank computes tensors.
+    """
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        tensors: LocalTensors,
+        layout: Layout,
+        device: torch.device,
+        communicator: Communicator,
+        peers: Sequence[str],
+        computes: bool,
+        encoder: Encoder | None,
+    ) -> None:
+        self.device, self._layout, self._communicator = device, layout, communicator
+        self._computes, self._encoder, self._sent_bytes = computes, encoder, 0
+        self._changing = plan.due(first=False)
+        self._slots = [torch.empty(slot_bytes(layout), dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+        self.packer = Packer(plan, tensors, layout, dict(enumerate(self._slots)), _COPY_PROGRAMS)
+        ranks = communicator.size - plan.workers
+        self._members = [[ranks + worker for worker in chain.workers] for chain in plan.chains]
+        names = [[peers[member] for member in self._members[chain]] for chain in _senders(layout)]
+        self._after = [each[0] for each in names], [name for each in names for name in each[1:]]
+        self._has_sent = False
+
+    def send(self, chunks: Sequence[int], sample: int | None, wait: Wait, update: Update) -> int:
+        """Send as `Transport.send` does. Return the bytes sent."""
+        under_way, encoder = UnderWay(), self._encoder
+        ahead, self._has_sent = 0 if self.device.type == "cuda" and not self._has_sent else _AHEAD, True
+        posted: dict[int, Operation] = {}  # by slot
+        self._sent_bytes = 0
+        if encoder is not None:
+            encoder.begin()
+            told = torch.tensor([encoder.encodes]).view(torch.uint8)
+            self._start(len(self._layout), [(told, chain) for chain in _senders(self._layout)], under_way)
+        for number in chunks:
+            if (earlier := posted.pop(number % SLOTS, None)) is not None:
+                # Wait on the host: a gather or compute may synchronise the GPU, and so wait without a deadline for a
+                # dead member.
+                freed = earlier.wait if self._computes else earlier.follow
+                freed(wait, update.deadline_after_workers(), "transfer")
+            under_way.bound(ahead, wait, update.deadline_after_workers())
+            wait(0.0)
+            self.packer.fill(number, sample)
+            slot = self._slots[number % SLOTS]
+            runs = [(slot[each.first : each.end], chain) for chain, each in self._layout[number].items()]
+            sends = runs
+            if encoder is not None and encoder.encodes:
+                sends = [(encoder.message((number, chain), run), chain) for run, chain in runs]
+            if sends:
+                posted[number % SLOTS] = self._start(number, sends, under_way)
+            if encoder is not None:
+                for run, chain in runs:
+                    encoder.keep((number, chain), run, number in self._changing)
+        under_way.bound(0, wait, update.deadline_after_workers())
+        if encoder is not None:
+            encoder.end()
+        return self._sent_bytes
+
+    def _start(self, number: int, sends: Sequence[tuple[torch.Tensor, int]], under_way: UnderWay) -> Operation:
+        """Start sends, each along the chain beside it."""
+        self._sent_bytes += sum(data.numel() for data, _ in sends)
+        to_first = [(data, self._members[chain][0]) for data, chain in sends]
+        sending = self._communicator.exchange(number, to_first, [], *self._after)
+        under_way.add(sending)
+        return sending
+
+
 def _senders(layout: Layout) -> list[int]:
-    """Return the ranks with a part in the layout."""
+    """Return the keys with a section in the layout: ranks of a worker's, chains of a rank's."""
     return sorted({rank for those in layout for rank in those})
 
 
@@ -437,7 +460,7 @@ class NcclReceiver(TransportReceiver):
         count = len(told.senders) if receives else 0
         names = [*told.before[:count], *(told.after[:1] if sends else ())]
         behind = [*(told.before[count:] if receives else ()), *(told.after[1:] if sends else ())]
-        return _joined(self._communicator).exchange(number, sends, receives, names, behind)
+        return still_open(self._communicator).exchange(number, sends, receives, names, behind)
 
     def close(self) -> None:
         if self._communicator is not None:
@@ -448,12 +471,6 @@ class NcclReceiver(TransportReceiver):
 
 def _kind(device: torch.device) -> type[Communicator]:
     return NcclGroup if device.type == "cuda" else TcpLinks
-
-
-def _joined(communicator: Communicator | None) -> Communicator:
-    if communicator is None:
-        raise WeightSyncError("the communicator was closed, or no member has joined it")
-    return communicator
 
 
 ENDS = NcclTransport, NcclReceiver
