@@ -38,9 +38,9 @@ from weightsync import (
     WeightSync,
     WeightSyncError,
 )
+from weightsync.checkpoint import shard_files
 from weightsync.checkpoint.safetensors import INDEX, runs
 from weightsync.checkpoint.shard_files import check_seen, memory_of
-from weightsync.transports import files
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
@@ -251,7 +251,7 @@ def test_a_full_disk_is_found_before_the_engine_is_touched(
 
 def push_and_die(folder: Path) -> None:
     """Kill this process in the middle of its second push."""
-    write, calls = files.write, []
+    write, calls = shard_files.write, []
 
     def write_and_die(*args: Any) -> Any:
         done = write(*args)
@@ -260,7 +260,7 @@ def push_and_die(folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return done
 
-    files.write = write_and_die
+    shard_files.write = write_and_die
     with closing(FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))) as engine:
         transport = CheckpointTransport(folder, max_shard_bytes=300)
         sync = WeightSync("fsdp", transport, engine, max_bytes=1, timeout_s=10.0)
@@ -336,7 +336,7 @@ def test_a_worker_that_does_not_see_the_folder_says_so(
     def look(incoming: Path, who: str) -> None:
         check_seen(incoming / "elsewhere" if "worker" in who else incoming, who)
 
-    monkeypatch.setattr(files, "check_seen", look)
+    monkeypatch.setattr(shard_files, "check_seen", look)
     with pytest.raises(PlacementError, match="the folder of checkpoints under the same path"):
         Pusher(engine, tmp_path).push(2)
     assert engine.log == []
@@ -346,7 +346,7 @@ def test_a_worker_that_does_not_see_the_folder_says_so(
 def test_a_file_that_is_changed_on_the_way_is_noticed(
     host: ModuleHost, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    write = files.write
+    write = shard_files.write
 
     def write_and_spoil(folder: Path, shards: Any, regions: Any, *args: Any) -> Any:
         regions = list(regions)
@@ -358,7 +358,7 @@ def test_a_file_that_is_changed_on_the_way_is_noticed(
             file.write(b"\x13")
         return done
 
-    monkeypatch.setattr(files, "write", write_and_spoil)
+    monkeypatch.setattr(shard_files, "write", write_and_spoil)
     with pytest.raises(DigestError, match="arrived with another digest"):
         Pusher(engine, tmp_path).push(2)
     assert_serves(host, 1)

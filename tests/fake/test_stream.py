@@ -31,6 +31,7 @@ from weightsync.sources.megatron import MegatronBackend
 from weightsync.sources.quantize import QuantizingSource
 from weightsync.sources.stream import StreamBackend, StreamSource
 from weightsync.strategies.inventory import Inventory, machines
+from weightsync.transports.base import RouteRequest
 from weightsync.transports.ipc import IpcTransport
 
 TENSORS = {name: tensor.to("meta") for name, tensor in checkpoint(1).items()}
@@ -295,7 +296,7 @@ def test_ranks_without_tensors_take_the_kind_of_device_of_the_others() -> None:
     worker, on_gpu = MachineInfo("worker", "cpu", "", "boot"), rank("cuda").machine
     on_cpu = machines([rank("cpu", "a"), rank("cuda"), rank("cpu")])
     assert on_cpu == [MachineInfo("rank", "cpu", "", "boot")] * 3
-    assert IpcTransport().route(on_cpu, [worker], Manifest(()), [], []) == ()
+    assert IpcTransport().route(RouteRequest(on_cpu, [worker], Manifest(()), [], [])) == ()
     assert machines([rank("cuda"), rank("cuda", "a")]) == [on_gpu, on_gpu]
 
 

@@ -22,7 +22,7 @@ from weightsync.sources.base import TensorShard
 from weightsync.strategies.base import locate
 from weightsync.tools.testing.runner import Mail, run_together, title
 from weightsync.transports import open_receiver, open_transport
-from weightsync.transports.base import SLOTS, LocalTensors, Transport
+from weightsync.transports.base import SLOTS, LocalTensors, RouteRequest, Transport
 from weightsync.transports.files import FilesTransport
 from weightsync.transports.ipc import IpcTransport
 
@@ -62,7 +62,7 @@ def send(name: str, rank_count: int, mail: Mail) -> None:
     reads = [{meta.name: (Box.full(meta.shape),) for meta in MANIFEST} for _ in mail.workers]
     machines = [MachineInfo(title(end, rank_count), "cpu", "", "") for end in range(rank_count + len(reads))]
     transport, update = open_transport(name), Update(mail, 20.0)
-    chains = transport.route(machines[:rank_count], machines[rank_count:], MANIFEST, everyone, reads)
+    chains = transport.route(RouteRequest(machines[:rank_count], machines[rank_count:], MANIFEST, everyone, reads))
     none: frozenset[str] = frozenset()
     chunks = make_chunks(MANIFEST, chains, [["embed"], ["norm"]], none, none, everyone, CHUNK_BYTES, {})
     assert EMBED.nbytes > 10 * CHUNK_BYTES

@@ -7,12 +7,9 @@ from typing import Any
 
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
-from weightsync.net.wire import MachineInfo
-from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.planning.transfer_plan import Chain, TransferPlan
-from weightsync.planning.wire_types import ReadRegions
 from weightsync.transports import open_transport
-from weightsync.transports.base import ByteRange, Endpoint, LocalTensor, LocalTensors, Transport
+from weightsync.transports.base import ByteRange, Endpoint, LocalTensor, LocalTensors, RouteRequest, Transport
 
 
 class FaultyTransport(Transport):
@@ -31,15 +28,8 @@ class FaultyTransport(Transport):
         self.flip_a_byte_of: int | None = None
         self.change_endpoints: Callable[[list[Endpoint]], None] | None = None
 
-    def route(
-        self,
-        ranks: Sequence[MachineInfo],
-        workers: Sequence[MachineInfo],
-        manifest: Manifest,
-        locations: Sequence[ShardLocation],
-        reads: Sequence[ReadRegions],
-    ) -> tuple[Chain, ...]:
-        return self.inner.route(ranks, workers, manifest, locations, reads)
+    def route(self, request: RouteRequest) -> tuple[Chain, ...]:
+        return self.inner.route(request)
 
     def can_map(self, tensor: LocalTensor) -> bool:
         return self.inner.can_map(tensor)

@@ -18,8 +18,8 @@ class RdmaTransport(Transport):
     name = "rdma"
     agent: Any = None
 
-    def route(self, ranks: Any, workers: Any, manifest: Any, locations: Any, reads: Any) -> tuple[Chain, ...]:
-        return tuple(Chain((worker,), own) for worker, own in enumerate(reads))
+    def route(self, request: Any) -> tuple[Chain, ...]:
+        return tuple(Chain((worker,), own) for worker, own in enumerate(request.reads))
 
     def prepare(self, plan: Any, tensors: Any, update: Any) -> list[Endpoint]:
         rank, self.unread = update.ranks.rank, 0

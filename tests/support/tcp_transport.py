@@ -19,8 +19,8 @@ def hang_up(self: Any) -> None:
 class TcpTransport(Transport):
     name, sockets, abort = "tcp", (), hang_up
 
-    def route(self, ranks: Any, workers: Any, manifest: Any, locations: Any, reads: Any) -> tuple[Chain, ...]:
-        return tuple(Chain((worker,), own) for worker, own in enumerate(reads))
+    def route(self, request: Any) -> tuple[Chain, ...]:
+        return tuple(Chain((worker,), own) for worker, own in enumerate(request.reads))
 
     def prepare(self, plan: Any, tensors: Any, update: Any) -> list[Endpoint]:
         self.abort()

@@ -23,7 +23,7 @@ from weightsync.strategies.plan_checks import (
     reads_of,
     wire_manifest,
 )
-from weightsync.transports.base import Transport
+from weightsync.transports.base import RouteRequest, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def compile_plan(
     together = [pair for pair in together if pair[0] in travelling]
     reads = [reads_of(travelling, plan) for plan in plans]
     workers = [worker.machine for worker in fleet.workers]
-    chains = transport.route(machines(everyone), workers, travelling, locations, reads)
+    chains = transport.route(RouteRequest(machines(everyone), workers, travelling, locations, reads))
     frozen = frozen_everywhere(everyone).intersection(travelling.names) if transport.keeps_frozen else set()
     buckets, last = make_buckets(bucketer, travelling, plans, together, frozen)
     in_place = frozenset(() if chains else travelling.names).difference(*(own.unmapped for own in everyone))

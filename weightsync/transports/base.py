@@ -22,11 +22,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
+from weightsync.errors import ConfigError, ProtocolError
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo
@@ -40,8 +40,6 @@ SLOTS = 2
 """Chunks in memory at once: one being read, one being filled."""
 DIGEST_BYTES = 8
 """Size of a run's digest. It follows the run's last byte, as a little-endian 64-bit integer."""
-
-Part = TypeVar("Part")
 
 Wait = Callable[[float], None]
 """A function called during waits. It sleeps for at most that many seconds, and raises if a peer has failed."""
@@ -92,6 +90,25 @@ class Endpoint:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class RouteRequest:
+    """The machines of both ends, and the bytes to move between them.
+
+    Attributes:
+        ranks: The ranks' machines, in rank order.
+        workers: The workers' machines, in the order of their numbers.
+        manifest: All tensors of the push.
+        locations: The locations of all ranks' shards.
+        reads: The regions read by each worker.
+    """
+
+    ranks: Sequence[MachineInfo]
+    workers: Sequence[MachineInfo]
+    manifest: Manifest
+    locations: Sequence[ShardLocation]
+    reads: Sequence[ReadRegions]
+
+
 class Transport(ABC):
     """The trainer's end. Every rank has one, for one connection to the engines.
 
@@ -130,22 +147,11 @@ class Transport(ABC):
         self._owner = None
 
     @abstractmethod
-    def route(
-        self,
-        ranks: Sequence[MachineInfo],
-        workers: Sequence[MachineInfo],
-        manifest: Manifest,
-        locations: Sequence[ShardLocation],
-        reads: Sequence[ReadRegions],
-    ) -> tuple[Chain, ...]:
+    def route(self, request: RouteRequest) -> tuple[Chain, ...]:
         """Return the chains of workers along which the ranks' bytes travel. Rank 0 calls it. It sends nothing.
 
         Args:
-            ranks: The ranks' machines, in rank order.
-            workers: The workers' machines, in the order of their numbers.
-            manifest: All tensors of the push.
-            locations: The locations of all ranks' shards.
-            reads: The regions read by each worker.
+            request: The machines, the tensors, and the regions that workers read.
 
         Returns:
             The chains. Empty if workers map the ranks' memory.
@@ -277,13 +283,6 @@ class TransportReceiver(ABC):
         After a failure the GPU's current stream may still read the tensors of `storage`, or wait for bytes that never
         come.
         """
-
-
-def still_open(part: Part | None) -> Part:
-    """Return a part of a transport. None, after `abort`: raise `WeightSyncError`."""
-    if part is None:
-        raise WeightSyncError("the transport was closed while it was in use")
-    return part
 
 
 def align(nbytes: int) -> int:

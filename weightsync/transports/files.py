@@ -23,40 +23,31 @@ from typing import Annotated, Any
 import torch
 from msgspec import Meta, Struct
 
+from weightsync.checkpoint import shard_files
 from weightsync.checkpoint.locked_folder import LOCK, VersionFolder
 from weightsync.checkpoint.own_files import opened_plain
 from weightsync.checkpoint.safetensors import Shards, lay_out, runs
-from weightsync.checkpoint.shard_files import (
-    append,
-    check_seen,
-    check_whole,
-    create,
-    memory_of,
-    placement_errors,
-    publish,
-    write,
-)
 from weightsync.checkpoint.sidecars import files_beside, with_configs
 from weightsync.errors import ConfigError, PlacementError, SyncTimeoutError
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
-from weightsync.net.wire import MachineInfo, typed
-from weightsync.planning.layout import Box, Count, Manifest, ShardLocation, itemsize
+from weightsync.net.wire import typed
+from weightsync.planning.layout import Box, Count, itemsize
 from weightsync.planning.transfer_plan import Chain, TransferPlan, chain_of
-from weightsync.planning.wire_types import ReadRegions, Storage
+from weightsync.planning.wire_types import Storage
 from weightsync.transports import staging
 from weightsync.transports.base import (
     DIGEST_BYTES,
     Endpoint,
     LocalTensors,
+    RouteRequest,
     Transport,
     TransportReceiver,
     Wait,
     align,
-    still_open,
     strided,
 )
-from weightsync.transports.staging import Packer, SlotSection, by_rank, endpoint, slot_bytes, wait_until
+from weightsync.transports.staging import Packer, SlotSection, by_rank, endpoint, slot_bytes, still_open, wait_until
 
 _SLOT = 0
 _READ_BYTES = 64 * 2**20
@@ -103,17 +94,10 @@ class FilesTransport(Transport):
         self._folder: VersionFolder | None = None  # rank 0 only
         self._writer: _ShardWriter | None = None
 
-    def route(
-        self,
-        ranks: Sequence[MachineInfo],
-        workers: Sequence[MachineInfo],
-        manifest: Manifest,
-        locations: Sequence[ShardLocation],
-        reads: Sequence[ReadRegions],
-    ) -> tuple[Chain, ...]:
-        check_whole(manifest, locations)
+    def route(self, request: RouteRequest) -> tuple[Chain, ...]:
+        shard_files.check_whole(request.manifest, request.locations)
         # Every worker checks in `connect` that it sees the folder. No worker passes bytes on, so one stands for all.
-        return (Chain((0,), chain_of(range(len(reads)), reads).reads),)
+        return (Chain((0,), chain_of(range(len(request.reads)), request.reads).reads),)
 
     def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
         ranks = update.ranks
@@ -127,7 +111,7 @@ class FilesTransport(Transport):
             beside = files_beside(given, plan.manifest)
             opened = self._open(ranks.size)
         incoming, self.newest_version = ranks.broadcast(opened, "connect")
-        check_seen(Path(incoming), f"trainer rank {ranks.rank}")
+        shard_files.check_seen(Path(incoming), f"trainer rank {ranks.rank}")
         self._writer = _ShardWriter(plan, tensors, shards, Path(incoming), ranks.rank, beside)
         if ranks.rank:
             return [Endpoint() for _ in range(plan.workers)]
@@ -161,7 +145,7 @@ class FilesTransport(Transport):
 
     def on_commit(self, version: int) -> None:
         assert self._folder is not None  # rank 0 has it
-        publish(still_open(self._writer).folder(), self._folder.named(version))
+        shard_files.publish(still_open(self._writer).folder(), self._folder.named(version))
         self._folder.prune(self._keep_last)
 
     def abort(self) -> None:
@@ -202,7 +186,7 @@ class _ShardWriter:
         for gpu in self._gpus:
             torch.cuda.synchronize(gpu)  # the optimizer's writes may be queued on another stream
         if self._rank == 0 and self._created == self.pushes:
-            create(self._incoming / str(self.pushes + 1), self._shards, self._beside)
+            shard_files.create(self._incoming / str(self.pushes + 1), self._shards, self._beside)
             self._created += 1
 
     def write(self, number: int, sample: int | None) -> None:
@@ -214,10 +198,10 @@ class _ShardWriter:
         digest = bytes(DIGEST_BYTES)
         for section in sections:
             regions = ((p, strided(self._slot, p.dtype, p.offset, p.box.size, p.stride)) for p in section.places)
-            write(self.folder(), self._shards, regions)
+            shard_files.write(self.folder(), self._shards, regions)
             if sample is not None:
-                digest = bytes(memory_of(self._slot[section.end - DIGEST_BYTES : section.end]))
-        append(_progress(self._incoming, self._rank), digest)
+                digest = bytes(shard_files.memory_of(self._slot[section.end - DIGEST_BYTES : section.end]))
+        shard_files.append(_progress(self._incoming, self._rank), digest)
 
 
 def _pieces(shards: Shards, section: SlotSection) -> list[_Piece]:
@@ -245,7 +229,7 @@ class FilesReceiver(TransportReceiver):
     def connect(self, storages: list[Storage], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
         told = typed(fields, FilesEndpoint)
         self._incoming, self._runs, self._pieces = Path(told.incoming), told.runs, told.pieces
-        check_seen(self._incoming, "this engine worker")
+        shard_files.check_seen(self._incoming, "this engine worker")
         with _reading(self._incoming.parent / LOCK):
             pass  # every folder of checkpoints has a lock file: refuse to read elsewhere
         self._pushes = self._seen = 0
@@ -254,7 +238,7 @@ class FilesReceiver(TransportReceiver):
             on_gpu = self.device.type == "cuda"
             self._read_into = torch.empty(told.slot_bytes, dtype=torch.uint8, pin_memory=on_gpu)
             self._slot = torch.empty_like(self._read_into, device=self.device) if on_gpu else self._read_into
-            self._memory = memory_of(self._read_into)
+            self._memory = shard_files.memory_of(self._read_into)
 
     def storage(self, rank: int, storage: int) -> torch.Tensor:
         return self._slot
@@ -316,7 +300,7 @@ def _progress(incoming: Path, rank: int) -> Path:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[int]:
-    with placement_errors(f"cannot read {path}"), opened_plain(path, os.O_RDONLY) as fd:
+    with shard_files.placement_errors(f"cannot read {path}"), opened_plain(path, os.O_RDONLY) as fd:
         yield fd
 
 

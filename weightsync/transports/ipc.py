@@ -18,23 +18,23 @@ from msgspec import Struct
 from weightsync.errors import PlacementError, ProtocolError
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
-from weightsync.net.wire import MachineInfo, typed
-from weightsync.planning.layout import Count, Manifest, ShardLocation, itemsize
+from weightsync.net.wire import typed
+from weightsync.planning.layout import Count, ShardLocation, itemsize
 from weightsync.planning.transfer_plan import Chain, TransferPlan
-from weightsync.planning.wire_types import ByteRange, ChunkLayout, ReadRegions, Storage
+from weightsync.planning.wire_types import ByteRange, ChunkLayout, Storage
 from weightsync.transports.base import (
     SLOTS,
     Endpoint,
     LocalTensor,
     LocalTensors,
+    RouteRequest,
     Transport,
     TransportReceiver,
     Wait,
-    still_open,
 )
 from weightsync.transports.proof import MemoryFingerprint
 from weightsync.transports.shared_handles import Handle, SharedFile, export, open_exported
-from weightsync.transports.staging import Layout, Packer, arrival, by_rank, lay_out, slot_bytes, wait_until
+from weightsync.transports.staging import Layout, Packer, arrival, by_rank, lay_out, slot_bytes, still_open, wait_until
 
 _COUNTERS = 0
 """Storage number of a rank's counters. Its slots have -1 and -2. Exported tensors count from 1."""
@@ -47,22 +47,19 @@ class IpcTransport(Transport):
     def __init__(self, name: str = "ipc") -> None:
         self.name = name
         self._handles: dict[tuple[int, int], Handle] = {}  # by worker and address
+        self._sender: _SlotSender | None = None
         self._forget()
 
     def _forget(self) -> None:
-        self._sender: _SlotSender | None = None
+        if self._sender is not None:
+            self._sender.close_files()
+        self._sender = None
         self._devices: set[torch.device] = set()
         self._runs: list[ByteRange] = []
         self._proof = MemoryFingerprint([[]])
 
-    def route(
-        self,
-        ranks: Sequence[MachineInfo],
-        workers: Sequence[MachineInfo],
-        manifest: Manifest,
-        locations: Sequence[ShardLocation],
-        reads: Sequence[ReadRegions],
-    ) -> tuple[Chain, ...]:
+    def route(self, request: RouteRequest) -> tuple[Chain, ...]:
+        ranks, workers = request.ranks, request.workers
         if strangers := [each.peer for each in (*workers, *ranks) if each.boot_id != ranks[0].boot_id]:
             raise PlacementError(
                 f"transport {self.name!r} maps memory of one host, but {', '.join(strangers)} runs on another host "
@@ -91,7 +88,6 @@ class IpcTransport(Transport):
             raise PlacementError(
                 f'transport="cuda_ipc" takes GPU tensors only; {len(on_cpu)} are on a CPU, such as {min(on_cpu)}'
             )
-        self._close_files()
         self._forget()
         rank = update.ranks.rank
         staged = [number for number, chunk in enumerate(plan.chunks) if not chunk.in_place]
@@ -165,23 +161,18 @@ class IpcTransport(Transport):
         return True
 
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
-        self._close_files()  # every worker has mapped them: closed files vanish even if a process is killed
-        sender = self._sender
+        sender = still_open(self._sender)
+        sender.close_files()  # every worker has mapped them: closed files vanish even if a process is killed
 
         def wait(seconds: float) -> None:
-            still_open(sender if self._sender is sender else None)
+            still_open(self._sender if self._sender is sender else None)
             update.wait(seconds)
 
-        still_open(sender).send(chunks, sample, wait, update)
+        sender.send(chunks, sample, wait, update)
 
     def abort(self) -> None:
-        self._close_files()
         self._forget()
         self._handles.clear()
-
-    def _close_files(self) -> None:
-        if self._sender is not None:
-            self._sender.close_files()
 
 
 class _SlotSender:

@@ -33,15 +33,15 @@ from weightsync.net.addresses import is_loopback
 from weightsync.net.ranks import Ranks
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
-from weightsync.net.wire import MachineInfo, typed
-from weightsync.planning.layout import Count, Manifest, ShardLocation
+from weightsync.net.wire import typed
+from weightsync.planning.layout import Count
 from weightsync.planning.transfer_plan import Chain, TransferPlan, choose_chains
-from weightsync.planning.wire_types import ReadRegions, Storage
-from weightsync.transports.base import SLOTS, Endpoint, LocalTensors, Transport, TransportReceiver, Wait, still_open
+from weightsync.planning.wire_types import Storage
+from weightsync.transports.base import SLOTS, Endpoint, LocalTensors, RouteRequest, Transport, TransportReceiver, Wait
 from weightsync.transports.communicator import Communicator, Operation, UnderWay
 from weightsync.transports.encoding import Encoder, ReceiveBuffers, length, read
 from weightsync.transports.nccl_group import NcclGroup
-from weightsync.transports.staging import Layout, Packer, endpoint, receive_layout, send_layout, slot_bytes
+from weightsync.transports.staging import Layout, Packer, endpoint, receive_layout, send_layout, slot_bytes, still_open
 from weightsync.transports.tcp_links import TcpLinks
 
 _AHEAD = 8
@@ -73,14 +73,8 @@ class NcclTransport(Transport):
         self._peers: list[str] = []  # rank 0: the members' names in errors
         self._sender: _Sender | None = None
 
-    def route(
-        self,
-        ranks: Sequence[MachineInfo],
-        workers: Sequence[MachineInfo],
-        manifest: Manifest,
-        locations: Sequence[ShardLocation],
-        reads: Sequence[ReadRegions],
-    ) -> tuple[Chain, ...]:
+    def route(self, request: RouteRequest) -> tuple[Chain, ...]:
+        ranks, workers = request.ranks, request.workers
         root = ranks[0]
         if self.name == "nccl" and root.device != "cuda":
             raise PlacementError('transport="nccl" takes GPU tensors only, and trainer rank 0 holds CPU tensors')
@@ -100,7 +94,8 @@ class NcclTransport(Transport):
             seen[member.gpu_uuid] = member.peer
         self._peers, self.min_chunk_bytes = [member.peer for member in members], _LEAST_BYTES[root.device]
         hosts = list(dict.fromkeys(member.boot_id for member in members))  # the trainer's hosts come first
-        return choose_chains(manifest, locations, reads, [hosts.index(worker.boot_id) for worker in workers])
+        own_hosts = [hosts.index(worker.boot_id) for worker in workers]
+        return choose_chains(request.manifest, request.locations, request.reads, own_hosts)
 
     def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
         ranks = self._ranks = update.ranks
@@ -215,13 +210,13 @@ class NcclTransport(Transport):
         return 0
 
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
-        sender = self._sender
+        sender = still_open(self._sender)
 
         def wait(seconds: float) -> None:
-            still_open(sender if self._sender is sender else None)
+            still_open(self._sender if self._sender is sender else None)
             update.wait(seconds)
 
-        self.sent_bytes = still_open(sender).send(chunks, sample, wait, update)
+        self.sent_bytes = sender.send(chunks, sample, wait, update)
 
     def abort(self) -> None:
         if self._communicator is not None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from msgspec.structs import replace
 
-from weightsync.errors import PlacementError, SyncTimeoutError
+from weightsync.errors import PlacementError, SyncTimeoutError, WeightSyncError
 from weightsync.kernels.copies import BatchedCopy
 from weightsync.kernels.digest import Digests, warm_up
 from weightsync.net import timeouts
@@ -30,6 +30,8 @@ from weightsync.transports.base import (
     align,
     strided,
 )
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -263,6 +265,13 @@ def _holder(
 def _part(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
     at = zip(part.start, box.start, part.size, strict=True)
     return tensor[tuple(slice(inner - outer, inner - outer + size) for inner, outer, size in at)]
+
+
+def still_open(part: Part | None) -> Part:
+    """Return a part of a transport. None, after `abort`: raise `WeightSyncError`."""
+    if part is None:
+        raise WeightSyncError("the transport was closed while it was in use")
+    return part
 
 
 def wait_until(late: Callable[[], list[str]], what: str, wait: Wait, deadline: Deadline) -> None:

@@ -24,7 +24,7 @@ from weightsync.sources.base import TensorShard
 from weightsync.strategies.base import locate
 from weightsync.tools.testing.assertions import PROMPT_S, must_end, region, require, same_bytes
 from weightsync.tools.testing.runner import Mail, run_together
-from weightsync.transports.base import DIGEST_BYTES, LocalTensors, Transport, TransportReceiver, strided
+from weightsync.transports.base import DIGEST_BYTES, LocalTensors, RouteRequest, Transport, TransportReceiver, strided
 from weightsync.transports.proof import MemoryFingerprint
 
 
@@ -66,7 +66,7 @@ def check_transport(
     for ranks, workers in wrong_pairings:
         reads = [_reads(worker, len(workers), False) for worker in range(len(workers))]
         try:
-            transport.route(ranks, workers, _MANIFEST, [], reads)
+            transport.route(RouteRequest(ranks, workers, _MANIFEST, [], reads))
         except PlacementError:
             continue
         raise AssertionError(f"route accepts the ranks {list(ranks)} with the workers {list(workers)}")
@@ -240,7 +240,7 @@ class _Rank:
     def compile(self, everyone: Sequence[Any], cut: bool) -> TransferPlan:
         locations = [location for own, _ in everyone for location in own]
         reads = tuple(_reads(worker, len(self.workers), cut) for worker in range(len(self.workers)))
-        chains = self.transport.route(self.ranks, self.workers, _MANIFEST, locations, reads)
+        chains = self.transport.route(RouteRequest(self.ranks, self.workers, _MANIFEST, locations, reads))
         in_place = frozenset(_TRIAL).difference(*(names for _, names in everyone))
         frozen = _FROZEN if self.transport.keeps_frozen else frozenset()
         changing = [name for name in _TRIAL if name not in frozen]
