@@ -271,15 +271,14 @@ class FilesReceiver(TransportReceiver):
     def _read(self, pieces: Sequence[_Piece], wait: Wait, deadline: Deadline) -> None:
         """Read one rank's pieces, and zero the gaps between them. The rank's digest covers zeroed gaps too."""
         for piece in pieces:
-            first = piece.first
+            length, starts = runs(piece.shape, piece.box)
+            at = piece.first
             with _reading(self._incoming / str(self._pushes) / piece.file) as fd:
-                length, starts = runs(piece.shape, piece.box)
-                nbytes = length * piece.itembytes
-                for count, begin in enumerate(starts):
-                    at, done = first + count * nbytes, 0
-                    while done < nbytes:
-                        part = self._memory[at + done : at + min(nbytes, done + _READ_BYTES)]
-                        done += _read_at(fd, part, piece.first_byte + begin * piece.itembytes + done)
+                for begin in starts:
+                    end = at + length * piece.itembytes
+                    ahead = piece.first_byte + begin * piece.itembytes - at  # of the slot's byte `at`, in the file
+                    while at < end:
+                        at += _read_at(fd, self._memory[at : min(end, at + _READ_BYTES)], ahead + at)
                         if deadline.passed():
                             raise SyncTimeoutError(
                                 f"a chunk was not read within {deadline.timeout_s:g} s",
@@ -287,8 +286,7 @@ class FilesReceiver(TransportReceiver):
                                 waiting_for=["the disk"],
                             )
             wait(0.0)
-            last = first + nbytes * len(starts)
-            self._read_into[last : align(last)].zero_()
+            self._read_into[at : align(at)].zero_()
 
     def close(self) -> None:
         self._forget()
