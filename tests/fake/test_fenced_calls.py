@@ -22,7 +22,7 @@ from weightsync.net.runtime import spawn
 from weightsync.vllm.fence import Fence
 
 TIMEOUT_S = 20.0
-BALANCER = r'load balancer behind the address.* engine=\["http://first'
+BALANCER = r'the address is a load balancer.* engine=\["http://first'
 
 
 def serve(stack: ExitStack, server: Any) -> Any:
