@@ -149,7 +149,6 @@ class WeightSync:
         config = WeightSyncConfig(**given)
         source = open_source(backend, config.selection, ranks)
         self._drops = on_engine_failure == "drop"
-        self._lost: list[str] = []
         self._turn = _Turn(is_over=True)
         self._process: int | None = None  # the process that connected
         options = Options(**vars(config), source=source, engines=EngineList(engine, timeout_s))
@@ -207,9 +206,14 @@ class WeightSync:
             except FrozenLostError as error:
                 logger.warning("sending everything: %s", error)
             except WeightSyncError as error:
-                if not self._drops or not self._lost or not error.facts.get("survivors") or "spent" in error.facts:
+                if (
+                    not self._drops
+                    or not self._strategy.lost
+                    or not error.facts.get("survivors")
+                    or "spent" in error.facts
+                ):
                     raise
-                logger.warning("pushing again, without %s: %s", ", ".join(self._lost), error)
+                logger.warning("pushing again, without %s: %s", ", ".join(self._strategy.lost), error)
                 self.leave_out_lost()
 
     async def push_async(self, model: Model, version: int | None = None, *, label: object = None) -> PushReport:
@@ -268,7 +272,7 @@ class WeightSync:
         Returns:
             The names of these engines.
         """
-        lost, self._lost = self._lost, []
+        lost, self._strategy.lost = [*self._strategy.lost], ()
         if lost:
             self._strategy.leave_out(lost)
         return lost
@@ -347,9 +351,8 @@ class WeightSync:
         turn, timeline = _Turn(), Timeline()
         try:
             self._take_turn(turn)
-            call, strategy = CollectiveCall(name, version, label, refused=refused), self._strategy
-            ends = strategy.explain, self._reset, strategy.is_untouched, strategy.withdraw
-            with collective(self._ranks, call, *ends) as update:
+            call = CollectiveCall(name, version, label, refused=refused)
+            with collective(self._ranks, call, self._strategy) as update:
                 timeline = update.timeline
                 yield update
             turn.is_over = True
@@ -392,10 +395,6 @@ class WeightSync:
         if not last.is_over or last.next.setdefault(0, turn) is not turn:
             raise ConfigError("this WeightSync is pushing already, in another thread or task: wait until it is done")
         self._turn = turn
-
-    def _reset(self, error: WeightSyncError) -> None:
-        self._lost = getattr(error, "lost", [])
-        self._strategy.reset(error)
 
 
 def _told(option: object) -> str:

@@ -401,29 +401,42 @@ def uses_nccl(members: Any) -> bool:
     return is_group and "cuda:nccl" in dist.get_backend_config(members).split(",")
 
 
+class Recovery:
+    """The part of a failed step that is not the ranks' own. No method may raise."""
+
+    def explain(self, error: WeightSyncError) -> WeightSyncError:
+        """Return the cause of a failure, as far as this rank knows."""
+        return error
+
+    def reset(self, error: WeightSyncError) -> None:
+        """Undo the step, with the error that all ranks raise. May take seconds.
+
+        Every rank calls this before the ranks are disconnected, and before a step when a rank has connected anew.
+        """
+
+    def is_untouched(self) -> bool:
+        """Return whether a refusal at this point has changed nothing on any rank. Called on each rank.
+
+        Rank 0's answer counts: no rank changes anything before rank 0 does.
+        """
+        return False
+
+    def withdraw(self) -> bool:
+        """Take back, after a refusal, what engines were asked. Return whether they are as before.
+
+        Called in place of `reset` if the refusal changed nothing else. The ranks then stay connected to the engines.
+        """
+        return True
+
+
+_NONE = Recovery()
+
+
 @contextmanager
-def collective(
-    ranks: Ranks,
-    call: CollectiveCall | None = None,
-    explain: Callable[[WeightSyncError], WeightSyncError] = lambda error: error,
-    reset: Callable[[WeightSyncError], None] = lambda error: None,
-    is_untouched: Callable[[], bool] = lambda: False,
-    withdraw: Callable[[], bool] = lambda: True,
-) -> Iterator[Update]:
+def collective(ranks: Ranks, call: CollectiveCall | None = None, recovery: Recovery = _NONE) -> Iterator[Update]:
     """Run the body as one step of all ranks: the first failure of any rank is raised on every rank. Collective.
 
-    The body runs in `PlainModes`. Every rank must make the same `call`. None of the functions below may raise.
-
-    Args:
-        ranks: all ranks of the trainer.
-        call: this rank's call. None: an unnamed one.
-        explain: returns a failure's cause, as far as this rank knows it.
-        reset: called with the error that all ranks raise, before the ranks are disconnected. Called also before the
-            body, when a rank has connected anew.
-        is_untouched: returns whether a refused call has changed nothing on any rank. Rank 0's answer counts: no rank
-            changes anything before rank 0 does.
-        withdraw: called in place of `reset` after such a refusal. Returns whether the engines are as they were. The
-            ranks then stay connected to them.
+    The body runs in `PlainModes`. Every rank must make the same `call`, named or None.
     """
     if ranks.cleanup is not None:  # an earlier step, interrupted before its end
         ranks.cleanup.result()
@@ -432,13 +445,13 @@ def collective(
     def end(error: WeightSyncError) -> WeightSyncError:
         keeps = False
         try:
-            error = explain(error)
-            error = ranks.agree_on(error, isinstance(error, REFUSALS) and is_untouched())
+            error = recovery.explain(error)
+            error = ranks.agree_on(error, isinstance(error, REFUSALS) and recovery.is_untouched())
             if ranks.kept:
                 ranks.part()  # or the other ranks' `Failure`s and EOFs would break the calls of `withdraw`
-                keeps = withdraw()
+                keeps = recovery.withdraw()
             if not keeps:
-                reset(error)
+                recovery.reset(error)
         finally:
             if not keeps:
                 ranks.disconnect()
@@ -452,7 +465,7 @@ def collective(
                 ranks.cleanup = UninterruptedWork(partial(end, interrupted))
                 ranks.hold.begin()
                 if ranks.begin(update.timeline.phase, call):
-                    reset(PeerError("the trainer's ranks have connected again"))
+                    recovery.reset(PeerError("the trainer's ranks have connected again"))
                     ranks.listen_anew(update.timeline.phase)
                 yield update
                 ranks.cleanup = None

@@ -17,6 +17,7 @@ from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.fleet import EngineList
 from weightsync.fleet.fleet import Fleet
 from weightsync.fleet.roster import Roster
+from weightsync.net.ranks import Recovery
 from weightsync.net.update import Update
 from weightsync.net.wire import LoadPlan
 from weightsync.planning.layout import ShardLocation
@@ -55,7 +56,7 @@ class Options(WeightSyncConfig):
             raise ConfigError(f"TensorSelection({', '.join(given)}): no effect with {strategy}; leave it out")
 
 
-class UpdateStrategy(ABC):
+class UpdateStrategy(Recovery, ABC):
     """One way to make engines serve a new version.
 
     Every rank calls `run`, `catch_up`, `attach` and `writing` together. Every rank calls `explain` and `reset` after a
@@ -66,6 +67,8 @@ class UpdateStrategy(ABC):
     """The adapter of the last push, if the strategy pushes adapters."""
     takes_labels = False
     """Whether engines can report a label in place of the version."""
+    lost: Sequence[str] = ()
+    """The engines lost by the last push."""
 
     @abstractmethod
     def run(self, update: Update, model: Model) -> PushReport:
@@ -73,25 +76,6 @@ class UpdateStrategy(ABC):
 
         Raises:
             WeightSyncError: Any failure. Every rank calls `reset` next.
-        """
-
-    def is_untouched(self) -> bool:
-        """Return whether a refusal at this point would leave every rank unchanged. Called on rank 0."""
-        return False
-
-    def withdraw(self) -> bool:
-        """Resume engines paused by a refused call. Return whether all engines are as before. Must not raise."""
-        return True
-
-    def explain(self, error: WeightSyncError) -> WeightSyncError:
-        """Return the cause of an error, as far as this rank knows. Must not raise."""
-        return error
-
-    @abstractmethod
-    def reset(self, error: WeightSyncError) -> None:
-        """Undo the update after a failure on any rank, and mark engines with mixed weights.
-
-        Must not raise. May take seconds.
         """
 
     @abstractmethod
@@ -149,6 +133,7 @@ class FleetStrategy(UpdateStrategy):
         return error if self._fleet is None else self._fleet.explain(error)
 
     def reset(self, error: WeightSyncError) -> None:
+        self.lost = error.facts.get("lost", ())
         if self._fleet is not None:
             self._fleet.fail(error)
             self._fleet, self._failed = None, self._fleet
