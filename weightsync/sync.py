@@ -244,9 +244,9 @@ class WeightSync:
         Without this call, the next push reaches them as well. Blocks until they serve the version.
 
         Args:
-            model: The model, unchanged since the last push. torch's version counters find most changes. Digests find
-                the others: of a 4 KiB block of each tensor until the first `catch_up`. After it, or with verify="full",
-                of all bytes.
+            model: The model, unchanged since the last push. torch's version counters find most changes, and digests the
+                others. They cover a 4 KiB block of each tensor until the first `catch_up`, then all bytes. With
+                verify="full" they cover all bytes from the start.
 
         Returns:
             The report of these engines alone, or None if every engine has the version.

@@ -51,7 +51,7 @@ class GroupEngine:
 
 
 class RolloutGroup:
-    """vLLM engines on the places of a pool, each with `tensor_parallel_size` of them on one node.
+    """vLLM engines on the places of a pool. Each engine has `tensor_parallel_size` places of one node.
 
         engine = RolloutGroup(pool, model="Qwen/Qwen3-0.6B", tensor_parallel_size=2)
         sync = engine.follow(actor)
@@ -59,7 +59,7 @@ class RolloutGroup:
         sync.push()
 
     Engines serve the weights of `model` until the next push. After the death of an engine `remove` it, and `add`
-    another. With `follow(actor, on_engine_failure="drop")` the group goes on without it.
+    another. With `follow(actor, on_engine_failure="drop")` the group continues without it.
 
     Calls raise the same errors as calls of a `WorkerGroup`.
 
