@@ -138,7 +138,7 @@ class UnsupportedError(WeightSyncError, NotImplementedError):
 class PlacementError(WeightSyncError, ValueError):
     """Trainer ranks and engine workers that cannot be paired.
 
-    Reasons are another host, another GPU, memory that cannot be mapped, or a folder that cannot be written or read.
+    Reasons are another host, another GPU, or a failure to map memory, or to write or read a folder.
     """
 
 

@@ -1,4 +1,4 @@
-"""The selection of tensors: which tensors travel, how often, and in which dtype."""
+"""The selection of tensors for pushes, and of their dtypes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNQUANTIZED = (
 
 @dataclass(frozen=True)
 class TensorSelection:
-    """The tensors that travel, the pushes in which they travel, and their dtypes.
+    """The tensors of the first push and of later pushes, and their dtypes.
 
     Patterns are shell patterns on checkpoint names (`*.mlp.gate.weight`), case sensitive. `*` matches dots too.
 
@@ -34,7 +34,7 @@ class TensorSelection:
         buffers: Whether persistent buffers travel. Other buffers never do.
         frozen: Tensors for the first push alone. The first push after a failed push or `close` sends them again. No
             push notices a change of a frozen tensor. A frozen tensor still travels in each push if the engine loads it
-            together with a trained one, such as q, k and v of one parameter. Engines lose their weights in vLLM's sleep
+            together with a trained one, as k with q and v. Engines lose their weights in vLLM's sleep
             at level 2: the next push sends everything. With verify="none" it does not notice the loss.
         only_trained: Whether parameters without a gradient and without an adapter are frozen too.
         dtypes: The dtypes in which tensors are sent: pattern to the name of a torch dtype, such as "float32". The first

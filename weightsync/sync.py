@@ -86,11 +86,11 @@ class WeightSync:
             "parameter": one tensor. Or an object with a `bucket` method. None: "module" for ipc from "fsdp" and
             "deepspeed", else "threshold".
         max_bytes: The largest chunk. None: 256 MiB. Each end holds two chunks. "parameter" has whole tensors as chunks.
-        selection: Which tensors travel, how often, and in which dtype. None: all tensors, at every push, in the
-            narrower of the trainer's and the engine's dtype.
+        selection: The tensors of the first and of later pushes, and their dtypes. None: all tensors, at every push, in
+            the narrower of the trainer's and the engine's dtype.
         pause: "keep", the default, freezes running requests and recomputes their KV cache with the new weights. "wait"
             lets them finish first. "abort" ends them. "caller": the caller pauses every engine before the push and
-            resumes it afterwards. An engine that reports that it generates is refused.
+            resumes it afterwards. The push refuses an engine that still generates.
         timeout_s: The seconds of each wait, including the wait for all ranks to call `push`. Other ranks wait a few
             times longer for rank 0, because rank 0 waits several times meanwhile.
         hold_s: Seconds after a push during which no other trainer can take the engines. None, the default: until

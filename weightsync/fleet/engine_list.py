@@ -118,8 +118,8 @@ def connect(engines: object, timeout_s: float, of: str = "") -> list[Engine]:
 
     Args:
         engines: an engine, or a list or tuple of engines. An engine is an `LLM`, an `AsyncLLM`, a Ray actor handle of
-            either, a server's URL, an object with a `url` such as a `VllmServer`, or an `Engine`. None stands for the
-            comma-separated URLs in $WEIGHTSYNC_ENGINE, or else http://localhost:8000.
+            either, or an `Engine`. Or it is a server's URL, or an object with a `url`, such as a `VllmServer`. None
+            stands for the comma-separated URLs in $WEIGHTSYNC_ENGINE, or else http://localhost:8000.
         timeout_s: the limit of each wait for an engine.
         of: the end of the engines' names, such as " of trainer rank 1".
 

@@ -247,7 +247,7 @@ class RolloutGroup:
         return {one.name: one.actor for one in self._engines if WEIGHTS not in one.asleep}
 
     def was_pushed(self, left_out: Collection[str]) -> None:
-        """Note that all engines serve a new version, except those that the push has left out."""
+        """Note that all engines serve a new version, without the engines left out by the push."""
         self._was_pushed = True
         for one in list(self._engines):
             if one.name not in left_out:

@@ -258,11 +258,11 @@ def affine_boxes(shape: Sequence[int], src: View, dst: View) -> list[tuple[Box, 
     """Return the copy `dst.copy_(src)` in boxes.
 
     `src` views a contiguous tensor of `shape`, `dst` some other storage. Each item is a box of the tensor with its
-    offset and strides in the storage of `dst`, one stride for each dimension of the tensor. Together they move exactly
-    the elements that the copy moves. A dimension with one element of the box has stride 0.
+    offset and strides in the storage of `dst`. The tensor's dimensions have one stride each. Together the items move
+    exactly the elements that the copy moves. A dimension with one element of the box has stride 0.
 
-    Returns None if the source is not made of boxes (every second row, an element read twice, more than `MAX_BOXES`), or
-    if the two sizes differ.
+    Returns None if the two sizes differ, or if the source is not made of boxes. Such a source has every second row, an
+    element read twice, or more than `MAX_BOXES`.
     """
     (src_offset, size, src_stride), (dst_offset, dst_size, dst_stride) = src, dst
     if tuple(size) != tuple(dst_size):
@@ -307,8 +307,8 @@ def _box_pieces(shape: tuple[int, ...], offset: int, dims: list[_Dim], steps: bo
     """Return the pieces of `_affine` for sorted dims inside of the tensor.
 
     `dims` are longer than 1, and ordered by falling source stride. The tensor is seen as rows. Dims that stride over
-    whole rows choose rows. The others move within a row, and choose boxes of it. A dim that does neither is cut into
-    parts that do.
+    whole rows choose rows. The others move within a row, and choose boxes of it. Any other dim is cut into such
+    parts.
     """
     if not shape:
         return [(Box((), ()), 0, ())]

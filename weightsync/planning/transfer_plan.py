@@ -168,8 +168,8 @@ def make_chunks(
     Neighbouring buckets share a chunk as long as no participant holds more than `max_bytes` of it. A bucket larger than
     an eighth of a chunk is cut by rows, so that chunks are full. With `max_bytes` None every bucket is one chunk.
 
-    Chunks that workers pass on are smaller, so that no worker waits long for its first. They are not smaller than
-    `min_chunk_bytes`.
+    Chunks that workers pass on are smaller, or the last worker would wait long for its first chunk. They are not
+    smaller than `min_chunk_bytes`.
 
     The names in `in_place` are one chunk. `in_place` is empty if there are chains. The names in `frozen` have the last
     chunks to themselves. `together` maps the name of a quantised weight to the name of its scales. The scales travel

@@ -37,7 +37,7 @@ def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> tuple
     from the checkpoint.
 
     Raises `ConfigError` for a model without exactly one active adapter. Raises `ManifestError` if the selection gives
-    two tensors one name. Raises `UnsupportedError`, with all reasons, for an adapter that is not plain LoRA or that
+    two tensors one name. Raises `UnsupportedError`, with all reasons, for an adapter beyond plain LoRA, or one that
     vLLM cannot serve.
     """
     model = one_module(model)

@@ -196,7 +196,7 @@ def _slice(ranges: list[tuple[int, int]], start: int, size: int) -> list[tuple[i
 
 
 def _flattened(model: nn.Module) -> dict[int, dict[str, tuple[Any, int]]]:
-    """Return the parameters that FSDP1 flattened, by id of the module that owned them.
+    """Return the parameters flattened by FSDP1, by id of the module that owned them.
 
     Each is (handle, number in its flat parameter). Tied parameters have the same number.
     """

@@ -1,4 +1,4 @@
-"""Weights that travel in 8 bits: a source around another source, that quantises tensors when they are sent.
+"""Weights in 8 bits: a source around another source. It quantises tensors when they are sent.
 
 A linear's weight becomes two tensors, as in checkpoints of compressed-tensors. `....weight` is float8 or int8, and
 `....weight_scale` has one float32 number for each row. A row's scale needs the largest magnitude of the whole row. If

@@ -49,7 +49,7 @@ class StreamBackend:
 class StreamSource:
     """The tensors of a stream. See `ShardSource`. Its `model` is the stream of one push.
 
-    `tensors` is that of `StreamBackend`, and `ranks` that of `WeightSync`.
+    `tensors` are as for `StreamBackend`, and `ranks` as for `WeightSync`.
 
     Rank 0's tensors travel. Another rank gives the same stream or None. Its stream is advanced with rank 0's, and its
     tensors are dropped.

@@ -103,7 +103,7 @@ class CheckpointTransport:
 
 
 class SaveAndRestart(UpdateStrategy):
-    """A strategy that saves a version to the disk for each push, ends the server, and starts it from that version.
+    """A strategy that saves a version to the disk for each push, ends the server, and restarts it from the version.
 
     The server serves until the version is complete. A later failure leaves the server ended. The next push starts it.
     """

@@ -5,15 +5,15 @@
 and the engine answers like an engine started cold from these weights. The commands prove it, and help after a failure:
 
     weightsync demo
-        Train a tiny model, push it to a live vLLM after each step, and prove that the engine answers like an engine
+        Train a tiny model, and push it to a live vLLM after each step. At the end the engine must answer like an engine
         started cold from the last weights. It takes a minute or two, and needs no network and no GPU.
 
     weightsync plan ~/models/Qwen3-8B --tp 2
-        Show vLLM's use of a model's tensors, from its config.json alone: the place of each region, the fused tensors,
-        the buckets that travel.
+        Show vLLM's use of a model's tensors, from its config.json alone. It is the place of each region, the fused
+        tensors, and the buckets of a push.
 
     weightsync bench --shape 0.5B --transport ipc broadcast
-        Measure how long a push takes, by phase, beside vLLM's own ways and the limits of this machine.
+        Measure pushes, by phase, beside vLLM's own ways and the machine's limits.
 
     weightsync doctor
         Check this machine, then start an engine, push other weights to it and the first ones again. With --engine URL,

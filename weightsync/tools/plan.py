@@ -1,7 +1,7 @@
 """`weightsync plan`: show an engine's use of a trainer's tensors, from a config.json alone.
 
-The tensors are those of the Hugging Face model, the load plan is traced from vLLM's loader, and the buckets are those
-of a push. Layers that are alike are shown once.
+The tensors are the Hugging Face model's. The load plan is traced from vLLM's loader, and the buckets are made as for a
+push. Layers that are alike are shown once.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Communicator(ABC):
         Two members must post their exchanges in the same order, under the same `number`s.
 
         names: the names of these members in errors.
-        behind: further members that those may wait for.
+        behind: the further members for which these may wait.
         """
         verb = "exchange" if sends and receives else "send" if sends else "receive"
         nbytes = sum(data.numel() for data, _ in (*sends, *receives))

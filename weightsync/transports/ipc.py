@@ -308,7 +308,7 @@ class IpcReceiver(TransportReceiver):
 
 
 class _Counters:
-    """The number of staged chunks that a rank has filled (0), and that each worker has taken (1, 2, ...).
+    """Numbers of staged chunks: at 0 the chunks filled by a rank, at 1, 2, ... the chunks taken by each worker.
 
     Counters grow from push to push. Each has its own cache line.
     """

@@ -1,8 +1,8 @@
 """The table of quantised engines that tests have proven. Pushes to any other quantised engine are refused.
 
 A push reloads a quantised layer: its `process_weights_after_loading` runs again while the layer is live. vLLM does not
-tell if a quantisation method allows this. Each row stands for tests in which a pushed engine answers like a cold one,
-to the bit, on that kind of device. docs/quantized.md has the same table for users.
+tell if a quantisation method allows this. Each row stands for tests on that kind of device: a pushed engine answers
+like a cold one, to the bit. docs/quantized.md has the same table for users.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def find_pairs(
 
 
 def find_experts(model: nn.Module, manifest: Manifest) -> tuple[dict[str, QuantizedTensors], dict[str, str]]:
-    """Return the experts that must become MXFP4, and the reasons for experts that cannot, by name.
+    """Return the experts to turn into MXFP4, and the reasons for experts that cannot, by name.
 
     The loader of `model` knows the names of the new tensors. `model` was never loaded.
     """

@@ -250,7 +250,7 @@ class _BoundPlan:
         self._blocking = self._collective.union(*(path.blocking() for path in self._paths))
 
     def note_commit(self) -> None:
-        """Note that the push is committed, and the digests of the parameters that only a whole push fills."""
+        """Note the commit of the push, and the digests of the parameters that only a whole push fills."""
         self.is_committed = True
         if self.is_whole_push:
             self._noted = self._frozen.of(_NOTED_SAMPLE)

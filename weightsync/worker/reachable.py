@@ -80,7 +80,7 @@ class Counterparts:
 
     tensors: (path, old, new) of corresponding tensors.
     differ: values, types and layouts that do not correspond.
-    closed: objects that cannot be searched, or that free a resource when they are deleted.
+    closed: objects with hidden attributes, and objects that free a resource when they are deleted.
     """
 
     tensors: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)

@@ -138,7 +138,7 @@ def _untraceable(model: nn.Module, meta: TensorMeta | None, error: Exception) ->
 
 
 def _refusal(model: nn.Module, name: str) -> str:
-    """Return the reason for a loader that gives none, such as one that asserts."""
+    """Return the reason for a loader that gives none, such as an assertion without a text."""
     held = named_tensors(model).get(name)
     if held is None:
         return "the engine's loader refuses it"

@@ -13,7 +13,7 @@ pushes without a break. The other pushes as users do: before each push it genera
         Whether tiny models of many families answer right, not how long they take.
 
     weightsync bench --shape 70B --backend fsdp --ranks 8 --tp 1 2 4 --gpus 8 --dry-run
-        The cases, and the lower bound of a push for each.
+        The cases, each with its lower bound.
 
 Exit status 1 when a push failed or left other answers than a cold start.
 """

@@ -42,7 +42,7 @@ def check_transport(
 
     The ranks hold tensors of many dtypes in uneven shards, replicas and strided views. Some lie in shared memory, some
     are computed when they are sent (`TensorShard.compute`), some are frozen, one is larger than a chunk. Each push has
-    new values. There are plans for workers that read all tensors, and for workers that read parts.
+    new values. There are plans for workers with all tensors, and for workers with parts.
 
     Some pushes end early: a deadline passes, the transport is aborted, a check raises. After each of these the same
     transport must serve a new plan.
