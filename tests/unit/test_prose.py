@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +23,7 @@ PAGES = [ROOT / "README.md", CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md")
 DECISIONS = sorted((ROOT / "docs/decisions").glob("[0-9]*.md"))
 
 MOST_WORDS = 25
-"""In one sentence of a docstring, a decision, an error, a log line or another text for users."""
+"""In one sentence of a docstring, a comment, a decision, an error, a log line or another text for users."""
 MOST_RELATIVE_WORDS = 1
 DECISION_PARTS = ["Context", "Decision", "Consequences", "What would change it"]
 MOST_DECISION_LINES = 40
@@ -73,6 +75,21 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
                 todo += ast.iter_child_nodes(node)
 
 
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield every comment with its last line. Lines of comments alone that follow each other are one comment."""
+    found: list[tuple[int, str]] = []
+    above = -1
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            line, text = token.start[0], token.string.lstrip("# ")
+            is_alone = token.line.lstrip().startswith("#")
+            if is_alone and above == line - 1:
+                text = f"{found.pop()[1]}\n{text}"
+            found.append((line, text))
+            above = line if is_alone else -1
+    yield from found
+
+
 def sentences(text: str) -> list[str]:
     """Return the sentences of a docstring without its code, tables and lists of symbols."""
     lines = [line.rstrip() for line in text.splitlines()]
@@ -120,7 +137,7 @@ def faults(source: str) -> list[str]:
         is_function = isinstance(doc.owner, ast.FunctionDef | ast.AsyncFunctionDef) and not is_property(doc.owner)
         if is_function and not begins_with_a_verb(doc.text):
             found.append(f"line {doc.line}: begins with no imperative verb: {doc.text[:60]!r}")
-    for line, text in texts(source):
+    for line, text in (*texts(source), *comments(source)):
         found += [f"line {line}: {fault}" for fault in faults_of_sentences(text)]
     for number, line in enumerate(source.splitlines(), 1):
         if word := PRIVATE_WORDS.search(line):
@@ -194,6 +211,12 @@ def test_faults_of_an_error_text_are_found(text: str, fault: str):
     found = faults(f"raise ConfigError({text})")
     assert len(found) == (1 if fault else 0), found
     assert fault in "".join(found)
+
+
+def test_faults_reads_comments_as_whole_sentences():
+    lines = "# " + "a " * 15 + "\n"
+    assert "30 words" in "".join(faults(2 * lines))
+    assert faults(f"{lines}x = 1\n{lines}y = 2  {lines}") == []
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class VllmEngine(ABC):
 
     @cached_property
     def _worker_methods(self) -> dict[str, str]:
-        # Read from the configuration, not found by trying: if the first of several worker processes refuses a call, the
+        # Read from the configuration, not found by trying. If the first of several worker processes refuses a call, the
         # answers of the others stay in vLLM's queues, and later calls get these answers.
         backend = self._setup["backend"]
         if backend == BACKEND:

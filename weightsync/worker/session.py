@@ -195,7 +195,7 @@ class WorkerSession:
         if other is not None and isinstance(other.pop(), Release):  # the trainer has closed its WeightSync
             self._mapped_by.clear()
         writers = [each for each in self._mapped_by if is_running(each)]
-        # Memory on a GPU cannot be taken back: no driver call ends another process's mapping, and CUDA graphs have
+        # Memory on a GPU cannot be taken back. No driver call ends another process's mapping, and CUDA graphs have
         # captured the addresses of the parameters.
         if writers and process != self._trainer.process and self._model.device.type != "cpu":
             pids = ", ".join(each.split(":")[1] for each in writers)
