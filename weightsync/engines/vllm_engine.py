@@ -72,8 +72,8 @@ class VllmEngine(ABC):
 
     @cached_property
     def _worker_methods(self) -> dict[str, str]:
-        # Read from the configuration, not found by trying. If the first of several worker processes refuses a call, the
-        # answers of the others stay in vLLM's queues, and later calls get these answers.
+        # Read from the configuration, not found by trying. If the first of several workers refuses a call, the answers
+        # of the others stay in vLLM's queues, and later calls get these answers.
         backend = self._setup["backend"]
         if backend == BACKEND:
             return PLUG_IN_METHODS
