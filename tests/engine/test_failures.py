@@ -532,8 +532,10 @@ def test_a_rank_that_raises_in_send(served: Http, trainers: Trainers, rank: int,
     trainers.call(spoil, raise_in_send, chunk, ZeroDivisionError("no such luck"), rank)
     error = failed(trainers.call(push, "B"), WeightSyncError, GRACE_S)
     assert str(error) == f"ZeroDivisionError: no such luck [trainer rank {rank}, phase transfer]"
-    # Rank 0 may not have told the workers to go yet when another rank fails at its first chunk.
-    heal_server(served, trainers, untouched=rank == 1 and chunk == 0 and not served.is_paused())
+    # Rank 0 may not have told the workers to go yet when another rank fails at its first chunk. Over TCP this is so at
+    # any small chunk, since the kernel takes it before the receiver asks.
+    may_be_early = rank == 1 and (chunk == 0 or transport == "broadcast")
+    heal_server(served, trainers, untouched=may_be_early and not served.is_paused())
 
 
 def test_a_poisoned_engine_stays_paused_though_the_next_push_fails_before_it_writes(served: Http, trainers: Trainers):

@@ -303,7 +303,7 @@ class Fleet:
         return error
 
     def fail(self, error: WeightSyncError) -> None:
-        """Roll the push back according to the table, after any failure. Never raises. Takes seconds. Ends the fleet.
+        """Roll the push back by the table of `UpdateState`. Never raises. Takes seconds. Ends the fleet.
 
         Calls to silent engines are made, but not waited for before this process exits. A silent engine serves them when
         it continues. An engine is silent, too, if a call has reached its deadline: further calls wait behind this call.
