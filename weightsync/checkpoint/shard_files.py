@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from weightsync.checkpoint.own_files import opened_plain
 from weightsync.checkpoint.safetensors import INDEX, Shards, runs
 from weightsync.errors import PlacementError
 from weightsync.planning.layout import Box, Manifest, ShardLocation, coverage, itemsize
@@ -62,7 +63,7 @@ def create(folder: Path, shards: Shards, beside: Mapping[str, bytes]) -> None:
     with placement_errors(f"cannot write a checkpoint of {nbytes} bytes to {folder}"):
         folder.mkdir()
         for shard in shards.files:
-            with _opened(folder / shard.name, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+            with opened_plain(folder / shard.name, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
                 os.posix_fallocate(fd, 0, shard.nbytes)  # a full disk fails here, before anything is written
                 _write_at(fd, memoryview(shard.header), 0)
         for name, content in ({} if shards.index is None else {INDEX: shards.index}).items() | beside.items():
@@ -82,7 +83,7 @@ def write(folder: Path, shards: Shards, regions: Iterable[tuple[ShardLocation, t
                 continue
             meta, name = shards.manifest[location.name], shards.file_of[location.name]
             if name not in files:
-                files[name] = stack.enter_context(_opened(folder / name, os.O_RDWR))
+                files[name] = stack.enter_context(opened_plain(folder / name, os.O_RDWR))
             values = region.to(device="cpu", dtype=getattr(torch, meta.dtype)).contiguous()
             memory = memory_of(values.view(-1).view(torch.uint8))
             length, starts = runs(meta.shape, location.box)
@@ -96,7 +97,7 @@ def write(folder: Path, shards: Shards, regions: Iterable[tuple[ShardLocation, t
 
 def append(path: Path, content: bytes) -> None:
     """Append to a file, and wait until it is on the disk. Raises `PlacementError`."""
-    with placement_errors(f"cannot write to {path}"), _opened(path, os.O_WRONLY | os.O_APPEND) as fd:
+    with placement_errors(f"cannot write to {path}"), opened_plain(path, os.O_WRONLY | os.O_APPEND) as fd:
         os.write(fd, content)
         os.fdatasync(fd)
 
@@ -128,15 +129,10 @@ def _write_at(fd: int, data: memoryview, at: int) -> None:
 
 
 def _sync(path: Path) -> None:
-    with _opened(path, os.O_RDONLY) as fd:
-        os.fsync(fd)
-
-
-@contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    """Wait until a file, or a folder's entries, are on the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        yield fd
+        os.fsync(fd)
     finally:
         os.close(fd)
 

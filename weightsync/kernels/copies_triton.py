@@ -18,11 +18,7 @@ import triton.language as tl
 from weightsync.kernels.copies import Copy, Dimension, collapse
 
 _FIELDS = 10
-_DTYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _VECTOR_BYTES = 16
 _TILE = 2048

@@ -346,10 +346,7 @@ def _load(engine: AdapterEngine, adapter: LoraAdapter, nbytes: int) -> WorkerRep
 
 
 def _failure(
-    adapter: LoraAdapter,
-    engines: Sequence[AdapterEngine],
-    errors: Sequence[BaseException | None],
-    is_forgotten: bool,
+    adapter: LoraAdapter, engines: Sequence[AdapterEngine], errors: Sequence[BaseException | None], is_forgotten: bool
 ) -> WeightSyncError:
     """Return the first engine's error. Its message adds the state of the other engines."""
     loaded = [engine.name for engine, error in zip(engines, errors, strict=True) if error is None]

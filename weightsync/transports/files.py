@@ -81,12 +81,7 @@ class FilesTransport(Transport):
     keeps_frozen = False
 
     def __init__(
-        self,
-        folder: Path,
-        keep_last: int,
-        max_shard_bytes: int,
-        saved_beside: Sequence[Any],
-        takes_configs: bool,
+        self, folder: Path, keep_last: int, max_shard_bytes: int, saved_beside: Sequence[Any], takes_configs: bool
     ) -> None:
         self._path, self._keep_last = folder, keep_last
         self._max_shard_bytes, self._saved_beside = max_shard_bytes, saved_beside

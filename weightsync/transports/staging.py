@@ -21,15 +21,7 @@ from weightsync.net.runtime import Deadline
 from weightsync.planning.layout import Box, Manifest, ShardLocation, coverage, itemsize, part_of, row_major
 from weightsync.planning.transfer_plan import TransferPlan
 from weightsync.planning.wire_types import ByteRange, ChunkLayout, ReadRegions, Storage
-from weightsync.transports.base import (
-    DIGEST_BYTES,
-    Endpoint,
-    LocalTensor,
-    LocalTensors,
-    Wait,
-    align,
-    strided,
-)
+from weightsync.transports.base import DIGEST_BYTES, Endpoint, LocalTensor, LocalTensors, Wait, align, strided
 
 Part = TypeVar("Part")
 
