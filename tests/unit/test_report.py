@@ -7,7 +7,8 @@ import io
 import pytest
 
 from weightsync import report
-from weightsync.report import Progress, PushReport
+from weightsync.net.update import Timeline
+from weightsync.report import Progress, PushReport, WorkerReport
 
 
 class Terminal(io.StringIO):
@@ -39,6 +40,31 @@ def test_a_bar_stays_hidden_elsewhere(monkeypatch):
 
 def test_a_short_push_shows_no_bar(monkeypatch):
     assert "push 7" not in printed(monkeypatch, Terminal(), True)
+
+
+def test_a_timeline_reports_the_seconds_of_its_phases(monkeypatch):
+    now = [0]
+    monkeypatch.setattr("time.perf_counter_ns", lambda: now[0])
+    timeline = Timeline()
+
+    def spend(phase: str, seconds: int) -> None:
+        with timeline.during(phase):
+            now[0] += seconds * 10**9
+
+    now[0] += 7 * 10**9  # before the first phase
+    with timeline.during("plan"):
+        spend("pause", 1)
+    for phase, seconds in {"pause": 2, "transfer": 4, "load": 8, "write": 16}.items():
+        spend(phase, seconds)
+    with timeline.during("commit"):
+        now[0] += 32 * 10**9
+        workers = [WorkerReport("a", 5, 1.0, 3.0, 5.0), WorkerReport("b", 6, 2.0, 2.0, 4.0)]
+        found = timeline.report(workers, away_s=16.0, version=7, nbytes=10)
+    assert (found.plan_s, found.gather_s, found.total_s) == (1.0, 4.0, 47.0)
+    assert found.control_s == 1 + 2 + 32
+    assert (found.transfer_s, found.verify_s, found.load_s) == (2.0, 3.0, 5.0)
+    assert found.workers == tuple(workers)
+    assert timeline.seconds("pause") == 3.0
 
 
 def test_metrics_are_flat_and_numbers():

@@ -75,10 +75,13 @@ class Reading:
             pipeline stage knows its own tensors. A push delivers the union of all ranks' manifests.
         shards: This rank's shards in the manifest's order, perhaps none. All ranks' shards together cover each tensor.
             Replicas (HSDP, DDP, buffers) each report their own.
+        settings: Returns the state beside tensors that `compute` depends on, such as an adapter's multiplier. It must
+            equal itself until that state changes.
     """
 
     manifest: Manifest
     shards: list[TensorShard]
+    settings: Callable[[], object] = tuple
 
 
 @runtime_checkable

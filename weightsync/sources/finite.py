@@ -39,7 +39,7 @@ class FiniteSource(SteadySource):
             else replace(shard, compute=partial(self._watched, number, shard.meta.name, shard.compute))
             for number, shard in enumerate(given.shards)
         ]
-        return Reading(given.manifest, shards)
+        return replace(given, shards=shards)
 
     def read(self, model: Model) -> Reading:
         self._sums = []

@@ -109,7 +109,7 @@ class ModuleSource(LocalSource):
                 shards.append(TensorShard(meta, box, view, meta.name in trained, compute))
         manifest = manifest_of((saved for _, saved in tensors), tied)
         place = {name: number for number, name in enumerate(manifest.names)}
-        return Reading(manifest, sorted(shards, key=lambda shard: place[shard.meta.name]))
+        return Reading(manifest, sorted(shards, key=lambda shard: place[shard.meta.name]), self._settings)
 
     def close(self) -> None:
         super().close()
@@ -117,8 +117,8 @@ class ModuleSource(LocalSource):
         self._changed.clear()
         self._adapters, self._whole = {}, {}
 
-    def settings(self) -> list[Any]:
-        """Return the state beside tensors that decides the result: the active adapters and their scaling."""
+    def _settings(self) -> list[Any]:
+        """Return the active adapters and their scaling."""
         return [
             (name, [(active, adapter.scaling(active)) for active in adapter.names()])
             for name, adapter in self._adapters.items()

@@ -10,6 +10,7 @@ Megatron's row-parallel layers) the ranks find the maxima together, in `gather`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 
@@ -67,7 +68,7 @@ class QuantizingSource(SteadySource):
 
     def _derive(self, given: Reading) -> Reading:
         # The stand-ins do not move with the weights. So moved weights give the same addresses.
-        return Reading(self._manifest(given.manifest), self._shards(given.shards))
+        return replace(given, manifest=self._manifest(given.manifest), shards=self._shards(given.shards))
 
     def _manifest(self, given: Manifest) -> Manifest:
         found: list[TensorMeta] = []

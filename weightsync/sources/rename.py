@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace as replace_field
+from dataclasses import replace
 
-from msgspec.structs import replace
+from msgspec.structs import replace as replace_meta
 
 from weightsync.errors import ManifestError
 from weightsync.planning.layout import Manifest, TensorMeta
@@ -25,10 +25,9 @@ class RenamingSource(SteadySource):
         self._names = {}
         manifest = given.manifest
         tied = tuple((self._selection.renamed(other), self._selection.renamed(name)) for other, name in manifest.tied)
-        return Reading(
-            Manifest(tuple(map(self._renamed, manifest)), tied),
-            [replace_field(shard, meta=self._renamed(shard.meta)) for shard in given.shards],
-        )
+        metas = tuple(map(self._renamed, manifest))
+        shards = [replace(shard, meta=self._renamed(shard.meta)) for shard in given.shards]
+        return replace(given, manifest=Manifest(metas, tied), shards=shards)
 
     def gather(self, names: Sequence[str], barrier: Barrier) -> None:
         super().gather([self._names.get(name, name) for name in names], barrier)
@@ -40,7 +39,7 @@ class RenamingSource(SteadySource):
                 f"TensorSelection.rename gives {given} and {meta.name} the same name, {name}; give each tensor its own",
                 mismatched={name: f"given to {given} and {meta.name}"},
             )
-        return replace(meta, name=name)
+        return replace_meta(meta, name=name)
 
 
 def renamed(source: ShardSource, selection: TensorSelection) -> ShardSource:

@@ -86,7 +86,7 @@ class CopyWeights(FleetStrategy):
         self._verify = options.verify or "sampled"
         self._pause = options.pause or "keep"
         self._reading: Reading | None = None  # the negotiated tensors
-        self._memory = TrainerMemory(options.source, self._verify)
+        self._memory = TrainerMemory(self._verify)
         self._update: Update | None = None
         self._is_touched = False  # the push has changed sessions, or has passed the last step that may refuse it
 

@@ -6,7 +6,7 @@ torch counts most writes to a tensor, but none through `.data`. So digests are c
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightsync.errors import DigestError
 from weightsync.kernels.digest import WHOLE
-from weightsync.sources.base import Model, Reading, ShardSource
+from weightsync.sources.base import Model, Reading
 from weightsync.sources.module_tree import modules
 from weightsync.transports.proof import MemoryFingerprint
 
@@ -41,14 +41,15 @@ class TrainerMemory:
     catches_up: whether engines have caught up. Digests then cover all bytes, and before that a sample.
     """
 
-    def __init__(self, source: ShardSource, verify: str) -> None:
+    def __init__(self, verify: str) -> None:
         self.catches_up = False
-        self._source, self._verify = source, verify
+        self._verify = verify
         self.clear()
 
     def clear(self) -> None:
         self.pushed: Pushed | None = None
-        self._reading: Reading | None = None
+        self._reading: Reading | None = None  # None also if it does not tell whether all tensors hold
+        self._settings: Callable[[], object] = tuple
         self._tensors: list[torch.Tensor] = []
         self._places: list[Any] = []
         self._proof = MemoryFingerprint([])
@@ -59,9 +60,10 @@ class TrainerMemory:
         """Find the memory of a push. Call it before the other methods, in each push."""
         if reading is self._reading:
             return
+        self._reading, self._settings = reading, reading.settings
         named = [(shard.meta.name, shard.tensor) for shard in reading.shards if shard.compute is None]
-        is_computed = len(named) < len(reading.shards)
-        if is_computed:  # a computed shard may depend on any tensor of the model
+        if len(named) < len(reading.shards):  # a computed shard may depend on any tensor of the model
+            self._reading = None
             chunks = [model] if isinstance(model, nn.Module) else model if isinstance(model, Sequence) else []
             tensors = [own for chunk in chunks if isinstance(chunk, nn.Module) for own in _tensors(chunk)]
             named += [(f"a tensor of shape {tuple(each.shape)}", each) for each in tensors]
@@ -70,7 +72,6 @@ class TrainerMemory:
         if places != self._places:
             self._tensors, self._places, self._names = found, places, [name for name, _ in named]
             self._proof = MemoryFingerprint(_runs(found))
-        self._reading = None if is_computed else reading  # tensors beside the shards may move under the same reading
 
     def begin(self) -> None:
         """Record write counts and digests before a push reads any tensor."""
@@ -105,9 +106,6 @@ class TrainerMemory:
     def _writes(self) -> list[int]:
         """Return torch's count of writes to each tensor."""
         return [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
-
-    def _settings(self) -> Any:
-        return getattr(self._source, "settings", list)()
 
 
 def _tensors(model: nn.Module) -> list[torch.Tensor]:
