@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from weightsync.errors import ConfigError
 from weightsync.strategies.base import Options, UpdateStrategy
 
 
@@ -18,10 +17,6 @@ def open_strategy(transport: Any, options: Options) -> UpdateStrategy:
     from weightsync.strategies.copy import CopyWeights
     from weightsync.transports import open_transport
 
-    if transport == "checkpoint":
-        raise ConfigError(
-            'transport="checkpoint" needs a folder: pass transport=weightsync.CheckpointTransport(folder)'
-        )
     transport = _option_of(transport)
     if hasattr(transport, "open"):
         strategy: UpdateStrategy = transport.open(options)
