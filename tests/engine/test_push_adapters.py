@@ -265,7 +265,7 @@ def refuse_experts(engines: Engines) -> None:
     assert plain.get_submodule(name) is live.get_submodule(f"{name}.base_layer")
     experts = BaseLayerWithLoRA()
     experts.base_layer = torch.nn.Linear(2, 2)
-    with pytest.raises(UnsupportedError, match=r"model\.1, a Linear that takes adapters"):
+    with pytest.raises(UnsupportedError, match=r"model\.1, a Linear with adapters"):
         without_lora(torch.nn.Sequential(torch.nn.Identity(), experts))
 
 

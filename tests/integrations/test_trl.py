@@ -79,7 +79,7 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         trl.attach(object())
     colocated = SimpleNamespace(vllm_generation=SimpleNamespace(mode="colocate"))
     for transport in ("single_copy", SingleCopyTransport(), SingleCopyTransport("/run/vllm")):
-        with pytest.raises(ConfigError, match=r"steps inside of `writing\(\)`, and TRL's does not"):
+        with pytest.raises(ConfigError, match=r"steps inside of `writing\(\)`, unlike TRL's"):
             trl.attach(colocated, transport)
     for transport in ("lora", LoraTransport(), LoraTransport(name="mine", base_is_pushed=True)):
         with pytest.raises(ConfigError, match="takes no adapters"):

@@ -231,7 +231,7 @@ def test_without_a_key_another_user_is_refused_on_both_sides(keep, monkeypatch):
     listener = opened(keep)
     admission = Admission(listener, 1.0)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(WeightSyncError, match=r"is of user|turned this process away|did not answer"):
+    with pytest.raises(WeightSyncError, match=r"is of user|refused this process's key|did not answer"):
         arrive(listener, keep)
     with pytest.raises(SyncTimeoutError, match=r"is of user \d+, and without a key only.*Set WEIGHTSYNC_KEY"):
         admission.outcome()
