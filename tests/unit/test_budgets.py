@@ -18,12 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
     "code lines of the core": 16356,
     "code lines of the longest file": 350,
-    "functions over 60 lines": 2,
-    "mean lines of a function": 8.2,
-    "relative words in 100 words of docstrings and comments": 1.3,
+    "functions over 60 lines": 1,
+    "mean lines of a function": 8.0,
+    "relative words in 100 words of docstrings and comments": 1.2,
     "lines of the longest docstring": 66,
     "names of tests over 80 characters": 0,
-    "lines of tests outside of tests/unit that touch private attributes": 186,
+    "lines of tests outside of tests/unit that touch private attributes": 184,
 }
 """Lower a limit when you improve its measure, never raise it. A mean is rounded to one digit."""
 
