@@ -52,7 +52,7 @@ class IpcTransport(Transport):
 
     def _forget(self) -> None:
         if self._sender is not None:
-            self._sender.close_files()
+            self._sender.close()
         self._sender = None
         self._devices: set[torch.device] = set()
         self._runs: list[ByteRange] = []
@@ -163,12 +163,7 @@ class IpcTransport(Transport):
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
         sender = still_open(self._sender)
         sender.close_files()  # every worker has mapped them: closed files vanish even if a process is killed
-
-        def wait(seconds: float) -> None:
-            still_open(self._sender if self._sender is sender else None)
-            update.wait(seconds)
-
-        sender.send(chunks, sample, wait, update)
+        sender.send(chunks, sample, update)
 
     def abort(self) -> None:
         self._forget()
@@ -190,7 +185,7 @@ class _SlotSender:
         self._workers, self._filled = plan.workers, 0
         self._make_slots(rank, layout, tensors)
         self._has_part = [None if chunk.in_place else bool(own) for chunk, own in zip(plan.chunks, layout, strict=True)]
-        self.packer = Packer(plan, tensors, layout, self.slots)
+        self.packer: Packer | None = Packer(plan, tensors, layout, self.slots)
 
     def _make_slots(self, rank: int, layout: Layout, tensors: LocalTensors) -> None:
         """Allocate slots and counters if this rank stages any tensor."""
@@ -213,19 +208,19 @@ class _SlotSender:
             else:
                 self.slots[number] = file.data
 
-    def send(self, chunks: Sequence[int], sample: int | None, wait: Wait, update: Update) -> None:
+    def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
         """Send as `Transport.send` does."""
         begun = self._filled
         for number in chunks:
             if (has_part := self._has_part[number]) is None:
                 continue
-            wait(0.0)
+            packer = still_open(self.packer)
             if has_part:
                 # Wait for the chunk before the last one: it used the same slot. Wait for all chunks of earlier pushes,
                 # too.
                 taken = max(self._filled - SLOTS + 1, begun)
-                wait_until(partial(self._late, taken), "take a chunk", wait, update.deadline_after_workers())
-            self.packer.fill(number, sample)
+                wait_until(partial(self._late, taken), "take a chunk", update.wait, update.deadline_after_workers())
+            packer.fill(number, sample)
             for slot in self.slots.values():
                 if slot.is_cuda:
                     torch.cuda.current_stream(slot.device).synchronize()
@@ -238,6 +233,11 @@ class _SlotSender:
         counters = still_open(self._counters)
         staying = [worker for worker in range(self._workers) if worker not in self.left]
         return [f"engine worker {worker}" for worker in staying if counters[1 + worker] < taken]
+
+    def close(self) -> None:
+        """Break a `send` under way, and close the shared files."""
+        self.packer = self._counters = None
+        self.close_files()
 
     def close_files(self) -> None:
         """Close the shared files. Mapped memory stays."""

@@ -210,17 +210,13 @@ class NcclTransport(Transport):
         return 0
 
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
-        sender = still_open(self._sender)
-
-        def wait(seconds: float) -> None:
-            still_open(self._sender if self._sender is sender else None)
-            update.wait(seconds)
-
-        self.sent_bytes = sender.send(chunks, sample, wait, update)
+        self.sent_bytes = still_open(self._sender).send(chunks, sample, update)
 
     def abort(self) -> None:
         if self._communicator is not None:
             self._communicator.abort()
+        if self._sender is not None:
+            self._sender.packer = None
         self._forget()
 
 
@@ -246,15 +242,20 @@ class _Sender:
         self._computes, self._encoder, self._sent_bytes = computes, encoder, 0
         self._changing = plan.due(first=False)
         self._slots = [torch.empty(slot_bytes(layout), dtype=torch.uint8, device=device) for _ in range(SLOTS)]
-        self.packer = Packer(plan, tensors, layout, dict(enumerate(self._slots)), _COPY_PROGRAMS)
+        self.packer: Packer | None = Packer(plan, tensors, layout, dict(enumerate(self._slots)), _COPY_PROGRAMS)
         ranks = communicator.size - plan.workers
         self._members = [[ranks + worker for worker in chain.workers] for chain in plan.chains]
         names = [[peers[member] for member in self._members[chain]] for chain in _senders(layout)]
         self._after = [each[0] for each in names], [name for each in names for name in each[1:]]
         self._has_sent = False
 
-    def send(self, chunks: Sequence[int], sample: int | None, wait: Wait, update: Update) -> int:
-        """Send as `Transport.send` does. Return the bytes sent."""
+    def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> int:
+        """Send as `Transport.send` does, until `packer` is None. Return the bytes sent."""
+
+        def wait(seconds: float) -> None:
+            still_open(self.packer)
+            update.wait(seconds)
+
         under_way, encoder = UnderWay(), self._encoder
         ahead, self._has_sent = 0 if self.device.type == "cuda" and not self._has_sent else _AHEAD, True
         posted: dict[int, Operation] = {}  # by slot
@@ -270,8 +271,7 @@ class _Sender:
                 freed = earlier.wait if self._computes else earlier.follow
                 freed(wait, update.deadline_after_workers(), "transfer")
             under_way.bound(ahead, wait, update.deadline_after_workers())
-            wait(0.0)
-            self.packer.fill(number, sample)
+            still_open(self.packer).fill(number, sample)
             slot = self._slots[number % SLOTS]
             runs = [(slot[each.first : each.end], chain) for chain, each in self._layout[number].items()]
             sends = runs
