@@ -19,9 +19,9 @@ from weightsync.fleet.fleet import Fleet
 from weightsync.fleet.roster import Roster
 from weightsync.net.ranks import Recovery
 from weightsync.net.update import Update
-from weightsync.net.wire import LoadPlan
+from weightsync.net.wire import Committed, Done, LoadPlan
 from weightsync.planning.layout import ShardLocation
-from weightsync.report import PushReport
+from weightsync.report import PushReport, WorkerReport
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import Model, ShardSource, TensorShard
 from weightsync.transports.base import LocalTensor
@@ -207,6 +207,14 @@ def locate(shards: Sequence[TensorShard], rank: int) -> dict[ShardLocation, Loca
         )
         located[location] = LocalTensor(tensor, shard.compute)
     return located
+
+
+def worker_reports(fleet: Fleet, done: Sequence[Done], committed: Sequence[Committed]) -> tuple[WorkerReport, ...]:
+    """Return each worker's row of a report, from its two answers in a push."""
+    return tuple(
+        WorkerReport(worker.connection.peer, one.nbytes, one.transfer_s, one.verify_s, one.load_s + last.load_s)
+        for worker, one, last in zip(fleet.workers, done, committed, strict=True)
+    )
 
 
 def warn_of_kept(plans: Sequence[LoadPlan]) -> None:

@@ -21,13 +21,13 @@ from weightsync.net.update import Timeline, Update
 from weightsync.net.wire import Done, Go
 from weightsync.planning.bucketing import open_bucketer
 from weightsync.planning.transfer_plan import TransferPlan
-from weightsync.report import Progress, PushReport, WorkerReport
+from weightsync.report import Progress, PushReport
 from weightsync.sources.base import Model, Reading, SteadySource
 from weightsync.sources.megatron import MegatronSource
 from weightsync.sources.quantize import QuantizingSource
 from weightsync.sources.rename import renamed
 from weightsync.sources.stream import StreamSource
-from weightsync.strategies.base import FleetStrategy, Options, locate
+from weightsync.strategies.base import FleetStrategy, Options, locate, worker_reports
 from weightsync.strategies.compile import compile_plan
 from weightsync.strategies.duplicates import places_of_two, refuse_different
 from weightsync.strategies.inventory import Inventory, take_inventory
@@ -168,9 +168,9 @@ class CopyWeights(FleetStrategy):
         for session in push.sessions:
             session.transport.on_commit(push.version)
             load_paths.update(session.plan.load_paths)
-        commit_s = [answer.load_s for answer in fleet.commit(push.label)]
+        workers = worker_reports(fleet, done, fleet.commit(push.label))
         report = timeline.report(
-            _worker_reports(fleet, done, commit_s),
+            workers,
             version=push.version,
             nbytes=push.nbytes,
             chunks=sum(len(session.due) for session in push.sessions),
@@ -341,10 +341,3 @@ class CopyWeights(FleetStrategy):
     def _wait(self, seconds: float) -> None:
         if self._update is not None:
             self._update.wait(seconds)
-
-
-def _worker_reports(fleet: Fleet, done: Sequence[Done], commit_s: Sequence[float]) -> tuple[WorkerReport, ...]:
-    return tuple(
-        WorkerReport(worker.connection.peer, each.nbytes, each.transfer_s, each.verify_s, each.load_s + extra_s)
-        for worker, each, extra_s in zip(fleet.workers, done, commit_s, strict=True)
-    )

@@ -6,7 +6,7 @@ The functions are pure, of manifests and the workers' load plans.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from weightsync.errors import ConfigError, ManifestError, first_few
 from weightsync.net.wire import LoadPlan
@@ -56,43 +56,51 @@ def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> 
         missing = []
     if not (missing or unexpected or mismatched):
         return [name for name in manifest.names if name not in used]
-    parts = []
+    reasons = [*_explain_missing(missing, manifest), *_explain_mismatched(mismatched, padded)]
+    reasons += _explain_unexpected(unexpected, missing, manifest, plans)
+    text = f"the trainer's tensors do not fit the engine's model. {'. '.join(reasons)}. Nothing was written"
+    raise ManifestError(text, missing=missing, unexpected=unexpected, mismatched=mismatched)
+
+
+def _explain_missing(missing: Sequence[str], manifest: Manifest) -> Iterator[str]:
     if missing:
-        parts.append(f"Missing {len(missing)}: {first_few(missing)}")
+        yield f"Missing {len(missing)}: {first_few(missing)}"
         if absent := _absent_layers(missing, manifest):
-            parts.append(
+            yield (
                 f"The trainer pushes nothing of {first_few(absent)}: it has fewer layers, or a pipeline stage did not "
                 "push all of its chunks"
             )
         if missing == ["lm_head.weight"]:
-            parts.append("The engine has an output layer of its own, and the trainer has none")
+            yield "The engine has an output layer of its own, and the trainer has none"
+
+
+def _explain_mismatched(mismatched: Mapping[str, str], padded: bool) -> Iterator[str]:
     if mismatched:
-        parts.append(f"Not fitting {len(mismatched)}: {first_few([f'{n} ({r})' for n, r in mismatched.items()])}")
+        yield f"Not fitting {len(mismatched)}: {first_few([f'{n} ({r})' for n, r in mismatched.items()])}"
         if not padded:
-            parts.append("Trainer and engine must have the same config.json")
+            yield "Trainer and engine must have the same config.json"
         elif any(name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in mismatched):
-            parts.append(
+            yield (
                 "Megatron pads the vocabulary: give the number of rows in the checkpoint, "
                 "MegatronBackend(vocab_size=...)"
             )
+
+
+def _explain_unexpected(
+    unexpected: Sequence[str], missing: Sequence[str], manifest: Manifest, plans: Sequence[LoadPlan]
+) -> Iterator[str]:
     if unexpected:
-        parts.append(f"Unexpected {len(unexpected)}: {first_few(unexpected)}")
+        yield f"Unexpected {len(unexpected)}: {first_few(unexpected)}"
         if (prefix := _lacking(unexpected, missing)) is not None:
-            parts.append(f'All names lack "{prefix}": push the whole model, not a part of it')
+            yield f'All names lack "{prefix}": push the whole model, not a part of it'
         elif heads := _of_tied_shape(unexpected, manifest, plans):
-            parts.append(
+            yield (
                 f"The engine ties its output layer to its embedding, and {heads[0]} may be the trainer's own output "
                 "layer. Start the engine with tie_word_embeddings=false in config.json, or with "
                 'hf_overrides={"tie_word_embeddings": False}'
             )
         elif not missing:
-            parts.append("Leave them out with TensorSelection(exclude=...), or give the engine the trainer's model")
-    raise ManifestError(
-        f"the trainer's tensors do not fit the engine's model. {'. '.join(parts)}. Nothing was written",
-        missing=missing,
-        unexpected=unexpected,
-        mismatched=mismatched,
-    )
+            yield "Leave them out with TensorSelection(exclude=...), or give the engine the trainer's model"
 
 
 def make_buckets(

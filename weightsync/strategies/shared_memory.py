@@ -21,11 +21,11 @@ from weightsync.fleet import ENGINE_VARIABLE, EngineList
 from weightsync.fleet.engine_handle import ConnectedWorker
 from weightsync.net.runtime import boot_id, this_process
 from weightsync.net.update import Update
-from weightsync.net.wire import Go, MachineInfo, ParametersExported
+from weightsync.net.wire import Done, Go, MachineInfo, ParametersExported
 from weightsync.planning.layout import Manifest, merge_manifests
-from weightsync.report import PushReport, WorkerReport
+from weightsync.report import PushReport
 from weightsync.sources.base import Model
-from weightsync.strategies.base import OF_COPIES, FleetStrategy, Options, warn_of_kept
+from weightsync.strategies.base import OF_COPIES, FleetStrategy, Options, warn_of_kept, worker_reports
 from weightsync.strategies.non_finite import FiniteCheck
 from weightsync.strategies.plan_checks import check_plans
 from weightsync.transports import handle_file
@@ -136,7 +136,7 @@ class SharedMemory(FleetStrategy):
             attached.check()
             if ranks.broadcast(ranks.rank == 0 and self._fleet is None, "plan"):
                 self._connect(update)
-            fleet, version = self._fleet, 0
+            fleet, version, done = self._fleet, 0, list[Done]()
             if fleet is not None:
                 update.check = fleet.check
                 version = update.choose_version(fleet.newest_version)
@@ -146,7 +146,7 @@ class SharedMemory(FleetStrategy):
                 fleet.open()
                 fleet.wait_open()
                 fleet.go(Go(version, None, 0, []))  # from here on the weights count as a mixture
-                fleet.wait_done()
+                done = fleet.wait_done()
             ranks.broadcast(None, "pause")
         with timeline.during("write"):
             opened = time.perf_counter()
@@ -157,10 +157,7 @@ class SharedMemory(FleetStrategy):
         report: PushReport | None = None
         with timeline.during("commit"):
             if fleet is not None:
-                workers = tuple(
-                    WorkerReport(worker.connection.peer, 0, 0.0, 0.0, answer.load_s)
-                    for worker, answer in zip(fleet.workers, fleet.commit(update.label), strict=True)
-                )
+                workers = worker_reports(fleet, done, fleet.commit(update.label))
                 pause_s = time.perf_counter() - fleet.paused_at
                 report = timeline.report(workers, away_s=body_s, version=version, nbytes=0, pause_s=pause_s)
                 logger.info("wrote %s", report)
