@@ -465,6 +465,16 @@ def test_an_answer_that_comes_too_late_is_no_message(pair):
     assert one.receive(Deadline(30), "test") == Release()
 
 
+def test_check_finds_the_end_behind_the_last_message(pair):
+    one, other = pair
+    say(other, Commit(1))
+    other.close()
+    arrival(one)
+    with pytest.raises(PeerError, match="closed its connection"):
+        one.check("test", 0.05)
+    assert one.pop() == Commit(1)
+
+
 def test_that_one_was_fenced_off_explains_what_else_was_reported(pair):
     one, other = pair
     say(other, failure(DigestError("bad")))

@@ -294,8 +294,7 @@ class Fleet:
         for kind in _REFUSALS:
             if (refusal := next((each for each in said if isinstance(each, kind)), None)) is not None:
                 return refusal
-        may_be_engines = isinstance(error, (PeerError, EngineError, SyncTimeoutError))
-        if may_be_engines and (lost := find_lost(self.handles, error)):
+        if isinstance(error, (PeerError, EngineError, SyncTimeoutError)) and (lost := find_lost(self.handles, error)):
             error.add_facts(lost=lost, survivors=[o.engine.name for o in self.handles if o.engine.name not in lost])
         elif isinstance(error, PeerError):
             # The transfer may break before the `Failure` of the worker that broke it arrives.

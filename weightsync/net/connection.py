@@ -155,7 +155,8 @@ class Connection:
         """
         if wait_s:
             time.sleep(wait_s)
-        self.read(phase)
+        while self.read(phase):
+            pass  # EOF arrives after the peer's last message
         if (error := self.reported()) is not None:
             raise error
 
