@@ -30,7 +30,7 @@ from engines import (
 from megatron_models import Mesh
 from torch import nn
 
-from weightsync import TensorSelection, WeightSync
+from weightsync import MegatronBackend, TensorSelection, WeightSync
 
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine
@@ -310,8 +310,8 @@ def load_megatron(trainer: Trainer) -> None:
     trainer.release()
     config = tiny_models.CONFIGS["deepseek-v3"]()
     trainer.model = megatron_models.build(config, Mesh(tp=2, etp=2), torch.bfloat16, 5, mtp_num_layers=1)
-    options = {"vocab_size": config.vocab_size, "timeout_s": TIMEOUT_S}
-    trainer.sync = WeightSync("megatron", "broadcast", trainer.engine, **options)
+    backend = MegatronBackend(vocab_size=config.vocab_size)
+    trainer.sync = WeightSync(backend, "broadcast", trainer.engine, timeout_s=TIMEOUT_S)
 
 
 def push_megatron(trainer: Trainer, folder: Path) -> None:
