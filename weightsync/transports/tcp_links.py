@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from weightsync.errors import PeerError, ProtocolError, WeightSyncError
+from weightsync.errors import PeerError, ProtocolError
 from weightsync.net.addresses import reach
 from weightsync.net.connection import Connection, dial
 from weightsync.net.listener import Listener
@@ -163,7 +163,7 @@ class _Link:
                 operation, work = self._posted.popleft()
             try:
                 operation()
-            except (OSError, WeightSyncError) as error:
+            except Exception as error:  # whatever it is, the part has ended
                 work.end_part(error)
             else:
                 work.end_part()
