@@ -32,12 +32,11 @@ from weightsync.net.addresses import reach
 from weightsync.net.connection import Connection, dial
 from weightsync.net.listener import Listener
 from weightsync.net.runtime import Deadline, spawn
+from weightsync.net.tls import TlsSocket
 from weightsync.net.wire import PROTOCOL, Hello, Value
 from weightsync.transports.communicator import UNCONNECTED, Communicator, ThreadWork
 
 _HEAD = struct.Struct("<QQ")
-_PIECE_BYTES = 1 << 22
-"""Most bytes of one read. Larger reads wait for more of a message, and are slower."""
 _Place = tuple[str, int, list[int]]
 """Address and port of a member's listener, and its receivers. No port: it sends to none."""
 
@@ -92,8 +91,7 @@ class TcpLinks(Communicator):
         """Return the places of all members, in their order, and send them to each. Called on the first member."""
         if self.size == 1:
             return [own]
-        arrived = listener.admit("member", 0, deadline, "connect", self._check)
-        members = [connection for _, connection in arrived]
+        members = [each for _, each in listener.admit("member", 0, deadline, "connect", self._check)]
         with ExitStack() as stack:
             for member in members:
                 stack.callback(member.close)
@@ -184,8 +182,10 @@ class _Link:
         self._fill(room[:nbytes])
 
     def _fill(self, room: memoryview) -> None:
+        # One call for the whole message: after each call this thread competes with others for Python's lock.
+        flags = 0 if isinstance(self._sock, TlsSocket) else socket.MSG_WAITALL
         while room:
-            if not (count := self._sock.recv_into(room[:_PIECE_BYTES])):
+            if not (count := self._sock.recv_into(room, len(room), flags)):
                 raise ConnectionError("the other end has closed the connection")
             room = room[count:]
 
