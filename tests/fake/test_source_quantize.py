@@ -313,12 +313,17 @@ def check_failure(trainer: Trainer) -> None:
 def test_a_rank_is_waited_for_as_long_as_it_may_wait_for_a_worker() -> None:
     """Else the others would name the rank, and not the worker that holds it up."""
     ranks = mock.Mock(size=2, rank=0, broadcast=lambda value, *_: value)
-    ranks.gather.return_value = [[1.0], [2.0]]
+    ranks.gather.return_value = [[1.0], [2.0 + 2**-20]]
     update = Update(ranks, 4.0)
     search = rank_max.RankMax(None, time.sleep)
     search.connect(update, on_gpu=False)
-    search(values := torch.zeros(1))
-    assert values.tolist() == [2.0]
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)  # a trainer's own, and too coarse for these numbers
+        search(values := torch.zeros(1, dtype=torch.float32))
+    finally:
+        torch.set_default_dtype(before)
+    assert values.tolist() == [2.0 + 2**-20]
     deadline = ranks.gather.call_args.args[4]
     assert deadline.timeout_s == update.deadline_after_workers().timeout_s > update.timeout_s
 

@@ -63,8 +63,10 @@ class RankMax:
             check = partial(self._wait, 0.0)
             own, kind = values.flatten().tolist(), list[int | float]
             everyone = ranks.gather(own, "transfer", kind, check, deadline)
-            found = ranks.broadcast(torch.tensor(everyone).amax(0).tolist() if everyone else None, "transfer", kind)
-            values.copy_(torch.tensor(found, dtype=values.dtype).view(values.shape))
+            # Not of torch's default dtype and device, which are the trainer's own.
+            made = partial(torch.tensor, dtype=values.dtype, device="cpu")
+            found = ranks.broadcast(made(everyone).amax(0).tolist() if everyone else None, "transfer", kind)
+            values.copy_(made(found).view(values.shape))
         else:
             there = values.to(self._group.device)
             self._group.largest(there, self._names).wait(self._wait, deadline, "transfer")
