@@ -148,12 +148,17 @@ class ThreadWork:
         if not parts:
             self.done.set()
 
-    def end_part(self, error: Exception | None = None) -> None:
-        """End one part, with its error if it failed."""
+    def run(self, part: Callable[[], None]) -> None:
+        """Run one part in this thread. Never raises: `wait` does."""
+        problem = ""
+        try:
+            part()
+        except Exception as error:
+            # Keep the text only: the error's traceback would keep frames and their sockets.
+            problem = str(error) or type(error).__name__
         with self._lock:
             self._left -= 1
-            # Keep the text only: the error's traceback would keep frames and their sockets.
-            self._error = self._error or ("" if error is None else str(error) or type(error).__name__)
+            self._error = self._error or problem
             if self._error or not self._left:
                 self.done.set()
 

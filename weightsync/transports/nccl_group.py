@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,17 +115,12 @@ class NcclGroup(Communicator):
         stream, work = torch.cuda.current_stream(self.device), ThreadWork(1)
 
         def search() -> None:
-            try:
-                with torch.cuda.stream(stream):
-                    group.allreduce([values], options).wait()
-                stream.synchronize()
-            except RuntimeError as error:
-                work.end_part(error)
-            else:
-                work.end_part()
+            with torch.cuda.stream(stream):
+                group.allreduce([values], options).wait()
+            stream.synchronize()
 
         # In a thread: NCCL may have to connect members, and its call then waits for all of them.
-        spawn("communicator", search)
+        spawn("communicator", partial(work.run, search))
         return Operation(work, self.device, what, [*names])
 
     def _start(

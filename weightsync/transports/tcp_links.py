@@ -89,8 +89,6 @@ class TcpLinks(Communicator):
 
     def _gather(self, listener: Listener, own: _Place, deadline: Deadline) -> list[_Place]:
         """Return the places of all members, in their order, and send them to each. Called on the first member."""
-        if self.size == 1:
-            return [own]
         members = [each for _, each in listener.admit("member", 0, deadline, "connect", self._check)]
         with ExitStack() as stack:
             for member in members:
@@ -142,7 +140,7 @@ class _Link:
         self._runs = self._closed = False
 
     def post(self, operation: Callable[[], None], work: ThreadWork) -> None:
-        """Run the operation after those posted before, and end its part of the work."""
+        """Run the operation, a part of the work, after those posted before."""
         with self._lock:
             self._posted.append((operation, work))
             if self._runs:
@@ -159,12 +157,7 @@ class _Link:
                         self._sock.close()
                     return
                 operation, work = self._posted.popleft()
-            try:
-                operation()
-            except Exception as error:  # whatever it is, the part has ended
-                work.end_part(error)
-            else:
-                work.end_part()
+            work.run(operation)
 
     def send(self, number: int, data: memoryview) -> None:
         self._sock.sendall(_HEAD.pack(number, len(data)))
