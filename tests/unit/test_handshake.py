@@ -10,10 +10,12 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from weightsync.errors import ConfigError, PeerError, ProtocolError, SyncTimeoutError, WeightSyncError
 from weightsync.net import authentication, timeouts
@@ -21,7 +23,7 @@ from weightsync.net.authentication import ANSWER_BYTES, SEAL_BYTES, derive_keys,
 from weightsync.net.connection import Connection, dial
 from weightsync.net.listener import Listener
 from weightsync.net.runtime import Deadline
-from weightsync.net.wire import PROTOCOL, Commit, Hello, Value, encode
+from weightsync.net.wire import PROTOCOL, Commit, Failure, Hello, Value, encode
 
 LOCAL = "127.0.0.1"
 KEY, OTHER_KEY = "k" * 32, "o" * 32
@@ -492,6 +494,30 @@ def test_who_is_slow_to_introduce_itself_is_turned_away(listener, keep, monkeypa
     assert time.monotonic() - started < 10
     with pytest.raises(SyncTimeoutError, match="it did not introduce itself"):
         admission.outcome()
+
+
+def test_a_listener_may_be_closed_while_a_wait_of_another_thread_fails(keep, monkeypatch):
+    """The one who closes it finds peers that the failed wait is telling of its failure."""
+    listener, told = opened(keep), []
+    send = Connection.send
+
+    def close_first(self: Connection, message: Any, *args: Any) -> None:
+        if isinstance(message, Failure):
+            told.append(message)
+            listener.close()
+        send(self, message, *args)
+
+    monkeypatch.setattr(Connection, "send", close_first)
+    with ThreadPoolExecutor(2) as pool:
+        arrivals = [
+            pool.submit(dial, *address(listener), listener.token, hello, "trainer rank 0", Deadline(20))
+            for hello in (structs.replace(HELLO, rank=rank, world=3) for rank in range(2))
+        ]
+        with pytest.raises(SyncTimeoutError, match="2 of 3 have connected"):
+            listener.admit("worker", 0, Deadline(1.0), "init", lambda: None)
+        for each in arrivals:
+            keep.callback(each.result().close)
+    assert told
 
 
 def test_what_comes_before_the_proof_takes_next_to_no_memory(listener, keep):

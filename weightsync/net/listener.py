@@ -10,7 +10,7 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ from weightsync.net.tls import read_certificates, wrap
 from weightsync.net.wire import MAX_FRAME_BYTES, PROTOCOL, Failure, Hello, InitInfo, Message
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 
 _REPLICAS = (
     "Replicas of a dense model under data parallelism are engines of their own: give the address of each replica"
@@ -121,11 +122,10 @@ class Listener:
         try:
             return self._admit(role, group, deadline, phase, check)
         except WeightSyncError as error:
-            for _, connection in self._arrived.values():
+            for _, (_, connection) in _taken(self._arrived.popitem):
                 with suppress(WeightSyncError):
                     connection.send(Failure(error.to_fields()), Deadline(1.0), phase)
                 connection.close()
-            self._arrived.clear()
             raise
 
     def _admit(
@@ -285,17 +285,22 @@ class Listener:
         self._arrived[hello.role, hello.group, hello.rank] = (hello, connection)
 
     def close(self) -> None:
-        for listener in self._listeners:
+        """Close all sockets. From any thread: a wait that another one is in raises."""
+        for listener in _taken(self._listeners.pop):
             hang_up(listener)
-        for newcomer in self._newcomers:
+        for newcomer in _taken(self._newcomers.pop):
             newcomer.close()
-        for _, connection in self._arrived.values():
+        for _, (_, connection) in _taken(self._arrived.popitem):
             connection.close()
-        self._listeners.clear()
-        self._newcomers.clear()
-        self._arrived.clear()
         self._wake_in.close()
         self._wake_out.close()
+
+
+def _taken(pop: Callable[[], T]) -> Iterator[T]:
+    """Pop until nothing is left. Another thread may add and pop meanwhile."""
+    with suppress(LookupError):
+        while True:
+            yield pop()
 
 
 class _UnauthenticatedPeer:
