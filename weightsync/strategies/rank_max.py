@@ -44,12 +44,12 @@ class RankMax:
             return
         self._names = [f"trainer rank {rank}" for rank in range(ranks.size) if rank != ranks.rank]
         # NCCL refuses ranks on one GPU. Ranks of a job on NCCL share none.
-        rendezvous = RendezvousStore(ranks.host) if ranks.rank == 0 and on_gpu and uses_nccl(self._members) else None
-        place = [rendezvous.host, rendezvous.port, rendezvous.name] if rendezvous is not None else None
-        place = ranks.broadcast(place, "connect")
+        if ranks.rank == 0 and on_gpu and uses_nccl(self._members):
+            rendezvous = RendezvousStore(ranks.host)
+            self._group = _group_at([rendezvous.host, rendezvous.port, rendezvous.name], ranks, rendezvous)
+        place = ranks.broadcast(self._group and self._group.place, "connect")
         if place is not None:
-            device = torch.device("cuda", torch.cuda.current_device())
-            self._group = NcclGroup(place, rendezvous, ranks.rank, ranks.size, device, [], [])
+            self._group = self._group or _group_at(place, ranks)
             self._group.meet(update.wait, update.deadline())
 
     def __call__(self, values: torch.Tensor) -> None:
@@ -77,3 +77,8 @@ class RankMax:
         if self._group is not None:
             self._group.abort()
         self._group = self._ranks = None
+
+
+def _group_at(place: list[Any], ranks: Ranks, rendezvous: RendezvousStore | None = None) -> NcclGroup:
+    device = torch.device("cuda", torch.cuda.current_device())
+    return NcclGroup(place, rendezvous, ranks.rank, ranks.size, device, [], [])

@@ -140,29 +140,31 @@ class NcclTransport(Transport):
         layout: this rank's sections.
         layouts: the receive layout of each chain, on rank 0.
         """
-        ranks, communicator, rendezvous = self._ranks, self._communicator, None
-        size = ranks.size + plan.workers
+        ranks, size = self._ranks, self._ranks.size + plan.workers
+        sends_to = sorted({ranks.size + plan.chains[chain].workers[0] for chain in _senders(layout)})
+
+        def join(place: list[Any], rendezvous: Any = None) -> None:
+            if self._communicator is not None:
+                self._communicator.abort()
+            self._communicator = _kind(device)(place, rendezvous, ranks.rank, size, device, sends_to, [])
+
         if ranks.rank == 0:
             edges: set[tuple[int, int]] = set()
             for chain, received in zip(plan.chains, layouts, strict=True):
                 members = [ranks.size + worker for worker in chain.workers]
                 edges |= {*pairwise(members), *((rank, members[0]) for rank in _senders(received))}
-            if communicator is None or communicator.size != size or not edges <= self._edges:
+            if self._communicator is None or self._communicator.size != size or not edges <= self._edges:
                 # Workers with a loopback address run on this host, so any address of this host works.
                 near = ranks.size > 1 and is_loopback(plan.host)
                 rendezvous = _kind(device).rendezvous_at(ranks.host if near else plan.host)
+                join([rendezvous.host, rendezvous.port, rendezvous.name], rendezvous)
                 self._edges = edges
-        place = communicator and communicator.place
-        if rendezvous is not None:
-            place = [rendezvous.host, rendezvous.port, rendezvous.name]
-        place, self._peers = ranks.broadcast([place, self._peers], "connect")
-        if communicator is None or communicator.place != place:
-            if communicator is not None:
-                communicator.abort()
-            sends_to = [ranks.size + plan.chains[chain].workers[0] for chain in _senders(layout)]
-            communicator = _kind(device)(place, rendezvous, ranks.rank, size, device, sorted({*sends_to}), [])
-        self._communicator = communicator
-        return communicator
+        own = self._communicator
+        place, self._peers = ranks.broadcast([own and own.place, self._peers], "connect")
+        if own is None or own.place != place:
+            join(place)
+        assert self._communicator is not None
+        return self._communicator
 
     def _endpoint(self, chain: Chain, position: int, layout: Layout, slots: int) -> Endpoint:
         """Return the endpoint of a chain's worker."""
