@@ -30,11 +30,11 @@ from weightsync.planning.layout import (
     flat_boxes,
     fuse_groups,
     itemsize,
-    merge_manifests,
     part_of,
     row_major,
     strided_boxes,
 )
+from weightsync.planning.merge import merge_manifests
 from weightsync.planning.single_view import as_single_view
 
 quick = settings(max_examples=100, deadline=None)

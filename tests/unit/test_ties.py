@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.planning.layout import Manifest, TensorMeta, merge_manifests
+from weightsync.planning.layout import Manifest, TensorMeta
+from weightsync.planning.merge import merge_manifests
 from weightsync.worker.ties import find_duplicates, shared_parameters, under_first_names, with_other_names, without
 from weightsync.worker.trace import Trace, trace_loader, uncovered
 

@@ -63,7 +63,7 @@ def chunks_of(
 
 
 def peak(chunk: Chunk, load) -> int:
-    return max(sum(map(load, chunk.pieces), Counter[Hashable]()).values())
+    return max(sum((Counter(load(piece)) for piece in chunk.pieces), Counter[Hashable]()).values())
 
 
 @given(
@@ -207,7 +207,7 @@ def test_workers_that_read_alike_are_a_chain_ordered_by_host():
     )
     chains = choose_chains(manifest, one_rank, HALVES * 2, [2, 2, 1, 1])
     assert chains == (Chain((2, 0), HALVES[0]), Chain((3, 1), HALVES[1]))
-    load = sum(map(load_chains(manifest, chains), one_rank), Counter())
+    load = sum((Counter(load_chains(manifest, chains)(each)) for each in one_rank), Counter())
     assert load == {("rank", 0): 128, ("chain", 0): 64, ("chain", 1): 64}, "however many engines there are"
 
 

@@ -22,7 +22,8 @@ from weightsync.errors import ConfigError, ManifestError
 from weightsync.net.ranks import Ranks, collective
 from weightsync.net.update import Update
 from weightsync.planning.bucketing import ThresholdBucketer
-from weightsync.planning.layout import Manifest, ShardLocation, choose_owners, merge_manifests, row_major
+from weightsync.planning.layout import Manifest, ShardLocation, choose_owners, row_major
+from weightsync.planning.merge import merge_manifests
 from weightsync.selection import TensorSelection
 from weightsync.sources import BackendOption, open_source
 from weightsync.sources.base import Model, ShardSource, TensorShard

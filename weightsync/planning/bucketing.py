@@ -106,6 +106,8 @@ def never_resent(manifest: Manifest, frozen: set[str], groups: Groups) -> frozen
 
     They share no group, directly or by a chain, with a name that is not frozen.
     """
+    if not frozen:
+        return frozenset()
     alone = ((name, ("name", name)) for name in manifest.names)
     by_plan = ((name, ("group", number)) for number, group in enumerate(groups) for name in group)
     units = connected((*alone, *by_plan))
@@ -117,6 +119,8 @@ def split(bucketer: Bucketer, manifest: Manifest, groups: Groups, last: frozense
 
     No group may have names of both kinds.
     """
+    if not last:
+        return bucketer.bucket(manifest, groups)
     parts = [
         (
             tuple(tensor for tensor in manifest if (tensor.name in last) is at_end),
@@ -150,8 +154,7 @@ def _module(name: str) -> str:
 
 def _units(manifest: Manifest, together: Callable[[str], str], groups: Groups) -> list[tuple[str, ...]]:
     """Return the manifest's names in units. Names that share a group, or a result of `together`, are in one unit."""
-    unknown = sorted({name for group in groups for name in group if name not in manifest})
-    if unknown:
+    if unknown := sorted({name for group in groups for name in group}.difference(manifest.names)):
         raise ConfigError(
             f"{len(unknown)} names of the load plan's groups are not in the manifest, first {unknown[0]!r}: groups and "
             "manifest must be of the same push"

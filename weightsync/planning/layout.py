@@ -9,7 +9,6 @@ rectangular region of it. Offsets and strides of storages and parameters are in 
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -56,7 +55,11 @@ def itemsize(dtype: str) -> int:
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor of `shape`."""
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= length
+    return tuple(reversed(strides))
 
 
 class Box(Struct, frozen=True, array_like=True, gc=False):
@@ -80,6 +83,8 @@ class Box(Struct, frozen=True, array_like=True, gc=False):
         """Return the common region, or None if it is empty. Boxes of different dimensions have no common region."""
         if len(self.start) != len(other.start):
             return None
+        if self == other and 0 not in self.size:
+            return self
         start, size = [], []
         for a, a_size, b, b_size in zip(self.start, self.size, other.start, other.size, strict=True):
             low, high = max(a, b), min(a + a_size, b + b_size)
@@ -122,14 +127,15 @@ class Manifest(Struct, frozen=True, array_like=True, dict=True):
     tied: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        if doubled := [name for name, times in Counter(self.names).items() if times > 1]:
+        if len(self._by_name) < len(self.tensors):
+            doubled = [name for name, times in Counter(self.names).items() if times > 1]
             raise ManifestError(
                 f"{len(doubled)} names are offered more than once, first {doubled[0]!r}: every tensor travels once, "
                 "under one name",
                 mismatched=dict.fromkeys(doubled, "offered twice"),
             )
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(tensor.name for tensor in self.tensors)
 
@@ -152,42 +158,6 @@ class Manifest(Struct, frozen=True, array_like=True, dict=True):
 
     def __len__(self) -> int:
         return len(self.tensors)
-
-
-def merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
-    """Return the tensors of all ranks together, each once.
-
-    A pipeline stage knows its own layers, and other ranks know all. Every manifest's order is kept. Between tensors of
-    different manifests layer 2 comes before layer 10.
-
-    Raises one `ManifestError` that lists every tensor with another shape or dtype on another rank. Raises
-    `ManifestError` if there is no tensor.
-    """
-    known: dict[str, TensorMeta] = {}
-    mismatched: dict[str, str] = {}
-    for manifest in manifests:
-        for meta in manifest:
-            first = known.setdefault(meta.name, meta)
-            if first != meta:
-                mismatched[meta.name] = f"{first.shape} {first.dtype} on one rank, {meta.shape} {meta.dtype} on another"
-    if not known:
-        raise ManifestError("the manifest is empty: the model has no tensor to push")
-    if mismatched:
-        name, reason = next(iter(mismatched.items()))
-        raise ManifestError(
-            f"the trainer's ranks do not hold the same model: {len(mismatched)} tensors differ, such as {name} "
-            f"({reason})",
-            mismatched=mismatched,
-        )
-    distinct = list(dict.fromkeys(manifest.tensors for manifest in manifests))
-    merged = dict.fromkeys(heapq.merge(*([meta.name for meta in tensors] for tensors in distinct), key=_natural))
-    tied = dict.fromkeys(pair for manifest in manifests for pair in manifest.tied if pair[0] not in known)
-    return Manifest(tuple(known[name] for name in merged), tuple(tied))
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that orders numbers in names as numbers."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 class ShardLocation(Struct, frozen=True, array_like=True, gc=False):
@@ -516,6 +486,8 @@ def part_of(location: ShardLocation, box: Box) -> ShardLocation | None:
     common = location.box.intersect(box)
     if common is None:
         return None
+    if common == location.box:
+        return location
     return replace(location, box=common, offset=location.offset + _distance(common, location.box, location.stride))
 
 
@@ -527,6 +499,8 @@ def choose_owners(locations: Iterable[ShardLocation]) -> list[ShardLocation]:
     held: dict[tuple[str, Box], list[ShardLocation]] = defaultdict(list)
     for location in locations:
         held[location.name, location.box].append(location)
+    if all(len(replicas) == 1 for replicas in held.values()):
+        return [location for (location,) in held.values()]
     owners: list[ShardLocation] = []
     owned_bytes: Counter[int] = Counter()
     for replicas in held.values():
@@ -562,18 +536,18 @@ def connected(labelled: Iterable[tuple[str, Hashable]]) -> list[tuple[str, ...]]
 
     Groups and names are in order of first appearance.
     """
-    parent: dict[str, str] = {}
-    first: dict[Hashable, str] = {}  # the first name with a label
+    joined: dict[Hashable, Hashable] = {}  # each label, to another label of its group
+    first: dict[str, Hashable] = {}  # the first label of each name
 
-    def root(name: str) -> str:
-        while parent[name] != name:
-            parent[name] = name = parent[parent[name]]
-        return name
+    def root(label: Hashable) -> Hashable:
+        while (above := joined.setdefault(label, label)) != label:
+            joined[label] = label = joined[above]
+        return label
 
     for name, label in labelled:
-        parent.setdefault(name, name)
-        parent[root(name)] = root(first.setdefault(label, name))
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in parent:
-        groups[root(name)].append(name)
+        if (known := first.setdefault(name, label)) != label:
+            joined[root(label)] = root(known)
+    groups: dict[Hashable, list[str]] = defaultdict(list)
+    for name, label in first.items():
+        groups[root(label)].append(name)
     return [tuple(names) for names in groups.values()]

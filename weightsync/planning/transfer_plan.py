@@ -6,11 +6,10 @@ knows nothing about tensors, sockets or processes.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -109,39 +108,59 @@ def choose_chains(
     of each worker's host. Bytes reach hosts in the order of these numbers, each host once.
     """
     order = sorted(range(len(reads)), key=lambda worker: (hosts[worker], worker))
-    alike: dict[tuple[Any, ...], list[int]] = {}
+    groups: list[list[int]] = []
     for worker in order:
-        alike.setdefault(tuple(reads[worker].items()), []).append(worker)
-    chains = tuple(chain_of(workers, reads) for workers in alike.values())
-    load = sum(map(load_chains(manifest, chains), choose_owners(locations)), Counter[Hashable]())
-    most_bytes = _ABOUT * sum(meta.nbytes for meta in manifest)
-    return chains if max(load.values(), default=0) <= most_bytes else (chain_of(order, reads),)
+        alike = next((group for group in groups if reads[group[0]] == reads[worker]), None)
+        if alike is None:
+            groups.append([worker])
+        else:
+            alike.append(worker)
+    chains = tuple(chain_of(workers, reads) for workers in groups)
+    if len(chains) <= 1:
+        return chains
+    load = _total(map(load_chains(manifest, chains), choose_owners(locations)))
+    most_bytes = _ABOUT * manifest.nbytes
+    return chains if _peak(load) <= most_bytes else (chain_of(order, reads),)
 
 
 def chain_of(workers: Sequence[int], reads: Sequence[ReadRegions]) -> Chain:
     """Return a chain of these workers. Worker number `n` reads `reads[n]`."""
-    boxes: dict[str, dict[Box, None]] = {}
-    for worker in workers:
-        for name, own in reads[worker].items():
-            boxes.setdefault(name, {}).update(dict.fromkeys(own))
-    return Chain(tuple(workers), {name: tuple(those) for name, those in boxes.items()})
+    boxes: dict[str, tuple[Box, ...]] = {}
+    for regions in {id(reads[worker]): reads[worker] for worker in workers}.values():
+        for name, own in regions.items():
+            if (known := boxes.get(name, ())) != own:
+                boxes[name] = tuple(dict.fromkeys((*known, *own)))
+    return Chain(tuple(workers), boxes)
 
 
-Load = Callable[[ShardLocation], Counter[Hashable]]
-"""The bytes of a piece that each participant holds while it travels."""
+Held = dict[Hashable, int]
+"""The bytes that each participant holds while something travels."""
+
+Load = Callable[[ShardLocation], Held]
+"""A function that returns the load of a piece."""
 
 
 def load_chains(manifest: Manifest, chains: Sequence[Chain]) -> Load:
     """Return the load of chains: the bytes from a piece's rank to the first worker of each, and to each worker."""
+    readers: dict[str, list[tuple[int, tuple[Box, ...]]]] = {}
+    for number, chain in enumerate(chains):
+        for name, boxes in chain.reads.items():
+            readers.setdefault(name, []).append((number, boxes))
 
-    def load(piece: ShardLocation) -> Counter[Hashable]:
-        size = itemsize(manifest[piece.name].dtype)
-        found: Counter[Hashable] = Counter()
-        for number, chain in enumerate(chains):
-            parts = (piece.box.intersect(box) for box in chain.reads.get(piece.name, ()))
-            if nbytes := min(sum(part.numel for part in parts if part is not None), piece.box.numel) * size:
-                found["rank", piece.rank] += nbytes
+    def load(piece: ShardLocation) -> Held:
+        size, numel = itemsize(manifest[piece.name].dtype), piece.box.numel
+        found: Held = {}
+        sent = 0
+        for number, boxes in readers.get(piece.name, ()):
+            common = numel
+            if boxes != (piece.box,):
+                parts = [part for box in boxes if (part := piece.box.intersect(box)) is not None]
+                common = min(sum([part.numel for part in parts]), numel)
+            if nbytes := common * size:
+                sent += nbytes
                 found["chain", number] = nbytes
+        if sent:
+            found["rank", piece.rank] = sent
         return found
 
     return load
@@ -149,7 +168,15 @@ def load_chains(manifest: Manifest, chains: Sequence[Chain]) -> Load:
 
 def load_staged(manifest: Manifest) -> Load:
     """Return the load of staging: the bytes that a rank copies into its own memory."""
-    return lambda piece: Counter({piece.rank: piece.box.numel * itemsize(manifest[piece.name].dtype)})
+    return lambda piece: {piece.rank: piece.box.numel * itemsize(manifest[piece.name].dtype)}
+
+
+def _total(loads: Iterable[Held]) -> Held:
+    total: Held = {}
+    for load in loads:
+        for participant, nbytes in load.items():
+            total[participant] = total.get(participant, 0) + nbytes
+    return total
 
 
 def make_chunks(
@@ -180,9 +207,10 @@ def make_chunks(
     owned: dict[str, list[ShardLocation]] = {}
     for piece in choose_owners(travelling):
         owned.setdefault(piece.name, []).append(piece)
+    tensors = {name: _Part(pieces, _total(map(load, pieces))) for name, pieces in owned.items()}
     hops = max((len(chain.workers) for chain in chains), default=1) - 1
     if max_bytes is not None and hops:
-        whole = _peak([piece for pieces in owned.values() for piece in pieces], load)
+        whole = _peak(_total(part.held for part in tensors.values()))
         max_bytes = min(max_bytes, max(whole // (CHUNKS_PER_HOP * hops), min_chunk_bytes))
     chunks: list[Chunk] = []
     for is_frozen in (False, True):
@@ -190,8 +218,8 @@ def make_chunks(
         lying = tuple(p for p in locations if p.box.numel and p.name in in_place and (p.name in frozen) is is_frozen)
         if lying:
             chunks.append(Chunk(lying, in_place=True, frozen=is_frozen))
-        atoms = [atom for bucket in alike for atom in _atoms(bucket, owned, load, max_bytes, together)]
-        chunks += [Chunk(_joined(pieces, owned), frozen=is_frozen) for pieces in _fill(atoms, load, max_bytes)]
+        atoms = [atom for bucket in alike for atom in _atoms(bucket, tensors, load, max_bytes, together)]
+        chunks += [Chunk(_joined(pieces, owned), frozen=is_frozen) for pieces in _fill(atoms, max_bytes)]
     return tuple(chunks)
 
 
@@ -209,30 +237,51 @@ def slices(box: Box, count: int) -> list[Box]:
     return [Box((box.start[0] + row, *part.start), (1, *part.size)) for row in range(rows) for part in inner]
 
 
+class _Part(NamedTuple):
+    """Pieces that travel in one chunk, and their load."""
+
+    pieces: list[ShardLocation]
+    held: Held
+
+
 def _atoms(
     bucket: Sequence[str],
-    owned: Mapping[str, Sequence[ShardLocation]],
+    tensors: Mapping[str, _Part],
     load: Load,
     max_bytes: int | None,
     together: Mapping[str, str],
-) -> list[list[ShardLocation]]:
+) -> list[_Part]:
     """Return the parts of a bucket that are not cut further: a small bucket itself, or slices of its tensors."""
-    whole = [piece for name in bucket for piece in owned.get(name, ())]
-    if max_bytes is None or _peak(whole, load) * _FINENESS <= max_bytes:
-        return [whole] if whole else []
+    held = _total(tensors[name].held for name in bucket if name in tensors)
+    if max_bytes is None or _peak(held) * _FINENESS <= max_bytes:
+        whole = [piece for name in bucket if name in tensors for piece in tensors[name].pieces]
+        return [_Part(whole, held)] if whole else []
     scales = {together[name] for name in bucket if name in together}
-    atoms: list[list[ShardLocation]] = []
-    for name in (name for name in bucket if name in owned and name not in scales):
-        peak = _peak(owned[name], load)
-        rows = [piece.box.size[0] for piece in owned[name] if piece.box.size]
-        count = max(-(-peak // max_bytes), min([-(-peak * _FINENESS // max_bytes), *rows]))
-        cut = _sliced(owned[name], count)
-        while max(_peak(part, load) for part in cut) > max_bytes and any(p.box.numel > 1 for part in cut for p in part):
-            count += max(1, count // 8)  # rows do not divide evenly
-            cut = _sliced(owned[name], count)
-        cut[0] += owned.get(together.get(name, ""), ())
-        atoms += cut
+    atoms: list[_Part] = []
+    for name in (name for name in bucket if name in tensors and name not in scales):
+        first, *others = _cut(tensors[name], load, max_bytes)
+        if (scale := tensors.get(together.get(name, ""))) is not None:
+            first = _Part(first.pieces + scale.pieces, _total((first.held, scale.held)))
+        atoms += (first, *others)
     return atoms
+
+
+def _cut(tensor: _Part, load: Load, max_bytes: int) -> list[_Part]:
+    """Cut a tensor into slices of at most an eighth of `max_bytes`, or into rows if these are larger.
+
+    A row larger than `max_bytes` is cut too.
+    """
+    peak = _peak(tensor.held)
+    rows = [piece.box.size[0] for piece in tensor.pieces if piece.box.size]
+    count = max(-(-peak // max_bytes), min([-(-peak * _FINENESS // max_bytes), *rows]))
+    if count <= 1:
+        return [tensor]
+    while True:
+        cut = [_Part(pieces, _total(map(load, pieces))) for pieces in _sliced(tensor.pieces, count)]
+        is_finest = all(piece.box.numel <= 1 for part in cut for piece in part.pieces)
+        if is_finest or max(_peak(part.held) for part in cut) <= max_bytes:
+            return cut
+        count += max(1, count // 8)  # rows do not divide evenly
 
 
 def _sliced(pieces: Iterable[ShardLocation], count: int) -> list[list[ShardLocation]]:
@@ -248,25 +297,27 @@ def _sliced(pieces: Iterable[ShardLocation], count: int) -> list[list[ShardLocat
     return cut
 
 
-def _fill(atoms: Iterable[list[ShardLocation]], load: Load, max_bytes: int | None) -> list[list[ShardLocation]]:
+def _fill(atoms: Iterable[_Part], max_bytes: int | None) -> list[list[ShardLocation]]:
     chunks: list[list[ShardLocation]] = []
-    held: Counter[Hashable] = Counter()
-    for atom in atoms:
-        more = sum(map(load, atom), Counter[Hashable]())
-        if chunks and max_bytes is not None and max((held + more).values(), default=0) <= max_bytes:
-            chunks[-1] += atom
-            held += more
+    held: Held = {}
+    for pieces, more in atoms:
+        both = _total((held, more))
+        if chunks and max_bytes is not None and _peak(both) <= max_bytes:
+            chunks[-1] += pieces
+            held = both
         else:
-            chunks.append(list(atom))
+            chunks.append(list(pieces))
             held = more
     return chunks
 
 
-def _joined(pieces: Iterable[ShardLocation], owned: Mapping[str, Sequence[ShardLocation]]) -> tuple[ShardLocation, ...]:
+def _joined(pieces: Sequence[ShardLocation], owned: Mapping[str, Sequence[ShardLocation]]) -> tuple[ShardLocation, ...]:
     """Join neighbouring rows of a shard that were cut and are in one chunk.
 
     Rows of two shards stay apart, even if they are neighbours in memory: a rank packs each piece from one shard.
     """
+    if all(piece in owned[piece.name] for piece in pieces):
+        return tuple(pieces)
     found: dict[tuple[Box, ShardLocation], ShardLocation] = {}  # by the shard and the next row
     for piece in pieces:
         shard = next(each.box for each in owned[piece.name] if each.box.intersect(piece.box) == piece.box)
@@ -284,5 +335,6 @@ def _row(piece: ShardLocation, number: int) -> ShardLocation:
     return replace(piece, box=box, offset=piece.offset + number * piece.stride[0])
 
 
-def _peak(pieces: Sequence[ShardLocation], load: Load) -> int:
-    return max(sum(map(load, pieces), Counter[Hashable]()).values(), default=0)
+def _peak(held: Held) -> int:
+    """Return the bytes of the participant with the most."""
+    return max(held.values(), default=0)

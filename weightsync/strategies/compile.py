@@ -9,7 +9,8 @@ from weightsync.errors import ConfigError
 from weightsync.fleet.fleet import Fleet
 from weightsync.net.wire import LoadPlan
 from weightsync.planning.bucketing import Bucketer
-from weightsync.planning.layout import Manifest, merge_manifests
+from weightsync.planning.layout import Manifest
+from weightsync.planning.merge import merge_manifests
 from weightsync.planning.transfer_plan import TransferPlan, make_chunks
 from weightsync.sources.megatron import MegatronSource
 from weightsync.sources.quantize import pairs
@@ -44,23 +45,24 @@ def compile_plan(
         )
     together = _quantized(manifest, options)
     plans = fleet.plan(manifest)
-    _check(manifest, together, plans, options)
+    distinct = [*{id(plan): plan for plan in plans}.values()]
+    _check(manifest, together, distinct, options)
     as_it_is = {name for pair in together for name in pair}
-    travelling = wire_manifest(manifest, plans, options.selection, as_it_is)
+    travelling = wire_manifest(manifest, distinct, options.selection, as_it_is)
     locations = [each for own in everyone for each in own.locations if each.name in travelling]
     together = [pair for pair in together if pair[0] in travelling]
-    reads = [reads_of(travelling, plan) for plan in plans]
+    reads = reads_of(travelling, plans)
     workers = [worker.machine for worker in fleet.workers]
     chains = transport.route(RouteRequest(machines(everyone), workers, travelling, locations, reads))
     frozen = frozen_everywhere(everyone).intersection(travelling.names) if transport.keeps_frozen else set()
-    buckets, last = make_buckets(bucketer, travelling, plans, together, frozen)
+    buckets, last = make_buckets(bucketer, travelling, distinct, together, frozen)
     in_place = frozenset(() if chains else travelling.names).difference(*(own.unmapped for own in everyone))
     names, max_bytes = [bucket.names for bucket in buckets], getattr(bucketer, "max_bytes", None)
     chunks = make_chunks(
         travelling, chains, names, last, in_place, locations, max_bytes, dict(together), transport.min_chunk_bytes
     )
     load_paths = {path: sum(plan.load_paths[path] for plan in plans) for path in plans[0].load_paths}
-    return TransferPlan(travelling, chains, chunks, len(reads), fleet.host, load_paths, duplicates(plans))
+    return TransferPlan(travelling, chains, chunks, len(reads), fleet.host, load_paths, duplicates(distinct))
 
 
 def _quantized(manifest: Manifest, options: Options) -> list[tuple[str, str]]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 
+from msgspec.structs import replace
+
 from weightsync.errors import ConfigError, ManifestError, first_few
 from weightsync.net.wire import LoadPlan
 from weightsync.planning.bucketing import Bucket, Bucketer, never_resent, split
-from weightsync.planning.layout import Box, Manifest, TensorMeta, connected, coverage, itemsize
+from weightsync.planning.layout import Box, Manifest, connected, coverage, itemsize
 from weightsync.planning.wire_types import ReadRegions
 from weightsync.selection import TensorSelection
 
@@ -132,10 +134,12 @@ def make_buckets(
     return buckets, last
 
 
-def reads_of(manifest: Manifest, plan: LoadPlan) -> ReadRegions:
-    """Return the regions that a worker reads, by name of the tensor."""
-    whole = {name: (Box.full(manifest[name].shape),) for name in plan.used}
-    return whole | plan.partial
+def reads_of(manifest: Manifest, plans: Sequence[LoadPlan]) -> list[ReadRegions]:
+    """Return the regions that each worker reads, by name of the tensor. Workers with one plan share them."""
+    whole = {meta.name: (Box.full(meta.shape),) for meta in manifest}
+    distinct = {id(plan): plan for plan in plans}
+    reads = {key: {name: whole[name] for name in plan.used} | plan.partial for key, plan in distinct.items()}
+    return [reads[id(plan)] for plan in plans]
 
 
 def duplicates(plans: Sequence[LoadPlan]) -> tuple[tuple[str, str], ...]:
@@ -216,18 +220,21 @@ def wire_manifest(
     cast to a wider dtype is exact, and cheaper on the engine's side. The names in `as_it_is` keep the manifest's dtype.
     """
     held: dict[str, str] = {}  # the widest, or an engine would get less precision than it holds
+    differing: set[str] = set()
     for plan in plans:
         for name, kind in plan.used.items():
-            held[name] = max(held.get(name, kind), kind, key=itemsize)
+            if (known := held.setdefault(name, kind)) != kind:
+                differing.add(name)
+                held[name] = max(known, kind, key=itemsize)
     tensors, wrong = [], {}
     for meta in (meta for meta in manifest if meta.name in held):
-        dtype = meta.dtype if meta.name in as_it_is else selection.wire_dtype(meta.name)
+        dtype, theirs = meta.dtype if meta.name in as_it_is else selection.wire_dtype(meta.name), held[meta.name]
         if dtype is None:
-            alike = all(plan.used.get(meta.name, held[meta.name]) == held[meta.name] for plan in plans)
-            dtype = held[meta.name] if alike and itemsize(held[meta.name]) < itemsize(meta.dtype) else meta.dtype
-        if _is_float(dtype) != _is_float(meta.dtype) or _is_float(dtype) != _is_float(held[meta.name]):
-            wrong[meta.name] = f"the trainer has {meta.dtype}, the engine holds {held[meta.name]}"
-        tensors.append(TensorMeta(meta.name, meta.shape, dtype))
+            is_narrower = meta.name not in differing and itemsize(theirs) < itemsize(meta.dtype)
+            dtype = theirs if is_narrower else meta.dtype
+        if {_is_float(dtype), _is_float(meta.dtype), _is_float(theirs)} == {True, False}:
+            wrong[meta.name] = f"the trainer has {meta.dtype}, the engine holds {theirs}"
+        tensors.append(meta if dtype == meta.dtype else replace(meta, dtype=dtype))
     if wrong:
         raise ManifestError(
             f"{len(wrong)} tensors have a dtype that the engine cannot take, such as {_first(wrong)}",

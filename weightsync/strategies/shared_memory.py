@@ -22,7 +22,8 @@ from weightsync.fleet.engine_handle import ConnectedWorker
 from weightsync.net.runtime import boot_id, this_process
 from weightsync.net.update import Update
 from weightsync.net.wire import Done, Go, MachineInfo, ParametersExported
-from weightsync.planning.layout import Manifest, merge_manifests
+from weightsync.planning.layout import Manifest
+from weightsync.planning.merge import merge_manifests
 from weightsync.report import PushReport
 from weightsync.sources.base import Model
 from weightsync.strategies.base import OF_COPIES, FleetStrategy, Options, warn_of_kept, worker_reports

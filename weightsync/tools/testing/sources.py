@@ -11,7 +11,8 @@ import torch
 
 from weightsync.net.ranks import Ranks, collective
 from weightsync.net.wire import typed
-from weightsync.planning.layout import Box, Manifest, TensorMeta, coverage, merge_manifests
+from weightsync.planning.layout import Box, Manifest, TensorMeta, coverage
+from weightsync.planning.merge import merge_manifests
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import Model, ShardSource
 from weightsync.sources.module import dtype_name
