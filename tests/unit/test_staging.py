@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from weightsync.errors import PlacementError, SyncTimeoutError
+from weightsync.kernels.copies import BatchedCopy
 from weightsync.kernels.digest import WHOLE, digest, signed
 from weightsync.net.runtime import Deadline
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, coverage, itemsize, row_major
-from weightsync.planning.transfer_plan import Chain, TransferPlan, make_chunks
+from weightsync.planning.transfer_plan import Chain, Chunk, TransferPlan, make_chunks
 from weightsync.planning.wire_types import ReadRegions
+from weightsync.transports import staging
 from weightsync.transports.base import ALIGN_BYTES, DIGEST_BYTES, LocalTensor, LocalTensors, strided
 from weightsync.transports.staging import Packer, arrival, receive_layout, send_layout, slot_bytes, wait_until
 
@@ -186,6 +188,35 @@ def test_packer_of_a_piece_that_the_rank_lacks_raises_which_one():
     layout = send_layout(plan, 0, slots=1)
     with pytest.raises(PlacementError, match=r"trainer rank 0 lacks norm\[0:16\]"):
         Packer(plan, lacking, layout, {0: torch.zeros(slot_bytes(layout), dtype=torch.uint8)})
+
+
+@pytest.mark.parametrize("columns", [5, 1 << 15])
+def test_packer_fill_of_equal_parts_of_fused_parameters_makes_few_copies(columns: int, monkeypatch: pytest.MonkeyPatch):
+    fused, other = torch.randn(3, 4, 2, columns), torch.randn(2, columns)
+    parts = [*fused[0, :, :1].unbind(), *fused[0, :, 1:].unbind(), *fused[1].unbind(), other, fused[2, 3], fused[2, 1]]
+    at = {
+        ShardLocation(f"part {n}", Box.full(part.shape), 0, 1, n, part.stride(), "float32"): LocalTensor(part)
+        for n, part in enumerate(parts)
+    }
+    manifest = Manifest(tuple(TensorMeta(f"part {n}", part.shape, "float32") for n, part in enumerate(parts)))
+    pieces = Chunk(tuple(at))
+    reads = {meta.name: (Box.full(meta.shape),) for meta in manifest}
+    plan = TransferPlan(manifest, (Chain((0,), reads),), (pieces,), 1, "", {})
+    layout = send_layout(plan, 0, slots=1)
+    slot = torch.zeros(slot_bytes(layout), dtype=torch.uint8)
+    made: list[int] = []
+    monkeypatch.setattr(
+        staging, "BatchedCopy", lambda copies, *most: (made.append(len(copies)), BatchedCopy(copies))[1]
+    )
+    packer = Packer(plan, LocalTensors(at), layout, {0: slot})
+    assert made == [6]
+    for _ in range(2):
+        fused.add_(1)
+        other.add_(1)
+        packer.fill(0, None)
+        for place, part in zip(arrival(layout[0]).locations, parts, strict=True):
+            found = strided(slot, place.dtype, place.offset, place.box.size, place.stride)
+            assert torch.equal(found, part), place.name
 
 
 def test_wait_until_past_the_deadline_raises_who_is_late():

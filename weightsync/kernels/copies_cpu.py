@@ -18,12 +18,19 @@ import torch
 from weightsync.net.runtime import spawn
 
 _TILE_BYTES = 2**22
+_LEAST_ROW_BYTES = 2**16
+"""The least size of a row that is a tile of its own. Smaller rows would cost Python more than torch's own copy."""
 
 
 def can_tile(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Return whether both sides of this copy are contiguous bytes of one dtype in CPU memory."""
+    """Return whether both sides of this copy are contiguous bytes of one dtype in CPU memory, or rows of them."""
     alike = target.dtype == source.dtype and target.device.type == source.device.type == "cpu"
-    return alike and all(one.is_contiguous() and not (one.is_neg() or one.is_conj()) for one in (target, source))
+    if not alike or any(one.is_neg() or one.is_conj() for one in (target, source)):
+        return False
+    if target.is_contiguous() and source.is_contiguous():
+        return True
+    has_long_rows = target.dim() > 1 and target.nbytes >= len(target) * _LEAST_ROW_BYTES
+    return has_long_rows and target[0].is_contiguous() and source[0].is_contiguous()
 
 
 class Tiles:
@@ -32,9 +39,10 @@ class Tiles:
     def __init__(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._copies = copies  # keeps the memory alive
         self._tiles = [
-            (target.data_ptr() + first, source.data_ptr() + first, min(_TILE_BYTES, target.nbytes - first))
+            (to + first, of + first, min(_TILE_BYTES, nbytes - first))
             for target, source in copies
-            for first in range(0, target.nbytes, _TILE_BYTES)
+            for to, of, nbytes in _rows(target, source)
+            for first in range(0, nbytes, _TILE_BYTES)
         ]
         self._cores = _cores()
         # With many small tiles, threads would spend more time on Python's lock than on copies.
@@ -61,6 +69,16 @@ class Tiles:
         finally:
             for _ in range(started):
                 done.acquire()
+
+
+def _rows(target: torch.Tensor, source: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Return the addresses and the size of each run of contiguous bytes."""
+    to, of = target.data_ptr(), source.data_ptr()
+    if target.is_contiguous() and source.is_contiguous():
+        return [(to, of, target.nbytes)]
+    count, size = len(target), target.element_size()
+    steps = target.stride(0) * size, source.stride(0) * size
+    return [(to + row * steps[0], of + row * steps[1], target.nbytes // count) for row in range(count)]
 
 
 def _cores() -> set[int]:

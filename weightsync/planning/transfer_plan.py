@@ -95,6 +95,8 @@ class TransferPlan(Struct, frozen=True, array_like=True):
 
     def nbytes(self, first: bool) -> int:
         """Return the bytes of the tensors that travel in the next push, each counted once."""
+        if first or not self.frozen_chunks:
+            return self.manifest.nbytes
         names = {name for number in self.due(first) for name in self.chunks[number].names}
         return sum(self.manifest[name].nbytes for name in names)
 

@@ -9,7 +9,8 @@ from functools import partial
 import torch
 
 from weightsync.kernels.finite import find_non_finite, sum_of
-from weightsync.sources.base import Model, Reading, ShardSource, SteadySource
+from weightsync.kernels.runs import Run, join_runs
+from weightsync.sources.base import Model, Reading, ShardSource, SteadySource, TensorShard
 
 _TURNS = 16
 """A GPU reads for a check at the speed of a copy. Checking every tensor would double the time of a push."""
@@ -31,6 +32,9 @@ class FiniteSource(SteadySource):
         super()._forget()
         self._sums: list[tuple[str, torch.Tensor]] = []
         self._looks = 0
+        self._searched: Reading | None = None  # the reading of `_lying` and `_runs`
+        self._lying: list[TensorShard] = []  # the shards in the trainer's memory
+        self._runs: list[Run] = []
 
     def _derive(self, given: Reading) -> Reading:
         shards = [
@@ -51,20 +55,25 @@ class FiniteSource(SteadySource):
         For computed tensors, the values computed since the last call count. Tensors in the trainer's memory named in
         `left_out` are not checked.
         """
-        shards = [] if self._reading is None else self._reading.shards
-        lying = [
-            shard
-            for number, shard in enumerate(shards)
-            if shard.compute is None and shard.meta.name not in left_out and self._is_due(number, shard.tensor)
-        ]
-        found = [lying[number].meta.name for number in find_non_finite([shard.tensor for shard in lying])]
+        if self._searched is not self._reading:
+            self._searched, given = self._reading, self._reading.shards if self._reading is not None else []
+            self._lying = [shard for shard in given if shard.compute is None]
+            self._runs = join_runs([shard.tensor for shard in self._lying])
+        due = [run for number, run in enumerate(self._runs) if self._is_due(number, run.data)]
+        if left_out:
+            names = [shard.meta.name for shard in self._lying]
+            due = [run for run in due if not all(names[number] in left_out for number in run.members)]
+        bad = [due[number] for number in find_non_finite([run.data for run in due])]
+        near = [self._lying[number] for run in bad for number in run.members]
+        near = [shard for shard in near if shard.meta.name not in left_out]
+        found = [near[number].meta.name for number in find_non_finite([shard.tensor for shard in near])]
         sums, self._sums = self._sums, []
         found += [sums[number][0] for number in find_non_finite([each for _, each in sums])]
         self._looks += 1
         return list(dict.fromkeys(found))
 
     def _is_due(self, number: int, tensor: torch.Tensor) -> bool:
-        """Return whether it is a tensor's turn to be checked."""
+        """Return whether it is the turn of a run, or of a computed tensor, to be checked."""
         if not (self._takes_turns and self._looks and tensor.is_cuda):
             return True
         return number % _TURNS == self._looks % _TURNS

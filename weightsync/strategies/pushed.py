@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightsync.errors import DigestError
 from weightsync.kernels.digest import WHOLE
+from weightsync.kernels.runs import join_runs
 from weightsync.sources.base import Model, Reading
 from weightsync.sources.module_tree import modules
 from weightsync.transports.proof import MemoryFingerprint
@@ -124,11 +125,10 @@ def _tensors(model: nn.Module) -> list[torch.Tensor]:
 def _runs(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Return the bytes of the tensors, each run once, by device. A tensor with gaps counts as its whole storage."""
     found: dict[torch.device, dict[tuple[int, int], torch.Tensor]] = defaultdict(dict)
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        if tensor.is_contiguous():
-            first = tensor.storage_offset() * tensor.element_size()
-            data = data[first : first + tensor.numel() * tensor.element_size()]
-        found[tensor.device].setdefault((data.data_ptr(), data.numel()), data)
+    for run, _ in join_runs(tensors):
+        if run.is_contiguous():
+            data = run.view(torch.uint8)
+        else:
+            data = torch.empty(0, dtype=torch.uint8, device=run.device).set_(run.untyped_storage())
+        found[run.device].setdefault((data.data_ptr(), data.numel()), data)
     return [[*those.values()] for those in found.values()]

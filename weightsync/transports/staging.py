@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from msgspec.structs import replace
 
 from weightsync.errors import PlacementError, SyncTimeoutError, WeightSyncError
-from weightsync.kernels.copies import BatchedCopy
+from weightsync.kernels.copies import BatchedCopy, Copy
 from weightsync.kernels.digest import Digests, warm_up
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
@@ -74,10 +73,10 @@ def lay_out(manifest: Manifest, groups: Mapping[int, Sequence[ShardLocation]], s
             continue
         at, places = first, []
         for piece in pieces:
-            dtype = manifest[piece.name].dtype
-            offset, stride = at // itemsize(dtype), row_major(piece.box.size)
-            places.append(replace(piece, storage=storage, offset=offset, stride=stride, dtype=dtype))
-            at = align(at + piece.box.numel * itemsize(dtype))
+            dtype, box = manifest[piece.name].dtype, piece.box
+            size = itemsize(dtype)
+            places.append(ShardLocation(piece.name, box, piece.rank, storage, at // size, row_major(box.size), dtype))
+            at = align(at + box.numel * size)
         sections[key] = SlotSection(first, at - first, tuple(pieces), tuple(places))
         first = align(sections[key].end)
     return sections
@@ -113,10 +112,11 @@ def receive_layout(plan: TransferPlan, chain: int, slots: int) -> Layout:
 
 def _disjoint(manifest: Manifest, reads: ReadRegions) -> dict[str, Sequence[Box]]:
     """Return each tensor's regions without overlaps. Overlapping regions become the whole tensor."""
-    found: dict[str, Sequence[Box]] = {}
+    found: dict[str, Sequence[Box]] = {**reads}
     for name, boxes in reads.items():
-        shape, once = manifest[name].shape, tuple(dict.fromkeys(boxes))
-        found[name] = (Box.full(shape),) if coverage(shape, once)[1] else once
+        if len(boxes) > 1:
+            shape, once = manifest[name].shape, tuple(dict.fromkeys(boxes))
+            found[name] = (Box.full(shape),) if coverage(shape, once)[1] else once
     return found
 
 
@@ -168,9 +168,9 @@ class Packer:
         copy_programs: most GPU programs of a copy.
         """
         self._gather = tensors.gather
-        held: dict[str, list[tuple[ShardLocation, LocalTensor]]] = defaultdict(list)
-        for location, tensor in tensors.at.items():
-            held[location.name].append((location, tensor))
+        held: dict[str, list[ShardLocation]] = defaultdict(list)
+        for location in tensors.at:
+            held[location.name].append(location)
         self._values: dict[ShardLocation, torch.Tensor] = {}
         self._last: dict[ShardLocation, int] = {}
         self._steps: list[_PackStep] = []
@@ -178,7 +178,7 @@ class Packer:
         for number, (chunk, own) in enumerate(zip(plan.chunks, layout, strict=True)):
             names = [] if chunk.in_place else [name for name in chunk.names if name not in gathered]
             slot = slots[next(iter(own.values())).storage] if own else None
-            step = _PackStep(names, own.values(), slot, held, copy_programs)
+            step = _PackStep(names, own.values(), slot, tensors.at, held, copy_programs)
             self._steps.append(step)
             gathered.update(dict.fromkeys(names, step))
             for location, (tensor, _) in step.computed.items():
@@ -223,21 +223,23 @@ class _PackStep:
         names: Sequence[str],
         sections: Collection[SlotSection],
         slot: torch.Tensor | None,
-        held: Mapping[str, Sequence[tuple[ShardLocation, LocalTensor]]],
+        at: Mapping[ShardLocation, LocalTensor],
+        held: Mapping[str, Sequence[ShardLocation]],
         copy_programs: int | None,
     ) -> None:
         self.names, self.slot = names, slot
         self.computed: dict[ShardLocation, tuple[LocalTensor, list[tuple[torch.Tensor, Box]]]] = {}
-        ready = []
+        ready: list[tuple[ShardLocation, torch.Tensor]] = []
         for source, place in (pair for each in sections for pair in zip(each.sources, each.places, strict=True)):
             assert slot is not None
-            own, tensor = _holder(source, held.get(source.name, ()))
-            target = strided(slot, place.dtype, place.offset, place.box.size, place.stride)
+            own = source if source in at else _holder(source, held.get(source.name, ()))
+            tensor = at[own]
             if tensor.compute is None:
-                ready.append((target, _part(tensor.tensor, own.box, place.box), 0))
+                ready.append((place, tensor.tensor if own is source else _part(tensor.tensor, own.box, place.box)))
             else:
+                target = strided(slot, place.dtype, place.offset, place.box.size, place.stride)
                 self.computed.setdefault(own, (tensor, []))[1].append((target, place.box))
-        self.copy = BatchedCopy(ready, copy_programs)
+        self.copy = BatchedCopy([] if slot is None else _stacked(slot, ready), copy_programs)
         if slot is not None:
             self.digests = Digests([slot[each.first : each.first + each.nbytes] for each in sections])
             ends = [(each.end - DIGEST_BYTES) // DIGEST_BYTES for each in sections]
@@ -245,12 +247,37 @@ class _PackStep:
             self.written = torch.empty_like(self.tails)
 
 
-def _holder(
-    piece: ShardLocation, held: Sequence[tuple[ShardLocation, LocalTensor]]
-) -> tuple[ShardLocation, LocalTensor]:
-    for location, tensor in held:
+def _stacked(slot: torch.Tensor, ready: Iterable[tuple[ShardLocation, torch.Tensor]]) -> list[Copy]:
+    """Return the copies of tensors to their places in a slot. Equal copies at equal steps become one copy.
+
+    The parts of one fused expert parameter are such copies. There are hundreds for each layer.
+    """
+    stacks: list[tuple[ShardLocation, torch.Tensor, list[int]]] = []  # the first of each stack; length and two steps
+    before: tuple[Any, ...] = ()
+    to = of = 0
+    for place, tensor in ready:
+        memory = tensor.untyped_storage().data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), place.dtype
+        steps = [place.offset - to, int(tensor.storage_offset()) - of]
+        to, of = to + steps[0], of + steps[1]
+        if memory == before and steps[1] > 0 and stacks[-1][2][1:] in ([0, 0], steps):
+            stacks[-1][2][:] = stacks[-1][2][0] + 1, *steps
+        else:
+            stacks.append((place, tensor, [1, 0, 0]))
+        before = memory
+    return [
+        (
+            strided(slot, place.dtype, place.offset, (count, *tensor.shape), (to, *place.stride)),
+            tensor.as_strided((count, *tensor.shape), (of, *tensor.stride())),
+            0,
+        )
+        for place, tensor, (count, to, of) in stacks
+    ]
+
+
+def _holder(piece: ShardLocation, held: Sequence[ShardLocation]) -> ShardLocation:
+    for location in held:
         if location.box.intersect(piece.box) == piece.box:
-            return location, tensor
+            return location
     raise PlacementError(f"trainer rank {piece.rank} lacks {piece.name}{piece.box}, and the plan reads it there")
 
 
