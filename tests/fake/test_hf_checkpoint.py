@@ -17,7 +17,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.conversion_mapping import get_model_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     ConversionOps,
@@ -31,6 +31,7 @@ from weightsync.checkpoint.sidecars import with_configs
 from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import Box
 from weightsync.selection import TensorSelection
+from weightsync.sources import hf_checkpoint
 from weightsync.sources.fsdp import FsdpSource
 from weightsync.sources.rename import renamed
 
@@ -60,6 +61,45 @@ def test_what_is_sent_is_what_save_pretrained_writes(name: str, tmp_path: Path):
     assert_same({key: found.pop(key) for key in expected}, expected)
     assert not found
     assert sent(model).keys() == expected.keys()  # once more, from what it remembers
+
+
+def deep(name: str, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """A model of twelve layers. The layers of one kind are alike."""
+    config = tiny_models.CONFIGS[name]()
+    config.num_hidden_layers = 12
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[0]] * 12
+    monkeypatch.setitem(tiny_models.CONFIGS, name, lambda: config)
+    return tiny_models.build(name, "A")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "mixtral"])
+def test_layers_that_are_alike_are_sent_as_save_pretrained_writes_each(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model = deep(name, monkeypatch)
+    expected = written(model, tmp_path)
+    followed: list[int] = []
+    follow = hf_checkpoint._follow
+    monkeypatch.setattr(hf_checkpoint, "_follow", lambda to, metas: (followed.append(len(metas)), follow(to, metas))[1])
+    found = sent(model)
+    assert_same({key: found.pop(key) for key in expected}, expected)
+    assert not found
+    assert [number < len(expected) / 4 for number in followed] == [True]
+
+
+@pytest.mark.parametrize("layer", [0, 11])
+def test_all_layers_are_followed_if_the_first_and_the_last_are_saved_in_other_ways(
+    layer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model = deep("mixtral", monkeypatch)
+    own = WeightRenaming(f"layers.{layer}.odd_norm", f"layers.{layer}.input_layernorm")
+    model._weight_conversions = [*get_model_conversion_mapping(model, add_legacy=False), own]
+    expected = written(model, tmp_path)
+    assert f"model.layers.{layer}.odd_norm.weight" in expected
+    found = sent(model)
+    assert_same({key: found.pop(key) for key in expected}, expected)
+    assert not found
 
 
 def test_experts_are_views_of_the_fused_tensors():

@@ -8,14 +8,17 @@ the result gives each tensor's place.
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
 import torch
+from msgspec.structs import replace as replace_meta
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,13 +30,12 @@ from weightsync.sources.module_tree import as_built, unwrapped
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """One region (`box`) of a tensor of the model, saved as the region `into` of a tensor of the checkpoint.
+class SavedRegion:
+    """A region (`box`) of a tensor of the model, saved as the region `into` of a tensor of the checkpoint.
 
     Dimension i of `into` runs along dimension `dims[i]` of `box`. If `dims[i]` is None, dimension i has length 1.
     """
 
-    meta: TensorMeta
     box: Box
     dims: tuple[int | None, ...]
     into: Box
@@ -45,17 +47,34 @@ _Cut = tuple[int, Box, tuple[int, ...], int]
 
 @dataclass(frozen=True, slots=True)
 class SavedParts:
-    """The checkpoint's parts of one of the model's tensors, in the order in which they are saved."""
+    """The checkpoint's parts of one of the model's tensors, in the order in which they are saved.
 
-    parts: tuple[Saved, ...]
-    _cuts: dict[tuple[Box, tuple[int, ...]], list[_Cut]] = field(default_factory=dict)
+    metas: the checkpoint's tensor of each part. `regions` has the place of each part.
+    """
+
+    metas: tuple[TensorMeta, ...]
+    regions: tuple[SavedRegion, ...]
+    _cuts: dict[tuple[Box, tuple[int, ...]], list[_Cut]] = field(default_factory=dict, compare=False)
 
     def are_the_whole(self) -> bool:
         """Return whether a checkpoint tensor equals this tensor, apart from its name."""
         return all(
-            part.box == part.into == Box.full(part.meta.shape) and part.dims == tuple(range(len(part.dims)))
-            for part in self.parts
+            region.box == region.into == Box.full(meta.shape) and region.dims == tuple(range(len(region.dims)))
+            for meta, region in zip(self.metas, self.regions, strict=True)
         )
+
+    def without_excluded(self, selection: TensorSelection) -> SavedParts:
+        """Return the parts that travel."""
+        kept = [number for number, meta in enumerate(self.metas) if not selection.excludes(meta.name)]
+        if len(kept) == len(self.metas):
+            return self
+        return SavedParts(tuple(self.metas[number] for number in kept), tuple(self.regions[number] for number in kept))
+
+    def of_layer(self, number: str, other: str) -> SavedParts:
+        """Return the parts of the same tensor in layer `other`. These are the parts in layer `number`."""
+        names = (f".{other}.".join(meta.name.split(f".{number}.", 1)) for meta in self.metas)
+        metas = (replace_meta(meta, name=name) for meta, name in zip(self.metas, names, strict=True))
+        return replace(self, metas=tuple(metas))
 
     def cut(self, held: Iterable[tuple[Box, torch.Tensor]]) -> list[tuple[TensorMeta, Box, torch.Tensor]]:
         """Return the regions of the parts in the tensors `held`, in the parts' order.
@@ -69,11 +88,11 @@ class SavedParts:
             for number, region, stride, offset in self._cuts_of(box, tensor.stride())
         ]
         views.sort(key=itemgetter(0))
-        return [(self.parts[number].meta, region, view) for number, region, view in views]
+        return [(self.metas[number], region, view) for number, region, view in views]
 
     def _cuts_of(self, box: Box, stride: tuple[int, ...]) -> list[_Cut]:
         if (box, stride) not in self._cuts:  # kept, for a model can have tens of thousands of parts
-            found = (_cut(number, part, box, stride) for number, part in enumerate(self.parts))
+            found = (_cut(number, region, box, stride) for number, region in enumerate(self.regions))
             self._cuts[box, stride] = [cut for cut in found if cut is not None]
         return self._cuts[box, stride]
 
@@ -83,7 +102,7 @@ def manifest_of(saved: Iterable[SavedParts], tied: Iterable[tuple[str, str]] = (
 
     `tied` has (other name, name) of each tensor that the model has twice.
     """
-    metas = dict.fromkeys(part.meta for parts in saved for part in parts.parts)
+    metas = dict.fromkeys(meta for parts in saved for meta in parts.metas)
     names = {meta.name for meta in metas}
     return Manifest(tuple(metas), tuple(pair for pair in tied if pair[0] not in names))
 
@@ -94,58 +113,116 @@ def saved_form(model: nn.Module, tensors: Sequence[TensorMeta], selection: Tenso
     `tensors` have the names that `walk` gives them. A model that is not from transformers is saved unchanged. Raises
     one `UnsupportedError` for all tensors with values that a save computes.
     """
-    return [
-        SavedParts(tuple(part for part in parts if not selection.excludes(part.meta.name)))
-        for parts in _follow(unwrapped(model), tensors)
-    ]
+    found = _saved(unwrapped(model), tensors)
+    return [parts.without_excluded(selection) for parts in found] if selection.exclude else found
 
 
-def _follow(model: nn.Module, tensors: Sequence[TensorMeta]) -> Iterable[list[Saved]]:
-    as_they_are = [
-        [Saved(meta, Box.full(meta.shape), tuple(range(len(meta.shape))), Box.full(meta.shape))] for meta in tensors
-    ]
-    if "transformers" not in sys.modules:
-        return as_they_are
-    from transformers import PreTrainedModel
-
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:
-        return as_they_are  # transformers 4: models have the tensors of their checkpoints
-    if not isinstance(model, PreTrainedModel):
-        return as_they_are
-    with Aliases() as aliases:
-        state = {meta.name: torch.empty(meta.shape, dtype=torch.uint8, device="meta") for meta in tensors}
-        try:
-            written = revert_weight_conversion(as_built(model), dict(state))
-        except Exception as error:
-            raise UnsupportedError(
-                f"cannot follow how transformers saves a {type(model).__name__} ({type(error).__name__}: {error})"
-            ) from error
-    by_storage = {_storage(state[meta.name]): meta for meta in tensors}
-    for storage in aliases.changed:
-        by_storage.pop(storage, None)
-    found: dict[str, list[Saved]] = {meta.name: [] for meta in tensors}
-    for name, tensor in written.items():
-        parts: list[tuple[TensorMeta, Saved]] = []
-        for view, into in aliases.parts(tensor):
-            source = by_storage.get(_storage(view))
-            if source is None or (region := _region(source.shape, view)) is None:
-                break
-            parts.append((source, Saved(TensorMeta(name, tuple(tensor.shape), source.dtype), *region, into)))
-        else:
-            if len({source.dtype for source, _ in parts}) == 1:
-                for source, part in parts:
-                    found[source.name].append(part)
-    whole = {name: sum(part.box.numel for part in parts) == state[name].numel() for name, parts in found.items()}
-    if lost := [name for name in whole if not (found[name] and whole[name])]:
+def _saved(model: nn.Module, tensors: Sequence[TensorMeta]) -> list[SavedParts]:
+    convert = _conversion(model) if tensors else None
+    if convert is None:
+        return [
+            SavedParts((meta,), (SavedRegion(whole, tuple(range(len(meta.shape))), whole),))
+            for meta in tensors
+            for whole in (Box.full(meta.shape),)
+        ]
+    found = _repeat(convert, tensors) or _follow(convert, tensors)
+    if lost := [meta.name for meta in tensors if meta.name not in found]:
         lines = "".join(f"\n  {name}" for name in lost)
         raise UnsupportedError(
             f"{len(lost)} tensors cannot be pushed: transformers saves values computed from them. Name tensors that "
             f"must not travel in TensorSelection.exclude:{lines}",
             tensors=dict.fromkeys(lost, "computed when it is saved"),
         )
-    return found.values()
+    return [found[meta.name] for meta in tensors]
+
+
+_Convert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+"""A function from the tensors of a model to the tensors of its checkpoint."""
+
+
+def _conversion(model: nn.Module) -> _Convert | None:
+    """Return the conversion of `save_pretrained`. None: the model is saved unchanged."""
+    if "transformers" not in sys.modules:
+        return None
+    from transformers import PreTrainedModel
+
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return None  # transformers 4: models have the tensors of their checkpoints
+    if not isinstance(model, PreTrainedModel):
+        return None
+    built = as_built(model)
+
+    def convert(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        try:
+            return dict(revert_weight_conversion(built, state))
+        except Exception as error:
+            raise UnsupportedError(
+                f"cannot follow how transformers saves a {type(model).__name__} ({type(error).__name__}: {error})"
+            ) from error
+
+    return convert
+
+
+_LAYER = re.compile(r"(.*?\.)(\d+)\.")
+
+
+def _repeat(convert: _Convert, tensors: Sequence[TensorMeta]) -> dict[str, SavedParts] | None:
+    """Follow the first and the last of layers with equal tensors, and return the first's parts for each of them.
+
+    Following all layers of a mixture of experts takes long. Return None if there are no such layers, or if the last
+    layer is not saved as the first one.
+    """
+    layers: dict[tuple[str, str], list[TensorMeta]] = defaultdict(list)
+    for meta in tensors:
+        if match := _LAYER.match(meta.name):
+            layers[match[1], match[2]].append(meta)
+    alike: dict[Hashable, list[tuple[str, str]]] = defaultdict(list)
+    for (prefix, number), own in layers.items():
+        end = len(prefix) + len(number)
+        alike[prefix, tuple((meta.name[end:], meta.shape, meta.dtype) for meta in own)].append((prefix, number))
+    groups = [group for group in alike.values() if len(group) > 2]
+    repeated = {meta.name for group in groups for layer in group[1:-1] for meta in layers[layer]}
+    try:
+        found = _follow(convert, [meta for meta in tensors if meta.name not in repeated]) if repeated else {}
+    except UnsupportedError:
+        return None
+    for first, *others in groups:
+        for layer in reversed(others):
+            for meta, like in zip(layers[layer], layers[first], strict=True):
+                parts = found[like.name].of_layer(first[1], layer[1]) if like.name in found else None
+                if parts is None or (meta.name not in repeated and found.get(meta.name) != parts):
+                    return None
+                found[meta.name] = parts
+    return found
+
+
+def _follow(convert: _Convert, tensors: Sequence[TensorMeta]) -> dict[str, SavedParts]:
+    """Convert tensors without storage. Return the parts of each tensor that is saved whole."""
+    with Aliases() as aliases:
+        state = {meta.name: torch.empty(meta.shape, dtype=torch.uint8, device="meta") for meta in tensors}
+        written = convert(dict(state))
+    by_storage = {_storage(state[meta.name]): meta for meta in tensors}
+    for storage in aliases.changed:
+        by_storage.pop(storage, None)
+    found: dict[str, list[tuple[TensorMeta, SavedRegion]]] = {meta.name: [] for meta in tensors}
+    for name, tensor in written.items():
+        parts: list[tuple[TensorMeta, SavedRegion]] = []
+        for view, into in aliases.parts(tensor):
+            source = by_storage.get(_storage(view))
+            if source is None or (region := _region(source.shape, view)) is None:
+                break
+            parts.append((source, SavedRegion(*region, into)))
+        else:
+            if len({source.dtype for source, _ in parts}) == 1:
+                for source, saved in parts:
+                    found[source.name].append((TensorMeta(name, tuple(tensor.shape), source.dtype), saved))
+    return {
+        name: SavedParts(tuple(meta for meta, _ in parts), tuple(saved for _, saved in parts))
+        for name, parts in found.items()
+        if parts and sum(saved.box.numel for _, saved in parts) == state[name].numel()
+    }
 
 
 class Aliases(TorchDispatchMode):
@@ -213,7 +290,7 @@ def _region(shape: tuple[int, ...], view: torch.Tensor) -> tuple[Box, tuple[int 
     return Box(start, tuple(size)), tuple(dims)
 
 
-def _cut(number: int, saved: Saved, box: Box, stride: tuple[int, ...]) -> _Cut | None:
+def _cut(number: int, saved: SavedRegion, box: Box, stride: tuple[int, ...]) -> _Cut | None:
     """Cut part `saved` from a tensor with strides `stride` and the region `box` of the model's tensor."""
     if (common := saved.box.intersect(box)) is None:
         return None

@@ -99,9 +99,9 @@ class ModuleSource(LocalSource):
     def _read(self, model: Model, on_meta: bool = False) -> Reading:
         tensors, tied = self._as_saved(one_module(model), on_meta)
         self._adapters = {
-            part.meta.name: held.adapter for held, saved in tensors if held.adapter is not None for part in saved.parts
+            meta.name: held.adapter for held, saved in tensors if held.adapter is not None for meta in saved.metas
         }
-        trained = {part.meta.name for held, saved in tensors if held.trains for part in saved.parts}
+        trained = {meta.name for held, saved in tensors if held.trains for meta in saved.metas}
         shards = []
         for held, saved in tensors:
             for meta, box, view in saved.cut(held.parts):
@@ -156,9 +156,9 @@ class ModuleSource(LocalSource):
         by_name = dict(zip(of_name, saved, strict=True))
         ties = [(other, by_name[name]) for other, name in zip(saved_others, tied.values(), strict=True)]
         return [(held, parts) for (_, held), parts in found], [
-            (other.parts[0].meta.name, first.parts[0].meta.name)
+            (other.metas[0].name, first.metas[0].name)
             for other, first in ties
-            if len(other.parts) == len(first.parts) == 1 and other.are_the_whole() and first.are_the_whole()
+            if len(other.metas) == len(first.metas) == 1 and other.are_the_whole() and first.are_the_whole()
         ]
 
     @torch.no_grad()
