@@ -25,13 +25,13 @@ from transformers.core_model_loading import (
     Transpose,
     WeightConverter,
     WeightRenaming,
+    revert_weight_conversion,
 )
 
 from weightsync.checkpoint.sidecars import with_configs
 from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import Box
 from weightsync.selection import TensorSelection
-from weightsync.sources import hf_checkpoint
 from weightsync.sources.fsdp import FsdpSource
 from weightsync.sources.rename import renamed
 
@@ -80,8 +80,12 @@ def test_layers_that_are_alike_are_sent_as_save_pretrained_writes_each(
     model = deep(name, monkeypatch)
     expected = written(model, tmp_path)
     followed: list[int] = []
-    follow = hf_checkpoint._follow
-    monkeypatch.setattr(hf_checkpoint, "_follow", lambda to, metas: (followed.append(len(metas)), follow(to, metas))[1])
+
+    def revert(built: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        followed.append(len(state))
+        return revert_weight_conversion(built, state)
+
+    monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", revert)
     found = sent(model)
     assert_same({key: found.pop(key) for key in expected}, expected)
     assert not found
@@ -94,7 +98,7 @@ def test_all_layers_are_followed_if_the_first_and_the_last_are_saved_in_other_wa
 ):
     model = deep("mixtral", monkeypatch)
     own = WeightRenaming(f"layers.{layer}.odd_norm", f"layers.{layer}.input_layernorm")
-    model._weight_conversions = [*get_model_conversion_mapping(model, add_legacy=False), own]
+    vars(model)["_weight_conversions"] = [*get_model_conversion_mapping(model, add_legacy=False), own]
     expected = written(model, tmp_path)
     assert f"model.layers.{layer}.odd_norm.weight" in expected
     found = sent(model)
