@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise, product
 from math import prod
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from weightsync.errors import ConfigError, ManifestError, PlacementError
 from weightsync.planning import layout
@@ -520,7 +519,7 @@ def test_replicas_are_balanced_by_bytes_not_by_number() -> None:
 
 def test_owners_keep_every_region_once() -> None:
     shards = [rows("w", 2 * rank, 2 * rank + 2, 5, rank) for rank in range(3)]
-    replicas = [msgspec.structs.replace(shard, rank=shard.rank + 3) for shard in shards]
+    replicas = [replace(shard, rank=shard.rank + 3) for shard in shards]
     owners = choose_owners([*shards, *replicas])
     assert [owner.box for owner in owners] == [shard.box for shard in shards]
     assert choose_owners(owners) == owners

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
@@ -176,8 +175,7 @@ class ShardLocation(Struct, frozen=True, array_like=True, gc=False):
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
-class LoadCopy:
+class LoadCopy(Struct, frozen=True, gc=False):
     """One copy of the engine's loader: region `box` of tensor `name` into its parameter `param`.
 
     Element `i` of the box lands at element `offset + sum(i[d] * stride[d])` of the parameter's storage.
@@ -190,8 +188,7 @@ class LoadCopy:
     stride: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CopyOp:
+class CopyOp(Struct, frozen=True, gc=False):
     """One strided copy of `size` elements, from the storage with chunk `chunk` into the storage of `param`."""
 
     chunk: int
@@ -446,7 +443,7 @@ def copy_ops(
     for copy in copies:
         parts: list[Box] = []
         for (chunk, box), replicas in held.get(copy.name, {}).items():
-            part = copy.box.intersect(box)
+            part = box if box == copy.box else copy.box.intersect(box)
             if part is None:
                 continue
             parts.append(part)
@@ -467,7 +464,7 @@ def copy_ops(
                     dst_stride=copy.stride,
                 )
             )
-        missing, doubled = _coverage(copy.box, tuple(parts))
+        missing, doubled = ((), ()) if parts == [copy.box] else _coverage(copy.box, tuple(parts))
         problems += [f"{copy.name}{box} is held by no rank" for box in missing]
         problems += [f"{copy.name}{box} is held twice, in two chunks or in boxes that overlap" for box in doubled]
     if problems:
@@ -516,6 +513,8 @@ def _least_loaded(replicas: list[ShardLocation], nbytes: Counter[int]) -> ShardL
 
 def _distance(part: Box, box: Box, stride: tuple[int, ...]) -> int:
     """Return the distance from the first element of `box` to the first of `part`. `stride` has the strides of `box`."""
+    if part.start == box.start:
+        return 0
     return sum((a - b) * step for a, b, step in zip(part.start, box.start, stride, strict=True))
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import nn
 
 from weightsync.kernels.quantize import BLOCK, MX_BLOCK, fp8_per_block, fp8_per_channel, int8_per_channel, mxfp4
@@ -103,10 +104,10 @@ def find_pairs(
     params = dict(model.named_parameters())
     pairs: dict[str, QuantizedTensors] = {}
     refused: dict[str, str] = {}
-    for name, param in {(copy.name, copy.param) for copy in trace.copies if copy.param in params}:
-        comes, kept = manifest[name].dtype, str(params[param].dtype).removeprefix("torch.")
-        if f"{param}_packed" in params:
-            kept += " packed into words"
+    held = {name: str(param.dtype).removeprefix("torch.") for name, param in params.items()}
+    held |= {name: f"{kept} packed into words" for name, kept in held.items() if f"{name}_packed" in held}
+    for name, param in dict.fromkeys((copy.name, copy.param) for copy in trace.copies if copy.param in held):
+        comes, kept = manifest[name].dtype, held[param]
         if comes in _WIDE and _in_8_bits(kept):
             found = _pair(model, manifest, name, param)
             if isinstance(found, QuantizedTensors):
@@ -178,6 +179,8 @@ def mxfp4_experts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def expand(manifest: Manifest, pairs: dict[str, QuantizedTensors]) -> Manifest:
     """Return the manifest as the loader sees it, with each tensor of `pairs` replaced by its quantised tensors."""
+    if not pairs:
+        return manifest
     tensors: list[TensorMeta] = []
     for meta in manifest:
         pair = pairs.get(meta.name)
@@ -204,6 +207,8 @@ def collapse(trace: Trace, pairs: dict[str, QuantizedTensors]) -> Trace:
 
     A parameter that takes values or scales counts as computed from the trainer's tensor.
     """
+    if not pairs:
+        return trace
     source = _sources(pairs)
     computed = {param: _rename(names, source) for param, names in trace.computed.items()}
     for copy in trace.copies:
@@ -222,8 +227,13 @@ def collapse(trace: Trace, pairs: dict[str, QuantizedTensors]) -> Trace:
 
 def renamed(trace: Trace, pairs: dict[str, QuantizedTensors]) -> Trace:
     """Return a trace of the expanded manifest in which copies have the trainer's names."""
+    if not pairs:
+        return trace
     source = _sources(pairs)
-    return replace(trace, copies=[replace(copy, name=source.get(copy.name, copy.name)) for copy in trace.copies])
+    names = (source.get(copy.name, copy.name) for copy in trace.copies)
+    return replace(
+        trace, copies=[structs.replace(copy, name=name) for copy, name in zip(trace.copies, names, strict=True)]
+    )
 
 
 def int8_packed(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -20,6 +20,7 @@ from weightsync.kernels.copies import BatchedCopy, Copy
 from weightsync.kernels.quantize import Form
 from weightsync.kernels.rows import Job, RowQuantiser
 from weightsync.planning.layout import Box, CopyOp, LoadCopy, ShardLocation, copy_ops, row_major
+from weightsync.planning.regular_copies import join_regular
 from weightsync.transports.base import TransportReceiver, strided
 from weightsync.worker.checkpoint_quantize import quantised
 from weightsync.worker.engine_model import DRAFTER, EngineModel
@@ -378,7 +379,7 @@ class ReloadPath(_Reloading):
         super().__init__(arrivals)
         self._pieces: dict[int, list[_Piece]] = defaultdict(list)
         for group in self._groups:
-            for op in (op for param in group.params for op in self._arrivals.ops.get(param, ())):
+            for op in join_regular(op for param in group.params for op in self._arrivals.ops.get(param, ())):
                 self._pieces[op.chunk].append((group, op, self._arrivals.view(op)))
 
     def load(self, chunk: int) -> int:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from msgspec.structs import replace as replace_meta
+from msgspec import structs
 from torch import nn
 
 from weightsync.planning.layout import LoadCopy, Manifest
@@ -20,7 +20,7 @@ from weightsync.worker.trace import Trace
 def with_other_names(manifest: Manifest) -> Manifest:
     """Return the manifest with one more tensor for each other name of a tied tensor."""
     tied = [(other, name) for other, name in manifest.tied if name in manifest and other not in manifest]
-    return Manifest((*manifest.tensors, *(replace_meta(manifest[name], name=other) for other, name in tied)))
+    return Manifest((*manifest.tensors, *(structs.replace(manifest[name], name=other) for other, name in tied)))
 
 
 def under_first_names(trace: Trace, manifest: Manifest) -> Trace:
@@ -32,7 +32,7 @@ def under_first_names(trace: Trace, manifest: Manifest) -> Trace:
     places = _places(trace)
     copies = [copy for copy in trace.copies if copy.name not in first]
     copies += [
-        replace(copy, name=first[copy.name])
+        structs.replace(copy, name=first[copy.name])
         for copy in trace.copies
         if copy.name in first and _place(copy) not in places[first[copy.name]]
     ]
@@ -81,7 +81,8 @@ def find_duplicates(trace: Trace, manifest: Manifest, shared: Mapping[str, list[
     The loader may load both to the same place. Or it passes over a tensor with the shape of the other and with a
     module's name for the parameter. vLLM's loaders do so with the output layer of tied embeddings.
     """
-    filled = fill_of_shared(trace, shared)
+    if not (filled := fill_of_shared(trace, shared)):
+        return {}
     places = _places(trace)
     found = {
         copy.name: filled[copy.param]
@@ -99,6 +100,8 @@ def find_duplicates(trace: Trace, manifest: Manifest, shared: Mapping[str, list[
 
 def without(trace: Trace, names: Mapping[str, str]) -> Trace:
     """Return the trace without these tensors."""
+    if not names:
+        return trace
     return replace(
         trace,
         copies=[copy for copy in trace.copies if copy.name not in names],
