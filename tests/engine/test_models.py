@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny_models
@@ -174,6 +175,13 @@ class Planner:
 
     connections = ()
 
+    def plan_whole(self, *args: Any) -> list[WorkersPlan]:
+        """`plan`, with the loader traced for every tensor."""
+        from weightsync.worker.trace import trace_loader
+
+        with mock.patch("weightsync.vllm.plan_offline.trace_by_example", trace_loader):
+            return self.plan(*args)
+
     def plan(self, folder: Path, manifest: Manifest, tp: int, expert_parallel: bool) -> list[WorkersPlan]:
         from weightsync.vllm.plan_offline import plan_workers
 
@@ -227,6 +235,19 @@ def test_two_workers_are_complete(planner: Remote, tmp_path: Path, model: str):
     if FAMILIES[model].experts:
         check_complete(manifest, planner.call(Planner.plan, tmp_path, manifest, 2, True))
     FOUND[model].planned = True
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_plans_by_example_are_those_of_the_whole_trace(planner: Remote, tmp_path: Path, expert_parallel: bool):
+    request = tmp_path, offered(tmp_path, "qwen2-moe"), 2, expert_parallel
+    found, whole = planner.call(Planner.plan, *request), planner.call(Planner.plan_whole, *request)
+    for ours, theirs in zip(found, whole, strict=True):
+        assert sorted(ours.copies, key=by_target) == sorted(theirs.copies, key=by_target)
+        assert (ours.computed, ours.problems) == (theirs.computed, theirs.problems)
+
+
+def by_target(copy: LoadCopy) -> tuple[str, int]:
+    return copy.param, copy.offset
 
 
 def test_experts_that_do_not_divide_evenly_are_refused(planner: Remote, tmp_path: Path):

@@ -83,9 +83,11 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mixtral": _config("MixtralConfig", head_dim=32, num_local_experts=4),
     "qwen2": _config("Qwen2Config"),
     "qwen2.5": _config("Qwen2Config", tie_word_embeddings=True, rms_norm_eps=1e-6, use_sliding_window=False),
+    # Enough tensors in layers that are alike for a trace by example.
     "qwen2-moe": _config(
         "Qwen2MoeConfig",
-        num_experts=4,
+        num_hidden_layers=6,
+        num_experts=112,
         num_experts_per_tok=2,
         moe_intermediate_size=32,
         shared_expert_intermediate_size=64,

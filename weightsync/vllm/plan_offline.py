@@ -26,7 +26,8 @@ from weightsync.errors import ConfigError
 from weightsync.planning.layout import Box, Manifest
 from weightsync.vllm import compat
 from weightsync.vllm.pristine import build_on_meta
-from weightsync.worker.trace import Trace, named_tensors, trace_loader, uncovered
+from weightsync.worker.repeated_layers import trace_by_example
+from weightsync.worker.trace import Trace, named_tensors, uncovered
 
 _LONGEST_REASON = 300
 """Most characters of vLLM's reason against a config.json. Some reasons list every known model."""
@@ -93,7 +94,7 @@ def _plan(config: VllmConfig, manifest: Manifest) -> WorkerPlan:
             f"{config.parallel_config.tensor_parallel_size} tensor parallel workers: {reason}"
         ) from error
     load_weights: Any = model.load_weights
-    trace = trace_loader(model, load_weights, manifest)
+    trace = trace_by_example(model, load_weights, manifest)
     missing, doubled = uncovered(model, trace)
     return WorkerPlan(trace, named_tensors(model), missing, doubled)
 

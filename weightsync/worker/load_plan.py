@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from posixpath import commonpath
 
 import torch
+from msgspec import structs
 from torch import nn
 
 from weightsync.errors import UnsupportedError
@@ -24,6 +25,7 @@ from weightsync.worker.checkpoint_quantize import (
 from weightsync.worker.engine_model import DRAFTER, EngineModel
 from weightsync.worker.module_groups import Addresses, ModuleGroup, find_groups, moved_views
 from weightsync.worker.probe_load_paths import choose_load_paths
+from weightsync.worker.repeated_layers import trace_by_example
 from weightsync.worker.ties import (
     fill_of_shared,
     find_duplicates,
@@ -91,7 +93,7 @@ class LoadPlanner:
         seen = without(seen, duplicates)
         seen.fills += expert_padding(pristine, seen)
         for view, param in moved_views(self._model.live, pristine).items():
-            seen.copies += [replace(copy, param=view) for copy in seen.copies if copy.param == param]
+            seen.copies += [structs.replace(copy, param=view) for copy in seen.copies if copy.param == param]
             if param in seen.computed:
                 seen.computed[view] = seen.computed[param]
         landed, trace = renamed(seen, pairs), collapse(seen, pairs)
@@ -148,7 +150,7 @@ class LoadPlanner:
 
     def _trace_model(self, manifest: Manifest) -> Trace:
         pristine = self._model.pristine()
-        return trace_loader(pristine, partial(self._model.load_weights, pristine), manifest)
+        return trace_by_example(pristine, partial(self._model.load_weights, pristine), manifest)
 
     def _trace_drafter(self, manifest: Manifest) -> Trace:
         pristine = self._model.pristine()
@@ -277,9 +279,11 @@ def _used(
 ) -> dict[str, str]:
     """Return the wanted dtype of each tensor."""
     used: dict[str, str] = {}
+    dtypes = {param: str(held[param].dtype).removeprefix("torch.") for param in {copy.param for copy in trace.copies}}
     for copy in trace.copies:
-        kept = str(held[copy.param].dtype).removeprefix("torch.")
-        used[copy.name] = max(used.get(copy.name, kept), kept, key=itemsize)
+        kept = dtypes[copy.param]
+        if (before := used.setdefault(copy.name, kept)) != kept:
+            used[copy.name] = max(before, kept, key=itemsize)
     for names in trace.computed.values():
         used.update({name: manifest[name].dtype for name in names})  # arithmetic needs the trainer's full precision
     used.update(dict.fromkeys(pairs.keys() & used.keys(), str(dtype).removeprefix("torch.")))
@@ -306,7 +310,7 @@ def _partial(manifest: Manifest, trace: Trace) -> dict[str, tuple[Box, ...]]:
     return {
         name: tuple(boxes)
         for name, boxes in regions.items()
-        if name not in whole and coverage(manifest[name].shape, boxes)[0]
+        if name not in whole and boxes[0].size != manifest[name].shape and coverage(manifest[name].shape, boxes)[0]
     }
 
 
@@ -321,6 +325,8 @@ def _region(param: str, boxes: Sequence[Box], held: Mapping[str, torch.Tensor]) 
 
 def _hints(trace: Trace, missing: Mapping[str, list[Box]]) -> list[str]:
     """Return the names of tensors for the missing parameters, inferred from other layers' names."""
+    if not missing:
+        return []
     patterns: dict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
     for copy in trace.copies:
         patterns[_without_numbers(copy.param)].append((copy.param, copy.name))

@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-_LEAVES: tuple[type, ...] = (bool, int, float, complex, str, bytes, type, type(None), enum.Enum)
-_LEAVES += (types.ModuleType, types.BuiltinFunctionType, torch.dtype, torch.device, torch.Size)
+LEAVES: tuple[type, ...] = (bool, int, float, complex, str, bytes, type, type(None), enum.Enum)
+LEAVES += (types.ModuleType, types.BuiltinFunctionType, torch.dtype, torch.device, torch.Size)
+"""The types of objects that hold no other object."""
 _MAX_DEPTH = 12
 
 
 def children_of(value: Any) -> list[tuple[str, Any]] | None:
     """Return the objects held by an object, by name. None for an object that cannot be searched."""
-    if isinstance(value, _LEAVES):
+    if isinstance(value, LEAVES):
         return []
     if isinstance(value, types.FunctionType):
         free = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
@@ -60,7 +61,7 @@ def addresses(parts: dict[str, Any], outside: set[int], seen: set[int]) -> dict[
     stack = [(name, part, 0) for name, part in reversed(parts.items())]
     while stack:
         path, value, depth = stack.pop()
-        if isinstance(value, _LEAVES) or id(value) in seen or (depth and id(value) in outside):
+        if isinstance(value, LEAVES) or id(value) in seen or (depth and id(value) in outside):
             continue
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
@@ -111,7 +112,7 @@ def diff_objects(old: Any, new: Any, path: str, outside: set[int]) -> Counterpar
                 found.tensors.append((at, a, b))
             else:
                 found.differ.append(f"{at} is now {tuple(b.shape)} {b.dtype}, and was {tuple(a.shape)} {a.dtype}")
-        elif isinstance(a, _LEAVES):
+        elif isinstance(a, LEAVES):
             if a != b:
                 found.differ.append(f"{at} is now {b!r}, and was {a!r}")
         elif (inside := children_of(a)) is None or (others := children_of(b)) is None:
@@ -120,7 +121,7 @@ def diff_objects(old: Any, new: Any, path: str, outside: set[int]) -> Counterpar
             found.closed.append(f"{at}, a {type(a).__name__}, has a finaliser")
         else:
             mine, theirs = dict(inside), dict(others)
-            if _code(a) is not _code(b):
+            if code_of(a) is not code_of(b):
                 found.differ.append(f"{at} is now another function")
             found.differ.extend(f"{at}.{name} was not there" for name in theirs.keys() - mine.keys())
             stack += [(f"{at}.{name}", mine[name], item) for name, item in theirs.items() if name in mine]
@@ -139,7 +140,8 @@ def same_layout(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     )
 
 
-def _code(value: Any) -> types.CodeType | None:
+def code_of(value: Any) -> types.CodeType | None:
+    """Return the code of a Python function. None for any other object."""
     return value.__code__ if isinstance(value, types.FunctionType) else None
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -96,15 +98,12 @@ def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest
     trace = Trace()
     offered = list(manifest)
     while True:
-        feed = _Feed(offered)
-        recorder = _Recorder(model, feed)
+        feed = Feed(offered)
         try:
-            with recorder:
-                load_weights(feed)
-            recorder.note_made()
+            found = run_loader(model, load_weights, feed, may_lack=may_lack)
+        except UnsupportedError:
+            raise
         except Exception as error:
-            if may_lack and feed.is_read:
-                break
             if feed.current is None or _NO_VALUES.search(str(error)):
                 raise _untraceable(model, feed.current, error) from error
             name, shape = feed.current.name, feed.current.shape
@@ -114,16 +113,30 @@ def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest
             else:
                 trace.refused[name] = f"shape {shape}: {str(error) or _refusal(model, name)}"
             offered = [meta for meta in offered if meta.name != name]
-            continue
-        break
+        else:
+            return replace(found, refused=trace.refused, unknown=trace.unknown)
+
+
+def run_loader(model: nn.Module, load_weights: LoadWeights, feed: Feed, *, may_lack: bool = False) -> Trace:
+    """Trace one run of the loader over `feed`.
+
+    Raises as the loader does for tensors that it refuses, and `UnsupportedError` if it loads from a loaded parameter.
+    """
+    recorder = _Recorder(model, feed)
+    try:
+        with recorder:
+            load_weights(feed)
+        recorder.note_made()
+    except Exception:
+        if not (may_lack and feed.is_read):
+            raise
     for param, read in recorder.read_back.items():
         raise UnsupportedError(
             f"the loader of the engine's {type(model).__name__} computes {param} from {read}, a parameter loaded "
             "before, as for a classifier made of a language model. A load plan fills parameters from the trainer's "
             "tensors alone; use CheckpointTransport(folder, restart=True)"
         )
-    trace.copies, trace.fills, trace.computed = recorder.copies, recorder.fills, recorder.computed
-    return trace
+    return Trace(recorder.copies, recorder.fills, recorder.computed)
 
 
 def _untraceable(model: nn.Module, meta: TensorMeta | None, error: Exception) -> UnsupportedError:
@@ -149,19 +162,27 @@ def _refusal(model: nn.Module, name: str) -> str:
 
 def uncovered(model: nn.Module, trace: Trace) -> tuple[dict[str, list[Box]], dict[str, list[Box]]]:
     """Return (unfilled regions, regions filled twice) of parameters, by parameter name."""
-    regions: dict[str, list[Box]] = {}
-    tensors = named_tensors(model)
+    copies: dict[str, list[LoadCopy]] = defaultdict(list)
     for copy in trace.copies:
-        regions.setdefault(copy.param, []).extend(_param_boxes(tensors[copy.param], copy))
+        copies[copy.param].append(copy)
+    constants = defaultdict(list)
+    for fill in trace.fills:
+        constants[fill.param].append(fill)
     missing: dict[str, list[Box]] = {}
     doubled: dict[str, list[Box]] = {}
+    known: dict[Any, tuple[list[Box], list[Box]]] = {}  # layers are alike
     for name, param in model.named_parameters():
         if name in trace.computed:
             continue
-        holes, twice = coverage(_rows_first(param)[0], regions.get(name, []))
-        constant = [box for fill in trace.fills if fill.param == name for box in _fill_boxes(param, fill)]
+        places = [(copy.offset, copy.box.size, copy.stride) for copy in copies[name]]
+        alike = _view(param), tuple(places)
+        if alike not in known:
+            boxes = [box for place in places for box in _storage_boxes(param, *place)]
+            known[alike] = coverage(_rows_first(param)[0], boxes)
+        holes, twice = known[alike]
         # A loader may set a constant before it copies over it. A constant counts only in regions without a copy.
-        holes = [hole for hole in holes if coverage(hole.size, _inside(hole, constant))[0]]
+        boxes = [box for fill in constants[name] for box in _fill_boxes(param, fill)]
+        holes = [hole for hole in holes if coverage(hole.size, _inside(hole, boxes))[0]]
         if holes:
             missing[name] = holes
         if twice and name.rpartition(".")[2] != _OVERWRITTEN:
@@ -198,8 +219,8 @@ def writers(model: nn.Module, trace: Trace, param: str, boxes: list[Box]) -> lis
     )
 
 
-class _Feed:
-    """The manifest as the loader's input, and the tensor now being read by the loader."""
+class Feed:
+    """Tensors as the loader's input, and the tensor now being read by the loader."""
 
     def __init__(self, offered: list[TensorMeta]) -> None:
         self.current: TensorMeta | None = None
@@ -225,7 +246,7 @@ class _Recorder(TorchDispatchMode):
     It notes every write into the model's tensors, and the named tensors behind each intermediate value.
     """
 
-    def __init__(self, model: nn.Module, feed: _Feed) -> None:
+    def __init__(self, model: nn.Module, feed: Feed) -> None:
         super().__init__()
         self.copies: list[LoadCopy] = []
         self.fills: list[Fill] = []
@@ -350,9 +371,15 @@ class _Recorder(TorchDispatchMode):
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors written by an operation."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(args[position] if position < len(args) else kwargs.get(argument.name))
+    for position, name in _written_arguments(func):
+        yield from _tensors(args[position] if position < len(args) else kwargs.get(name))
+
+
+@cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    """Return position and name of each argument that an operation writes."""
+    arguments = enumerate(func._schema.arguments)
+    return [(at, each.name) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write]
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -1,0 +1,213 @@
+"""A trace by example: the loader is traced for a few layers, and layers alike to them repeat their trace.
+
+A mixture of experts has tens of thousands of tensors in some dozens of layers. Three layers are examples. Another layer
+repeats them under three conditions. Its tensors have the examples' names, shapes and dtypes. The loader does the same
+with all examples. The layer's modules are alike to an example's, attribute by attribute. All other tensors are traced.
+
+The result must fill each parameter of the repeated layers once. Otherwise, the loader is traced for every tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from weightsync.planning.layout import LoadCopy, Manifest, TensorMeta
+from weightsync.worker.reachable import LEAVES, children_of, code_of, same_layout
+from weightsync.worker.trace import Feed, LoadWeights, Trace, run_loader, trace_loader, uncovered
+
+_WORTH = 1000
+"""Least number of tensors in repeated layers. Fewer are traced within a fraction of a second."""
+_NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
+_MOST_OBJECTS = 20_000
+"""Most objects of a layer to compare. Modules that reach more of them may hold the whole model."""
+
+
+class _Place(NamedTuple):
+    """A name by its first number: "model.layers.3.mlp.up.weight" is "mlp.up.weight" in layer 3 of "model.layers"."""
+
+    layers: str
+    number: int
+    rest: str
+
+    def in_layer(self, number: int) -> str:
+        """Return the name of the same tensor in another layer."""
+        return ".".join(part for part in (self.layers, str(number), self.rest) if part)
+
+
+@dataclass(frozen=True)
+class _AlikeLayers:
+    """The layers of a list whose tensors have the same names, shapes and dtypes.
+
+    tensors: each layer's tensors, by its number.
+    """
+
+    layers: str
+    tensors: Mapping[int, Sequence[TensorMeta]]
+
+    @property
+    def examples(self) -> list[int]:
+        numbers = sorted(self.tensors)
+        return [numbers[0], numbers[len(numbers) // 2], numbers[-1]]
+
+    @property
+    def others(self) -> list[int]:
+        return sorted(self.tensors.keys() - set(self.examples))
+
+    def names(self, numbers: Iterable[int]) -> set[str]:
+        return {meta.name for number in numbers for meta in self.tensors[number]}
+
+
+def trace_by_example(model: nn.Module, load_weights: LoadWeights, manifest: Manifest) -> Trace:
+    """Trace a loader as `trace_loader` does, with fewer tensors if the model repeats its layers."""
+    alike = _find_alike(manifest)
+    if sum(len(each.names(each.others)) for each in alike) >= _WORTH:
+        try:
+            trace = _trace_examples(model, load_weights, manifest, alike)
+        except Exception:  # the loader may need all tensors, or refuse one: the whole trace tells
+            trace = None
+        if trace is not None:
+            return trace
+    return trace_loader(model, load_weights, manifest)
+
+
+def _find_alike(manifest: Manifest) -> list[_AlikeLayers]:
+    tensors: dict[tuple[str, int], list[TensorMeta]] = defaultdict(list)
+    forms: dict[tuple[str, int], list[Any]] = defaultdict(list)
+    for meta in manifest:
+        if (place := _place(meta.name)) is not None:
+            tensors[place[:2]].append(meta)
+            forms[place[:2]].append((place.rest, meta.shape, meta.dtype))
+    alike: dict[Any, dict[int, list[TensorMeta]]] = defaultdict(dict)
+    for (layers, number), form in forms.items():
+        alike[layers, tuple(form)][number] = tensors[layers, number]
+    return [_AlikeLayers(layers, those) for (layers, _), those in alike.items()]
+
+
+def _trace_examples(
+    model: nn.Module, load_weights: LoadWeights, manifest: Manifest, alike: Sequence[_AlikeLayers]
+) -> Trace | None:
+    """Return the trace of all tensors. None: it does not fill each parameter of the repeated layers once.
+
+    Raises as the loader does.
+    """
+    left = set().union(*(each.names(each.others) for each in alike))
+    trace = run_loader(model, load_weights, Feed([meta for meta in manifest if meta.name not in left]))
+    repeated: set[tuple[str, int]] = set()
+    for each in alike:
+        first, *more = (_part(trace, each.layers, number) for number in each.examples)
+        targets = _targets(first)
+        if not targets or any(
+            part != _moved(first, number) for part, number in zip(more, each.examples[1:], strict=True)
+        ):
+            continue
+        for number in each.others:
+            if any(_have_alike_modules(model, targets, example, number) for example in each.examples):
+                trace = _joined(trace, _moved(first, number))
+                repeated |= {(target, number) for target in targets}
+                left -= each.names([number])
+    if left:
+        rest = run_loader(model, load_weights, Feed([meta for meta in manifest if meta.name in left]))
+        trace = _joined(trace, rest)
+    wrong = (_place(param) for params in uncovered(model, trace) for param in params)
+    return None if any(place is not None and place[:2] in repeated for place in wrong) else trace
+
+
+def _joined(trace: Trace, more: Trace) -> Trace:
+    """Return the work of both. A loader may set the same constants in each run."""
+    fills = list(dict.fromkeys([*trace.fills, *more.fills]))
+    return Trace(trace.copies + more.copies, fills, trace.computed | more.computed)
+
+
+def _part(trace: Trace, layers: str, number: int) -> Trace:
+    """Return the loader's work with the tensors of one layer, and its constants in the same parameters."""
+
+    def is_in(name: str) -> bool:
+        place = _place(name)
+        return place is not None and place[:2] == (layers, number)
+
+    part = Trace(
+        copies=[copy for copy in trace.copies if is_in(copy.name)],
+        computed={param: names for param, names in trace.computed.items() if any(map(is_in, names))},
+    )
+    written = {*(copy.param for copy in part.copies), *part.computed}
+    part.fills = [fill for fill in trace.fills if fill.param in written]
+    return part
+
+
+def _targets(part: Trace) -> set[str]:
+    """Return the engine's lists of layers with a parameter that the loader writes."""
+    places = map(_place, {*(copy.param for copy in part.copies), *part.computed})
+    return {place.layers for place in places if place is not None}
+
+
+def _moved(part: Trace, number: int) -> Trace:
+    """Return the same work for another layer."""
+
+    @cache
+    def move(name: str) -> str:
+        place = _place(name)
+        return name if place is None else place.in_layer(number)
+
+    return Trace(
+        copies=[LoadCopy(move(c.name), c.box, move(c.param), c.offset, c.stride) for c in part.copies],
+        fills=[replace(fill, param=move(fill.param)) for fill in part.fills],
+        computed={move(param): [move(name) for name in names] for param, names in part.computed.items()},
+    )
+
+
+def _place(name: str) -> _Place | None:
+    """Return the parts of a name by its first number. None for a name without one."""
+    found = _NUMBER.search(name)
+    return None if found is None else _Place(name[: found.start()], int(found[1]), name[found.end() + 1 :])
+
+
+def _have_alike_modules(model: nn.Module, targets: Iterable[str], example: int, number: int) -> bool:
+    try:
+        pairs = [[model.get_submodule(f"{target}.{at}") for at in (example, number)] for target in targets]
+    except AttributeError:  # another pipeline stage has the layer
+        return False
+    return all(_are_alike(old, new, example, number) for old, new in pairs)
+
+
+def _are_alike(old: nn.Module, new: nn.Module, number: int, other: int) -> bool:
+    """Return whether two layers' modules differ in the layers' numbers alone, in everything that they hold."""
+    seen: set[tuple[int, int]] = set()
+    stack: list[tuple[Any, Any]] = [(old, new)]
+    while stack:
+        a, b = stack.pop()
+        if a is b or (id(a), id(b)) in seen:
+            continue
+        seen.add((id(a), id(b)))
+        if type(a) is not type(b) or code_of(a) is not code_of(b) or len(seen) > _MOST_OBJECTS:
+            return False
+        if isinstance(a, LEAVES):
+            if a != b and (type(a) is not int or (a, b) != (number, other)) and _renumbered(a, number, other) != b:
+                return False
+            continue
+        if isinstance(a, torch.Tensor):
+            is_index = not (a.is_meta or a.is_floating_point())
+            if not same_layout(a, b) or a.device != b.device or (is_index and not torch.equal(a, b)):
+                return False
+            mine, theirs = [*a.__dict__.items()], [*b.__dict__.items()]
+        else:
+            mine, theirs = children_of(a) or [], children_of(b) or []
+        keys, others = [key for key, _ in mine], [key for key, _ in theirs]
+        if keys != others and [_renumbered(key, number, other) for key in keys] != others:
+            return False
+        stack += [(one, two) for (_, one), (_, two) in zip(mine, theirs, strict=True)]
+    return True
+
+
+def _renumbered(value: Any, number: int, other: int) -> Any:
+    """Return a name with the number of another layer, and any other value as it is."""
+    if not isinstance(value, str) or str(number) not in value:
+        return value
+    return ".".join(str(other) if part == str(number) else part for part in value.split("."))
