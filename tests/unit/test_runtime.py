@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from weightsync.net import runtime, timeouts
-from weightsync.net.runtime import spawn
+from weightsync.net.runtime import collector_paused, spawn
 
 TIMEOUT_S = 10.0
 
@@ -80,3 +81,15 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
         spawn("short", done.set)
         os._exit(0 if done.wait(TIMEOUT_S) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_the_collector_runs_again_after_a_failure() -> None:
+    @collector_paused()
+    def fail() -> None:
+        with collector_paused():
+            pass
+        raise ValueError(f"the collector is {'on' if gc.isenabled() else 'off'}")
+
+    with pytest.raises(ValueError, match="the collector is off"):
+        fail()
+    assert gc.isenabled()

@@ -215,6 +215,8 @@ class Ranks:
                 .read(kind)
             )
         self.hold.move()
+        if not self._peers:
+            return value
         deadline, message = Deadline(self.timeout_s), Value.of(value)
         for connection in self.connections:
             connection.send(message, deadline, phase)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -69,6 +71,21 @@ def is_running(process: str) -> bool:
     """Return whether a process runs on this host. Its name is that of `this_process`."""
     boot, pid, ticks = process.split(":")
     return boot == boot_id() and str(started_ticks(int(pid))) == ticks
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause Python's cyclic garbage collector, for work that makes many lasting objects. Also a decorator.
+
+    Each of its passes would visit all of them, and all objects of the process.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def spawn(name: str, function: Callable[[], None]) -> None:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.fleet import EngineList
 from weightsync.fleet.engine_handle import CALLER, ConnectedWorker, EngineHandle
 from weightsync.fleet.fleet import Fleet
+from weightsync.net.runtime import collector_paused
 from weightsync.net.update import Timeline, Update
 from weightsync.net.wire import Done, Go
 from weightsync.planning.bucketing import open_bucketer
@@ -111,7 +113,9 @@ class CopyWeights(FleetStrategy):
         """
         self._update = update
         ranks, timeline = update.ranks, update.timeline
-        with timeline.during("plan"):
+        # A stream runs the user's code, and that code may need the collector.
+        is_stream = isinstance(self._options.source, StreamSource)
+        with timeline.during("plan"), nullcontext() if is_stream else collector_paused():
             push = self._plan(update, model, late)
         self._is_touched = True
         if not push.sessions:
