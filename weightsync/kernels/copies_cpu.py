@@ -19,7 +19,7 @@ from weightsync.net.runtime import spawn
 
 _TILE_BYTES = 2**22
 _LEAST_ROW_BYTES = 2**16
-"""The least size of a row that is a tile of its own. Smaller rows would cost Python more than torch's own copy."""
+"""The least size of a row for a tile of its own. Smaller rows would cost Python more than torch's own copy."""
 
 
 def can_tile(target: torch.Tensor, source: torch.Tensor) -> bool:

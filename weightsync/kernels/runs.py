@@ -1,4 +1,4 @@
-"""Runs of memory: tensors that follow each other in one storage, as one tensor.
+"""Runs of memory: neighbouring tensors of one storage, as one tensor.
 
 The experts of a layer are views of two fused parameters. A pass over the memory of a model needs no launch for each.
 """

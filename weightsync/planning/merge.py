@@ -15,7 +15,7 @@ def merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
     A pipeline stage knows its own layers, and other ranks know all. Every manifest's order is kept. Between tensors of
     different manifests layer 2 comes before layer 10.
 
-    Raises one `ManifestError` that lists every tensor with another shape or dtype on another rank. Raises
+    Raises one `ManifestError` for all tensors with another shape or dtype on another rank. Raises
     `ManifestError` if there is no tensor.
     """
     distinct = list(dict.fromkeys(manifest.tensors for manifest in manifests))
@@ -43,5 +43,5 @@ def merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that orders numbers in names as numbers."""
+    """Return a sort key for names. It orders numbers in them as numbers."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

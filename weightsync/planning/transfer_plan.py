@@ -136,10 +136,10 @@ def chain_of(workers: Sequence[int], reads: Sequence[ReadRegions]) -> Chain:
 
 
 Held = dict[Hashable, int]
-"""The bytes that each participant holds while something travels."""
+"""The bytes held by each participant while something travels."""
 
 Load = Callable[[ShardLocation], Held]
-"""A function that returns the load of a piece."""
+"""A function from a piece to its load."""
 
 
 def load_chains(manifest: Manifest, chains: Sequence[Chain]) -> Load:
@@ -240,7 +240,7 @@ def slices(box: Box, count: int) -> list[Box]:
 
 
 class _Part(NamedTuple):
-    """Pieces that travel in one chunk, and their load."""
+    """Pieces of one chunk, and their load."""
 
     pieces: list[ShardLocation]
     held: Held

@@ -64,7 +64,7 @@ class SavedParts:
         )
 
     def without_excluded(self, selection: TensorSelection) -> SavedParts:
-        """Return the parts that travel."""
+        """Return the parts without excluded ones."""
         kept = [number for number, meta in enumerate(self.metas) if not selection.excludes(meta.name)]
         if len(kept) == len(self.metas):
             return self
@@ -199,7 +199,7 @@ def _repeat(convert: _Convert, tensors: Sequence[TensorMeta]) -> dict[str, Saved
 
 
 def _follow(convert: _Convert, tensors: Sequence[TensorMeta]) -> dict[str, SavedParts]:
-    """Convert tensors without storage. Return the parts of each tensor that is saved whole."""
+    """Convert tensors without storage. Return the parts of each tensor saved whole."""
     with Aliases() as aliases:
         state = {meta.name: torch.empty(meta.shape, dtype=torch.uint8, device="meta") for meta in tensors}
         written = convert(dict(state))

@@ -113,7 +113,7 @@ class CopyWeights(FleetStrategy):
         """
         self._update = update
         ranks, timeline = update.ranks, update.timeline
-        # A stream runs the user's code, and that code may need the collector.
+        # A stream runs the user's code. It may need the collector.
         is_stream = isinstance(self._options.source, StreamSource)
         with timeline.during("plan"), nullcontext() if is_stream else collector_paused():
             push = self._plan(update, model, late)

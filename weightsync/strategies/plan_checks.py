@@ -135,7 +135,7 @@ def make_buckets(
 
 
 def reads_of(manifest: Manifest, plans: Sequence[LoadPlan]) -> list[ReadRegions]:
-    """Return the regions that each worker reads, by name of the tensor. Workers with one plan share them."""
+    """Return the regions read by each worker, by name of the tensor. Workers with one plan share them."""
     whole = {meta.name: (Box.full(meta.shape),) for meta in manifest}
     distinct = {id(plan): plan for plan in plans}
     reads = {key: {name: whole[name] for name in plan.used} | plan.partial for key, plan in distinct.items()}
