@@ -193,8 +193,8 @@ def copy_twice(part: Trace) -> Trace:
 def test_a_wrong_repetition_is_found_by_the_proof_that_all_is_filled_once(spoil, monkeypatch):
     right = repeated_layers._moved
 
-    def wrong(part: Trace, number: int) -> Trace:
-        moved = right(part, number)
+    def wrong(part: Trace, places: Any, number: int) -> Trace:
+        moved = right(part, places, number)
         return spoil(moved) if number == 3 else moved
 
     monkeypatch.setattr(repeated_layers, "_moved", wrong)

@@ -13,7 +13,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -31,15 +30,18 @@ _MOST_OBJECTS = 20_000
 
 
 class _Place(NamedTuple):
-    """A name by its first number: "model.layers.3.mlp.up.weight" is "mlp.up.weight" in layer 3 of "model.layers"."""
+    """A name by its first number: "model.layers.3.mlp.up" is ".mlp.up" in layer 3 of the list "model.layers.".
+
+    A name without a number is `layers`, and `number` is None.
+    """
 
     layers: str
-    number: int
+    number: int | None
     rest: str
 
     def in_layer(self, number: int) -> str:
         """Return the name of the same tensor in another layer."""
-        return ".".join(part for part in (self.layers, str(number), self.rest) if part)
+        return self.layers if self.number is None else f"{self.layers}{number}{self.rest}"
 
 
 @dataclass(frozen=True)
@@ -68,23 +70,20 @@ class _AlikeLayers:
 def trace_by_example(model: nn.Module, load_weights: LoadWeights, manifest: Manifest) -> Trace:
     """Trace a loader as `trace_loader` does, with fewer tensors if the model repeats its layers."""
     alike = _find_alike(manifest)
+    trace = None
     if sum(len(each.names(each.others)) for each in alike) >= _WORTH:
-        try:
-            trace = _trace_examples(model, load_weights, manifest, alike)
-        except Exception:  # the loader may need all tensors, or refuse one: the whole trace tells
-            trace = None
-        if trace is not None:
-            return trace
-    return trace_loader(model, load_weights, manifest)
+        trace = _trace_examples(model, load_weights, manifest, alike)
+    return trace or trace_loader(model, load_weights, manifest)
 
 
 def _find_alike(manifest: Manifest) -> list[_AlikeLayers]:
     tensors: dict[tuple[str, int], list[TensorMeta]] = defaultdict(list)
     forms: dict[tuple[str, int], list[Any]] = defaultdict(list)
     for meta in manifest:
-        if (place := _place(meta.name)) is not None:
-            tensors[place[:2]].append(meta)
-            forms[place[:2]].append((place.rest, meta.shape, meta.dtype))
+        layers, number, rest = _place(meta.name)
+        if number is not None:
+            tensors[layers, number].append(meta)
+            forms[layers, number].append((rest, meta.shape, meta.dtype))
     alike: dict[Any, dict[int, list[TensorMeta]]] = defaultdict(dict)
     for (layers, number), form in forms.items():
         alike[layers, tuple(form)][number] = tensors[layers, number]
@@ -94,30 +93,41 @@ def _find_alike(manifest: Manifest) -> list[_AlikeLayers]:
 def _trace_examples(
     model: nn.Module, load_weights: LoadWeights, manifest: Manifest, alike: Sequence[_AlikeLayers]
 ) -> Trace | None:
-    """Return the trace of all tensors. None: it does not fill each parameter of the repeated layers once.
+    """Return the trace of all tensors.
 
-    Raises as the loader does.
+    Returns None if the loader refuses some of them, or if the trace does not fill each parameter of the repeated layers
+    once.
     """
     left = set().union(*(each.names(each.others) for each in alike))
-    trace = run_loader(model, load_weights, Feed([meta for meta in manifest if meta.name not in left]))
+    trace = _run(model, load_weights, [meta for meta in manifest if meta.name not in left])
+    if trace is None:
+        return None
     repeated: set[tuple[str, int]] = set()
     for each in alike:
         first, *more = (_part(trace, each.layers, number) for number in each.examples)
-        targets = _targets(first)
-        if not targets or any(
-            part != _moved(first, number) for part, number in zip(more, each.examples[1:], strict=True)
-        ):
+        places = _places(first)
+        targets = {places[param].layers for param in _written(first)}
+        are_alike = (part == _moved(first, places, at) for part, at in zip(more, each.examples[1:], strict=True))
+        if not targets or not all(are_alike):
             continue
         for number in each.others:
             if any(_have_alike_modules(model, targets, example, number) for example in each.examples):
-                trace = _joined(trace, _moved(first, number))
+                trace = _joined(trace, _moved(first, places, number))
                 repeated |= {(target, number) for target in targets}
                 left -= each.names([number])
-    if left:
-        rest = run_loader(model, load_weights, Feed([meta for meta in manifest if meta.name in left]))
-        trace = _joined(trace, rest)
+    rest = _run(model, load_weights, [meta for meta in manifest if meta.name in left])
+    if rest is None:
+        return None
+    trace = _joined(trace, rest)
     wrong = (_place(param) for params in uncovered(model, trace) for param in params)
-    return None if any(place is not None and place[:2] in repeated for place in wrong) else trace
+    return None if any(place[:2] in repeated for place in wrong) else trace
+
+
+def _run(model: nn.Module, load_weights: LoadWeights, tensors: list[TensorMeta]) -> Trace | None:
+    try:
+        return run_loader(model, load_weights, Feed(tensors)) if tensors else Trace()
+    except Exception:  # the loader may need all tensors, or refuse one: the whole trace tells
+        return None
 
 
 def _joined(trace: Trace, more: Trace) -> Trace:
@@ -130,48 +140,46 @@ def _part(trace: Trace, layers: str, number: int) -> Trace:
     """Return the loader's work with the tensors of one layer, and its constants in the same parameters."""
 
     def is_in(name: str) -> bool:
-        place = _place(name)
-        return place is not None and place[:2] == (layers, number)
+        return _place(name)[:2] == (layers, number)
 
     part = Trace(
         copies=[copy for copy in trace.copies if is_in(copy.name)],
         computed={param: names for param, names in trace.computed.items() if any(map(is_in, names))},
     )
-    written = {*(copy.param for copy in part.copies), *part.computed}
-    part.fills = [fill for fill in trace.fills if fill.param in written]
+    part.fills = [fill for fill in trace.fills if fill.param in _written(part)]
     return part
 
 
-def _targets(part: Trace) -> set[str]:
-    """Return the engine's lists of layers with a parameter that the loader writes."""
-    places = map(_place, {*(copy.param for copy in part.copies), *part.computed})
-    return {place.layers for place in places if place is not None}
+def _written(part: Trace) -> set[str]:
+    return {copy.param for copy in part.copies}.union(part.computed)
 
 
-def _moved(part: Trace, number: int) -> Trace:
-    """Return the same work for another layer."""
-
-    @cache
-    def move(name: str) -> str:
-        place = _place(name)
-        return name if place is None else place.in_layer(number)
-
+def _moved(part: Trace, places: Mapping[str, _Place], number: int) -> Trace:
+    """Return the same work for another layer. `places` has all names of the part."""
+    names = {name: place.in_layer(number) for name, place in places.items()}
     return Trace(
-        copies=[LoadCopy(move(c.name), c.box, move(c.param), c.offset, c.stride) for c in part.copies],
-        fills=[replace(fill, param=move(fill.param)) for fill in part.fills],
-        computed={move(param): [move(name) for name in names] for param, names in part.computed.items()},
+        copies=[LoadCopy(names[c.name], c.box, names[c.param], c.offset, c.stride) for c in part.copies],
+        fills=[replace(fill, param=names[fill.param]) for fill in part.fills],
+        computed={names[param]: [names[name] for name in own] for param, own in part.computed.items()},
     )
 
 
-def _place(name: str) -> _Place | None:
-    """Return the parts of a name by its first number. None for a name without one."""
-    found = _NUMBER.search(name)
-    return None if found is None else _Place(name[: found.start()], int(found[1]), name[found.end() + 1 :])
+def _places(part: Trace) -> dict[str, _Place]:
+    """Return the parts of all names of tensors and parameters."""
+    named = {copy.name for copy in part.copies}.union(_written(part), *part.computed.values())
+    return {name: _place(name) for name in named}
+
+
+def _place(name: str) -> _Place:
+    """Return the parts of a name by its first number."""
+    if (found := _NUMBER.search(name)) is None:
+        return _Place(name, None, "")
+    return _Place(name[: found.start(1)], int(found[1]), name[found.end(1) :])
 
 
 def _have_alike_modules(model: nn.Module, targets: Iterable[str], example: int, number: int) -> bool:
     try:
-        pairs = [[model.get_submodule(f"{target}.{at}") for at in (example, number)] for target in targets]
+        pairs = [[model.get_submodule(f"{target}{at}") for at in (example, number)] for target in targets]
     except AttributeError:  # another pipeline stage has the layer
         return False
     return all(_are_alike(old, new, example, number) for old, new in pairs)

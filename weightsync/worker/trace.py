@@ -226,13 +226,13 @@ class Feed:
         self.current: TensorMeta | None = None
         self.is_read = False
         self.names: dict[int, TensorMeta] = {}
-        self._offered = offered
-        self._keep: list[torch.Tensor] = []  # another storage could get a freed storage's identity
+        # Made before a mode sees operations, and kept: another storage could get a freed storage's identity.
+        self._offered = [
+            (each, torch.empty(each.shape, dtype=getattr(torch, each.dtype), device="meta")) for each in offered
+        ]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for meta in self._offered:
-            tensor = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta")
-            self._keep.append(tensor)
+        for meta, tensor in self._offered:
             self.names[_storage(tensor)] = meta
             self.current = meta
             yield meta.name, tensor
@@ -345,7 +345,7 @@ class _Recorder(TorchDispatchMode):
 
     def _note_changes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a written tensor is no longer the trainer's, but computed from the trainer's."""
-        if not func._schema.is_mutable or torch.Tag.inplace_view in func.tags:
+        if not _written_arguments(func) or torch.Tag.inplace_view in func.tags:
             return
         if not (names := self._sources(args, kwargs)):
             return
