@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from weightsync.errors import FrozenLostError, PeerError, ProtocolError, SyncTimeoutError, UnsupportedError
 from weightsync.kernels.digest import Digests, warm_up
 from weightsync.net import timeouts
-from weightsync.net.runtime import Deadline, describe_device
+from weightsync.net.runtime import Deadline, collector_paused, describe_device
 from weightsync.net.wire import CLEAN, POISONED, Connect, Done, Go, LoadPlan
 from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.transports import open_receiver
@@ -62,6 +62,7 @@ class Receiver:
         self.loaded: Done | None = None
         """The outcome of a loaded push that awaits its commit."""
 
+    @collector_paused()
     def make_plan(self, manifest: Manifest) -> LoadPlan:
         """Trace the model's loader for these tensors. Writes nothing, and remembers the last answer.
 
@@ -75,6 +76,7 @@ class Receiver:
                 self._traced = self._planner.make(manifest)
         return self._traced.answer
 
+    @collector_paused()
     def connect(self, message: Connect, wait: Wait, deadline: Deadline, tell: Tell = lambda error: None) -> None:
         """Map or join the transport's memory and connections, and prepare every copy. Writes nothing into the model.
 
