@@ -25,6 +25,7 @@ from weightsync.selection import TensorSelection
 from weightsync.sources import open_source
 from weightsync.sources.base import ShardSource
 from weightsync.sources.deepspeed import held_range
+from weightsync.sources.fsdp import FsdpSource
 from weightsync.tools.testing import check_source
 
 SMALL = 6
@@ -254,6 +255,16 @@ def a_tied_transformers_model() -> None:
             check_source(make, engine, state)
 
 
+def fused_experts() -> None:
+    """A rank's interval of a fused parameter begins and ends within an expert. A checkpoint has a tensor for each."""
+    plain = tiny_models.build("qwen3-moe", "A")
+    expected = {shard.meta.name: shard.tensor for shard in FsdpSource(TensorSelection()).read(plain).shards}
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in expected
+    for stage in (1, 3):
+        with started(zero.config(stage, param_persistence_threshold=0), tiny_models.build("qwen3-moe", "A")) as engine:
+            check_source(make, engine, expected)
+
+
 def adapters_are_merged(kind: str, settings: dict[str, Any], **options: Any) -> None:
     """As built and after a step, as PEFT merges a copy of the whole; and DeepSpeed's own state is as it was."""
     engine, plain = zero.initialize(wrapped(kind, **options), settings), wrapped(kind, **options)
@@ -403,6 +414,7 @@ CASES: dict[str, tuple[Callable[[], None], ...]] = {
         partitioned_beside_plain,
         secondary_partitions_are_copies,
         a_tied_transformers_model,
+        fused_experts,
         *(partial(trains_on, zero.config(stage, param_persistence_threshold=SMALL)) for stage in (1, 2, 3)),
         partial(trains_on, zero.config(3, "fp16", overlap_comm=True, **OFFLOADED)),
         *(partial(adapters_are_merged, kind, zero.config(3)) for kind in ("all of these", "rslora")),

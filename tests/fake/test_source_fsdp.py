@@ -549,7 +549,50 @@ FSDP1 = (
     fsdp1_gathered_is_refused,
     ddp_and_other_wrappers,
 )
+
+
+def qwen3_moe() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(7)
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=16,
+            hidden_size=8,
+            intermediate_size=8,
+            moe_intermediate_size=6,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=4,
+            num_experts=4,
+            num_experts_per_tok=2,
+        )
+    )
+
+
+def experts_on_a_mesh_of_their_own() -> None:
+    """Experts spread over two ranks, and each expert's rows or columns over two, beside dense layers over all four."""
+    meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("within", "experts"))
+    expected = rebuilt(qwen3_moe())
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in expected
+    for dim in (0, 1, 2):
+        model = qwen3_moe()
+        for layer in model.model.layers:
+            experts = layer.mlp.experts
+            for name, param in experts.named_parameters():
+                spread = distribute_tensor(param.detach(), meshes["experts"], [Shard(0)])
+                experts.register_parameter(name, nn.Parameter(spread))
+            fully_shard(experts, mesh=meshes["within"], shard_placement_fn=lambda _, at=dim: Shard(at))
+            fully_shard(layer)
+        fully_shard(model)
+        assert_same(rebuilt(model), expected)
+        held = {param.to_local().untyped_storage().data_ptr() for param in model.parameters()}
+        assert held.issuperset(shard.tensor.untyped_storage().data_ptr() for shard in source().read(model).shards)
+
+
 MESHES = (
+    experts_on_a_mesh_of_their_own,
     hsdp,
     fsdp2_over_4,
     fsdp_and_tensor_parallel,
