@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny_models
+from engine_state import differing, state_of
 from engines import TIMEOUT_S, Answer, Engines, Remote, assert_same
 
 from weightsync import UnsupportedError, WeightSync, WeightSyncError
@@ -91,6 +93,55 @@ def test_sinks_that_a_kernel_has_copied_are_the_pushed_ones(engines: Remote):
         assert engines.call(copied_sinks) == 2, "one for each layer; a CPU's kernel takes no float16"
         engines.call(push, weights)
         assert_same(engines.call(Engines.ask), cold[weights], f"push of {weights}")
+
+
+def keep_experts_for_triton(engines: Engines) -> None:
+    """Let engines keep experts in the format of a GPU's kernel. They cannot run that kernel here."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    chosen = (UnquantizedMoeBackend.TRITON, TritonExperts)
+    engines.patch = mock.patch.object(method, "select_unquantized_moe_backend", return_value=chosen)
+    engines.patch.start()
+
+
+def stop_patch(engines: Engines) -> None:
+    engines.end()
+    engines.patch.stop()
+
+
+def start(engines: Engines, weights: str) -> None:
+    engines.start(engines.checkpoint("qwen2-moe", weights), quantization="weightsync_plain")
+
+
+def note_state(engines: Engines) -> None:
+    engines.noted = state_of(engines.live_model())
+
+
+def changed_state(engines: Engines) -> list[str]:
+    return differing(state_of(engines.live_model()), engines.noted)
+
+
+ROUTERS = 12
+"""Linear layers of the six routers and shared experts' gates, which this quantisation does not keep plain."""
+
+
+@pytest.mark.engine
+def test_experts_in_the_format_of_the_checkpoint_are_loaded_in_place(engines: Remote):
+    engines.call(keep_experts_for_triton)
+    engines.call(start, "B", timeout_s=240)
+    engines.call(note_state)
+    engines.call(start, "A", timeout_s=240)
+    assert any("w13_weight" in name for name in engines.call(changed_state))
+    for transport, options in [("ipc", {}), ("broadcast", {"max_bytes": 1 << 14})]:
+        engines.call(connect, "qwen2-moe", transport, options)
+        for weights in "AB":
+            load_paths = engines.call(push, weights)
+            assert load_paths["in_place"] >= 45
+            assert load_paths["reload"] <= ROUTERS
+        assert engines.call(changed_state) == []
+    engines.call(stop_patch)
 
 
 def push_and_fail(engines: Engines, weights: str, calls: int) -> WeightSyncError | None:

@@ -208,7 +208,7 @@ class InPlace(LoadPath):
         self._nbytes: Counter[int] = Counter()
         for param, ops in self._arrivals.ops.items():
             if self._takes(param):
-                for op in ops:
+                for op in join_regular(ops):
                     seen = self._arrivals.view(op)
                     target = torch.as_strided(live[param].data, op.size, op.dst_stride, op.dst_offset)
                     copies[op.chunk].append((target, seen, op.rank))

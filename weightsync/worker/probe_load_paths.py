@@ -111,7 +111,7 @@ class _Attempt:
     """One run of post-processing over a scratch copy of a group, with random weights.
 
     size: the factor of the weights, which are normal with a standard deviation of 1.
-    same: the parameters are untouched.
+    same: the parameters have their layout and contents, and the buffers are the same objects.
     changed: the attributes set by it, for each part. `left` has their values.
     made: the attributes among them with an object made from the weights.
     loaded, processed: the first module's parameters before and after.
@@ -127,8 +127,8 @@ class _Attempt:
             for param in fresh.values():
                 _randomise(param, model.identity.rank + other_seed, size)
             copies = {id(param): param.detach().clone() for param in fresh.values()}
-            self.loaded = {key: copies[id(param)] for key, param in parameters_of(group.pristine[0])}
-            slots = [_slots(module) for module in group.pristine]
+            loaded = [{key: copies[id(param)] for key, param in parameters_of(module)} for module in group.pristine]
+            buffers = [dict(module._buffers) for module in group.pristine]
             before = [attributes_of(part) for part in holders]
             for module in group.pristine:
                 model.post_process(module)
@@ -140,23 +140,29 @@ class _Attempt:
             self.left = [
                 {key: new[key] for key in keys if key in new} for keys, new in zip(self.changed, after, strict=True)
             ]
-            known = {param.untyped_storage().data_ptr() for param in fresh.values()}
+            # vLLM may register a new parameter over the same memory, and may also copy.
+            processed = [dict(parameters_of(module)) for module in group.pristine]
+            known = {param.untyped_storage().data_ptr() for those in processed for param in those.values()}
             own = {id(part) for part in holders}
             self.made = {
                 key: value for left in self.left for key, value in left.items() if not _is_weightless(value, known, own)
             }
-            self.same = [_slots(module) for module in group.pristine] == slots and all(
-                same_contents(param.detach(), copies[id(param)]) for param in fresh.values()
-            )
-            self.processed = {key: param.detach() for key, param in parameters_of(group.pristine[0])}
+            kept = [
+                module._buffers.keys() == those.keys() and all(module._buffers[key] is those[key] for key in those)
+                for module, those in zip(group.pristine, buffers, strict=True)
+            ]
+            self.same = all(kept) and all(map(_are_as_loaded, processed, loaded))
+            self.loaded = loaded[0]
+            self.processed = {key: param.detach() for key, param in processed[0].items()}
         finally:
             for snapshot in saved:
                 snapshot.restore()
 
 
-def _slots(module: nn.Module) -> list[tuple[str, int]]:
-    """Return (key, identity of its tensor) of each parameter and buffer."""
-    return [(key, id(tensor)) for key, tensor in (*module._parameters.items(), *module._buffers.items())]
+def _are_as_loaded(processed: dict[str, nn.Parameter], loaded: dict[str, torch.Tensor]) -> bool:
+    return processed.keys() == loaded.keys() and all(
+        same_contents(param.detach(), loaded[key]) for key, param in processed.items()
+    )
 
 
 _STRIP_ELEMENTS = 1 << 22
