@@ -14,7 +14,7 @@ from memory_trainer import MemoryTrainer, manifest_of
 from torch import nn
 
 from weightsync.kernels.quantize import fp8_per_block, fp8_per_channel, int8_per_channel
-from weightsync.net.wire import LoadPlan
+from weightsync.planning.load_plan import LoadPlan
 from weightsync.worker.checkpoint_quantize import int8_packed, mxfp4_experts
 from weightsync.worker.load_plan import IN_PLACE, NATIVE_LOADER
 from weightsync.worker.loader import Receiver

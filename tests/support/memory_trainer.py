@@ -13,8 +13,9 @@ from msgspec.structs import replace
 
 from weightsync.kernels.digest import WHOLE, digest, signed
 from weightsync.net.runtime import Deadline
-from weightsync.net.wire import Connect, Done, Go, LoadPlan
+from weightsync.net.wire import Connect, Done, Go
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, row_major
+from weightsync.planning.load_plan import LoadPlan
 from weightsync.planning.transfer_plan import Chunk, make_chunks
 from weightsync.planning.wire_types import ByteRange, ChunkLayout, Storage
 from weightsync.transports.base import DIGEST_BYTES, SLOTS, TransportReceiver, Wait, align, strided

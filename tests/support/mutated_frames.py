@@ -43,8 +43,8 @@ from weightsync.net.wire import (
     Failure,
     Go,
     Hello,
-    LoadPlan,
     Message,
+    PackedLoadPlan,
     ParametersExported,
     Ping,
     PlanRequest,
@@ -91,7 +91,7 @@ def recorded_push() -> Iterator[tuple[list[Message], list[Message]]]:
     def record(self: Connection, message: Message, deadline: Deadline, phase: str) -> None:
         if isinstance(message, (PlanRequest, Connect, Go, Commit)):
             asked.append(message)
-        elif isinstance(message, (LoadPlan, Connected, Done, Committed)):
+        elif isinstance(message, (PackedLoadPlan, Connected, Done, Committed)):
             answered.append(message)
         send(self, message, deadline, phase)
 

@@ -92,6 +92,7 @@ def plain(value: Any, depth: int = MOST_DEPTH) -> bool:
 COUNT = number(0)
 INTEGER = number(-(2**63))
 NAMES = array(text)
+POSITIONS = array(row(COUNT, COUNT))
 PLAIN_MAP = table(plain)
 
 MANIFEST = row(text, array(COUNT), text)
@@ -160,16 +161,16 @@ MESSAGES: dict[str, dict[str, Form]] = {
         "update_open": boolean,
     },
     "PlanRequest": {"tensors": array(MANIFEST), "tied": array(row(text, text))},
-    "LoadPlan": {
-        "used": table(text),
-        "partial": table(array(BOX)),
+    "PackedLoadPlan": {
+        "used": table(POSITIONS),
+        "partial": array(row(array(BOX), POSITIONS)),
         "refused": table(text),
-        "groups": array(NAMES),
-        "reloads": array(NAMES),
+        "groups": array(POSITIONS),
+        "reloads": array(POSITIONS),
         "missing": NAMES,
         "hints": NAMES,
         "load_paths": table(COUNT),
-        "left_out": NAMES,
+        "left_out": POSITIONS,
         "kept": NAMES,
         "tied": NAMES,
         "duplicates": table(text),

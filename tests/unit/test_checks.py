@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from weightsync import ConfigError, ManifestError, ModuleBucketer, ParameterBucketer
-from weightsync.net.wire import LoadPlan
 from weightsync.planning.layout import Manifest, TensorMeta
+from weightsync.planning.load_plan import LoadPlan
 from weightsync.strategies.plan_checks import check_duplicates, check_plans, duplicates, make_buckets
 
 ENGINE = {"model.embed.weight", "model.layers.0.a", "model.layers.0.b", "model.layers.1.a", "lm_head.weight"}

@@ -31,8 +31,8 @@ from weightsync.net.wire import (
     Failure,
     Go,
     Hello,
-    LoadPlan,
     Message,
+    PackedLoadPlan,
     PlanRequest,
     Release,
     Value,
@@ -44,7 +44,9 @@ from weightsync.worker.session import WorkerSession
 
 LOCAL, TOKEN = "127.0.0.1", "token"
 HELLO = Hello(PROTOCOL, "worker", 0, 0, 1, "boot", "cpu", "", "tp=0", 0, CLEAN, False)
-PLAN = LoadPlan({"w": "float32"}, {"w": (Box((0,), (1,)),)}, {}, [["w"]], [], [], [], {"in_place": 1}, [], [], [], {})
+RUNS = [(0, 1)]
+BOXES = (Box((0,), (1,)),)
+PLAN = PackedLoadPlan({"float32": RUNS}, [(BOXES, RUNS)], {}, [RUNS], [], [], [], {"in_place": 1}, [], [], [], {})
 MESSAGES: list[Message] = [HELLO, PLAN, Commit(3), Value.of([1, {"k": None}]), Committed(3, 0.5)]
 MESSAGES += [Failure(ErrorFields("ManifestError", "m", None, "plan", {"missing": ["w"]})), Release()]
 
@@ -222,7 +224,7 @@ def test_whatever_a_worker_answers_the_trainer_raises_only_our_errors(draw: st.D
     listener = Listener()
     with sockets() as pair, contextlib.closing(listener):
         one, other = ends(*pair)
-        kind = draw.draw(st.sampled_from([LoadPlan, Committed, Value]))
+        kind = draw.draw(st.sampled_from([PackedLoadPlan, Committed, Value]))
         send_raw(one, [draw.draw(st.sampled_from(MESSAGES).flatmap(spoilt)), encode(Release())])
         with contextlib.suppress(WeightSyncError):
             answers = listener.collect([other], kind, Deadline(5), "test")
@@ -256,7 +258,7 @@ def serve(session: WorkerSession, frames: list[bytes]) -> list[Message]:
 def test_a_worker_answers_the_recorded_push(push: list[Message]):
     session = WorkerSession(host())
     answers = serve(session, [encode(message) for message in push])
-    assert [type(answer).__name__ for answer in answers] == ["LoadPlan", "Connected", "Done", "Committed"]
+    assert [type(answer).__name__ for answer in answers] == ["PackedLoadPlan", "Connected", "Done", "Committed"]
     assert session.receiver.state == CLEAN
 
 

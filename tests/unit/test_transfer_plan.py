@@ -63,7 +63,7 @@ def chunks_of(
 
 
 def peak(chunk: Chunk, load) -> int:
-    return max(sum((Counter(load(piece)) for piece in chunk.pieces), Counter[Hashable]()).values())
+    return max(sum((Counter(load([piece])) for piece in chunk.pieces), Counter[Hashable]()).values())
 
 
 @given(
@@ -207,7 +207,7 @@ def test_workers_that_read_alike_are_a_chain_ordered_by_host():
     )
     chains = choose_chains(manifest, one_rank, HALVES * 2, [2, 2, 1, 1])
     assert chains == (Chain((2, 0), HALVES[0]), Chain((3, 1), HALVES[1]))
-    load = sum((Counter(load_chains(manifest, chains)(each)) for each in one_rank), Counter())
+    load = sum((Counter(load_chains(manifest, chains)([each])) for each in one_rank), Counter())
     assert load == {("rank", 0): 128, ("chain", 0): 64, ("chain", 1): 64}, "however many engines there are"
 
 
@@ -215,7 +215,7 @@ def test_workers_share_one_chain_before_a_rank_sends_more_than_the_model():
     manifest = manifest_of(("a", (8, 4)))
     reads = [whole(manifest), *HALVES]
     (chain,) = choose_chains(manifest, by_rows("a", 8, 4, 1), reads, [0, 1, 1])
-    assert (chain.workers, load_chains(manifest, [chain])(shard("a", (0, 0), (8, 4), 5))) == (
+    assert (chain.workers, load_chains(manifest, [chain])([shard("a", (0, 0), (8, 4), 5)])) == (
         (0, 1, 2),
         {("rank", 5): 128, ("chain", 0): 128},
     )
@@ -237,7 +237,7 @@ def test_longer_chains_have_smaller_chunks_down_to_a_limit():
 def test_load_of_a_chain_counts_the_regions_that_it_reads():
     manifest = manifest_of(("a", (8, 4)))
     load = load_chains(manifest, [Chain((0, 2), {"a": (Box((2, 0), (3, 4)),)}), Chain((1,), {})])
-    assert load(shard("a", (0, 0), (4, 4), 5)) == {("rank", 5): 32, ("chain", 0): 32}
+    assert load([shard("a", (0, 0), (4, 4), 5)]) == {("rank", 5): 32, ("chain", 0): 32}
 
 
 @pytest.mark.parametrize("workers", [(), ((0, 1),), ((0,), (1,))])

@@ -31,8 +31,8 @@ from weightsync.net.wire import (
     Failure,
     Go,
     Hello,
-    LoadPlan,
     Message,
+    PackedLoadPlan,
     ParametersExported,
     Ping,
     PlanRequest,
@@ -55,7 +55,7 @@ LOCATION = ShardLocation("w", Box((0, 0), (2, 3)), 0, 0, 0, (3, 1), "bfloat16")
 GOLDEN: list[tuple[Message, str]] = [
     (
         Hello(
-            protocol=4,
+            protocol=5,
             role="worker",
             group=2,
             rank=3,
@@ -69,7 +69,7 @@ GOLDEN: list[tuple[Message, str]] = [
             update_open=False,
         ),
         (
-            "840000008da174a548656c6c6fa870726f746f636f6c04a4726f6c65a6776f726b6572a567726f757002a472616e6b03a5776f72"
+            "840000008da174a548656c6c6fa870726f746f636f6c05a4726f6c65a6776f726b6572a567726f757002a472616e6b03a5776f72"
             "6c6404a7626f6f745f6964a162a6646576696365a463756461a86770755f75756964a54750552d31a46e616d65a474703d33a776"
             "657273696f6e05a57374617465a5434c45414eab7570646174655f6f70656ec2"
         ),
@@ -83,25 +83,26 @@ GOLDEN: list[tuple[Message, str]] = [
         "3200000083a174ab506c616e52657175657374a774656e736f72739193a177920203a862666c6f61743136a4746965649192a179a177",
     ),
     (
-        LoadPlan(
-            used={"w": "bfloat16"},
-            partial={"w": (Box((0, 0), (1, 3)),)},
+        PackedLoadPlan(
+            used={"bfloat16": [(0, 2), (5, 1)]},
+            partial=[((Box((0, 0), (1, 3)),), [(1, 1)])],
             refused={"x": "no"},
-            groups=[["w", "v"]],
-            reloads=[["w", "b"]],
+            groups=[[(0, 2)]],
+            reloads=[[(0, 1), (5, 1)]],
             missing=["p rows 0..1 of 2"],
             hints=["y"],
             load_paths={"in_place": 1},
-            left_out=["v.w"],
+            left_out=[(3, 2)],
             kept=["drafter.w"],
             tied=["w"],
             duplicates={"y": "w"},
         ),
         (
-            "c80000008da174a84c6f6164506c616ea47573656481a177a862666c6f61743136a77061727469616c81a1779192920000920103"
-            "a77265667573656481a178a26e6fa667726f7570739192a177a176a772656c6f6164739192a177a162a76d697373696e6791b070"
-            "20726f777320302e2e31206f662032a568696e747391a179aa6c6f61645f706174687381a8696e5f706c61636501a86c6566745f"
-            "6f757491a3762e77a46b65707491a9647261667465722e77a47469656491a177aa6475706c69636174657381a179a177"
+            "d60000008da174ae5061636b65644c6f6164506c616ea47573656481a862666c6f6174313692920002920501a77061727469616c"
+            "9192919292000092010391920101a77265667573656481a178a26e6fa667726f7570739191920002a772656c6f61647391929200"
+            "01920501a76d697373696e6791b07020726f777320302e2e31206f662032a568696e747391a179aa6c6f61645f706174687381a8"
+            "696e5f706c61636501a86c6566745f6f757491920302a46b65707491a9647261667465722e77a47469656491a177aa6475706c69"
+            "636174657381a179a177"
         ),
     ),
     (
@@ -218,7 +219,7 @@ def refuse(data: Any, words: str) -> None:
 
 
 def test_the_number_of_the_protocol_that_these_bytes_belong_to():
-    assert PROTOCOL == 4
+    assert PROTOCOL == 5
     assert {type(message) for message in EXAMPLES} == set(Message.__subclasses__())
 
 
@@ -305,7 +306,9 @@ def test_every_value_down_to_the_rows_is_of_its_type(message: Message):
         ("Connect", ("proof", 0)),
         ("Connect", ("frozen",)),
         ("PlanRequest", ("tensors", 0, 1, 0)),
-        ("LoadPlan", ("partial", "w", 0, 0, 0)),
+        ("PackedLoadPlan", ("partial", 0, 0, 0, 0, 0)),
+        ("PackedLoadPlan", ("used", "bfloat16", 0, 1)),
+        ("PackedLoadPlan", ("left_out", 0, 0)),
         ("Go", ("version",)),
         ("Done", ("nbytes",)),
         ("Hello", ("world",)),

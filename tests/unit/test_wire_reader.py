@@ -24,7 +24,7 @@ from weightsync.net.wire import PREFIX_BYTES, Message, Value, decode, encode, ty
 FRAMES = [bytes.fromhex(frame) for _, frame in GOLDEN]
 TIMEOUT_S = 30
 
-OF_ANY_PUSH = {"Hello", "PlanRequest", "LoadPlan", "Ready", "Go", "Done", "Commit", "Committed", "Release"}
+OF_ANY_PUSH = {"Hello", "PlanRequest", "PackedLoadPlan", "Ready", "Go", "Done", "Commit", "Committed", "Release"}
 SINGLE_COPY = OF_ANY_PUSH | {"ExportParameters", "ParametersExported"}
 SAID = dict.fromkeys(("ipc", "broadcast", "checkpoint"), OF_ANY_PUSH | {"Connect", "Connected"})
 SAID["broadcast"] = SAID["ipc"] | {"Value"}

@@ -57,14 +57,15 @@ from weightsync.net.wire import (
     ExportParameters,
     Failure,
     Go,
-    LoadPlan,
     Message,
+    PackedLoadPlan,
     ParametersExported,
     PlanRequest,
     Ready,
     Release,
 )
 from weightsync.planning.layout import Manifest
+from weightsync.planning.load_plan import LoadPlan
 
 logger = logging.getLogger(__name__)
 
@@ -176,8 +177,12 @@ class Fleet:
         return self._calls.run("init", one.engine.init, info, who=one.engine.name)
 
     def plan(self, manifest: Manifest) -> list[LoadPlan]:
-        """Return each worker's load plan for these tensors."""
-        return self._ask(PlanRequest(manifest.tensors, manifest.tied), LoadPlan, "plan")
+        """Return each worker's load plan for these tensors. Equal plans are one object."""
+        found: list[tuple[PackedLoadPlan, LoadPlan]] = []
+        for packed in self._ask(PlanRequest(manifest.tensors, manifest.tied), PackedLoadPlan, "plan"):
+            plan = next((plan for known, plan in found if known == packed), None)
+            found.append((packed, plan or packed.read(manifest.names)))
+        return [plan for _, plan in found]
 
     def export(self, processes: Sequence[str]) -> list[ParametersExported]:
         """Return the locations of each worker's parameters. `processes`: the names of the processes writing there."""

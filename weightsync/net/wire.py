@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, reduce
 from operator import or_
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Raw, Struct, structs
 
 from weightsync.errors import ErrorFields, ProtocolError
 from weightsync.net import timeouts
 from weightsync.planning.layout import Box, Count, ShardLocation, TensorMeta
+from weightsync.planning.load_plan import LoadPlan, NameReader, Runs, runs_of
 from weightsync.planning.wire_types import ByteRange, ChunkLayout, Plain, Storage
 
-PROTOCOL = 4
+PROTOCOL = 5
 CLEAN, POISONED = "CLEAN", "POISONED"
 """States of a worker's model. The version of an engine begins with POISONED while a push is under way, and after a push
 that failed once its workers had `Go`."""
@@ -142,27 +143,58 @@ class Value(Message, frozen=True):
 
 
 class PlanRequest(Message, frozen=True):
-    """To a worker: the tensors of a push. The worker answers `LoadPlan`, and writes nothing."""
+    """To a worker: the tensors of a push. The worker answers `PackedLoadPlan`, and writes nothing."""
 
     tensors: tuple[TensorMeta, ...]
     tied: tuple[tuple[str, str], ...]  # (other name, name) of each tensor with two names in the trainer's model
 
 
-class LoadPlan(Message, frozen=True):
-    """From a worker: the use of the tensors by its model."""
+class PackedLoadPlan(Message, frozen=True):
+    """From a worker: its `LoadPlan`, with positions in `PlanRequest.tensors` in place of most names."""
 
-    used: dict[str, str]  # tensor name -> dtype in the engine
-    partial: dict[str, tuple[Box, ...]]  # tensor name -> the regions that the worker reads; absent: the whole tensor
-    refused: dict[str, str]  # tensor name -> the reason why the engine cannot load it
-    groups: list[list[str]]  # names of the tensors in one engine parameter
-    reloads: list[list[str]]  # tensor names of one module: when any of them changes, all must be pushed
-    missing: list[str]  # parts of the engine's parameters without a tensor
-    hints: list[str]  # tensor names for these parts, guessed from other layers' names
-    load_paths: dict[str, Count]  # load path -> number of modules
-    left_out: list[str]  # tensors of a part of the model that the engine does not run
-    kept: list[str]  # parameters of a drafter without a tensor; they keep their values
-    tied: list[str]  # tensors of a parameter shared by several modules of the engine
-    duplicates: dict[str, str]  # tensor name -> another tensor of the same parameter; their values must be equal
+    used: dict[str, Runs]  # by dtype in the engine
+    partial: list[tuple[tuple[Box, ...], Runs]]  # by the regions that the worker reads
+    refused: dict[str, str]
+    groups: list[Runs]
+    reloads: list[Runs]
+    missing: list[str]
+    hints: list[str]
+    load_paths: dict[str, Count]
+    left_out: Runs
+    kept: list[str]
+    tied: list[str]
+    duplicates: dict[str, str]
+
+    @classmethod
+    def of(cls, plan: LoadPlan, names: Sequence[str]) -> PackedLoadPlan:
+        """Pack a plan of the tensors `names`."""
+        at = {name: position for position, name in enumerate(names)}
+        used: dict[str, list[int]] = {}
+        for name, dtype in plan.used.items():
+            used.setdefault(dtype, []).append(at[name])
+        partial: dict[tuple[Box, ...], list[int]] = {}
+        for name, boxes in plan.partial.items():
+            partial.setdefault(boxes, []).append(at[name])
+        packed = {
+            "used": {dtype: runs_of(those) for dtype, those in used.items()},
+            "partial": [(boxes, runs_of(those)) for boxes, those in partial.items()],
+            "groups": [runs_of(at[name] for name in group) for group in plan.groups],
+            "reloads": [runs_of(at[name] for name in group) for group in plan.reloads],
+            "left_out": runs_of(at[name] for name in plan.left_out),
+        }
+        return cls(**structs.asdict(plan) | packed)
+
+    def read(self, names: Sequence[str]) -> LoadPlan:
+        """Return the plan of the tensors `names`. Raises `ProtocolError` for positions of no tensor."""
+        reader = NameReader(names)
+        packed = {
+            "used": {name: dtype for dtype, runs in self.used.items() for name in reader.read(runs)},
+            "partial": {name: boxes for boxes, runs in self.partial for name in reader.read(runs)},
+            "groups": [reader.read(runs) for runs in self.groups],
+            "reloads": [reader.read(runs) for runs in self.reloads],
+            "left_out": reader.read(self.left_out),
+        }
+        return LoadPlan(**structs.asdict(self) | packed)
 
 
 class Connect(Message, frozen=True):

@@ -6,6 +6,7 @@ knows nothing about tensors, sockets or processes.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -112,7 +113,8 @@ def choose_chains(
     order = sorted(range(len(reads)), key=lambda worker: (hosts[worker], worker))
     groups: list[list[int]] = []
     for worker in order:
-        alike = next((group for group in groups if reads[group[0]] == reads[worker]), None)
+        own = reads[worker]
+        alike = next((group for group in groups if reads[group[0]] is own or reads[group[0]] == own), None)
         if alike is None:
             groups.append([worker])
         else:
@@ -120,7 +122,7 @@ def choose_chains(
     chains = tuple(chain_of(workers, reads) for workers in groups)
     if len(chains) <= 1:
         return chains
-    load = _total(map(load_chains(manifest, chains), choose_owners(locations)))
+    load = _total(map(load_chains(manifest, chains), _by_name(choose_owners(locations)).values()))
     most_bytes = _ABOUT * manifest.nbytes
     return chains if _peak(load) <= most_bytes else (chain_of(order, reads),)
 
@@ -130,7 +132,8 @@ def chain_of(workers: Sequence[int], reads: Sequence[ReadRegions]) -> Chain:
     boxes: dict[str, tuple[Box, ...]] = {}
     for regions in {id(reads[worker]): reads[worker] for worker in workers}.values():
         for name, own in regions.items():
-            if (known := boxes.get(name, ())) != own:
+            known = boxes.setdefault(name, own)
+            if len(own) > 1 or known != own:
                 boxes[name] = tuple(dict.fromkeys((*known, *own)))
     return Chain(tuple(workers), boxes)
 
@@ -138,39 +141,79 @@ def chain_of(workers: Sequence[int], reads: Sequence[ReadRegions]) -> Chain:
 Held = dict[Hashable, int]
 """The bytes held by each participant while something travels."""
 
-Load = Callable[[ShardLocation], Held]
-"""A function from a piece to its load."""
+Load = Callable[[Sequence[ShardLocation]], Held]
+"""A function from pieces of one tensor to their load."""
 
 
 def load_chains(manifest: Manifest, chains: Sequence[Chain]) -> Load:
     """Return the load of chains: the bytes from a piece's rank to the first worker of each, and to each worker."""
-    readers: dict[str, list[tuple[int, tuple[Box, ...]]]] = {}
+    readers: dict[str, list[int]] = defaultdict(list)
     for number, chain in enumerate(chains):
         for name, boxes in chain.reads.items():
-            readers.setdefault(name, []).append((number, boxes))
+            readers[name] += number, id(boxes)  # alike tensors, such as experts, share their boxes
+    kinds: dict[tuple[int, ...], _Kind] = {}
 
-    def load(piece: ShardLocation) -> Held:
-        size, numel = itemsize(manifest[piece.name].dtype), piece.box.numel
+    def load(pieces: Sequence[ShardLocation]) -> Held:
         found: Held = {}
-        sent = 0
-        for number, boxes in readers.get(piece.name, ()):
-            common = numel
-            if boxes != (piece.box,):
-                parts = [part for box in boxes if (part := piece.box.intersect(box)) is not None]
-                common = min(sum([part.numel for part in parts]), numel)
-            if nbytes := common * size:
-                sent += nbytes
-                found["chain", number] = nbytes
-        if sent:
-            found["rank", piece.rank] = sent
+        name = pieces[0].name
+        size = itemsize(manifest[name].dtype)
+        readers_of_name = tuple(readers.get(name, ()))
+        if (kind := kinds.get(readers_of_name)) is None:
+            kind = kinds[readers_of_name] = _Kind([chain.reads.get(name, ()) for chain in chains])
+        totals = [0] * len(kind.chains)
+        for piece in pieces:
+            sent = 0
+            for number, elements in enumerate(kind.elements(piece.box)):
+                totals[number] += elements
+                sent += elements * len(kind.chains[number])
+            if sent:
+                found["rank", piece.rank] = found.get(("rank", piece.rank), 0) + sent * size
+        for those, elements in zip(kind.chains, totals, strict=True):
+            if elements:
+                found |= dict.fromkeys(those, elements * size)
         return found
 
     return load
 
 
+class _Kind:
+    """Tensors of which each chain reads the same boxes.
+
+    chains: the participants that read alike.
+    """
+
+    def __init__(self, reads: Sequence[tuple[Box, ...]]) -> None:
+        alike: dict[tuple[Box, ...], list[Hashable]] = {}
+        for number, boxes in enumerate(reads):
+            alike.setdefault(boxes, []).append(("chain", number))
+        self.chains = list(alike.values())
+        self._boxes = list(alike)
+        self._known: dict[Box, list[int]] = {}
+
+    def elements(self, box: Box) -> list[int]:
+        """Return the elements of a box read by each of `chains`."""
+        if (found := self._known.get(box)) is None:
+            common = ([part for each in boxes if (part := box.intersect(each)) is not None] for boxes in self._boxes)
+            found = [min(sum([part.numel for part in parts]), box.numel) for parts in common]
+            self._known[box] = found
+        return found
+
+
 def load_staged(manifest: Manifest) -> Load:
     """Return the load of staging: the bytes that a rank copies into its own memory."""
-    return lambda piece: {piece.rank: piece.box.numel * itemsize(manifest[piece.name].dtype)}
+
+    def load(pieces: Sequence[ShardLocation]) -> Held:
+        size = itemsize(manifest[pieces[0].name].dtype)
+        return _total({piece.rank: piece.box.numel * size} for piece in pieces)
+
+    return load
+
+
+def _by_name(pieces: Iterable[ShardLocation]) -> dict[str, list[ShardLocation]]:
+    found: dict[str, list[ShardLocation]] = {}
+    for piece in pieces:
+        found.setdefault(piece.name, []).append(piece)
+    return found
 
 
 def _total(loads: Iterable[Held]) -> Held:
@@ -206,10 +249,8 @@ def make_chunks(
     """
     load = load_chains(manifest, chains) if chains else load_staged(manifest)
     travelling = [location for location in locations if location.box.numel and location.name not in in_place]
-    owned: dict[str, list[ShardLocation]] = {}
-    for piece in choose_owners(travelling):
-        owned.setdefault(piece.name, []).append(piece)
-    tensors = {name: _Part(pieces, _total(map(load, pieces))) for name, pieces in owned.items()}
+    owned = _by_name(choose_owners(travelling))
+    tensors = {name: _Part(pieces, load(pieces)) for name, pieces in owned.items()}
     hops = max((len(chain.workers) for chain in chains), default=1) - 1
     if max_bytes is not None and hops:
         whole = _peak(_total(part.held for part in tensors.values()))
@@ -279,7 +320,7 @@ def _cut(tensor: _Part, load: Load, max_bytes: int) -> list[_Part]:
     if count <= 1:
         return [tensor]
     while True:
-        cut = [_Part(pieces, _total(map(load, pieces))) for pieces in _sliced(tensor.pieces, count)]
+        cut = [_Part(pieces, load(pieces)) for pieces in _sliced(tensor.pieces, count)]
         is_finest = all(piece.box.numel <= 1 for part in cut for piece in part.pieces)
         if is_finest or max(_peak(part.held) for part in cut) <= max_bytes:
             return cut
@@ -302,14 +343,14 @@ def _sliced(pieces: Iterable[ShardLocation], count: int) -> list[list[ShardLocat
 def _fill(atoms: Iterable[_Part], max_bytes: int | None) -> list[list[ShardLocation]]:
     chunks: list[list[ShardLocation]] = []
     held: Held = {}
+    is_full = True  # the first chunk begins with the first atom
     for pieces, more in atoms:
-        both = _total((held, more))
-        if chunks and max_bytes is not None and _peak(both) <= max_bytes:
-            chunks[-1] += pieces
-            held = both
-        else:
+        if max_bytes is None or is_full or any(held.get(who, 0) + size > max_bytes for who, size in more.items()):
             chunks.append(list(pieces))
-            held = more
+            held, is_full = dict(more), max_bytes is not None and _peak(more) > max_bytes
+        else:
+            chunks[-1] += pieces
+            held |= {who: held.get(who, 0) + size for who, size in more.items()}
     return chunks
 
 

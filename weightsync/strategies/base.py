@@ -19,8 +19,9 @@ from weightsync.fleet.fleet import Fleet
 from weightsync.fleet.roster import Roster
 from weightsync.net.ranks import Recovery
 from weightsync.net.update import Update
-from weightsync.net.wire import Committed, Done, LoadPlan
+from weightsync.net.wire import Committed, Done
 from weightsync.planning.layout import ShardLocation
+from weightsync.planning.load_plan import LoadPlan
 from weightsync.report import PushReport, WorkerReport
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import Model, ShardSource, TensorShard

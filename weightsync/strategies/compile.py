@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from weightsync.errors import ConfigError
 from weightsync.fleet.fleet import Fleet
-from weightsync.net.wire import LoadPlan
 from weightsync.planning.bucketing import Bucketer
 from weightsync.planning.layout import Manifest
+from weightsync.planning.load_plan import LoadPlan
 from weightsync.planning.merge import merge_manifests
 from weightsync.planning.transfer_plan import TransferPlan, make_chunks
 from weightsync.sources.megatron import MegatronSource

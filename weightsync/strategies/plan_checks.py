@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any
 
 from msgspec.structs import replace
 
 from weightsync.errors import ConfigError, ManifestError, first_few
-from weightsync.net.wire import LoadPlan
 from weightsync.planning.bucketing import Bucket, Bucketer, never_resent, split
 from weightsync.planning.layout import Box, Manifest, connected, coverage, itemsize
+from weightsync.planning.load_plan import LoadPlan
 from weightsync.planning.wire_types import ReadRegions
 from weightsync.selection import TensorSelection
 
@@ -136,7 +137,8 @@ def make_buckets(
 
 def reads_of(manifest: Manifest, plans: Sequence[LoadPlan]) -> list[ReadRegions]:
     """Return the regions read by each worker, by name of the tensor. Workers with one plan share them."""
-    whole = {meta.name: (Box.full(meta.shape),) for meta in manifest}
+    of_shape = {shape: (Box.full(shape),) for shape in {meta.shape for meta in manifest}}
+    whole = {meta.name: of_shape[meta.shape] for meta in manifest}
     distinct = {id(plan): plan for plan in plans}
     reads = {key: {name: whole[name] for name in plan.used} | plan.partial for key, plan in distinct.items()}
     return [reads[id(plan)] for plan in plans]
@@ -200,14 +202,15 @@ def _unread(manifest: Manifest, plans: Sequence[LoadPlan]) -> dict[str, str]:
     vLLM's loaders take their slice out of a tensor that is too large without an error.
     """
     found = {}
+    alike: dict[tuple[Any, ...], list[Box]] = {}  # the experts of a model are read alike
     for name in set().union(*(plan.partial for plan in plans)):
-        readers = [plan for plan in plans if name in plan.used]
-        if all(name in plan.partial for plan in readers):
-            boxes = [box for plan in readers for box in plan.partial[name]]
-            if holes := coverage(manifest[name].shape, boxes)[0]:
-                found[name] = (
-                    f"shape {manifest[name].shape}: the engine has no place for {first_few([str(h) for h in holes])}"
-                )
+        shape, reads = manifest[name].shape, [plan.partial.get(name) for plan in plans if name in plan.used]
+        if None in reads:
+            continue
+        if (key := (shape, *reads)) not in alike:
+            alike[key] = coverage(shape, [box for boxes in reads for box in boxes or ()])[0]
+        if holes := alike[key]:
+            found[name] = f"shape {shape}: the engine has no place for {first_few([str(hole) for hole in holes])}"
     return found
 
 

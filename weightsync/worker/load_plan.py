@@ -13,8 +13,8 @@ from msgspec import structs
 from torch import nn
 
 from weightsync.errors import UnsupportedError
-from weightsync.net.wire import LoadPlan
 from weightsync.planning.layout import Box, Manifest, coverage, fuse_groups, itemsize
+from weightsync.planning.load_plan import LoadPlan
 from weightsync.worker.checkpoint_quantize import (
     QuantizedTensors,
     collapse,

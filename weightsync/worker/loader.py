@@ -22,8 +22,9 @@ from weightsync.errors import FrozenLostError, PeerError, ProtocolError, SyncTim
 from weightsync.kernels.digest import Digests, warm_up
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline, collector_paused, describe_device
-from weightsync.net.wire import CLEAN, POISONED, Connect, Done, Go, LoadPlan
+from weightsync.net.wire import CLEAN, POISONED, Connect, Done, Go
 from weightsync.planning.layout import Manifest, ShardLocation
+from weightsync.planning.load_plan import LoadPlan
 from weightsync.transports import open_receiver
 from weightsync.transports.base import TransportReceiver, Wait
 from weightsync.transports.shared_handles import export, take_back

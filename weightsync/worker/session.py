@@ -54,6 +54,7 @@ from weightsync.net.wire import (
     Hello,
     InitInfo,
     Message,
+    PackedLoadPlan,
     ParametersExported,
     PlanRequest,
     Ready,
@@ -317,7 +318,8 @@ class WorkerSession:
         match message:
             case PlanRequest():
                 with self._attended():
-                    return self.receiver.make_plan(Manifest(message.tensors, message.tied))
+                    manifest = Manifest(message.tensors, message.tied)
+                    return PackedLoadPlan.of(self.receiver.make_plan(manifest), manifest.names)
             case Connect():
                 with self._attended():
                     self.receiver.connect(message, wait, self._deadline(), tell)
