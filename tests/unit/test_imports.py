@@ -26,9 +26,12 @@ PURE = {
         "weightsync.net.timeouts",
         "weightsync.errors",
         "weightsync.planning.layout",
+        "weightsync.planning.load_plan",
         "weightsync.planning.wire_types",
     ],
     "weightsync.checkpoint.safetensors": ["weightsync.errors", "weightsync.planning.layout"],
+    "weightsync.planning.load_plan": ["weightsync.errors", "weightsync.planning.layout"],
+    "weightsync.planning.merge": ["weightsync.errors", "weightsync.planning.layout"],
     "weightsync.planning.wire_types": ["weightsync.errors", "weightsync.planning.layout"],
     "weightsync.planning.transfer_plan": [
         "weightsync.errors",
