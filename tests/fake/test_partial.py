@@ -23,7 +23,7 @@ from fake_engine import (
 from torch import nn
 
 from weightsync import ConfigError, PushReport, TensorSelection, WeightSync, WeightSyncError
-from weightsync.net.wire import MachineInfo
+from weightsync.net.wire import MachineInfo, Value
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta
 from weightsync.strategies.inventory import Inventory, frozen_everywhere
 
@@ -199,7 +199,7 @@ def test_what_trains_on_any_rank_is_not_frozen():
     def rank(names: str, frozen: str) -> Inventory:
         metas = tuple(TensorMeta(name, (2,), "float32") for name in "abcd")
         locations = [ShardLocation(name, Box((0,), (2,)), 0, 0, 0, (1,), "float32") for name in names]
-        return Inventory(Manifest(metas), locations, [], [*frozen], MachineInfo("", "cpu", "", ""))
+        return Inventory(Value.of(Manifest(metas)).value, locations, [], [*frozen], MachineInfo("", "cpu", "", ""))
 
     assert frozen_everywhere([rank("abc", "ab"), rank("abd", "ad"), rank("", "")]) == {"a", "d"}
 

@@ -24,7 +24,7 @@ from weightsync import ConfigError, ManifestError, TensorSelection, UnsupportedE
 from weightsync.errors import EngineUnreachableError
 from weightsync.kernels.quantize import int8_per_channel, row_maxima
 from weightsync.net.ranks import Ranks
-from weightsync.net.wire import MachineInfo
+from weightsync.net.wire import MachineInfo, Value
 from weightsync.planning.layout import Box, Manifest, ShardLocation
 from weightsync.sources import open_source
 from weightsync.sources.megatron import MegatronBackend
@@ -291,7 +291,7 @@ def test_ranks_without_tensors_take_the_kind_of_device_of_the_others() -> None:
     def rank(device: str, *names: str) -> Inventory:
         machine = MachineInfo("rank", device, "GPU-1" if device == "cuda" else "", "boot")
         locations = [ShardLocation(name, Box((0,), (2,)), 0, 1, 0, (1,), "float32") for name in names]
-        return Inventory(Manifest(()), locations, [], [], machine)
+        return Inventory(Value.of(Manifest(())).value, locations, [], [], machine)
 
     worker, on_gpu = MachineInfo("worker", "cpu", "", "boot"), rank("cuda").machine
     on_cpu = machines([rank("cpu", "a"), rank("cuda"), rank("cpu")])

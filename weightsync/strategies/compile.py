@@ -15,7 +15,7 @@ from weightsync.planning.transfer_plan import TransferPlan, make_chunks
 from weightsync.sources.megatron import MegatronSource
 from weightsync.sources.quantize import pairs
 from weightsync.strategies.base import Options, warn_of_kept
-from weightsync.strategies.inventory import Inventory, frozen_everywhere, machines
+from weightsync.strategies.inventory import Inventory, frozen_everywhere, machines, manifests
 from weightsync.strategies.plan_checks import (
     check_plans,
     check_quantized,
@@ -30,13 +30,18 @@ logger = logging.getLogger(__name__)
 
 
 def compile_plan(
-    fleet: Fleet, everyone: Sequence[Inventory], transport: Transport, bucketer: Bucketer, options: Options
+    fleet: Fleet,
+    own: Manifest,
+    everyone: Sequence[Inventory],
+    transport: Transport,
+    bucketer: Bucketer,
+    options: Options,
 ) -> TransferPlan:
     """Ask the connected engines for their load plans, and compile the transfer plan, on rank 0.
 
     Raises `ManifestError` and `UnsupportedError` for tensors that do not fit the engines, before anything is written.
     """
-    manifest = merge_manifests([own.manifest for own in everyone])
+    manifest = merge_manifests(manifests(own, everyone))
     if idle := options.selection.unmatched_patterns(manifest.names):
         logger.warning(
             "TensorSelection has patterns that match no tensor: %s; the trainer's tensors have names such as %s",
@@ -49,14 +54,14 @@ def compile_plan(
     _check(manifest, together, distinct, options)
     as_it_is = {name for pair in together for name in pair}
     travelling = wire_manifest(manifest, distinct, options.selection, as_it_is)
-    locations = [each for own in everyone for each in own.locations if each.name in travelling]
+    locations = [at for each in everyone for at in each.locations if at.name in travelling]
     together = [pair for pair in together if pair[0] in travelling]
     reads = reads_of(travelling, plans)
     workers = [worker.machine for worker in fleet.workers]
     chains = transport.route(RouteRequest(machines(everyone), workers, travelling, locations, reads))
     frozen = frozen_everywhere(everyone).intersection(travelling.names) if transport.keeps_frozen else set()
     buckets, last = make_buckets(bucketer, travelling, distinct, together, frozen)
-    in_place = frozenset(() if chains else travelling.names).difference(*(own.unmapped for own in everyone))
+    in_place = frozenset(() if chains else travelling.names).difference(*(each.unmapped for each in everyone))
     names, max_bytes = [bucket.names for bucket in buckets], getattr(bucketer, "max_bytes", None)
     chunks = make_chunks(
         travelling, chains, names, last, in_place, locations, max_bytes, dict(together), transport.min_chunk_bytes

@@ -329,7 +329,7 @@ class CopyWeights(FleetStrategy):
             linked = [one for session in self._sessions.negotiated for one in session.handles]
             handles = [one for one in fleet.handles if one not in linked and not (late and self._is_served(one))]
             workers = fleet.connect(handles)
-            made = compile_plan(fleet, everyone, transport, self._bucketer, options)
+            made = compile_plan(fleet, reading.manifest, everyone, transport, self._bucketer, options)
         plan: TransferPlan = ranks.broadcast(made, "plan", TransferPlan)
         with update.timeline.during("connect"):
             if options.quantize is not None:

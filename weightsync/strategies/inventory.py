@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from msgspec import Struct
+from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from weightsync.net.ranks import uses_nccl
 from weightsync.net.runtime import boot_id, describe_device
-from weightsync.net.wire import MachineInfo
+from weightsync.net.wire import MachineInfo, Value
 from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.sources.base import Reading
 from weightsync.strategies.base import Options
@@ -19,9 +19,12 @@ from weightsync.transports.base import LocalTensor, Transport
 
 
 class Inventory(Struct):
-    """One rank's tensors. Workers cannot read the `unmapped` tensors at their own addresses."""
+    """One rank's tensors. Workers cannot read the `unmapped` tensors at their own addresses.
 
-    manifest: Manifest
+    manifest: an encoded `Manifest`, for `manifests`.
+    """
+
+    manifest: Raw
     locations: list[ShardLocation]
     unmapped: list[str]
     frozen: list[str]
@@ -38,12 +41,24 @@ def take_inventory(
     """Return this rank's inventory for rank 0."""
     kind, gpu_uuid = describe_device(_device(held, options.ranks))
     return Inventory(
-        manifest=reading.manifest,
+        manifest=Value.of(reading.manifest).value,
         locations=list(held),
         unmapped=sorted({location.name for location, tensor in held.items() if not transport.can_map(tensor)}),
         frozen=sorted({s.meta.name for s in reading.shards if options.selection.freezes(s.meta.name, s.trains)}),
         machine=MachineInfo(f"trainer rank {rank}", kind, gpu_uuid, boot_id()),
     )
+
+
+def manifests(own: Manifest, everyone: Sequence[Inventory]) -> list[Manifest]:
+    """Return the distinct manifests of all ranks, `own` first. It is the manifest of the first rank.
+
+    Most ranks know all tensors. Reading the same manifest from each would take gigabytes.
+    """
+    read = {bytes(everyone[0].manifest): own}
+    for each in everyone[1:]:
+        if (encoded := bytes(each.manifest)) not in read:
+            read[encoded] = Value(each.manifest).read(Manifest)
+    return list(read.values())
 
 
 def frozen_everywhere(everyone: Sequence[Inventory]) -> set[str]:
