@@ -25,6 +25,7 @@ from weightsync.net.wire import Connect, MachineInfo, PackedLoadPlan, PlanReques
 from weightsync.planning.bucketing import open_bucketer
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, row_major
 from weightsync.planning.load_plan import LoadPlan
+from weightsync.planning.transfer_plan import PackedPlan
 from weightsync.selection import TensorSelection
 from weightsync.strategies.compile import compile_plan
 from weightsync.strategies.inventory import Inventory
@@ -160,7 +161,7 @@ def measure(parallel: str, ranks: int, layers: int) -> dict[str, Any]:
     bucketer = open_bucketer("threshold", None)
     plan = compile_plan(fleet, own, inventories, open_transport("broadcast"), bucketer, options)  # type: ignore[arg-type]
     merged = time.process_time()
-    plan_bytes = len(encode(Value.of(plan)))
+    plan_bytes = len(encode(Value.of(PackedPlan.of(plan))))
     end = time.process_time()
     found = {
         "parallel": parallel,

@@ -36,6 +36,7 @@ PURE = {
     "weightsync.planning.transfer_plan": [
         "weightsync.errors",
         "weightsync.planning.layout",
+        "weightsync.planning.load_plan",
         "weightsync.planning.wire_types",
     ],
     "weightsync.tools.simulate": [

@@ -15,6 +15,7 @@ from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta,
 from weightsync.planning.transfer_plan import (
     Chain,
     Chunk,
+    PackedPlan,
     TransferPlan,
     chain_of,
     choose_chains,
@@ -249,7 +250,7 @@ def test_a_plan_survives_being_plain_values(workers: tuple[tuple[int, ...], ...]
     chains = tuple(chain_of(each, reads) for each in workers)
     chunks = chunks_of(manifest, locations, 64, chains=chains, in_place=in_place)
     plan = TransferPlan(manifest, chains, chunks, 2, "10.0.0.1", {"in_place": 3})
-    carried = decode(encode(Value.of(plan))[PREFIX_BYTES:])
+    carried = decode(encode(Value.of(PackedPlan.of(plan)))[PREFIX_BYTES:])
     assert isinstance(carried, Value)
-    assert carried.read(TransferPlan) == plan
+    assert carried.read(PackedPlan).read() == plan
     assert sum(itemsize(p.dtype) * p.box.numel for chunk in plan.chunks for p in chunk.pieces) == plan.nbytes(True)

@@ -19,8 +19,8 @@ from msgspec import Meta, Raw, Struct, structs
 
 from weightsync.errors import ErrorFields, ProtocolError
 from weightsync.net import timeouts
-from weightsync.planning.layout import Box, Count, ShardLocation, TensorMeta
-from weightsync.planning.load_plan import LoadPlan, NameReader, Runs, runs_of
+from weightsync.planning.layout import Count, ShardLocation, TensorMeta
+from weightsync.planning.load_plan import LoadPlan, NameReader, PackedRegions, Runs, pack_regions, runs_of
 from weightsync.planning.wire_types import ByteRange, ChunkLayout, Plain, Storage
 
 PROTOCOL = 5
@@ -153,7 +153,7 @@ class PackedLoadPlan(Message, frozen=True):
     """From a worker: its `LoadPlan`, with positions in `PlanRequest.tensors` in place of most names."""
 
     used: dict[str, Runs]  # by dtype in the engine
-    partial: list[tuple[tuple[Box, ...], Runs]]  # by the regions that the worker reads
+    partial: PackedRegions  # the regions that the worker reads
     refused: dict[str, str]
     groups: list[Runs]
     reloads: list[Runs]
@@ -172,12 +172,9 @@ class PackedLoadPlan(Message, frozen=True):
         used: dict[str, list[int]] = {}
         for name, dtype in plan.used.items():
             used.setdefault(dtype, []).append(at[name])
-        partial: dict[tuple[Box, ...], list[int]] = {}
-        for name, boxes in plan.partial.items():
-            partial.setdefault(boxes, []).append(at[name])
         packed = {
             "used": {dtype: runs_of(those) for dtype, those in used.items()},
-            "partial": [(boxes, runs_of(those)) for boxes, those in partial.items()],
+            "partial": pack_regions(plan.partial, at),
             "groups": [runs_of(at[name] for name in group) for group in plan.groups],
             "reloads": [runs_of(at[name] for name in group) for group in plan.reloads],
             "left_out": runs_of(at[name] for name in plan.left_out),
@@ -189,7 +186,7 @@ class PackedLoadPlan(Message, frozen=True):
         reader = NameReader(names)
         packed = {
             "used": {name: dtype for dtype, runs in self.used.items() for name in reader.read(runs)},
-            "partial": {name: boxes for boxes, runs in self.partial for name in reader.read(runs)},
+            "partial": reader.read_regions(self.partial),
             "groups": [reader.read(runs) for runs in self.groups],
             "reloads": [reader.read(runs) for runs in self.reloads],
             "left_out": reader.read(self.left_out),

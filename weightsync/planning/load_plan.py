@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -54,6 +54,18 @@ def runs_of(positions: Iterable[int]) -> Runs:
     return [(ordered[begin], end - begin) for begin, end in pairwise(cuts) if end > begin]
 
 
+PackedRegions: TypeAlias = list[tuple[tuple[Box, ...], Runs]]
+"""Boxes, and the tensors with these boxes."""
+
+
+def pack_regions(regions: Mapping[str, tuple[Box, ...]], at: Mapping[str, int]) -> PackedRegions:
+    """Return the regions of each tensor with positions in place of names. `at` has the position of each name."""
+    positions: dict[tuple[Box, ...], list[int]] = {}
+    for name, boxes in regions.items():
+        positions.setdefault(boxes, []).append(at[name])
+    return [(boxes, runs_of(those)) for boxes, those in positions.items()]
+
+
 _MOST_READINGS = 64
 """The most readings of each name. A message of a megabyte could name billions."""
 
@@ -76,3 +88,7 @@ class NameReader:
             found += self._names[first : first + count]
             behind = first + count
         return found
+
+    def read_regions(self, packed: PackedRegions) -> dict[str, tuple[Box, ...]]:
+        """Return the regions of each tensor. Tensors with equal boxes share them. Raises as `read` does."""
+        return {name: boxes for boxes, runs in packed for name in self.read(runs)}

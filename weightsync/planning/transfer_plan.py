@@ -16,6 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from weightsync.planning.layout import Box, Manifest, ShardLocation, choose_owners, itemsize, part_of
+from weightsync.planning.load_plan import NameReader, PackedRegions, pack_regions
 from weightsync.planning.wire_types import ReadRegions
 
 _ABOUT = 1.25
@@ -100,6 +101,28 @@ class TransferPlan(Struct, frozen=True, array_like=True):
             return self.manifest.nbytes
         names = {name for number in self.due(first) for name in self.chunks[number].names}
         return sum(self.manifest[name].nbytes for name in names)
+
+
+class PackedPlan(Struct, frozen=True, array_like=True):
+    """A transfer plan for the other ranks, with positions in place of the names that each chain reads.
+
+    plan: the plan without its chains.
+    chains: the workers and the regions of each chain.
+    """
+
+    plan: TransferPlan
+    chains: tuple[tuple[tuple[int, ...], PackedRegions], ...]
+
+    @classmethod
+    def of(cls, plan: TransferPlan) -> PackedPlan:
+        at = {name: position for position, name in enumerate(plan.manifest.names)}
+        chains = tuple((chain.workers, pack_regions(chain.reads, at)) for chain in plan.chains)
+        return cls(replace(plan, chains=()), chains)
+
+    def read(self) -> TransferPlan:
+        names = self.plan.manifest.names
+        chains = (Chain(workers, NameReader(names).read_regions(regions)) for workers, regions in self.chains)
+        return replace(self.plan, chains=tuple(chains))
 
 
 def choose_chains(

@@ -22,7 +22,7 @@ from weightsync.net.runtime import collector_paused
 from weightsync.net.update import Timeline, Update
 from weightsync.net.wire import Done, Go
 from weightsync.planning.bucketing import open_bucketer
-from weightsync.planning.transfer_plan import TransferPlan
+from weightsync.planning.transfer_plan import PackedPlan, TransferPlan
 from weightsync.report import Progress, PushReport
 from weightsync.sources.base import Model, Reading, SteadySource
 from weightsync.sources.megatron import MegatronSource
@@ -330,7 +330,9 @@ class CopyWeights(FleetStrategy):
             handles = [one for one in fleet.handles if one not in linked and not (late and self._is_served(one))]
             workers = fleet.connect(handles)
             made = compile_plan(fleet, reading.manifest, everyone, transport, self._bucketer, options)
-        plan: TransferPlan = ranks.broadcast(made, "plan", TransferPlan)
+        packed = PackedPlan.of(made) if made is not None and ranks.size > 1 else None
+        told = ranks.broadcast(packed, "plan", PackedPlan)
+        plan: TransferPlan = told.read() if made is None else made
         with update.timeline.during("connect"):
             if options.quantize is not None:
                 self._largest.connect(update, any(each.tensor.is_cuda for each in held.values()))
