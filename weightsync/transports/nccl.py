@@ -112,8 +112,9 @@ class NcclTransport(Transport):
         self._sender = _Sender(plan, tensors, layout, device, communicator, self._peers, computes, encoder)
         endpoints = [Endpoint() for _ in range(plan.workers)]
         for chain, received in zip(plan.chains, layouts, strict=True) if ranks.rank == 0 else ():
+            common = endpoint(received, [])
             for position, worker in enumerate(chain.workers):
-                endpoints[worker] = self._endpoint(chain, position, received, slots)
+                endpoints[worker] = self._endpoint(chain, position, received, slots, common)
         return endpoints
 
     def _agree(self, tensors: LocalTensors, ranks: Ranks) -> tuple[torch.device, bool]:
@@ -166,31 +167,29 @@ class NcclTransport(Transport):
         assert self._communicator is not None
         return self._communicator
 
-    def _endpoint(self, chain: Chain, position: int, layout: Layout, slots: int) -> Endpoint:
-        """Return the endpoint of a chain's worker."""
+    def _endpoint(self, chain: Chain, position: int, layout: Layout, slots: int, common: Endpoint) -> Endpoint:
+        """Return the endpoint of a chain's worker. `common` has the data of all of them."""
         members = [self._ranks.size + worker for worker in chain.workers]
         last, senders = len(members) - 1, _senders(layout)
-        fields: dict[str, Any] = {"encoders": [], "origins": []}
+        fields: dict[str, Any] = {**common.fields, "encoders": [], "origins": []}
         if self.encoding is not None:  # workers then pass runs on one by one
-            fields = {"encoders": senders, "origins": [[*those] for those in layout]}
+            fields |= {"encoders": senders, "origins": [[*those] for those in layout]}
         if position:
             before = members[position - 1]
             rows = [[[before, each.first, each.end] for each in those.values()] for those in layout]
             senders, fields["runs"] = [before], rows if self.encoding is not None else [*map(_joined_runs, rows)]
         assert self._communicator is not None
-        return endpoint(
-            layout,
-            [],
-            place=self._communicator.place,
-            rank=members[position],
-            size=self._communicator.size,
-            senders=senders,
-            slots=slots,
-            onward=members[position + 1] if position < last else None,
-            before=[self._peers[member] for member in (reversed(members[:position]) if position else senders)],
-            after=[self._peers[member] for member in members[position + 1 :]],
-            **fields,
-        )
+        fields |= {
+            "place": self._communicator.place,
+            "rank": members[position],
+            "size": self._communicator.size,
+            "senders": senders,
+            "slots": slots,
+            "onward": members[position + 1] if position < last else None,
+            "before": [self._peers[member] for member in (reversed(members[:position]) if position else senders)],
+            "after": [self._peers[member] for member in members[position + 1 :]],
+        }
+        return Endpoint([], common.arrivals, fields)
 
     def connect(self, deadline: Deadline) -> None:
         communicator, ranks = self._communicator, self._ranks

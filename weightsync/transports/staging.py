@@ -104,10 +104,8 @@ def send_layout(plan: TransferPlan, rank: int, slots: int) -> Layout:
 def receive_layout(plan: TransferPlan, chain: int, slots: int) -> Layout:
     """Return the sections that a chain's workers receive for each chunk, by rank."""
     reads = _disjoint(plan.manifest, plan.chains[chain].reads)
-    return [
-        lay_out(plan.manifest, by_rank(_parts_read(chunk.pieces, reads)), number % slots)
-        for number, chunk in enumerate(plan.chunks)
-    ]
+    parts = (_parts_read(chunk.pieces, reads) for chunk in plan.chunks)
+    return [lay_out(plan.manifest, by_rank(each), number % slots) if each else {} for number, each in enumerate(parts)]
 
 
 def _disjoint(manifest: Manifest, reads: ReadRegions) -> dict[str, Sequence[Box]]:
@@ -121,7 +119,8 @@ def _disjoint(manifest: Manifest, reads: ReadRegions) -> dict[str, Sequence[Box]
 
 
 def _parts_read(pieces: Iterable[ShardLocation], reads: Mapping[str, Sequence[Box]]) -> list[ShardLocation]:
-    parts = (part_of(piece, box) for piece in pieces for box in reads.get(piece.name, ()))
+    wanted = [piece for piece in pieces if piece.name in reads]
+    parts = (part_of(piece, box) for piece in wanted for box in reads[piece.name])
     return [part for part in parts if part is not None]
 
 
