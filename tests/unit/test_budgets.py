@@ -23,7 +23,7 @@ LIMITS = {
     "relative words in 100 words of docstrings and comments": 1.2,
     "lines of the longest docstring": 66,
     "names of tests over 80 characters": 0,
-    "lines of tests outside of tests/unit that touch private attributes": 184,
+    "lines of tests outside of tests/unit that touch private attributes": 170,
 }
 """Lower a limit when you improve its measure, never raise it. A mean is rounded to one digit."""
 
@@ -110,11 +110,16 @@ def read_module(path: str, source: str) -> Module:
 
 
 def private_lines(source: str) -> set[int]:
-    """Return the lines of code that name a private attribute of another object than `self` and `cls`."""
+    """Return the lines of code that name a private attribute of another object than `self` and `cls`.
+
+    `os._exit` is public: its name sets it apart from `sys.exit`.
+    """
     found = set()
     for node in ast.walk(ast.parse(source)):
         match node:
-            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+            case (
+                ast.Attribute(value=ast.Name(id="self" | "cls")) | ast.Attribute(value=ast.Name(id="os"), attr="_exit")
+            ):
                 continue
             case ast.Attribute(attr=name):
                 pass
