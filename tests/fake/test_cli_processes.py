@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from argparse import Namespace
@@ -29,7 +30,7 @@ from weightsync.tools.processes import ChildError, run_trainers, tiny_model, wai
 
 
 def weightsync(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "weightsync", *arguments]
+    command = [Path(sysconfig.get_path("scripts"), "weightsync"), *arguments]  # as it is installed
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
 
 
@@ -97,6 +98,18 @@ def test_what_needs_no_torch_starts_within_a_second(arguments):
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # Of computing: how long it waits for a core is for others to say.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["bench", "--dry-run", "--gpus", "0"], 0, "lower bound"),
+        (["demo", "--steps", "0"], 2, "both must be at least 1"),
+    ],
+)
+def test_commands_that_start_engines_are_installed(arguments: list[str], code: int, words: str):
+    run = weightsync(*arguments, timeout_s=60)
+    assert (run.returncode, words in run.stdout.lower() + run.stderr) == (code, True), run.stdout + run.stderr
 
 
 def test_doctor_checks_the_machine():
