@@ -29,7 +29,8 @@ CHECKS := lint
 endif
 
 # Files in the order of their names: those that start engines come first, and the short ones fill up the end.
-PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
+# Every worker imports every test file, and most processes that tests start import weightsync: from bytecode, where it is kept.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 

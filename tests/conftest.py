@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
+from collections.abc import Generator
+from typing import Any
 
 import hypothesis
 import pytest
+import zygote
 
 # For the engines that tests start, which read it when vllm is imported, and for the processes these start in turn.
 # A value that the caller has set stays.
 ENVIRONMENT = {
+    "NUMBA_DISABLE_JIT": "1",  # or each engine that drafts from its prompt compiles for ten seconds
     "HF_HUB_OFFLINE": "1",  # the models are made here; nothing is looked up
     "OMP_NUM_THREADS": "1",  # several trainers and engines share few cores, and the models are tiny
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # or ray.init warns about a change to come
@@ -28,6 +34,28 @@ for name, value in ENVIRONMENT.items():
 # How long an example takes is the machine's, which may be busy.
 hypothesis.settings.register_profile("weightsync", deadline=None)
 hypothesis.settings.load_profile("weightsync")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
+    """Do not look for garbage in all that test modules import, neither now nor later."""
+    gc.disable()
+    found = yield
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or libraries report as leaked what is frozen
+    gc.enable()
+    return found
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Fork what a test with an engine starts, its fixtures' processes included, and what one starts that is marked."""
+    if not any(item.get_closest_marker(name) for name in ("engine", "forks")):
+        return (yield)
+    import torch
+
+    with zygote.forking(not torch.cuda.is_available()):  # no process forks once it has used CUDA
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

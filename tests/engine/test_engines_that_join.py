@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import tiny_models
+import zygote
 from engines import IN_CORE, PROMPTS, TIMEOUT_S, Answer, Engines, Remote, Trainer, Trainers, assert_same
 from recorders import sent_messages
 
@@ -61,8 +62,9 @@ def catch_up(trainer: Trainer) -> tuple[int, dict[int, set[str]]]:
 @pytest.fixture(scope="module")
 def server(engine_process: Remote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     checkpoint = engine_process.call(Engines.checkpoint, "qwen3", "B")
-    found = Server(checkpoint, "auto", tmp_path_factory.mktemp("server") / "log", IN_CORE)
-    found.wait(START_S)
+    with zygote.forking(False):  # as a user starts a server, with all its imports
+        found = Server(checkpoint, "auto", tmp_path_factory.mktemp("server") / "log", IN_CORE)
+        found.wait(START_S)
     yield found
     found.stop()
 

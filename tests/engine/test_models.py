@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 import tiny_models
-from engines import TIMEOUT_S, Engines, Remote, Trainer, Trainers, assert_same, know_class
+from engines import TIMEOUT_S, Engines, Remote, Trainer, Trainers, VllmRemote, assert_same, know_class
 
 from weightsync import PushReport, WeightSync
 from weightsync.errors import UnsupportedError
@@ -206,7 +206,7 @@ class Planner:
 
 @pytest.fixture(scope="module")
 def planner() -> Iterator[Remote]:
-    remote = Remote(Planner)
+    remote = VllmRemote(Planner)
     yield remote
     remote.close()
 

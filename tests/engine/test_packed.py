@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import tiny_models
 import torch
-from engines import TIMEOUT_S, Answer, Engines, Remote, assert_same
+from engines import TIMEOUT_S, Answer, Engines, Remote, VllmRemote, assert_same
 from torch import nn
 
 from weightsync import WeightSync
@@ -144,7 +144,7 @@ class Planner:
 
 @pytest.fixture(scope="module")
 def planner() -> Iterator[Remote]:
-    remote = Remote(Planner)
+    remote = VllmRemote(Planner)
     yield remote
     remote.close()
 

@@ -255,11 +255,13 @@ def test_check_transport_of_files_finds_every_promise_kept_on_a_gpu(tmp_path: Pa
     )
 
 
+@pytest.mark.forks
 def test_check_transport_between_processes_finds_every_promise_kept():
     check_transport(*ends_of("ipc"), in_processes=True, timeout_s=60.0)
 
 
 @pytest.mark.gpu
+@pytest.mark.forks
 def test_check_transport_between_processes_finds_every_promise_kept_on_a_gpu():
     devices = ("cuda:0", "cuda:0")
     check_transport(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import pytest
-from engines import Engines, Remote, Trainer, Trainers
+from engines import Engines, Remote, Trainer, Trainers, VllmRemote
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,7 @@ def engine_process(
     base = tmp_path_factory.getbasetemp()
     known = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "known"
     known.mkdir(exist_ok=True)
-    remote = Remote(Engines, tmp_path_factory.mktemp("checkpoints"), known, engine_calls[1])
+    remote = VllmRemote(Engines, tmp_path_factory.mktemp("checkpoints"), known, engine_calls[1])
     yield remote
     remote.close()
 

@@ -10,7 +10,6 @@ first argument.
 
 from __future__ import annotations
 
-import functools
 import gc
 import json
 import multiprocessing
@@ -22,6 +21,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -63,10 +63,14 @@ def assert_same(found: Answer, expected: Answer, what: str) -> None:
 class Remote:
     """A process that makes a `kind(*args)` and then runs functions on it, one at a time, until `close`."""
 
+    context: BaseContext = FORKSERVER
+
     def __init__(self, kind: Callable[..., Any], *args: Any) -> None:
-        self._connection, theirs = FORKSERVER.Pipe()
+        self._connection, theirs = self.context.Pipe()
         # Not a daemon: those must not have processes of their own, and engines have.
-        self._process = FORKSERVER.Process(target=_main, args=(theirs, kind, args), daemon=False)
+        self._process = self.context.Process(  # type: ignore[attr-defined]
+            target=_main, args=(theirs, kind, args), daemon=False
+        )
         self._process.start()
         theirs.close()
 
@@ -98,6 +102,12 @@ class Remote:
         if self._process.is_alive():
             self._process.kill()
             self._process.join(10)
+
+
+class VllmRemote(Remote):
+    """A `Remote` that needs vLLM. It is forked from the zygote, which has vLLM imported."""
+
+    context = multiprocessing.get_context("spawn")
 
 
 def _main(commands: Connection, kind: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -141,20 +151,7 @@ class Engines:
         os.environ |= NOT_COMPILED
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, which take longer to clear than all else to start
         import vllm
-        from vllm.v1.engine import utils as core_processes
-        from vllm.v1.executor import multiproc_executor
 
-        platform = vllm.platforms.current_platform
-        if platform.is_cpu():
-            # It looks through all that is imported, and the engines that follow find done what the first one did.
-            platform.register_triton_kernel_overrides = functools.cache(platform.register_triton_kernel_overrides)
-            # Workers of an engine with TP=2 start as clean as by "spawn", and need not import all of vLLM again. Nor
-            # need the core of an `AsyncLLM`.
-            forkserver = multiprocessing.get_context("forkserver")
-            forkserver.set_forkserver_preload(["vllm.v1.worker.cpu_worker", "weightsync.vllm.engine"])
-            core_processes.get_mp_context = multiproc_executor.get_mp_context = lambda: forkserver
-            multiproc_executor.WorkerProc.worker_main = staticmethod(_worker)
-            _wait_asleep()
         self.connections = [calls]  # from trainers in other processes: calls of `PipeEngine`
         self.llm: Any = None
         self.model: Any = None  # a trainer in this process
@@ -245,23 +242,6 @@ class Engines:
         if self.sync is not None:
             self.sync.close()
         self.sync = self.model = None
-
-
-def _worker(**options: Any) -> None:
-    """The process of a worker of an engine with TP=2."""
-    from vllm.v1.executor.multiproc_executor import WorkerProc
-
-    gc.freeze()  # as in `Engines.start`
-    _wait_asleep()
-    WorkerProc.worker_main(**options)
-
-
-def _wait_asleep() -> None:
-    """Let vLLM sleep where it waits for a message of another process: for a second each spins, and takes the time of
-    those that it waits for."""
-    from vllm.distributed.device_communicators import shm_broadcast
-
-    shm_broadcast.sched_yield = functools.partial(time.sleep, 0.0005)
 
 
 def note(answer: Answer, file: Path) -> None:

@@ -6,6 +6,7 @@ started cold from them, to the bit.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -182,11 +183,15 @@ def start(kind: str, has_tower: bool, folder: Path, **more: Any) -> Any:
     options: dict[str, Any] = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
     if not torch.cuda.is_available():
         from engines import know_class
+        from vllm.platforms import current_platform as platform
 
         know_class(folder)
+        # It looks through all that is imported, and the engines that follow find done what the first one did.
+        platform.register_triton_kernel_overrides = functools.cache(platform.register_triton_kernel_overrides)
         options = {"enforce_eager": True}
     gc.collect()
     gc.freeze()  # vLLM collects garbage often as it starts and ends, and would look through all that is imported
+    gc.freeze = gc.unfreeze = lambda: None  # or vLLM thaws it as an engine ends
     return LLM(
         str(folder), dtype="bfloat16", max_model_len=512, max_num_seqs=4, kv_cache_memory_bytes=64 << 20,
         gpu_memory_utilization=0.1, enable_prefix_caching=False, seed=0,
