@@ -80,8 +80,8 @@ def collector_paused() -> Iterator[None]:
     Each of its passes would visit all of them, and all objects of the process.
     """
     was_enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()  # in the block: an interrupt right after it enables the collector again
         yield
     finally:
         if was_enabled:
