@@ -55,7 +55,7 @@ IMPORTED = (
     "weightsync.vllm.fence",
     "weightsync.vllm.pauses",
 )
-READ_BY_IMPORTS = ("CUDA_", "HF_", "OMP_", "PYTHON", "TRANSFORMERS_", "TRITON_")
+READ_BY_IMPORTS = ("CUDA_", "HF_", "OMP_", "TRANSFORMERS_")
 """Beginnings of environment variables. A process with other values of these than the zygote has is started afresh."""
 FLAGS = ("-B", "-u")  # of Python
 FIRST_FREE_FD = 512
@@ -136,11 +136,7 @@ def _can_fork(argv: Sequence[str]) -> bool:
 
 
 def _read_by_imports(environment: dict[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(READ_BY_IMPORTS) and name != "PYTHONPATH"  # `_become` sets the path
-    }
+    return {name: value for name, value in environment.items() if name.startswith(READ_BY_IMPORTS)}
 
 
 def _start_zygote() -> socket.socket:
