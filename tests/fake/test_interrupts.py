@@ -104,6 +104,7 @@ def interrupted(call: Callable[[], Any], lines: Lines, first: Callable[[], None]
 def check(sync: WeightSync, engine: FakeEngine, model: Any, seed: int, where: str | None) -> None:
     assert torch.is_grad_enabled(), where
     assert not torch.is_inference_mode_enabled(), where
+    assert gc.isenabled(), where
     model.load_state_dict(checkpoint(seed))
     sync.push(model)
     assert serves(engine, seed), where

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -79,13 +79,12 @@ def collector_paused() -> Iterator[None]:
 
     Each of its passes would visit all of them, and all objects of the process.
     """
-    was_enabled = gc.isenabled()
-    try:
-        gc.disable()  # in the block: an interrupt right after it enables the collector again
+    with ExitStack() as stack:
+        if gc.isenabled():
+            # No line of ours runs at the end: an interrupt there would leave the collector off.
+            stack.callback(gc.enable)
+            gc.disable()
         yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def spawn(name: str, function: Callable[[], None]) -> None:
