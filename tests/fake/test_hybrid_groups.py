@@ -330,16 +330,24 @@ def prompts_per_engine(group: RolloutGroup) -> list[int]:
     return [sum(call[1] for call in each if call[0] == "generate") for each in calls]
 
 
+def kill(engine: Any) -> None:
+    """Kill an engine's actor, and wait until it is dead: `ray.kill` returns before, and the engine may still answer."""
+    ray.kill(engine)
+    with suppress(ray.exceptions.RayActorError):
+        while True:
+            ray.get(engine.calls.remote())
+
+
 def test_a_group_goes_on_without_engines_that_die_and_takes_others_in(actor: WorkerGroup, others: RolloutGroup):
     with others.follow(actor, on_engine_failure="drop") as sync:
         actor.change(2)
         assert sync.push().left_out == ()
         first, second, third = others.names
-        ray.kill(others.actors[0])
+        kill(others.actors[0])
         batch = others.generate(prompts_of(6), n=1)  # which the others answer, those of the dead one too
         assert batch.get("text").tolist() == [f"prompt {row}" for row in range(6)]
         assert others.names == [second, third]
-        ray.kill(others.actors[0])
+        kill(others.actors[0])
         report = sync.push()
         assert report.left_out == (second,)
         assert others.names == [third]
@@ -396,10 +404,7 @@ def test_without_drop_a_dead_engine_stays_until_it_is_removed(
     with others.follow(actor) as sync:
         sync.push()
         dead = others.names[0]
-        ray.kill(others.actors[0])
-        with suppress(ray.exceptions.RayActorError):  # Ray kills it when it comes to it
-            while True:
-                ray.get(others.actors[0].calls.remote())
+        kill(others.actors[0])
         with pytest.raises(PeerError, match=f"{dead} died before it answered generate"):
             others.generate(prompts_of(3), n=1)
         with pytest.raises(EngineError):
