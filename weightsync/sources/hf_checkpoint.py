@@ -8,10 +8,8 @@ the result gives each tensor's place.
 
 from __future__ import annotations
 
-import re
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import itemgetter
@@ -23,6 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.errors import UnsupportedError
+from weightsync.planning.alike_layers import alike_layers
 from weightsync.planning.layout import Box, Manifest, TensorMeta, row_major
 from weightsync.planning.single_view import index_of
 from weightsync.selection import TensorSelection
@@ -70,7 +69,7 @@ class SavedParts:
             return self
         return SavedParts(tuple(self.metas[number] for number in kept), tuple(self.regions[number] for number in kept))
 
-    def of_layer(self, number: str, other: str) -> SavedParts:
+    def of_layer(self, number: int, other: int) -> SavedParts:
         """Return the parts of the same tensor in layer `other`. These are the parts in layer `number`."""
         names = (f".{other}.".join(meta.name.split(f".{number}.", 1)) for meta in self.metas)
         metas = (replace_meta(meta, name=name) for meta, name in zip(self.metas, names, strict=True))
@@ -165,33 +164,23 @@ def _conversion(model: nn.Module) -> _Convert | None:
     return convert
 
 
-_LAYER = re.compile(r"(.*?\.)(\d+)\.")
-
-
 def _repeat(convert: _Convert, tensors: Sequence[TensorMeta]) -> dict[str, SavedParts] | None:
     """Follow the first and the last of layers with equal tensors, and return the first's parts for each of them.
 
     Following all layers of a mixture of experts takes long. Return None if there are no such layers, or if the last
     layer is not saved as the first one.
     """
-    layers: dict[tuple[str, str], list[TensorMeta]] = defaultdict(list)
-    for meta in tensors:
-        if match := _LAYER.match(meta.name):
-            layers[match[1], match[2]].append(meta)
-    alike: dict[Hashable, list[tuple[str, str]]] = defaultdict(list)
-    for (prefix, number), own in layers.items():
-        end = len(prefix) + len(number)
-        alike[prefix, tuple((meta.name[end:], meta.shape, meta.dtype) for meta in own)].append((prefix, number))
-    groups = [group for group in alike.values() if len(group) > 2]
-    repeated = {meta.name for group in groups for layer in group[1:-1] for meta in layers[layer]}
+    groups = [each.tensors for each in alike_layers(tensors) if len(each.tensors) > 2]
+    repeated = {meta.name for group in groups for layer in [*group][1:-1] for meta in group[layer]}
     try:
         found = _follow(convert, [meta for meta in tensors if meta.name not in repeated]) if repeated else {}
     except UnsupportedError:
         return None
-    for first, *others in groups:
+    for group in groups:
+        first, *others = group
         for layer in reversed(others):
-            for meta, like in zip(layers[layer], layers[first], strict=True):
-                parts = found[like.name].of_layer(first[1], layer[1]) if like.name in found else None
+            for meta, like in zip(group[layer], group[first], strict=True):
+                parts = found[like.name].of_layer(first, layer) if like.name in found else None
                 if parts is None or (meta.name not in repeated and found.get(meta.name) != parts):
                     return None
                 found[meta.name] = parts

@@ -9,117 +9,77 @@ The result must fill each parameter of the repeated layers once. Otherwise, the 
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
+from weightsync.planning.alike_layers import AlikeLayers, LayerName, alike_layers
 from weightsync.planning.layout import LoadCopy, Manifest, TensorMeta
 from weightsync.worker.reachable import LEAVES, children_of, code_of, same_layout
 from weightsync.worker.trace import Feed, LoadWeights, Trace, run_loader, trace_loader, uncovered
 
 _WORTH = 1000
 """Least number of tensors in repeated layers. Fewer are traced within a fraction of a second."""
-_NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 _MOST_OBJECTS = 20_000
 """Most objects of a layer to compare. Modules that reach more of them may hold the whole model."""
 
 
-class _Place(NamedTuple):
-    """A name by its first number: "model.layers.3.mlp.up" is ".mlp.up" in layer 3 of the list "model.layers.".
-
-    A name without a number is `layers`, and `number` is None.
-    """
-
-    layers: str
-    number: int | None
-    rest: str
-
-    def in_layer(self, number: int) -> str:
-        """Return the name of the same tensor in another layer."""
-        return self.layers if self.number is None else f"{self.layers}{number}{self.rest}"
-
-
-@dataclass(frozen=True)
-class _AlikeLayers:
-    """The layers of a list whose tensors have the same names, shapes and dtypes.
-
-    tensors: each layer's tensors, by its number.
-    """
-
-    layers: str
-    tensors: Mapping[int, Sequence[TensorMeta]]
-
-    @property
-    def examples(self) -> list[int]:
-        numbers = sorted(self.tensors)
-        return [numbers[0], numbers[len(numbers) // 2], numbers[-1]]
-
-    @property
-    def others(self) -> list[int]:
-        return sorted(self.tensors.keys() - set(self.examples))
-
-    def names(self, numbers: Iterable[int]) -> set[str]:
-        return {meta.name for number in numbers for meta in self.tensors[number]}
-
-
 def trace_by_example(model: nn.Module, load_weights: LoadWeights, manifest: Manifest) -> Trace:
     """Trace a loader as `trace_loader` does, with fewer tensors if the model repeats its layers."""
-    alike = _find_alike(manifest)
+    alike = alike_layers(manifest)
     trace = None
-    if sum(len(each.names(each.others)) for each in alike) >= _WORTH:
+    if sum(len(_names(each, _others(each))) for each in alike) >= _WORTH:
         trace = _trace_examples(model, load_weights, manifest, alike)
     return trace or trace_loader(model, load_weights, manifest)
 
 
-def _find_alike(manifest: Manifest) -> list[_AlikeLayers]:
-    tensors: dict[tuple[str, int], list[TensorMeta]] = defaultdict(list)
-    forms: dict[tuple[str, int], list[Any]] = defaultdict(list)
-    for meta in manifest:
-        layers, number, rest = _place(meta.name)
-        if number is not None:
-            tensors[layers, number].append(meta)
-            forms[layers, number].append((rest, meta.shape, meta.dtype))
-    alike: dict[Any, dict[int, list[TensorMeta]]] = defaultdict(dict)
-    for (layers, number), form in forms.items():
-        alike[layers, tuple(form)][number] = tensors[layers, number]
-    return [_AlikeLayers(layers, those) for (layers, _), those in alike.items()]
+def _examples(alike: AlikeLayers) -> list[int]:
+    numbers = sorted(alike.tensors)
+    return [numbers[0], numbers[len(numbers) // 2], numbers[-1]]
+
+
+def _others(alike: AlikeLayers) -> list[int]:
+    return sorted(alike.tensors.keys() - set(_examples(alike)))
+
+
+def _names(alike: AlikeLayers, numbers: Iterable[int]) -> set[str]:
+    return {meta.name for number in numbers for meta in alike.tensors[number]}
 
 
 def _trace_examples(
-    model: nn.Module, load_weights: LoadWeights, manifest: Manifest, alike: Sequence[_AlikeLayers]
+    model: nn.Module, load_weights: LoadWeights, manifest: Manifest, alike: Sequence[AlikeLayers]
 ) -> Trace | None:
     """Return the trace of all tensors.
 
     Returns None if the loader refuses some of them, or if the trace does not fill each parameter of the repeated layers
     once.
     """
-    left = set().union(*(each.names(each.others) for each in alike))
+    left = set().union(*(_names(each, _others(each)) for each in alike))
     trace = _run(model, load_weights, [meta for meta in manifest if meta.name not in left])
     if trace is None:
         return None
     repeated: set[tuple[str, int]] = set()
-    for each in alike:
-        first, *more = (_part(trace, each.layers, number) for number in each.examples)
+    for each in (each for each in alike if _others(each)):
+        examples = _examples(each)
+        first, *more = (_part(trace, each.layers, number) for number in examples)
         places = _places(first)
         targets = {places[param].layers for param in _written(first)}
-        are_alike = (part == _moved(first, places, at) for part, at in zip(more, each.examples[1:], strict=True))
+        are_alike = (part == _moved(first, places, at) for part, at in zip(more, examples[1:], strict=True))
         if not targets or not all(are_alike):
             continue
-        for number in each.others:
-            if any(_have_alike_modules(model, targets, example, number) for example in each.examples):
+        for number in _others(each):
+            if any(_have_alike_modules(model, targets, example, number) for example in examples):
                 trace = _joined(trace, _moved(first, places, number))
                 repeated |= {(target, number) for target in targets}
-                left -= each.names([number])
+                left -= _names(each, [number])
     rest = _run(model, load_weights, [meta for meta in manifest if meta.name in left])
     if rest is None:
         return None
     trace = _joined(trace, rest)
-    wrong = (_place(param) for params in uncovered(model, trace) for param in params)
+    wrong = (LayerName.of(param) for params in uncovered(model, trace) for param in params)
     return None if any(place[:2] in repeated for place in wrong) else trace
 
 
@@ -140,13 +100,14 @@ def _part(trace: Trace, layers: str, number: int) -> Trace:
     """Return the loader's work with the tensors of one layer, and its constants in the same parameters."""
 
     def is_in(name: str) -> bool:
-        return _place(name)[:2] == (layers, number)
+        return LayerName.of(name)[:2] == (layers, number)
 
     part = Trace(
         copies=[copy for copy in trace.copies if is_in(copy.name)],
         computed={param: names for param, names in trace.computed.items() if any(map(is_in, names))},
     )
-    part.fills = [fill for fill in trace.fills if fill.param in _written(part)]
+    written = _written(part)
+    part.fills = [fill for fill in trace.fills if fill.param in written]
     return part
 
 
@@ -154,7 +115,7 @@ def _written(part: Trace) -> set[str]:
     return {copy.param for copy in part.copies}.union(part.computed)
 
 
-def _moved(part: Trace, places: Mapping[str, _Place], number: int) -> Trace:
+def _moved(part: Trace, places: Mapping[str, LayerName], number: int) -> Trace:
     """Return the same work for another layer. `places` has all names of the part."""
     names = {name: place.in_layer(number) for name, place in places.items()}
     return Trace(
@@ -164,17 +125,10 @@ def _moved(part: Trace, places: Mapping[str, _Place], number: int) -> Trace:
     )
 
 
-def _places(part: Trace) -> dict[str, _Place]:
+def _places(part: Trace) -> dict[str, LayerName]:
     """Return the parts of all names of tensors and parameters."""
     named = {copy.name for copy in part.copies}.union(_written(part), *part.computed.values())
-    return {name: _place(name) for name in named}
-
-
-def _place(name: str) -> _Place:
-    """Return the parts of a name by its first number."""
-    if (found := _NUMBER.search(name)) is None:
-        return _Place(name, None, "")
-    return _Place(name[: found.start(1)], int(found[1]), name[found.end(1) :])
+    return {name: LayerName.of(name) for name in named}
 
 
 def _have_alike_modules(model: nn.Module, targets: Iterable[str], example: int, number: int) -> bool:
