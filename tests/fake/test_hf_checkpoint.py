@@ -64,11 +64,11 @@ def test_what_is_sent_is_what_save_pretrained_writes(name: str, tmp_path: Path):
 
 
 def deep(name: str, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """A model of twelve layers. The layers of one kind are alike."""
+    """A model of sixteen layers. The layers of one kind are alike."""
     config = tiny_models.CONFIGS[name]()
-    config.num_hidden_layers = 12
+    config.num_hidden_layers = 16
     if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[0]] * 12
+        config.layer_types = [config.layer_types[0]] * 16
     monkeypatch.setitem(tiny_models.CONFIGS, name, lambda: config)
     return tiny_models.build(name, "A")
 
@@ -92,8 +92,8 @@ def test_layers_that_are_alike_are_sent_as_save_pretrained_writes_each(
     assert [number < len(expected) / 4 for number in followed] == [True]
 
 
-@pytest.mark.parametrize("layer", [0, 11])
-def test_all_layers_are_followed_if_the_first_and_the_last_are_saved_in_other_ways(
+@pytest.mark.parametrize("layer", [0, 8, 15])
+def test_all_layers_are_followed_if_an_example_is_saved_in_another_way(
     layer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     model = deep("mixtral", monkeypatch)

@@ -44,6 +44,21 @@ class AlikeLayers:
     layers: str
     tensors: Mapping[int, Sequence[TensorMeta]]
 
+    @property
+    def examples(self) -> list[int]:
+        """The first, the middle and the last layer."""
+        numbers = sorted(self.tensors)
+        return [numbers[0], numbers[len(numbers) // 2], numbers[-1]]
+
+    @property
+    def others(self) -> list[int]:
+        """All layers but the examples."""
+        return sorted(self.tensors.keys() - set(self.examples))
+
+    def names(self, numbers: Iterable[int]) -> set[str]:
+        """Return the names of the tensors in these layers."""
+        return {meta.name for number in numbers for meta in self.tensors[number]}
+
 
 def alike_layers(tensors: Iterable[TensorMeta]) -> list[AlikeLayers]:
     """Return all layers, grouped by alike tensors."""

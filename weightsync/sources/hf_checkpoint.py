@@ -165,21 +165,21 @@ def _conversion(model: nn.Module) -> _Convert | None:
 
 
 def _repeat(convert: _Convert, tensors: Sequence[TensorMeta]) -> dict[str, SavedParts] | None:
-    """Follow the first and the last of layers with equal tensors, and return the first's parts for each of them.
+    """Follow three of all layers with equal tensors, and return the first's parts for each of them.
 
-    Following all layers of a mixture of experts takes long. Return None if there are no such layers, or if the last
-    layer is not saved as the first one.
+    Following all layers of a mixture of experts takes long. Return None if there are no such layers, or if the examples
+    are not saved alike.
     """
-    groups = [each.tensors for each in alike_layers(tensors) if len(each.tensors) > 2]
-    repeated = {meta.name for group in groups for layer in [*group][1:-1] for meta in group[layer]}
+    groups = [each for each in alike_layers(tensors) if each.others]
+    repeated = set().union(*(each.names(each.others) for each in groups))
     try:
         found = _follow(convert, [meta for meta in tensors if meta.name not in repeated]) if repeated else {}
     except UnsupportedError:
         return None
     for group in groups:
-        first, *others = group
-        for layer in reversed(others):
-            for meta, like in zip(group[layer], group[first], strict=True):
+        first, *more = group.examples
+        for layer in (*more, *group.others):
+            for meta, like in zip(group.tensors[layer], group.tensors[first], strict=True):
                 parts = found[like.name].of_layer(first, layer) if like.name in found else None
                 if parts is None or (meta.name not in repeated and found.get(meta.name) != parts):
                     return None

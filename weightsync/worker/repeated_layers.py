@@ -31,22 +31,9 @@ def trace_by_example(model: nn.Module, load_weights: LoadWeights, manifest: Mani
     """Trace a loader as `trace_loader` does, with fewer tensors if the model repeats its layers."""
     alike = alike_layers(manifest)
     trace = None
-    if sum(len(_names(each, _others(each))) for each in alike) >= _WORTH:
+    if sum(len(each.names(each.others)) for each in alike) >= _WORTH:
         trace = _trace_examples(model, load_weights, manifest, alike)
     return trace or trace_loader(model, load_weights, manifest)
-
-
-def _examples(alike: AlikeLayers) -> list[int]:
-    numbers = sorted(alike.tensors)
-    return [numbers[0], numbers[len(numbers) // 2], numbers[-1]]
-
-
-def _others(alike: AlikeLayers) -> list[int]:
-    return sorted(alike.tensors.keys() - set(_examples(alike)))
-
-
-def _names(alike: AlikeLayers, numbers: Iterable[int]) -> set[str]:
-    return {meta.name for number in numbers for meta in alike.tensors[number]}
 
 
 def _trace_examples(
@@ -57,24 +44,24 @@ def _trace_examples(
     Returns None if the loader refuses some of them, or if the trace does not fill each parameter of the repeated layers
     once.
     """
-    left = set().union(*(_names(each, _others(each)) for each in alike))
+    left = set().union(*(each.names(each.others) for each in alike))
     trace = _run(model, load_weights, [meta for meta in manifest if meta.name not in left])
     if trace is None:
         return None
     repeated: set[tuple[str, int]] = set()
-    for each in (each for each in alike if _others(each)):
-        examples = _examples(each)
+    for each in (each for each in alike if each.others):
+        examples = each.examples
         first, *more = (_part(trace, each.layers, number) for number in examples)
         places = _places(first)
         targets = {places[param].layers for param in _written(first)}
         are_alike = (part == _moved(first, places, at) for part, at in zip(more, examples[1:], strict=True))
         if not targets or not all(are_alike):
             continue
-        for number in _others(each):
+        for number in each.others:
             if any(_have_alike_modules(model, targets, example, number) for example in examples):
                 trace = _joined(trace, _moved(first, places, number))
                 repeated |= {(target, number) for target in targets}
-                left -= _names(each, [number])
+                left -= each.names([number])
     rest = _run(model, load_weights, [meta for meta in manifest if meta.name in left])
     if rest is None:
         return None
