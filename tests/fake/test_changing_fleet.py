@@ -29,7 +29,7 @@ from weightsync.fleet.roster import Roster
 from weightsync.transports.base import Transport
 from weightsync.transports.ipc import IpcTransport
 from weightsync.transports.nccl import NcclTransport
-from weightsync.worker.load_plan import LoadPlanner
+from weightsync.worker.load_planner import LoadPlanner
 
 TIMEOUT_S = 20.0
 TRANSPORTS = ["ipc", "broadcast", "checkpoint"]

@@ -16,7 +16,7 @@ from torch import nn
 from weightsync.kernels.quantize import fp8_per_block, fp8_per_channel, int8_per_channel
 from weightsync.planning.load_plan import LoadPlan
 from weightsync.worker.checkpoint_quantize import int8_packed, mxfp4_experts
-from weightsync.worker.load_plan import IN_PLACE, NATIVE_LOADER
+from weightsync.worker.load_planner import IN_PLACE, NATIVE_LOADER
 from weightsync.worker.loader import Receiver
 
 FP8 = torch.float8_e4m3fn

@@ -18,7 +18,7 @@ from weightsync.kernels.quantize import Form, fp8_per_channel, fp8_per_tensor, i
 from weightsync.net.wire import POISONED
 from weightsync.worker.fused_quantize import find_recipe
 from weightsync.worker.load_paths import FusedQuantize
-from weightsync.worker.load_plan import FUSED_QUANTIZE, NATIVE_LOADER, RELOAD
+from weightsync.worker.load_planner import FUSED_QUANTIZE, NATIVE_LOADER, RELOAD
 from weightsync.worker.module_groups import ModuleGroup
 
 TIMEOUT_S = 10.0

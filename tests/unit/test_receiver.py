@@ -19,7 +19,7 @@ from weightsync.net.runtime import Deadline
 from weightsync.net.wire import CLEAN, POISONED, Go
 from weightsync.planning.layout import Box
 from weightsync.planning.wire_types import ChunkLayout
-from weightsync.worker.load_plan import IN_PLACE, NATIVE_LOADER, RELOAD
+from weightsync.worker.load_planner import IN_PLACE, NATIVE_LOADER, RELOAD
 from weightsync.worker.loader import Receiver, await_stream
 from weightsync.worker.module_groups import find_groups
 from weightsync.worker.probe_load_paths import choose_load_paths

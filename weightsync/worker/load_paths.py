@@ -25,7 +25,7 @@ from weightsync.transports.base import TransportReceiver, strided
 from weightsync.worker.checkpoint_quantize import quantised
 from weightsync.worker.engine_model import DRAFTER, EngineModel
 from weightsync.worker.fused_quantize import Recipe, Rows, rows_of
-from weightsync.worker.load_plan import FUSED_QUANTIZE, IN_PLACE, NATIVE_LOADER, RELOAD, TracedLoad
+from weightsync.worker.load_planner import FUSED_QUANTIZE, IN_PLACE, NATIVE_LOADER, RELOAD, TracedLoad
 from weightsync.worker.module_groups import LiveTensor, ModuleGroup, live_tensor, parameters_of
 from weightsync.worker.reload import Reload
 from weightsync.worker.trace import named_tensors, paddings

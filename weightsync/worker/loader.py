@@ -30,7 +30,7 @@ from weightsync.transports.base import TransportReceiver, Wait
 from weightsync.transports.shared_handles import export, take_back
 from weightsync.worker.engine_model import EngineModel
 from weightsync.worker.load_paths import NO_CHUNK, Arrivals, FusedQuantize, InPlace, LoadPath, NativeLoader, ReloadPath
-from weightsync.worker.load_plan import IN_PLACE, NATIVE_LOADER, RELOAD, LoadPlanner, TracedLoad
+from weightsync.worker.load_planner import IN_PLACE, NATIVE_LOADER, RELOAD, LoadPlanner, TracedLoad
 from weightsync.worker.trace import named_tensors
 from weightsync.worker.verify import Verifier
 
