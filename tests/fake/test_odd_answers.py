@@ -197,11 +197,17 @@ def test_adapters_that_no_push_has_named_have_no_version(tmp_path: Path) -> None
 class OneAtATime(RecordedEngine):
     """Does one call after the other, as vLLM's core does."""
 
+    late: int | None = None
+    """The number of the engine whose first `init` comes after the other ones."""
+
     def __init__(self, *hosts: ModuleHost) -> None:
         super().__init__(*hosts)
         self._turn = threading.Lock()
 
     def init(self, init_info: dict[str, Any]) -> None:
+        if init_info["engine"] == self.late:
+            self.late = None
+            time.sleep(0.3)
         with self._turn:
             super().init(init_info)
 
@@ -210,7 +216,15 @@ class OneAtATime(RecordedEngine):
             super().update(update_info)
 
 
-@pytest.mark.parametrize("kind", [OneAtATime, RecordedEngine])
+class FirstNameLate(OneAtATime):
+    late = 0
+
+
+class LastNameLate(OneAtATime):
+    late = 2
+
+
+@pytest.mark.parametrize("kind", [FirstNameLate, LastNameLate, RecordedEngine])
 def test_one_server_under_two_names_is_found_out(kind: type[RecordedEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsync.net.timeouts.DOUBT_S", 0.5)
     with ExitStack() as stack:

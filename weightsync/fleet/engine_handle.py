@@ -247,9 +247,9 @@ def admit(
 ) -> None:
     """Wait for the workers of engine `one`, and give them to its handle. `calls` are the engines' `init` calls.
 
-    An engine serves one call at a time. An engine listed under two names serves its first `init`, and the second one
-    waits. So when workers are late, this releases the called engines that have met their workers, and puts them into
-    `early`. A worker that then gets the second `init` of its session reports the error.
+    An engine serves one call at a time. An engine listed under two names serves one `init`, and the other one waits.
+    So when workers are late, this meets the workers of all engines that have connected, releases them, and puts their
+    engines into `early`. A worker that then gets the second `init` of its session reports the error.
 
     Raises as `check` does, and `EngineError` when the `init` has returned and no worker connects.
     """
@@ -265,6 +265,9 @@ def admit(
                 phase="init",
             )
         if doubt.passed() and not early:
+            for other in calls:
+                if not other.workers and listener.have_arrived("worker", other.number):
+                    other.meet(listener.admit("worker", other.number, deadline, "init", check))
             early.extend(other for other in calls if other.workers)
             for worker in (worker for other in early for worker in other.workers):
                 worker.connection.send(Release(), deadline, "init")

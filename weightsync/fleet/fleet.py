@@ -157,10 +157,10 @@ class Fleet:
         for one in self._active:
             if not one.workers:
                 admit(one, calls, early, self._listener, self._check_everyone, deadline)
-                self.newest_version = max(self.newest_version, one.newest_version)
-                for worker in one.workers:  # a transport through shared memory does not notice a lost network
-                    worker.connection.watch_host(self._timeout_s)
-                    worker.connection.holds = self._ranks.hold.lasts
+        self.newest_version = max([self.newest_version, *(one.newest_version for one in self._active)])
+        for worker in self.workers:  # a transport through shared memory does not notice a lost network
+            worker.connection.watch_host(self._timeout_s)
+            worker.connection.holds = self._ranks.hold.lasts
         if early:
             await_calls([calls[one] for one in early], deadline, "init", self._check_waiting)
             calls |= {one: self._call_in(one) for one in early}

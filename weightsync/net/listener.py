@@ -111,6 +111,14 @@ class Listener:
         with suppress(OSError):  # the pipe is full, so a wake-up is pending; or the listener is closed
             self._wake_in.send(b"x")
 
+    def have_arrived(self, role: str, group: int) -> bool:
+        """Whether all peers of a group have connected, so that `admit` returns at once."""
+        present = self._present(role, group)
+        return bool(present) and {self._arrived[key][0].world for key in present} == {len(present)}
+
+    def _present(self, role: str, group: int) -> list[tuple[str, int, int]]:
+        return sorted(key for key in self._arrived if key[:2] == (role, group))
+
     def admit(
         self, role: str, group: int, deadline: Deadline, phase: str, check: Callable[[], None]
     ) -> list[tuple[Hello, Connection]]:
@@ -133,7 +141,7 @@ class Listener:
     ) -> list[tuple[Hello, Connection]]:
         kind = _KINDS[role].format(group)
         while True:
-            present = sorted(key for key in self._arrived if key[:2] == (role, group))
+            present = self._present(role, group)
             worlds = {self._arrived[key][0].world for key in present}
             if len(worlds) > 1:
                 said = ", ".join(f"number {key[2]} of {self._arrived[key][0].world}" for key in present)
