@@ -114,13 +114,14 @@ class CopyLaunches:
                 grids[kind].append((link, fields, tiles))
         self._launches = []
         for kind, rows in grids.items():
-            table = torch.tensor([fields for _, fields, _ in rows], dtype=torch.int64)
-            counts = torch.tensor([tiles for *_, tiles in rows])
-            of_tile = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(counts)
-            number = torch.arange(len(of_tile)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-            links = torch.tensor([link for link, *_ in rows]).repeat_interleave(counts)
-            order = _spread(links)
-            on_gpu = (part.to(self._device) for part in (table, of_tile[order], number[order].to(torch.int32)))
+            # Made on the GPU: torch's CPU threads take 10 ms to begin a small operation on a host of many cores.
+            table = torch.tensor([fields for _, fields, _ in rows], dtype=torch.int64, device=self._device)
+            counts = torch.tensor([tiles for *_, tiles in rows], device=self._device)
+            of_tile = torch.repeat_interleave(counts)
+            number = torch.arange(len(of_tile), device=self._device) - (counts.cumsum(0) - counts)[of_tile]
+            if len({link for link, *_ in rows}) > 1:
+                order = _spread(torch.tensor([link for link, *_ in rows], device=self._device)[of_tile])
+                of_tile, number = of_tile[order], number[order]
             constants = {
                 "fields": _FIELDS,
                 "reads": kind.reads,
@@ -132,7 +133,7 @@ class CopyLaunches:
                 "num_warps": _WARPS,
             }
             grid = (min(len(of_tile), programs or len(of_tile)),)
-            self._launches.append((grid, (*on_gpu, len(of_tile)), constants))
+            self._launches.append((grid, (table, of_tile.int(), number.int(), len(of_tile)), constants))
         with torch.cuda.device(self._device):
             for grid, arguments, constants in self._launches:
                 _copy.warmup(*arguments, **constants, grid=grid)  # compile now, not during the first push
@@ -207,10 +208,8 @@ def _grids(
 
 def _spread(links: torch.Tensor) -> torch.Tensor:
     """Return an order of all tiles that spreads the tiles of each link evenly."""
-    if len(numbers := links.unique()) == 1:
-        return torch.arange(len(links))
-    at = torch.empty(len(links), dtype=torch.float64)
-    for link in numbers:
+    at = torch.empty(len(links), dtype=torch.float64, device=links.device)
+    for link in links.unique():
         own = links == link
-        at[own] = torch.linspace(0, 1, int(own.sum()), dtype=torch.float64)
+        at[own] = torch.linspace(0, 1, int(own.sum()), dtype=torch.float64, device=links.device)
     return at.argsort(stable=True)

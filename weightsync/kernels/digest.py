@@ -133,14 +133,6 @@ class Digests:
         return [self._runs[number] for number in self._numbers[device]]
 
 
-def warm_up(device: torch.device) -> None:
-    """Compile the kernels for this device now. The first digest would otherwise wait for the compiler."""
-    if device.type == "cuda":
-        from weightsync.kernels import digest_triton
-
-        digest_triton.warm_up(device)
-
-
 def _sum(rows: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor) -> int:
     """Return the sum of all words of `rows`, each times its column's weight and its row's scale."""
     if rows.data_ptr() % 8 or rows.storage_offset() % 8:

@@ -6,8 +6,9 @@ A program reads a chunk of at most 64 KiB within one block. It computes the weig
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +19,8 @@ _FIELDS = 6
 _CHUNK_BYTES = 1 << 16
 _UNITS = {8: tl.int64, 4: tl.uint32, 2: tl.uint16, 1: tl.uint8}
 _WARPS = 8
+
+Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @triton.jit(do_not_specialize=["out", "moved"])  # type: ignore[untyped-decorator]
@@ -75,11 +78,17 @@ class Launch:
         self._device = runs[0].device
         self._keep_alive = runs
         chunk_bytes = min(nbytes, _CHUNK_BYTES)
-        address = torch.tensor([run.data_ptr() for run in runs])
-        table = _chunks(address, torch.tensor([run.numel() for run in runs]), nbytes < MIB, chunk_bytes)
-        unit = torch.stack([table[:, 0] % n == 0 for n in _UNITS]).int().argmax(0)
+        # By numpy, in one thread: torch's threads take 10 ms to begin a small operation on a host of many cores.
+        address = np.array([run.data_ptr() for run in runs])
+        table = _chunks(address, np.array([run.numel() for run in runs]), nbytes < MIB, chunk_bytes)
+        unit = np.stack([table[:, 0] % n == 0 for n in _UNITS]).argmax(0)
         by_unit = [(table[unit == place], n) for place, n in enumerate(_UNITS)]
-        self._tables = [(own.to(self._device), _constants(n, chunk_bytes)) for own, n in by_unit if len(own)]
+        self._tables = [
+            (torch.from_numpy(own).to(self._device), _constants(n, chunk_bytes)) for own, n in by_unit if len(own)
+        ]
+        with torch.cuda.device(self._device):
+            for own, constants in self._tables:
+                _sum.warmup(own, own, 0, **constants, grid=(1,))  # compile now, not during a push
 
     def run(self, first: int, out: torch.Tensor) -> None:
         """Write each run's digest of the sample that begins `first` bytes into each MiB into `out`."""
@@ -87,13 +96,6 @@ class Launch:
         with torch.cuda.device(self._device):
             for table, constants in self._tables:
                 _sum[(len(table),)](table, out, first, **constants)
-
-
-def warm_up(device: torch.device) -> None:
-    """Compile the kernel for aligned runs. Nearly all runs are aligned."""
-    numbers = torch.zeros(_FIELDS, dtype=torch.int64, device=device)
-    with torch.cuda.device(device):
-        _sum.warmup(numbers, numbers, 0, **_constants(8, _CHUNK_BYTES), grid=(1,))
 
 
 def _constants(unit: int, chunk_bytes: int) -> dict[str, Any]:
@@ -108,19 +110,19 @@ def _constants(unit: int, chunk_bytes: int) -> dict[str, Any]:
     }
 
 
-def _chunks(address: torch.Tensor, nbytes: torch.Tensor, sampled: bool, chunk_bytes: int) -> torch.Tensor:
+def _chunks(address: Numbers, nbytes: Numbers, sampled: bool, chunk_bytes: int) -> Numbers:
     """Return one row for each chunk of runs with these addresses and sizes.
 
     Fields of a row: address in sample 0, whether the chunk moves with the sample, first word, words, run, and tail
     bytes. The first word and the run are numbers, words is a count. Tail bytes follow the last whole word.
     """
-    whole = nbytes // MIB if sampled else torch.zeros_like(nbytes)
+    whole = nbytes // MIB if sampled else np.zeros_like(nbytes)
     rest = nbytes - whole * MIB
     counts = whole - (-rest // chunk_bytes)
-    row = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    number = torch.arange(len(address)).repeat_interleave(counts)
+    number = np.arange(len(address)).repeat(counts)
+    row = np.arange(len(number)) - (counts.cumsum() - counts)[number]
     before, rest, address = whole[number], rest[number], address[number]
     moves = row < before
-    at = torch.where(moves, row * MIB, before * MIB + (row - before) * chunk_bytes)
-    size = torch.where(moves, chunk_bytes, (rest - (row - before) * chunk_bytes).clamp(max=chunk_bytes))
-    return torch.stack([address + at, moves.long(), at // 8, size // 8, number, size % 8], dim=1)
+    at = np.where(moves, row * MIB, before * MIB + (row - before) * chunk_bytes)
+    size = np.where(moves, chunk_bytes, (rest - (row - before) * chunk_bytes).clip(max=chunk_bytes))
+    return np.stack([address + at, moves, at // 8, size // 8, number, size % 8], axis=1)

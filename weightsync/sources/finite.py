@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from weightsync.kernels.finite import find_non_finite, sum_of
+from weightsync.kernels.finite import NonFiniteSearch, find_non_finite, sum_of
 from weightsync.kernels.runs import Run, join_runs
 from weightsync.sources.base import Model, Reading, ShardSource, SteadySource, TensorShard
 
@@ -35,6 +35,7 @@ class FiniteSource(SteadySource):
         self._searched: Reading | None = None  # the reading of `_lying` and `_runs`
         self._lying: list[TensorShard] = []  # the shards in the trainer's memory
         self._runs: list[Run] = []
+        self._search: tuple[list[Run], NonFiniteSearch] | None = None
 
     def _derive(self, given: Reading) -> Reading:
         shards = [
@@ -49,11 +50,10 @@ class FiniteSource(SteadySource):
         self._sums = []
         return super().read(model)
 
-    def non_finite(self, left_out: Collection[str] = ()) -> list[str]:
-        """Return the names of tensors with NaN or infinity among the last shards. Waits for their GPU.
+    def begin_search(self, left_out: Collection[str] = ()) -> None:
+        """Begin the search of `non_finite` in the trainer's memory, apart from tensors named in `left_out`.
 
-        For computed tensors, the values computed since the last call count. Tensors in the trainer's memory named in
-        `left_out` are not checked.
+        On a GPU the search is queued on the current stream.
         """
         if self._searched is not self._reading:
             self._searched, given = self._reading, self._reading.shards if self._reading is not None else []
@@ -63,7 +63,19 @@ class FiniteSource(SteadySource):
         if left_out:
             names = [shard.meta.name for shard in self._lying]
             due = [run for run in due if not all(names[number] in left_out for number in run.members)]
-        bad = [due[number] for number in find_non_finite([run.data for run in due])]
+        self._search = due, NonFiniteSearch([run.data for run in due])
+
+    def non_finite(self, left_out: Collection[str] = ()) -> list[str]:
+        """Return the names of tensors with NaN or infinity among the last shards. Waits for their GPU.
+
+        For computed tensors, the values computed since the last call count. Tensors in the trainer's memory named in
+        `left_out` are not checked. `begin_search` may have been called with the same names.
+        """
+        if self._search is None:
+            self.begin_search(left_out)
+        assert self._search is not None
+        (due, search), self._search = self._search, None
+        bad = [due[number] for number in search.found()]
         near = [self._lying[number] for run in bad for number in run.members]
         near = [shard for shard in near if shard.meta.name not in left_out]
         found = [near[number].meta.name for number in find_non_finite([shard.tensor for shard in near])]

@@ -12,13 +12,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.fleet import EngineList
 from weightsync.fleet.engine_handle import CALLER, ConnectedWorker, EngineHandle
 from weightsync.fleet.fleet import Fleet
-from weightsync.net.runtime import collector_paused
+from weightsync.kernels.first_use import prepare_kernels
+from weightsync.net.runtime import collector_paused, submit
 from weightsync.net.update import Timeline, Update
 from weightsync.net.wire import Done, Go
 from weightsync.planning.bucketing import open_bucketer
@@ -32,7 +34,7 @@ from weightsync.sources.stream import StreamSource
 from weightsync.strategies.base import FleetStrategy, Options, locate, worker_reports
 from weightsync.strategies.compile import compile_plan
 from weightsync.strategies.duplicates import places_of_two, refuse_different
-from weightsync.strategies.inventory import Inventory, take_inventory
+from weightsync.strategies.inventory import Inventory, device_of, take_inventory
 from weightsync.strategies.non_finite import FiniteCheck
 from weightsync.strategies.pushed import TrainerMemory
 from weightsync.strategies.rank_max import RankMax
@@ -128,14 +130,15 @@ class CopyWeights(FleetStrategy):
             self._memory.begin()
             self._send(update, push)
             self._source.gather((), update.meet)
+        left_out = frozenset.intersection(*(session.left_out for session in push.sessions))
         with timeline.during("load"), update.blaming_ranks():
-            self._memory.note(push.version, push.label)  # overlaps with the workers' loading
+            self._finite.begin(left_out)  # this and the next overlap with the workers' loading
+            self._memory.note(push.version, push.label)
             done, sent_bytes = self._wait_done(update, push)
         report: PushReport | None = None
         with timeline.during("commit"):
             if fleet is not None:
                 report = self._commit(fleet, timeline, push, done, sent_bytes)
-            left_out = frozenset.intersection(*(session.left_out for session in push.sessions))
             self._finite.warn(update, push.version, left_out)
             report = ranks.broadcast(report, "commit", PushReport)  # the last step: a rank may return after it
         for session in push.sessions:
@@ -319,6 +322,8 @@ class CopyWeights(FleetStrategy):
         ranks, options = update.ranks, self._options
         self._roster.others.meet(ranks)
         held = locate(reading.shards, ranks.rank)
+        # Meanwhile the workers trace their loaders, and this rank would wait.
+        kernels = submit("kernels", partial(prepare_kernels, device_of(held, options.ranks)))
         inventory = take_inventory(reading, held, ranks.rank, transport, options)
         everyone: list[Inventory] = ranks.gather(inventory, "plan", Inventory)
         handles: list[EngineHandle] = []
@@ -336,6 +341,7 @@ class CopyWeights(FleetStrategy):
         with update.timeline.during("connect"):
             if options.quantize is not None:
                 self._largest.connect(update, any(each.tensor.is_cuda for each in held.values()))
+            kernels.result()
             session = TransferSession(transport, plan, self._verify, workers, handles)
             session.connect(update, LocalTensors(held, self._gather, model), self._fleet)
         return session

@@ -39,7 +39,7 @@ def take_inventory(
     options: Options,
 ) -> Inventory:
     """Return this rank's inventory for rank 0."""
-    kind, gpu_uuid = describe_device(_device(held, options.ranks))
+    kind, gpu_uuid = describe_device(device_of(held, options.ranks))
     return Inventory(
         manifest=Value.of(reading.manifest).value,
         locations=list(held),
@@ -76,7 +76,7 @@ def machines(everyone: Sequence[Inventory]) -> list[MachineInfo]:
     ]
 
 
-def _device(held: dict[ShardLocation, LocalTensor], members: Any) -> torch.device:
+def device_of(held: dict[ShardLocation, LocalTensor], members: Any) -> torch.device:
     """Return the device of this rank's tensors. Return its process group's device if it has no tensors."""
     if held:
         return next((each.tensor.device for each in held.values() if each.tensor.is_cuda), torch.device("cpu"))

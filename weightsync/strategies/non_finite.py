@@ -57,6 +57,11 @@ class FiniteCheck:
                 tensors=bad,
             )
 
+    def begin(self, left_out: Collection[str] = ()) -> None:
+        """Begin the search of `warn`, so that it overlaps with the workers' loading. Not collective."""
+        if self._checked is not None:
+            self._checked.begin_search(left_out)
+
     def warn(self, update: Update, version: int, left_out: Collection[str] = ()) -> None:
         """Warn of served tensors with NaN or infinity, as far as this push checked. `left_out` did not travel."""
         if self._checked is not None and (bad := self._found(update, left_out, "commit")):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from itertools import repeat
 
 import torch
 
-from weightsync.kernels.copies import BatchedCopy, Copy
 from weightsync.kernels.digest import GOLDEN, MASK, WHOLE, Digests
 
 _BLOCK_BYTES = 4096
@@ -28,9 +25,7 @@ class MemoryFingerprint:
         self._runs = [[run for run in own if run.numel()] for own in runs]
         # Powers of two: all ranks' samples then repeat with one period, so few combinations are cached.
         self._turns = [1 << (max(len(own) - 1, 0) // _MOST_BLOCKS).bit_length() for own in self._runs]
-        self._rooms: list[torch.Tensor] = []
-        self._whole: Digests | None = None
-        self._samples: dict[tuple[int, ...], tuple[list[BatchedCopy], Digests]] = {}
+        self._samples: dict[tuple[int, ...], tuple[Digests, list[int]]] = {}  # with each rank's number of blocks
 
     def of(self, sample: int) -> list[int]:
         """Return one digest of each rank's memory: of all bytes with `WHOLE`, otherwise of this sample.
@@ -38,36 +33,20 @@ class MemoryFingerprint:
         A sample has one block from each of at most a thousand runs. Runs take turns, and samples repeat. Waits for the
         current streams, once for all ranks.
         """
-        if sample == WHOLE:
-            self._whole = self._whole or Digests([run for own in self._runs for run in own])
-            found = iter(self._whole.of(WHOLE))
-            return [sum((number * GOLDEN | 1) * next(found) for number in range(len(own))) & MASK for own in self._runs]
-        samples = tuple(sample % max(turns, _LEAST_SAMPLES) for turns in self._turns)
+        samples = tuple(sample if sample == WHOLE else sample % max(turns, _LEAST_SAMPLES) for turns in self._turns)
         if samples not in self._samples:
-            self._samples[samples] = self._collect(samples)
-        collect, digests = self._samples[samples]
-        for copies in collect:
-            copies.run()
-        return digests.of(WHOLE)
+            blocks = [self._blocks(rank, own) for rank, own in enumerate(samples)]
+            self._samples[samples] = Digests([block for own in blocks for block in own]), [*map(len, blocks)]
+        digests, counts = self._samples[samples]
+        found = iter(digests.of(WHOLE))
+        return [sum((number * GOLDEN | 1) * next(found) for number in range(count)) & MASK for count in counts]
 
-    def _collect(self, samples: Sequence[int]) -> tuple[list[BatchedCopy], Digests]:
-        """Return the copies of each rank's blocks into one buffer, and the digests of these buffers."""
-        if not self._rooms:
-            self._rooms = [_room(runs, turns) for runs, turns in zip(self._runs, self._turns, strict=True)]
-        copies: dict[torch.device, list[Copy]] = defaultdict(list)
-        collected = []
-        for runs, turns, room, sample in zip(self._runs, self._turns, self._rooms, samples, strict=True):
-            blocks = [_block(run, sample + at) for at, run in enumerate(runs) if (at + sample) % turns == 0]
-            sizes = [block.numel() for block in blocks]
-            collected.append(room[: sum(sizes)])
-            copies[room.device] += zip(collected[-1].split(sizes), blocks, repeat(0))
-        return [BatchedCopy(those) for those in copies.values()], Digests(collected)
-
-
-def _room(runs: Sequence[torch.Tensor], turns: int) -> torch.Tensor:
-    """Return a buffer for the blocks of any one sample."""
-    device = runs[0].device if runs else torch.device("cpu")
-    return torch.empty(-(-len(runs) // turns) * _BLOCK_BYTES, dtype=torch.uint8, device=device)
+    def _blocks(self, rank: int, sample: int) -> list[torch.Tensor]:
+        """Return the bytes of a rank that belong to a sample."""
+        runs, turns = self._runs[rank], self._turns[rank]
+        if sample == WHOLE:
+            return runs
+        return [_block(run, sample + at) for at, run in enumerate(runs) if (at + sample) % turns == 0]
 
 
 def _block(run: torch.Tensor, number: int) -> torch.Tensor:

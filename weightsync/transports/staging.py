@@ -14,7 +14,7 @@ import torch
 
 from weightsync.errors import PlacementError, SyncTimeoutError, WeightSyncError
 from weightsync.kernels.copies import BatchedCopy, Copy
-from weightsync.kernels.digest import Digests, warm_up
+from weightsync.kernels.digest import Digests
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
 from weightsync.planning.layout import Box, Manifest, ShardLocation, coverage, itemsize, part_of, row_major
@@ -184,8 +184,6 @@ class Packer:
                 self._last[location] = number
                 # Compute it in the step that gathers its name: the next gather may free its inputs.
                 gathered[location.name].computed.setdefault(location, (tensor, []))
-        for device in {slot.device for slot in slots.values()}:
-            warm_up(device)
 
     def fill(self, number: int, sample: int | None) -> None:
         """Copy the rank's current values into the chunk's slot, and write the digests of `sample` after them.

@@ -39,6 +39,7 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         drafter = compat.drafter_of(compat.worker_under_way()) if vllm_config.speculative_config else None
         host = VllmModel(vllm_config, device, model, drafter)
         self.session = WorkerSession(host)
+        self.session.receiver.await_kernels()  # loading a kernel would break vLLM's capture of CUDA graphs
         if vllm_config.lora_config is not None:
             with suppress(UnsupportedError):  # `plug_into` makes the engine outside of a worker, without this method
                 offer(compat.worker_under_way())

@@ -13,15 +13,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from msgspec.structs import replace
 
 from weightsync.errors import FrozenLostError, PeerError, ProtocolError, SyncTimeoutError, UnsupportedError
-from weightsync.kernels.digest import Digests, warm_up
+from weightsync.kernels.digest import Digests
+from weightsync.kernels.first_use import prepare_kernels
 from weightsync.net import timeouts
-from weightsync.net.runtime import Deadline, collector_paused, describe_device
+from weightsync.net.runtime import Deadline, collector_paused, describe_device, submit
 from weightsync.net.wire import CLEAN, POISONED, Connect, Done, Go
 from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.planning.load_plan import LoadPlan
@@ -53,6 +55,7 @@ class Receiver:
         self.version = 0
         self.state = CLEAN
         self._model = model
+        self._kernels = submit("kernels", partial(prepare_kernels, model.device))
         self._planner: LoadPlanner | None = None
         self._traced: TracedLoad | None = None
         self._source: TransportReceiver | None = None
@@ -62,6 +65,10 @@ class Receiver:
         self._exported: dict[int, torch.UntypedStorage] = {}  # by identity
         self.loaded: Done | None = None
         """The outcome of a loaded push that awaits its commit."""
+
+    def await_kernels(self) -> None:
+        """Wait until the kernels of a push are compiled and loaded. That begins with this object."""
+        self._kernels.result()
 
     @collector_paused()
     def make_plan(self, manifest: Manifest) -> LoadPlan:
@@ -98,7 +105,7 @@ class Receiver:
             self.disconnect()
             self._source, self._source_name = open_receiver(message.transport, self._model.device), message.transport
         self._plan, self._is_exported, self.loaded = None, False, None
-        warm_up(self._model.device)
+        self.await_kernels()
         with self._model.scope():
             with _fail_together(self._model, wait, deadline, tell):
                 self._source.connect(message.storages, message.fields, wait, deadline)
