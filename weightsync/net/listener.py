@@ -112,7 +112,7 @@ class Listener:
             self._wake_in.send(b"x")
 
     def have_arrived(self, role: str, group: int) -> bool:
-        """Whether all peers of a group have connected, so that `admit` returns at once."""
+        """Return whether all peers of a group have connected, so that `admit` returns at once."""
         present = self._present(role, group)
         return bool(present) and {self._arrived[key][0].world for key in present} == {len(present)}
 
