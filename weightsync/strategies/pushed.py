@@ -51,10 +51,9 @@ class TrainerMemory:
         self.pushed: Pushed | None = None
         self._reading: Reading | None = None  # None also if it does not tell whether all tensors hold
         self._settings: Callable[[], object] = tuple
-        self._tensors: list[torch.Tensor] = []
         self._places: list[Any] = []
         self._proof = MemoryFingerprint([])
-        self._names: list[str] = []
+        self._counted: dict[int, tuple[str, torch.Tensor]] = {}  # by base: views share their base's count of writes
         self._before: tuple[list[int], list[int] | None] | None = None
 
     def find(self, model: Model, reading: Reading) -> None:
@@ -71,7 +70,8 @@ class TrainerMemory:
         found = [tensor for _, tensor in named]
         places = [*map(id, found), *map(torch.Tensor.data_ptr, found), *map(torch.Tensor.stride, found)]
         if places != self._places:
-            self._tensors, self._places, self._names = found, places, [name for name, _ in named]
+            self._places = places
+            self._counted = {id(each if each._base is None else each._base): (name, each) for name, each in named}
             self._proof = MemoryFingerprint(_runs(found))
 
     def begin(self) -> None:
@@ -89,7 +89,8 @@ class TrainerMemory:
         writes, digests = self._writes(), None if sample is None else self._proof.of(sample)
         if self._before is not None:
             counted, before = self._before
-            changed = [name for name, a, b in zip(self._names, counted, writes, strict=True) if a != b]
+            names = (name for name, _ in self._counted.values())
+            changed = [name for name, a, b in zip(names, counted, writes, strict=True) if a != b]
             if changed or (before is not None and before != digests):
                 raise DigestError(
                     f"a thread wrote {changed[0] if changed else 'weights through .data'} while a push read it: push "
@@ -106,7 +107,7 @@ class TrainerMemory:
 
     def _writes(self) -> list[int]:
         """Return torch's count of writes to each tensor."""
-        return [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
+        return [0 if tensor.is_inference() else tensor._version for _, tensor in self._counted.values()]
 
 
 def _tensors(model: nn.Module) -> list[torch.Tensor]:
