@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import ray
+import ray_workers
 import tiny_models
 import torch
 from engines import NOT_COMPILED, PROMPTS
@@ -39,9 +40,10 @@ def cluster() -> Iterator[None]:
         for name, value in NOT_COMPILED.items():
             patch.setenv(name, value)
         patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-        ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 10**6)
-        yield
-        ray.shutdown()
+        with ray_workers.started_here():
+            ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 10**6)
+            yield
+            ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray_workers
 
 from weightsync.engines import AdapterEngine, HttpEngine, LoraAdapter
 from weightsync.engines.async_llm import AsyncEngine
@@ -1162,11 +1163,13 @@ def ray():
         here = Path(__file__).parent
         folders = (here, here.parent / "support", here.parent.parent)
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
-        ray.init(num_cpus=0, include_dashboard=False, log_to_driver=False)
-        yield ray
-        ray.shutdown()
+        with ray_workers.started_here():
+            ray.init(num_cpus=0, include_dashboard=False, log_to_driver=False)
+            yield ray
+            ray.shutdown()
 
 
+@pytest.mark.forks
 @pytest.mark.filterwarnings("ignore")
 def test_ray_actors_are_called_like_what_they_hold(ray):
     actor = ray.remote(num_cpus=0)(LlmActor).remote("weightsync")
@@ -1237,6 +1240,7 @@ def test_ray_actors_are_called_like_what_they_hold(ray):
     ray.kill(async_actor)
 
 
+@pytest.mark.forks
 @pytest.mark.filterwarnings("ignore")
 def test_ray_actors_that_cannot_serve_are_refused(ray):
     bare = ray.remote(num_cpus=0)(PlugInEngine).remote()

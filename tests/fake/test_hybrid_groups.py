@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ray
+import ray_workers
 import torch
 from fake_engine import checkpoint, cold
 from hybrid_workers import FailingRole, Neighbour, Policy, StandIn, prompts_of
@@ -21,7 +22,7 @@ from weightsync import SingleCopyTransport
 from weightsync.errors import ConfigError, EngineError, ManifestError, PeerError, PlacementError
 from weightsync.hybrid import ResourcePool, RolloutGroup, Worker, WorkerError, WorkerGroup, column
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.forks, pytest.mark.filterwarnings("ignore")]
 NODE_CPUS = 3
 
 
@@ -31,16 +32,17 @@ def cluster() -> Iterator[None]:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         root = Path(__file__).parents[2]
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (root, root / "examples", root / "tests" / "support"))))
-        # A GPU by which Ray counts, and no more.
-        ray.init(
-            num_cpus=NODE_CPUS,
-            num_gpus=1,
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=200 * 10**6,
-        )
-        yield
-        ray.shutdown()
+        with ray_workers.started_here():
+            # A GPU by which Ray counts, and no more.
+            ray.init(
+                num_cpus=NODE_CPUS,
+                num_gpus=1,
+                include_dashboard=False,
+                log_to_driver=False,
+                object_store_memory=200 * 10**6,
+            )
+            yield
+            ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,9 @@ child of its own, with its own arguments, environment, working directory, files,
           |-- zygote         forked from the server before the server had threads
           `-- engine's core  forked from the zygote above
 
-Which processes: `python -m` with a module of weightsync or vLLM, and the children of multiprocessing's "spawn". A
-zygote forks while it has one thread. It ends when its parent has closed the socket between them.
+Which processes: `python -m` with a module of weightsync or vLLM, Ray's workers (`ray_workers.py`), and the children of
+multiprocessing's "spawn". A zygote forks while it has one thread. It ends when its parent has closed the socket between
+them.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ IMPORTED = (
 READ_BY_IMPORTS = ("CUDA_", "HF_", "OMP_", "TRANSFORMERS_")
 """Beginnings of environment variables. A process with other values of these than the zygote has is started afresh."""
 FLAGS = ("-B", "-u")  # of Python
+RAY_WORKER = "ray._private.workers.default_worker"
+IN_RAY = "vllm.v1.executor.ray_utils"
+"""The module by which vLLM decides whether its workers are Ray's."""
 FIRST_FREE_FD = 512
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -131,7 +135,7 @@ def _can_fork(argv: Sequence[str]) -> bool:
         return False
     way, what, *_ = (word for word in (*argv[1:], "", "") if word not in FLAGS)
     if way == "-m":
-        return what.partition(".")[0] in ("weightsync", "vllm")
+        return what == RAY_WORKER or what.partition(".")[0] in ("weightsync", "vllm")
     return way == "-c" and what.startswith("from multiprocessing.spawn import spawn_main")
 
 
@@ -161,8 +165,10 @@ def main(requests: int, path: list[str]) -> None:
     gc.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        sys.modules["ray"] = None  # type: ignore[assignment]  # it reads its worker's environment as it is imported
         for name in IMPORTED:
             importlib.import_module(name)
+        del sys.modules["ray"]
         from prometheus_client import values
         from vllm.distributed.device_communicators import shm_broadcast
         from vllm.platforms import current_platform as platform
@@ -277,6 +283,8 @@ def _run(argv: list[str]) -> None:
     sys.argv = [way, *arguments]
     if way == "-m":
         sys.path[0] = os.getcwd()
+        if what == RAY_WORKER:
+            importlib.reload(sys.modules[IN_RAY])
         runpy.run_module(what, run_name="__main__", alter_sys=True)
     else:
         sys.modules["__main__"] = types.ModuleType("__main__")
