@@ -7,19 +7,20 @@
     +-- UnsupportedError       (NotImplementedError) a model, layer or machine without support
     +-- PlacementError         (ValueError)        trainer ranks and engine workers cannot be paired
     +-- EngineError            (RuntimeError)      the engine refused or broke
-    |   +-- EngineUnreachableError (ConnectionError)
+    |   +-- EngineUnreachableError (ConnectionError) the engine is dead or does not answer
     |   +-- EngineBusyError                        another trainer holds the engine
     |   +-- FencedError                            another trainer has taken the engine over
-    |   +-- EngineAsleepError                      the engine's weights are put to sleep
-    |   +-- FrozenLostError                        the engine has lost tensors that only the first push sends
-    +-- PeerError              (ConnectionError)   a trainer rank or an engine worker went away
+    |   +-- EngineAsleepError                      the engine's weights are in vLLM's sleep mode
+    |   +-- FrozenLostError                        the engine has lost its frozen tensors
+    +-- PeerError              (ConnectionError)   a trainer rank or an engine worker closed its connection
     +-- SyncTimeoutError       (TimeoutError)      a wait passed its deadline
-    +-- ProtocolError          (RuntimeError)      a message breaks docs/wire.md, or a peer lacks the key
+    +-- ProtocolError          (RuntimeError)      a message breaks docs/wire.md, or a peer lacks the shared key
     +-- DigestError            (RuntimeError)      the received bytes differ from the sent bytes
 
-The brackets have each error's builtin class, so `except TimeoutError` works too. Names of tensors and ranks are
-attributes. Errors can be pickled, for a caller's process pool, and sent (`to_fields`, `from_fields`). When a call fails
-on one rank, every trainer rank raises an error of the same class.
+The builtin class in brackets is a second base class, so `except TimeoutError` works too. Subclasses inherit the second
+base class. Attributes such as `missing` and `who` hold the names of tensors and ranks. A caller's process pool can
+pickle errors. `to_fields` and `from_fields` carry errors between ranks and workers. When a call fails on one rank,
+every trainer rank raises an error of the same class.
 """
 
 from __future__ import annotations

@@ -27,27 +27,28 @@ class WorkerReport:
 
 @dataclass(frozen=True, kw_only=True)
 class PushReport:
-    """One push, the same on every trainer rank. Seconds are of rank 0's clock.
+    """One push, the same on every trainer rank. Rank 0 measures all seconds, except the workers' own.
 
     Attributes:
         version: The version of the weights.
         nbytes: The size of the weights in their dtypes on the wire, each tensor counted once.
         chunks: The number of chunks.
-        sent_bytes: Bytes sent by the trainer's ranks. Zero if workers read them themselves.
-        plan_s: Seconds to compare the tensors with the last push, and to make a new plan if any has moved.
-        control_s: Seconds before the transfer starts and after the last engine is done, `plan_s` included.
-        gather_s: Seconds in which rank 0 sends its part, or saves it.
-        transfer_s, verify_s, load_s: Seconds of the slowest worker: waiting for bytes, comparing digests, and writing
-            parameters. They overlap with `gather_s`.
-        pause_s: Seconds from the first engine's confirmed pause until all engines generate again. It may begin during
-            `plan_s`.
+        sent_bytes: Bytes sent by the trainer's ranks. Zero if workers read memory or files themselves.
+        plan_s: Seconds to compare the tensors' addresses with the last push, and to make a new plan after a change.
+        control_s: Seconds before the transfer starts and after the last engine has loaded, `plan_s` included.
+        gather_s: Seconds in which rank 0 gathers and sends its part, or saves its part.
+        transfer_s, verify_s, load_s: The most seconds of a worker: waiting for bytes, comparing digests, and writing
+            parameters. All three overlap with `gather_s`.
+        pause_s: Seconds from the first engine's confirmed pause until all engines generate again. The pause may begin
+            during `plan_s`.
         total_s: Seconds of the whole call.
         load_paths: The number of engine modules on each load path: "in_place", "fused_quantize", "reload",
             "native_loader".
-        workers: One row for each worker. A push of an adapter has one row for each engine.
-        left_out: The names of lost engines, without this version.
+        workers: One `WorkerReport` for each worker. A push of an adapter has one for each engine.
+        left_out: The names of the lost engines. A lost engine does not serve this version.
 
-    A push of an adapter pauses nothing. A restart's `load_s` and `pause_s` are the seconds of the restart.
+    A push of an adapter pauses no engine. With `restart=True`, both `load_s` and `pause_s` are the seconds of the
+    restart.
     """
 
     version: int

@@ -30,23 +30,24 @@ class TensorSelection:
     Patterns are shell patterns on checkpoint names (`*.mlp.gate.weight`), case sensitive. `*` matches dots too.
 
     Args:
-        exclude: Tensors that are never pushed.
-        buffers: Whether persistent buffers travel. Other buffers never do.
-        frozen: Tensors for the first push alone. The first push after a failed push or `close` sends them again. No
-            push notices a change of a frozen tensor. A frozen tensor still travels in each push if the engine loads it
-            together with a trained one, as k with q and v. Engines lose their weights in vLLM's sleep
-            at level 2: the next push sends everything. With verify="none" it does not notice the loss.
-        only_trained: Whether parameters without a gradient and without an adapter are frozen too.
-        dtypes: The dtypes in which tensors are sent: pattern to the name of a torch dtype, such as "float32". The first
-            match counts. Without a match: the narrower of the trainer's and the engine's dtype.
-        unquantized: With `WeightSync(quantize=...)`, the two-dimensional tensors `....weight` that stay unquantised.
-            All others are quantised. Name the tensors that the engine's checkpoint leaves unquantised.
-        rename: Regular expression to the replacement of each match in a name, in this order. Or a function from the old
-            name to the new one. `exclude` matches old names, all other patterns match new names. For pushes that copy
-            weights or save them.
+        exclude: Patterns of tensors that no push sends.
+        buffers: Whether persistent buffers travel. Non-persistent buffers never travel.
+        frozen: Patterns of tensors that only the first push sends. The first push after a failed push or `close` sends
+            frozen tensors again. No push notices that the trainer changed a frozen tensor. A frozen tensor still
+            travels in each push if the engine loads it with a trained tensor, as k with q and v. vLLM's sleep at level
+            2 discards the weights. The next push then sends everything, but not with verify="none".
+        only_trained: Whether parameters with `requires_grad=False` and without an adapter are frozen too.
+        dtypes: Mapping of a pattern to the name of the torch dtype in which matching tensors travel, such as "float32".
+            The first matching pattern counts. Other tensors travel in the narrower of the trainer's and the engine's
+            dtype.
+        unquantized: With `WeightSync(quantize=...)`, patterns of the two-dimensional tensors `*.weight` that stay
+            unquantised. All others are quantised. Name the tensors that the engine's checkpoint leaves unquantised.
+        rename: Mapping of a regular expression to the replacement of each match in a name, applied in the mapping's
+            order. Or a function from the old name to the new one. `exclude` matches old names. All other patterns match
+            new names. transport="single_copy" refuses `rename`.
 
     Raises:
-        ConfigError: Patterns that are no sequence of strings, an unknown dtype, or an invalid `rename`.
+        ConfigError: Patterns are no sequence of strings, a dtype is unknown, or `rename` is invalid.
     """
 
     exclude: Sequence[str] = ()

@@ -65,64 +65,70 @@ class WeightSync:
             train_step(model, batch)
             report = sync.push(model)      # every trainer rank calls this
 
-    When `push` returns, every engine answers like an engine started cold from these weights. When `push` raises, every
-    rank raises the first cause. Each engine is then unchanged, or paused and marked `POISONED` until a push succeeds.
+    After a successful `push`, every engine answers like an engine started cold from the pushed weights. A failed `push`
+    raises the first cause on every rank. Each engine then has its old weights, or is paused and marked `POISONED` until
+    a push succeeds.
 
     Args:
         backend: "fsdp" (FSDP2, FSDP1, DDP, plain modules), "deepspeed" (ZeRO 0 to 3), "megatron" (a Megatron-core
             `GPTModel` or the list of its chunks), "stream" (pairs of a checkpoint name and a whole tensor).
-            `MegatronBackend(...)` and `StreamBackend(...)` are these with options. A `ShardSource` works too.
-        transport: "ipc" (engines on this host) or "broadcast" (any host). "cuda_ipc" and "nccl" are the same, and
-            refuse CPU tensors. `CheckpointTransport(folder)` also keeps a checkpoint of each version. "lora", or
-            `LoraTransport(...)`, pushes a LoRA adapter alone, under a new name each time. "single_copy", or
-            `SingleCopyTransport(...)`, makes the model's parameters the engine's own memory: see `attach` and
+            `MegatronBackend(...)` and `StreamBackend(...)` are "megatron" and "stream" with options. A `ShardSource`
+            works too.
+        transport: "ipc" (engines on this host) or "broadcast" (any host). "cuda_ipc" and "nccl" are "ipc" and
+            "broadcast" for GPU tensors alone. `CheckpointTransport(folder)` also keeps a checkpoint of each version.
+            "lora", or `LoraTransport(...)`, pushes a LoRA adapter alone, under a new name each time. "single_copy", or
+            `SingleCopyTransport(...)`, makes the model's parameters views of the engine's memory: see `attach` and
             `writing`. A `Transport`, or its name in the entry point group "weightsync.transports", works too.
         engine: An `LLM`, an `AsyncLLM`, a Ray actor handle of either, an "http://..." address, a
-            `weightsync.engines.server.VllmServer`, a `weightsync.engines.Engine`, or a list of these. Or a callable
-            that returns them, or the `Path` of a file of addresses: each push reads it anew. None: $WEIGHTSYNC_ENGINE,
-            or else http://localhost:8000. Rank 0 gives the engines that every process can reach. Other ranks give the
-            same or None. A rank gives the engines inside its own process, such as an `LLM`.
-        bucketer: The order and the groups of tensors. "module": whole modules. "threshold": up to `max_bytes`.
-            "parameter": one tensor. Or an object with a `bucket` method. None: "module" for ipc from "fsdp" and
-            "deepspeed", else "threshold".
-        max_bytes: The largest chunk. None: 256 MiB. Each end holds two chunks. "parameter" has whole tensors as chunks.
-        selection: The tensors of the first and of later pushes, and their dtypes. None: all tensors, at every push, in
-            the narrower of the trainer's and the engine's dtype.
+            `weightsync.engines.server.VllmServer`, a `weightsync.engines.Engine`, or a list of engines. Or a callable
+            that returns engines, or the `Path` of a file with one address a line. Rank 0 calls or reads it anew before
+            each push. None: $WEIGHTSYNC_ENGINE, or else http://localhost:8000. Rank 0 gives the engines that every
+            process can reach. Other ranks give the same engines or None. Each rank gives the engines in its own
+            process, such as an `LLM`.
+        bucketer: The rule that groups tensors into buckets. "module": as many whole modules as `max_bytes` holds.
+            "threshold": as many tensors as `max_bytes` holds. "parameter": one tensor. An object with a `bucket` method
+            works too. None: "module" for ipc, but "threshold" from "megatron" and "stream" and for other transports.
+        max_bytes: The most bytes of a chunk. None: 256 MiB. Each rank and each worker holds two chunks. With
+            "parameter" each chunk is a whole tensor.
+        selection: A `TensorSelection`: the tensors of the first and later pushes, and their dtypes. None: all tensors,
+            at every push, in the narrower of the trainer's and the engine's dtype.
         pause: "keep", the default, freezes running requests and recomputes their KV cache with the new weights. "wait"
-            lets them finish first. "abort" ends them. "caller": the caller pauses every engine before the push and
-            resumes it afterwards. The push refuses an engine that still generates.
-        timeout_s: The seconds of each wait, including the wait for all ranks to call `push`. Other ranks wait a few
-            times longer for rank 0, because rank 0 waits several times meanwhile.
+            lets the requests finish first. "abort" ends the requests. "caller": the caller pauses every engine before
+            the push and resumes it afterwards. With "caller", a push refuses an engine that still generates.
+        timeout_s: The most seconds of each wait, including the wait for all ranks to call `push`. Other ranks wait up
+            to eight times as long for rank 0, because rank 0 waits several times meanwhile.
         hold_s: Seconds after a push during which no other trainer can take the engines. None, the default: until
-            `close` or the end of the process. Give more than the longest time between two pushes: other trainers cannot
-            tell a hanging trainer from one at work. A push without progress for twice `timeout_s` loses the engines.
-        verify: Bytes compared by digests before the push commits. "full": all bytes. "sampled", the default: all in the
-            first push, then another sixteenth in each push. Memory that workers read in place is compared in full when
-            it is mapped, then by a small sample in each push. "none": no bytes. If another thread writes weights during
-            a push, engines get a mixture. "full" finds all such writes. "sampled" finds the writes that torch counts,
-            so none through `.data`. Neither finds them in a stream.
+            `close` or the end of the process. A hold shorter than the time between two pushes can lose the engines to
+            another trainer. Another trainer can also take the engines from a push without progress for twice
+            `timeout_s`.
+        verify: Bytes compared by digests before the push commits. "full": all bytes. "sampled", the default: all bytes
+            in the first push, then another sixteenth in each push. Memory that workers read in place is compared in
+            full when it is mapped, then by a small sample in each push. "none": no bytes. If another thread writes
+            weights during a push, engines get a mixture. "full" finds all such writes. "sampled" finds the writes in
+            torch's version counters, so no writes through `.data`. With backend="stream", neither finds such writes.
         quantize: "fp8" or "int8". The weights of linear layers travel in 8 bits, with one scale for each output channel
-            (`...weight_scale`). The engine must run a compressed-tensors checkpoint of that kind (FP8-dynamic,
-            W8A8-int8). See `TensorSelection.unquantized`. None: unquantised. An engine that quantises on loading gives
-            the same result.
-        on_engine_failure: The action when one of several engines does not answer. "raise", the default, raises. The
-            other engines stay paused and `POISONED`, and after `leave_out_lost()` the next push goes to them alone.
-            "drop" pushes again at once to the other engines, but raises for a stream's iterator, which is used up.
-            `PushReport.left_out` names the lost engines. Later pushes include an engine that answers again.
-        encoding: For transport="broadcast" and CPU tensors. "delta" sends the changes since the last push. "auto" does
-            so when this is faster over the link. Both ends keep the bytes of the last push: see docs/deltas.md. None:
-            sends everything.
-        non_finite: The action for tensors with NaN or infinity. "warn", the default, pushes them and logs their names
-            once the engines generate again. It checks all GPU tensors in the first push, then another sixteenth.
-            "refuse" checks all, and raises `NonFiniteError` before an engine is paused. "ignore" checks none. "lora"
-            refuses in any case.
-        progress: Whether rank 0 shows a progress bar for long pushes. None: only on a terminal.
-        ranks: The processes that push together: the docs' "every rank" and "rank 0". None: the default process group,
-            or this process if there is none. A process group: its ranks alone. "alone": this process, which must hold
-            whole tensors. One rank of a job may push so, or each rank for itself.
+            (`...weight_scale`). The engine must run a compressed-tensors checkpoint: FP8-dynamic for "fp8", W8A8-int8
+            for "int8". See `TensorSelection.unquantized`. None: the weights travel unquantised. A quantised engine then
+            quantises the weights itself, with the same result.
+        on_engine_failure: The action when one of several engines does not answer. "raise", the default, raises, and the
+            other engines stay paused and `POISONED`. After `leave_out_lost()`, the next push goes to the other engines
+            alone. "drop" pushes again at once to the other engines. A stream's iterator is used up, so "drop" then
+            raises. `PushReport.left_out` names the lost engines. Later pushes include each lost engine that answers
+            again.
+        encoding: The form of the bytes, for transport="broadcast" with trainer and engines on CPUs. "delta" sends the
+            changes since the last push. "auto" sends the changes when this is faster over the link. Both ends keep the
+            bytes of the last push: see docs/deltas.md. None: all bytes travel.
+        non_finite: The action for tensors with NaN or infinity. "warn", the default, pushes such tensors and logs their
+            names once the engines generate again. "warn" checks all CPU tensors in each push. All GPU tensors are
+            checked in the first push, then another sixteenth. "refuse" checks all tensors, and raises `NonFiniteError`
+            before an engine is paused. "ignore" checks none. transport="lora" always refuses.
+        progress: Whether rank 0 shows a progress bar for pushes longer than a second. None: only on a terminal.
+        ranks: The processes that push together, in the docs "every rank". The first one is "rank 0". None: the default
+            process group, or this process if there is none. A process group: its ranks alone. "alone": this process,
+            which must hold whole tensors. One rank of a job, or each rank for itself, may push "alone".
 
     Raises:
-        ConfigError: Options that cannot work together, or an option without effect.
+        ConfigError: Options cannot work together, or an option has no effect.
     """
 
     def __init__(

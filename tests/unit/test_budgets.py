@@ -16,12 +16,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 LIMITS = {
-    "code lines of the core": 16970,
+    "code lines of the core": 16971,
     "code lines of the longest file": 350,
     "functions over 60 lines": 1,
     "mean lines of a function": 8.0,
     "relative words in 100 words of docstrings and comments": 1.2,
-    "lines of the longest docstring": 66,
+    "lines of the longest docstring": 72,
     "names of tests over 80 characters": 0,
     "lines of tests outside of tests/unit that touch private attributes": 170,
 }

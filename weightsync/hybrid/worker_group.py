@@ -21,27 +21,27 @@ _TIMEOUT_S = 3600.0
 
 
 class WorkerGroup:
-    """One `Worker` of a class in each process of a pool, with `torch.distributed` among them.
+    """One `Worker` of a class in each process of a pool, with `torch.distributed` among the processes.
 
         actor = WorkerGroup(pool, Policy, config)        # each worker: Policy().init_model(config)
         reference = WorkerGroup(actor, Reference, path)  # another role in the same processes
-        batch = actor.logprobs(batch)                    # waits
-        update = actor.update.remote(batch)              # does not: update.result() does
+        batch = actor.logprobs(batch)                    # waits for the result
+        update = actor.update.remote(batch)              # returns at once: update.result() waits
 
     A process runs one call at a time. After a `PeerError` call `close`, and make another group on the same pool.
 
     Args:
-        where: A `ResourcePool`, or another group, to share its processes.
-        worker: The class of the workers. Its name is the role's name.
+        where: A `ResourcePool`. Or another group: this group then uses the processes of that group.
+        worker: The class of the workers. The name of the class is the name of the role.
         *args, **kwargs: The arguments of `init_model`.
-        timeout_s: The timeout of each call, and of each collective between the workers. None means an hour. All roles
-            of the processes share it, so only their first group takes it.
+        timeout_s: The most seconds of each call, and of each collective between the workers. None: an hour. All roles
+            of the processes share it, so only their first group takes a timeout.
 
     Raises:
-        WorkerError: `init_model` raised an exception in a worker. The text has its traceback. Later calls of the group
-            raise the same classes of errors.
+        WorkerError: `init_model` raised another exception in a worker. The text has the traceback of the exception.
+            Later calls of the group raise the same classes of errors.
         PeerError: A worker has died.
-        WeightSyncError: `init_model` raised this error in a worker.
+        WeightSyncError: `init_model` raised a `WeightSyncError` in a worker.
         ConfigError: An argument cannot work.
     """
 

@@ -1,22 +1,23 @@
-"""The weight source for DeepSpeed: ZeRO 0 to 3, from `deepspeed.initialize`'s engine or from its module.
+"""The weight source for DeepSpeed, ZeRO 0 to 3. The model is the engine of `deepspeed.initialize`, or its module.
 
-The memory that is read:
+This source reads this memory:
 
-- ZeRO 0, 1 and 2 leave the module's parameters whole on every rank, in the model's compute dtype. Before `step`
-  returns, each rank has copied its part of the float32 masters into them and gathered the others' parts. This source
-  reads them like a plain module's.
-- ZeRO-3 keeps one flat partition of each parameter on a rank, `ds_tensor`, padded to equal size. `step` writes it from
-  the float32 masters, also if parameters or optimizer states are offloaded to the CPU.
-- With ZeRO-3 the parameter itself is empty, or a copy gathered from the partitions. A forward or the user gathers it,
-  and a small one stays gathered (`ds_persist`). `step` drops these copies and gathers the small ones anew at its end.
-  Only a `GatheredParameters` with a `modifier_rank` writes back. So this source reads partitions and never copies.
-- The secondary partitions of ZeRO++ (`zero_hpz_partition_size`) and its quantised gathers (`zero_quantized_weights`)
-  are copies too.
+- ZeRO 0, 1 and 2 leave the module's parameters whole on every rank, in the model's compute dtype. `step` copies each
+  rank's part of the float32 masters into the parameters. `step` gathers the other ranks' parts before it returns. This
+  source reads the parameters like a plain module's.
+- With ZeRO-3 each rank keeps one flat partition of each parameter, `ds_tensor`, padded to equal size. `step` writes the
+  partition from the float32 masters, also if parameters or optimizer states are offloaded to the CPU.
+- With ZeRO-3 the parameter itself is empty, or holds a copy gathered from the partitions. A forward or the user gathers
+  the copy. A small parameter stays gathered (`ds_persist`). `step` drops all copies, and gathers small parameters anew
+  at its end. Only a `GatheredParameters` with a `modifier_rank` writes a copy back. So this source reads partitions,
+  and never reads copies.
+- ZeRO++'s secondary partitions (`zero_hpz_partition_size`) and quantised gathers (`zero_quantized_weights`) are copies
+  too.
 
-Merging an adapter of PEFT's takes its whole factors. This source gathers them from the partitions itself.
-`GatheredParameters` would change DeepSpeed's record of gathered parameters.
+To merge a PEFT adapter, this source needs the adapter's whole factors. This source gathers the factors from the
+partitions itself, because `GatheredParameters` would change DeepSpeed's record of gathered parameters.
 
-The masters are not read. A push sends the values of a checkpoint in the model's own dtype.
+This source never reads the masters. A push sends the values that a checkpoint in the model's own dtype would hold.
 """
 
 from __future__ import annotations

@@ -47,26 +47,28 @@ _CONNECTOR = re.compile(r"[ke][vc]_connector\W+(\w+)")
 
 @dataclass(frozen=True)
 class CheckpointTransport:
-    """Pushes that also keep a checkpoint of each version.
+    """A transport that also keeps a checkpoint of each version.
 
         CheckpointTransport("/shared/run-1", tokenizer=tokenizer)
 
-    After a push of version 7, `folder/version-00000007` equals the output of `save_pretrained`. It has safetensors, an
-    index for several files, the config, the generation config, and the given tokenizer. The name appears when
-    everything is on the disk, before the engines generate again. Every version has all tensors, frozen ones too.
+    After a push of version 7, `folder/version-00000007` equals the output of `save_pretrained`. The folder has
+    safetensors, an index for several files, the config, the generation config, and the given tokenizer. The folder
+    appears when everything is on the disk, before the engines generate again. Every version has all tensors, frozen
+    ones too.
 
     Args:
-        folder: It is made if it is missing. All ranks and workers must see it under this path. One trainer at a time.
+        folder: The folder of all versions, made if it is missing. All ranks and workers must see it under this path.
+            Only one trainer may use it at a time.
         keep_last: The number of newest versions to keep.
-        max_shard_bytes: Most bytes of a file. A larger tensor or bucket has a file of its own.
-        restart: Whether to restart the engine from each version in place of a push. It serves models and quantisations
-            that a push refuses. The engine must be a `weightsync.engines.server.VllmServer`. Tensors are saved in the
-            trainer's dtypes, unless the selection has others.
-        config, generation_config, tokenizer: Objects with `save_pretrained`, for the files beside the weights. None: a
-            transformers model's own configs, but not with `quantize`, and no tokenizer.
+        max_shard_bytes: The most bytes of tensors in a file. A larger tensor (with `restart`: bucket) has its own file.
+        restart: Whether a push restarts the engine from the saved version. A restart serves models and quantisations
+            that a push refuses. The engine must be a `weightsync.engines.server.VllmServer`. Files have the trainer's
+            dtypes, unless the selection has others.
+        config, generation_config, tokenizer: Objects with `save_pretrained`, for the files beside the weights. None: no
+            tokenizer, and a transformers model's own configs (with `quantize`: no configs).
 
     Raises:
-        ConfigError: Arguments that cannot work.
+        ConfigError: A number is below 1, or `config` is a model.
     """
 
     folder: str | os.PathLike[str]

@@ -2,25 +2,27 @@
 
     WeightSync(backend="fsdp", transport="ipc", engine="http://localhost:8000").push(model)
 
-and the engine answers like an engine started cold from these weights. The commands prove it, and help after a failure:
+Then the engine answers like an engine started cold from the pushed weights. The commands prove this, and help after a
+failure:
 
     weightsync demo
         Train a tiny model, and push it to a live vLLM after each step. At the end the engine must answer like an engine
-        started cold from the last weights. It takes a minute or two, and needs no network and no GPU.
+        started cold from the last weights. The demo takes a minute or two, and needs no network and no GPU.
 
     weightsync plan ~/models/Qwen3-8B --tp 2
-        Show vLLM's use of a model's tensors, from its config.json alone. It is the place of each region, the fused
-        tensors, and the buckets of a push.
+        Show how vLLM loads a model's tensors, from the model's config.json alone. The output has the place of each
+        tensor's regions in vLLM's parameters, the fused tensors, and the buckets of a push.
 
     weightsync bench --shape 0.5B --transport ipc broadcast
-        Measure pushes, by phase, beside vLLM's own ways and the machine's limits.
+        Measure the phases of pushes, beside vLLM's own weight updates and the machine's limits.
 
     weightsync doctor
-        Check this machine, then start an engine, push other weights to it and the first ones again. With --engine URL,
-        check the connections to a running engine. With --model DIR too, push to this engine.
+        Check this machine, start an engine, push other weights to it, and push its first weights again. With --engine
+        URL, check the connections to that running engine instead. With --engine URL and --model DIR, also push to that
+        engine.
 
     weightsync handles
-        Show the file in which `python -m weightsync.vllm.serve` writes the places of its engine's parameters.
+        Show and check the file in which `python -m weightsync.vllm.serve` writes its engine's parameter handles.
 
 Exit status: 0 when all is well, 1 when something failed, 2 when the call itself cannot work.
 """

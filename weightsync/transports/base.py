@@ -1,20 +1,20 @@
-"""The interface of a transport: it carries the bytes of a push to the engines' workers. One file has both ends.
+"""The interface of a transport, from trainer ranks to engine workers. One file has both ends of a transport.
 
     once, and again after a change of the tensors or the receivers
-        rank 0          route        return the chains of workers, or refuse
+        rank 0          route        return the chains of workers, or raise `PlacementError`
         every rank      prepare      allocate; return each worker's data for reading this rank's bytes
         every rank      connect      meet the workers, while `TransportReceiver.connect` runs on each of them
     every push
-        every rank      prepare_push digest, publish the bytes read in place, before any worker may read
-        every rank      send         this rank's part of the plan, chunk by chunk, paced by the transport itself
-        every worker    chunks       the same chunks in the same order, as each becomes readable
+        every rank      prepare_push publish and digest the bytes that workers read in place, before any worker reads
+        every rank      send         send this rank's part of the plan, chunk by chunk; the transport sets the pace
+        every worker    chunks       yield the same chunks in the same order, as each becomes readable
         rank 0          on_commit    note that every worker has loaded the version
     at any time
-        any             abort, close
+        any             abort, close release the trainer's end, the worker's end
 
-Bytes lie in *storages*: numbered runs of bytes of a trainer rank. No message is sent for a chunk. The ends pace each
-other by matching sends and receives, by counters in shared memory, or by files. A transport knows nothing about weight
-sources, models or engines.
+Bytes lie in *storages*. A storage is a numbered run of bytes of a trainer rank. No control message announces a chunk.
+The ends pace each other by matching sends and receives, by counters in shared memory, or by files. A transport knows
+nothing about weight sources, models or engines.
 """
 
 from __future__ import annotations

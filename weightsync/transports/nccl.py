@@ -1,22 +1,23 @@
-"""Sends and receives between trainer ranks and engine workers of any hosts: NCCL on GPUs, TCP on CPUs.
+"""Carries bytes between trainer ranks and engine workers on any hosts: NCCL between GPUs, TCP between CPUs.
 
-All ranks and workers are one communicator. Workers that read the same bytes form a chain. Every rank sends its part of
-a chunk to the chain's first worker. Each worker passes the whole chunk on while the next one arrives. So each byte
-leaves the trainer once for any number of engines, and crosses each host's link once in either direction. A host's
-second worker of a chain receives from the first, over NVLink, shared memory or the loopback.
+All ranks and workers are members of one communicator. Workers that read the same bytes form a chain. Every rank sends
+its part of a chunk to the first worker of each chain. Each worker passes the whole chunk on while the next chunk
+arrives. So each byte leaves the trainer once a chain, for any number of engines. Each byte of a chain crosses a host's
+link once in either direction. A chain's second worker on a host receives from the first, over NVLink, shared memory or
+the loopback.
 
     rank        sends 1      sends 2      sends 3
     worker 0                 receives 2,  receives 3,
                 receives 1   passes on 1  passes on 2    passes on 3
     worker 1                 receives 1   receives 2     receives 3
 
-Both ends have two slots: one chunk travels while the next is filled, or the last one loaded. Sends and receives match,
-in the order of the plan, and so pace each other. A worker's slot takes the next chunk once its chunk has been loaded
-and passed on. A worker waits only for earlier chunks, or for the same chunk on an earlier member. So waits form no
-cycle.
+Each rank and each worker has two slots. While one chunk travels, a rank fills the next, and a worker loads the last.
+Sends and receives follow the order of the plan, and so pace each other. A worker's slot takes another chunk once the
+worker has loaded the slot's chunk and passed it on. A worker waits only for earlier chunks, or for the same chunk on an
+earlier member of the chain. So waits form no cycle.
 
-With an `encoding`, workers keep each chunk for the next push, in a slot of its own. Each rank begins a push with one
-byte to the workers. It says whether the rank sends messages (encoding.py) or plain runs.
+With an `encoding`, a worker keeps each chunk until the next push, in the chunk's own slot. Each rank begins a push with
+one byte along each chain. This byte says whether the rank sends messages (encoding.py) or plain runs of bytes.
 """
 
 from __future__ import annotations

@@ -38,27 +38,27 @@ def check_transport(
     in_processes: bool = False,
     timeout_s: float = 30.0,
 ) -> None:
-    """Check a transport by pushes between stand-ins of trainer ranks and of engine workers.
+    """Check a transport by pushes between stand-ins for trainer ranks and for engine workers.
 
-    The ranks hold tensors of many dtypes in uneven shards, replicas and strided views. Some lie in shared memory, some
-    are computed when they are sent (`TensorShard.compute`), some are frozen, one is larger than a chunk. Each push has
-    new values. There are plans for workers with all tensors, and for workers with parts.
+    The ranks hold tensors of many dtypes in uneven shards, replicas and strided views. Some tensors lie in shared
+    memory, some are computed when they are sent (`TensorShard.compute`), some are frozen. One tensor is larger than a
+    chunk. Each push has new values. Some plans have workers that read all tensors, others have workers with parts.
 
-    Some pushes end early: a deadline passes, the transport is aborted, a check raises. After each of these the same
+    Some pushes end early: a deadline passes, `abort` is called, or a wait raises. After each such push the same
     transport must serve a new plan.
 
     Args:
-        make_transport: Returns the trainer's end of the transport. Every rank calls it.
-        open_receiver: Returns a worker's end for a device. Every worker calls it.
-        rank_devices: The device of each trainer rank, two ranks at least.
+        make_transport: A function that returns the trainer's end. Every rank calls the function.
+        open_receiver: A function that returns a worker's end for a device. Every worker calls the function.
+        rank_devices: The device of each trainer rank. Two ranks at least.
         worker_devices: The device of each worker.
-        wrong_pairings: Pairs (ranks, workers) that `Transport.route` must refuse.
-        in_processes: Run every end in a process of its own, not in a thread. CUDA IPC needs it: no process can map its
-            own memory. Both functions must then be functions of a module.
-        timeout_s: The longest time of each wait.
+        wrong_pairings: Pairs (ranks, workers) of machines that `Transport.route` must refuse.
+        in_processes: Whether every end runs in a process of its own, not in a thread. CUDA IPC needs this: no process
+            can map its own memory. Both functions must then be module-level functions.
+        timeout_s: The most seconds of each wait.
 
     Raises:
-        AssertionError: The transport breaks a promise.
+        AssertionError: The transport breaks a promise of transports/base.py.
     """
     require(len(rank_devices) >= 2, "check_transport needs two trainer ranks at least")
     transport = make_transport()
