@@ -167,6 +167,9 @@ Held = dict[Hashable, int]
 Load = Callable[[Sequence[ShardLocation]], Held]
 """A function from pieces of one tensor to their load."""
 
+Shards = dict[tuple[str, int], list[ShardLocation]]
+"""The shards of a tensor, by name and rank. Hundreds of ranks may share a tensor, and each has few shards of it."""
+
 
 def load_chains(manifest: Manifest, chains: Sequence[Chain]) -> Load:
     """Return the load of chains: the bytes from a piece's rank to the first worker of each, and to each worker."""
@@ -272,8 +275,10 @@ def make_chunks(
     """
     load = load_chains(manifest, chains) if chains else load_staged(manifest)
     travelling = [location for location in locations if location.box.numel and location.name not in in_place]
-    owned = _by_name(choose_owners(travelling))
-    tensors = {name: _Part(pieces, load(pieces)) for name, pieces in owned.items()}
+    tensors = {name: _Part(pieces, load(pieces)) for name, pieces in _by_name(choose_owners(travelling)).items()}
+    shards: Shards = defaultdict(list)
+    for shard in (shard for tensor in tensors.values() for shard in tensor.pieces):
+        shards[shard.name, shard.rank].append(shard)
     hops = max((len(chain.workers) for chain in chains), default=1) - 1
     if max_bytes is not None and hops:
         whole = _peak(_total(part.held for part in tensors.values()))
@@ -285,7 +290,7 @@ def make_chunks(
         if lying:
             chunks.append(Chunk(lying, in_place=True, frozen=is_frozen))
         atoms = [atom for bucket in alike for atom in _atoms(bucket, tensors, load, max_bytes, together)]
-        chunks += [Chunk(_joined(pieces, owned), frozen=is_frozen) for pieces in _fill(atoms, max_bytes)]
+        chunks += [Chunk(_joined(pieces, shards), frozen=is_frozen) for pieces in _fill(atoms, max_bytes)]
     return tuple(chunks)
 
 
@@ -377,16 +382,17 @@ def _fill(atoms: Iterable[_Part], max_bytes: int | None) -> list[list[ShardLocat
     return chunks
 
 
-def _joined(pieces: Sequence[ShardLocation], owned: Mapping[str, Sequence[ShardLocation]]) -> tuple[ShardLocation, ...]:
+def _joined(pieces: Sequence[ShardLocation], shards: Shards) -> tuple[ShardLocation, ...]:
     """Join neighbouring rows of a shard that were cut and are in one chunk.
 
     Rows of two shards stay apart, even if they are neighbours in memory: a rank packs each piece from one shard.
     """
-    if all(piece in owned[piece.name] for piece in pieces):
+    if all(piece in shards[piece.name, piece.rank] for piece in pieces):
         return tuple(pieces)
     found: dict[tuple[Box, ShardLocation], ShardLocation] = {}  # by the shard and the next row
     for piece in pieces:
-        shard = next(each.box for each in owned[piece.name] if each.box.intersect(piece.box) == piece.box)
+        own = shards[piece.name, piece.rank]
+        shard = next(each.box for each in own if each.box.intersect(piece.box) == piece.box)
         joined, rows = piece, sum(piece.box.size[:1])
         if rows and (before := found.pop((shard, _row(piece, 0)), None)) is not None:
             rows += before.box.size[0]
