@@ -44,6 +44,12 @@ PURE = {
         "weightsync.planning.bucketing",
         "weightsync.planning.transfer_plan",
     ],
+    "weightsync.tools.first_push": [
+        "weightsync.net.wire",
+        "weightsync.planning.layout",
+        "weightsync.report",
+        "weightsync.tools.simulate",
+    ],
     "weightsync.tools.bench.shapes": ["weightsync.errors"],
     "weightsync.tools.bench.cases": ["weightsync.errors", "weightsync.tools.bench.shapes"],
 }
@@ -90,6 +96,7 @@ FORBIDDEN = {
     "weightsync.net.wire": ["torch", "numpy"],
     "weightsync.checkpoint.safetensors": ["torch", "numpy"],
     "weightsync.tools.simulate": ["torch", "numpy"],
+    "weightsync.tools.first_push": ["torch", "numpy"],
     "weightsync.tools.bench.shapes": ["torch", "numpy"],
     "weightsync.tools.bench.cases": ["torch", "numpy"],
     # A source works with every transport, a transport with every source and receiver.

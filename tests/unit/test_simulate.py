@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from weightsync.errors import ConfigError
+from weightsync.tools import first_push
 from weightsync.tools.simulate import Topology, bfloat16_bytes, predict
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -116,6 +117,38 @@ def test_1t_on_1024_gpus_takes_two_seconds_of_which_control_is_a_tenth():
     found = prediction(bfloat16_bytes("1T"), "broadcast", "hosts=128,ranks=512,engines=16,tp=32")
     assert found.seconds <= 2
     assert found.parts["control"] <= 0.2
+
+
+# 70,000 tensors in 2 TB, as Kimi K2's.
+TRILLION = first_push.Model(2 * 10**12, 70_000, 69_000, 1_900 * 10**9, 47.0)
+
+
+def first(topology: str, expert_parallel: bool = False):
+    return first_push.predict(TRILLION, Topology.parse(topology), expert_parallel)
+
+
+def test_a_first_push_costs_rank_0_what_every_participant_is_told():
+    topology = "hosts=128,ranks=512,engines=16,tp=32,shards=8"
+    found, doubled = first(topology), first(topology.replace("engines=16", "engines=32"))
+    more_s = 512 * (3.5e-9 * (found.messages["PlanRequest"] + found.messages["Connect"]) + 5e-9 * 10_500)
+    assert doubled.rank_0_s - found.rank_0_s == pytest.approx(more_s, rel=0.01)
+    assert doubled.worker_s == pytest.approx(found.worker_s, rel=0.01)
+    assert found.seconds == found.rank_0_s + found.worker_s
+
+
+def test_fewer_ranks_with_a_shard_and_whole_experts_make_messages_smaller():
+    topology = "hosts=128,ranks=512,engines=16,tp=32"
+    everywhere, few, experts = first(topology), first(f"{topology},shards=8"), first(f"{topology},shards=8", True)
+    assert few.messages["PackedPlan"] < everywhere.messages["PackedPlan"] / 3
+    assert few.messages["Inventory"] < everywhere.messages["Inventory"]
+    # Of experts a worker is told a 32nd part.
+    assert few.messages["Connect"] - experts.messages["Connect"] == pytest.approx(69_000 * 31 / 32 * 80)
+
+
+def test_a_message_that_fits_no_frame_is_marked():
+    topology = Topology.parse("hosts=4096,ranks=16384,engines=16,tp=32")
+    *_, together = first_push.rows(TRILLION, [topology], True)
+    assert together[-1].endswith("over the 268.44 MB of a frame")
 
 
 @pytest.mark.parametrize(

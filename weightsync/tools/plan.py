@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import tempfile
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -30,7 +31,8 @@ from weightsync.planning.layout import (
     strided_boxes,
 )
 from weightsync.report import format_bytes
-from weightsync.tools import simulate
+from weightsync.tools import first_push, simulate
+from weightsync.tools.bench.shapes import SHAPES, write_config
 from weightsync.tools.tables import print_line, print_table
 
 if TYPE_CHECKING:
@@ -51,11 +53,14 @@ def run(options: Namespace, console: Console) -> bool:
 
     A report loads vLLM and transformers. Raise `ConfigError` if there can be no plan.
     """
-    if options.simulate:
-        return _predict(options, console)
+    with tempfile.TemporaryDirectory(prefix="weightsync-plan-") as made:
+        model_dir = _folder(options.model_dir, Path(made))
+        return (_predict if options.simulate else _report)(model_dir, options, console)
+
+
+def _report(model_dir: Path | None, options: Namespace, console: Console) -> bool:
     bucketer = open_bucketer(options.bucketer or "module", options.max_bytes)
     tp, everything = 1 if options.tp is None else options.tp, options.all
-    model_dir = _folder(options.model_dir)
     if model_dir is None:
         raise ConfigError(f"{options.model_dir} has no config.json; {_way_out(str(options.model_dir))}")
     if tp < 1:
@@ -84,30 +89,41 @@ def run(options: Namespace, console: Console) -> bool:
     return _show_problems(console, workers)
 
 
-def _predict(options: Namespace, console: Console) -> bool:
-    """Print the seconds of a push in bfloat16 on each topology, also for a size such as "70B". Return True."""
+def _predict(model_dir: Path | None, options: Namespace, console: Console) -> bool:
+    """Print the seconds of a push in bfloat16 on each topology, also for a size such as "70B". Return True.
+
+    A size says nothing of the tensors, so it has no prediction of a first push.
+    """
     in_topology = {"tp": f"tp={options.tp}", "max_bytes": "chunk_mib=N"}
-    for name in ("tp", "expert_parallel", "dtype", "bucketer", "max_bytes", "all"):
+    for name in ("tp", "dtype", "bucketer", "max_bytes", "all"):
         if (value := getattr(options, name)) is not None and value is not False:
             way_out = f"put {in_topology[name]} into the topology" if name in in_topology else "leave it out"
             raise ConfigError(f"--{name.replace('_', '-')} has no effect on --simulate: {way_out}")
     parsed = [simulate.Topology.parse(text) for text in options.simulate]
     model = str(options.model_dir)
-    if (model_dir := _folder(options.model_dir)) is not None:
-        nbytes = 2 * sum(prod(tensor.shape) for tensor in checkpoint_tensors(model_dir)[1])
-    elif _SIZE.fullmatch(model):
-        nbytes = simulate.bfloat16_bytes(model)
-    else:
+    if model_dir is None and not _SIZE.fullmatch(model):
         raise ConfigError(f"{model} has no config.json, and is no size such as 70B or 1T; {_way_out(model)}")
+    manifest = None if model_dir is None else in_bfloat16(model_dir)
+    nbytes = simulate.bfloat16_bytes(model) if manifest is None else manifest.nbytes
     print_line(console, f"{model}, {format_bytes(nbytes)} in bfloat16: predicted, not measured\n")
     print_table(console, simulate.COLUMNS, simulate.rows(nbytes, parsed), ">>>>><>><")
+    if manifest is not None:
+        print_line(console, f"\nThe planning of a first push over broadcast: {len(manifest)} tensors\n")
+        found = first_push.rows(first_push.Model.of(manifest), parsed, options.expert_parallel)
+        print_table(console, first_push.COLUMNS, found, ">>>><>>><")
     return True
 
 
-def _folder(model: Path) -> Path | None:
-    """Return the folder of the config.json of `model`, or None if there is none. `model` is the folder or the file."""
+def _folder(model: Path, made: Path) -> Path | None:
+    """Return the folder of the config.json of `model`, or None if there is none.
+
+    `model` is the folder, the file, or the name of a shape of `weightsync bench`. A shape is written into `made`.
+    """
     folder = model.parent if model.name == "config.json" else model
-    return folder if (folder / "config.json").is_file() else None
+    if (folder / "config.json").is_file():
+        return folder
+    name = str(model)
+    return write_config(name, made) if name in SHAPES and not _SIZE.fullmatch(name) else None
 
 
 def _way_out(model: str) -> str:
@@ -144,6 +160,12 @@ def checkpoint_tensors(model_dir: Path) -> tuple[str, Manifest]:
         tensors.setdefault(id(tensor), TensorMeta(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
     saved = saved_form(model, list(tensors.values()), TensorSelection())
     return type(model).__name__, manifest_of(saved)
+
+
+def in_bfloat16(model_dir: Path) -> Manifest:
+    """Return the tensors of `checkpoint_tensors` in bfloat16, the dtype that travels."""
+    _, manifest = checkpoint_tensors(model_dir)
+    return Manifest(tuple(TensorMeta(tensor.name, tensor.shape, "bfloat16") for tensor in manifest))
 
 
 def _as_held(manifest: Manifest, workers: Sequence[WorkerPlan]) -> Manifest:

@@ -41,7 +41,8 @@ class Topology:
 
     `ranks` of the trainer hold equal shards. `engines` of `tp` workers each hold the model. `cards` is the network
     cards of a host; 0 stands for eight on hosts with eight GPUs, and for one on others. `changed` is the share of
-    bfloat16 values that a step changes, most of them by little. With 1 there are no deltas.
+    bfloat16 values that a step changes, most of them by little. With 1 there are no deltas. `shards` is the number of
+    ranks that share one tensor, experts apart; 0 stands for all ranks. It matters to the first push alone.
     """
 
     hosts: int = 1
@@ -50,6 +51,7 @@ class Topology:
     ranks: int = 8
     engines: int = 1
     tp: int = 8
+    shards: int = 0
     chunk_mib: int = DEFAULT_MAX_BYTES >> 20
     changed: float = 1.0
     gpu_memory_gb: float = 141
@@ -158,12 +160,12 @@ def _broadcast(nbytes: int, t: Topology) -> dict[str, float]:
     duplex = t.relaying if t.hosts == 1 and t.engines > 1 else 1.0
     sent_s = nbytes / t.ranks / (t.link(t.ranks) * 1e9)
     received_s = nbytes / t.tp / (t.link(t.workers) * 1e9 * duplex)
-    passing_s = _chunk_share(nbytes, t) * (t.engines - 1) * received_s
+    passing_s = chunk_share(nbytes, t) * (t.engines - 1) * received_s
     return {"sending along chains": max(sent_s, received_s), "passing on the first chunk": passing_s}
 
 
-def _chunk_share(nbytes: int, t: Topology) -> float:
-    """Return the share of a chunk in the busiest member's bytes."""
+def chunk_share(nbytes: int, t: Topology) -> float:
+    """Return the share of a chunk in the busiest member's bytes, over `broadcast`."""
     busiest, hops, chunk = nbytes / min(t.ranks, t.tp), t.engines - 1, float(t.chunk_mib << 20)
     if hops:
         chunk = min(chunk, max(busiest / (CHUNKS_PER_HOP * hops), t.least_mib * 2**20))
@@ -179,7 +181,7 @@ def _deltas(nbytes: int, t: Topology) -> dict[str, float]:
     )
     together = {"sending differences": sending_s, "encoding": encoding_s, "decoding": decoding_s}
     name = max(together, key=lambda each: together[each])
-    ends_s = _chunk_share(nbytes, t) * (sum(together.values()) - together[name])
+    ends_s = chunk_share(nbytes, t) * (sum(together.values()) - together[name])
     return {name: together[name], "the first and the last chunk": passing_s + ends_s}
 
 
@@ -224,8 +226,14 @@ def _row(t: Topology, found: Prediction) -> tuple[str, ...]:
     if found.impossible:
         return *place, "-", "-", f"not possible: {found.impossible}"
     share = found.parts[found.longest] / found.seconds
-    return *place, _time(found.seconds), _time(found.parts["control"]), f"{found.longest}, {share:.0%}"
+    return (
+        *place,
+        format_seconds(found.seconds),
+        format_seconds(found.parts["control"]),
+        f"{found.longest}, {share:.0%}",
+    )
 
 
-def _time(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
+    """Return "22 ms", "1.47 s" or "74 s"."""
     return f"{seconds * 1e3:.0f} ms" if seconds < 0.1 else f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,16 @@ _EXPERTS = {
     "decoder_sparse_step": 1,
     "norm_topk_prob": True,
 }
+_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_experts_per_tok": 8}
+# For the other fields, transformers has DeepSeek-V3's values.
+_DEEPSEEK = {**_COMMON, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **_ROUTING}
+_KIMI = {
+    "n_routed_experts": 384,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.827,
+}
 _TINY = {"head_dim": 32, "vocab_size": 256}
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
@@ -52,8 +63,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     "30B-A3B": _shape(_EXPERTS, 2048, 6144, 48, 32, 4, **_experts(128, 8, 768)),
     "32B": _shape(_DENSE, 5120, 25600, 64, 64, 8),
     "70B": _shape(_LLAMA, 8192, 28672, 80, 64, 8, rms_norm_eps=1e-5, rope_theta=500_000.0),
+    "DeepSeek-V3": _shape(_DEEPSEEK, 7168, 18432, 61, 128, 128, vocab_size=129280, n_routed_experts=256),
+    "Kimi-K2": _shape(_DEEPSEEK, 7168, 18432, 61, 64, 64, vocab_size=163840, **_KIMI),
 }
-"""Hugging Face's config.json by name, of Qwen2.5 (0.5B, 1.5B), Qwen3 (4B to 32B, 30B-A3B) and Llama 3 (70B)."""
+"""Hugging Face's config.json by name: Qwen2.5 (0.5B, 1.5B), Qwen3 (4B to 32B, 30B-A3B), Llama 3 (70B), and two more.
+
+The layers of DeepSeek-V3 that predict further tokens are left out. Trainers of transformers have none.
+"""
+
+
+def cut_layers(shapes: Sequence[str], layers: int) -> list[str]:
+    """Add each shape with its first layers alone to `SHAPES`, and return the names."""
+    found = {f"{name}-{layers}-layers": {**SHAPES[name], "num_hidden_layers": layers} for name in shapes}
+    SHAPES.update(found)
+    return list(found)
 
 
 def write_config(shape: str, folder: Path) -> Path:
