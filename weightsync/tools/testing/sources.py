@@ -22,11 +22,7 @@ OpenSource: TypeAlias = Callable[[TensorSelection], ShardSource]
 
 
 def check_source(
-    open_source: OpenSource,
-    model: Model,
-    expected: Mapping[str, torch.Tensor],
-    *,
-    timeout_s: float = 60.0,
+    open_source: OpenSource, model: Model, expected: Mapping[str, torch.Tensor], *, timeout_s: float = 60.0
 ) -> None:
     """Check a trainer source. Collective: with a default process group every trainer rank calls this.
 
@@ -105,10 +101,7 @@ def _check_own_shards(
         rest = without.read(model)
         found = rest.manifest.names
         require(found == manifest.names[:-1], f"exclude=({left_out!r},) leaves {found} in the manifest")
-        require(
-            all(shard.meta.name != left_out for shard in rest.shards),
-            f"there are shards of {left_out}, excluded",
-        )
+        require(all(shard.meta.name != left_out for shard in rest.shards), f"there are shards of {left_out}, excluded")
     found = open_source(TensorSelection(exclude=("*",))).read(model).manifest.names
     require(not found, f"with everything excluded the manifest has {found}")
 
