@@ -70,6 +70,10 @@ def test_bench_measures_both_loops_checks_answers_and_reports_a_failed_case(tmp_
 
 def test_bench_measures_an_llm_in_the_process_of_rank_0(tmp_path):
     options = ["--client", "extension", "--backend", "fsdp", "--ranks", "2", "--transport", "broadcast"]
-    done, (found,) = run(tmp_path, *options, environment=NOT_COMPILED)  # in this process, it would be one of two ranks
+    options += ["--load-format", "auto", "dummy"]
+    done, (cold, dummy) = run(tmp_path, *options, environment=NOT_COMPILED)  # in this process, it would be one of ranks
     assert done.returncode == 0, done.stdout + done.stderr
-    check_measured(found, done.stdout)
+    for found in (cold, dummy):
+        check_measured(found, done.stdout)
+    assert [found["compared_with"] for found in (cold, dummy)] == ["cold start", "first push"]
+    assert done.stdout.count("equal, no cold engine compared") == 1

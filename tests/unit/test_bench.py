@@ -47,6 +47,10 @@ def fsdp(**fields) -> Case:
     return case(backend="fsdp", **fields)
 
 
+def moe(**fields) -> Case:
+    return case(**{"shape": "tiny-moe", "expert_parallel": True, **fields})
+
+
 def peer(way, **fields) -> Case:
     return dataclasses.replace(PEER, way=way, **fields)
 
@@ -59,7 +63,14 @@ def axes(**more) -> Namespace:
 # Counted by their authors (model cards, the papers' tables); 8B also by what a push of it has moved.
 @pytest.mark.parametrize(
     ("shape", "parameters"),
-    [("0.5B", 494_032_768), ("8B", 8_190_735_360), ("30B-A3B", 30_532_122_624), ("70B", 70_553_706_496)],
+    [
+        ("0.5B", 494_032_768),
+        ("8B", 8_190_735_360),
+        ("30B-A3B", 30_532_122_624),
+        ("70B", 70_553_706_496),
+        ("DeepSeek-V3", 671_026_419_200),
+        ("Kimi-K2", 1_026_408_232_448),
+    ],
 )
 def test_a_shape_has_as_many_parameters_as_its_model(shape, parameters, tmp_path):
     tensors = checkpoint_tensors(write_config(shape, tmp_path))[1]
@@ -100,6 +111,8 @@ def test_every_combination_once_and_peers_with_their_own_clients():
     assert {c.client for c in theirs if c.way != FILES} == {"llm"}
     with pytest.raises(ConfigError, match="--tp 0"):
         expand(axes(tp=[1, 0]))
+    with pytest.raises(ConfigError, match="--data-parallel-size 0"):
+        expand(axes(data_parallel_size=[0]))
 
 
 @pytest.mark.parametrize(
@@ -115,6 +128,12 @@ def test_every_combination_once_and_peers_with_their_own_clients():
         (case(backend="megatron", shape="0.5B"), 0, "dense Qwen3 shapes"),
         (case(backend="megatron", ranks=4), 0, "4 ranks cannot share 2 heads"),
         (case(tp=3), 0, "3 workers cannot share 4 attention heads"),
+        (case(tp=2, expert_parallel=True), 0, "tiny has no experts"),
+        (moe(), 0, "one worker has all experts: add --tp or --data-parallel-size"),
+        (moe(data_parallel_size=2, client="llm"), 0, "an LLM has no data parallelism: use --client http"),
+        (moe(tp=2, data_parallel_size=2), 2, "4 workers need 4 GPUs"),
+        (moe(tp=2), 0, "engine for CPUs crashes when experts are parallel"),
+        (moe(data_parallel_size=2, expert_parallel=False), 0, "crashes when experts are parallel"),
         (case(transport="broadcast"), 1, "need 2 GPUs, found 1"),
         (fsdp(ranks=2, tp=2), 1, "need 2 GPUs"),
     ],
@@ -144,6 +163,7 @@ def test_a_backend_that_is_not_installed_is_refused():
         (fsdp(transport="broadcast", ranks=2, tp=2, engines=2), 0),
         (CASE, 1),
         (peer("vllm ipc"), 1),
+        (moe(tp=2, data_parallel_size=2), 4),
         (fsdp(ranks=2, tp=2), 2),
         (case(transport="broadcast"), 2),
         (peer("vllm nccl"), 2),
@@ -160,6 +180,8 @@ def test_trainers_share_the_engines_gpus_except_where_nccl_broadcasts():
     assert lay_out(case(ranks=2, tp=2, transport="broadcast"), 4) == Layout((2, 3), ((0, 1),))
     assert lay_out(peer("vllm nccl packed", tp=2), 4) == Layout((2,), ((0, 1),))
     assert lay_out(case(ranks=2), 0) == Layout((), ())
+    of_four = case(transport="broadcast", tp=2, data_parallel_size=2)
+    assert lay_out(of_four, 5) == Layout((4,), ((0, 1, 2, 3),))
 
 
 @pytest.mark.parametrize(
@@ -171,6 +193,9 @@ def test_trainers_share_the_engines_gpus_except_where_nccl_broadcasts():
         (case(transport="checkpoint"), 0, 1.0, "file write"),
         (case(), 1, 0.001, DEVICE_COPY),
         (case(ranks=2, tp=2), 2, 2.5e-3, PEER_COPY),  # half of what a worker reads lies on its own GPU
+        (case(data_parallel_size=2), 0, 0.1, MEMCPY),
+        (case(data_parallel_size=2), 2, 0.01, PEER_COPY),
+        (moe(data_parallel_size=2), 2, 0.005, PEER_COPY),  # at least, if all were experts
     ],
 )
 def test_a_floor_is_the_bytes_over_the_limit_that_they_pass(of, gpus, seconds, limit):
@@ -204,6 +229,16 @@ def test_a_dry_run_may_assume_gpus(capsys):
     # A worker reads 35 GB: a quarter from its own GPU, the rest over the link.
     assert "peer copy at 397 GB/s 66.6 ms" in " ".join(capsys.readouterr().out.split())
     assert cli.main(["bench", "--gpus", "4096"]) == 2
+
+
+def test_a_dry_run_shows_parallel_engines_and_cut_models(capsys, monkeypatch):
+    monkeypatch.setitem(SHAPES, "DeepSeek-V3-4-layers", {})  # removed at the end
+    arguments = ["bench", "--dry-run", "--gpus", "8", "--shape", "DeepSeek-V3", "--layers", "4", "--tp", "2"]
+    arguments += ["--data-parallel-size", "2", "--enable-expert-parallel", "--load-format", "dummy", "--no-peers"]
+    assert cli.main(arguments) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "DeepSeek-V3-4-layers bfloat16, plain x1" in printed
+    assert "to 1 x TP=2 DP=2 EP from dummy weights by http (30.22 GB)" in printed
 
 
 FAMILIES = Path(__file__).parents[2] / "benchmarks" / "families.json"

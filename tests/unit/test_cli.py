@@ -61,6 +61,7 @@ def test_help(arguments, words, capsys):
         (["demo", "--steps", "0"], "--steps 0"),
         (["bench", "--num-iters", "0"], "--num-iters 0"),
         (["bench", "--ranks", "2", "0"], "--ranks 0"),
+        (["bench", "--layers", "0"], "--layers 0"),
         (["bench", "--json", "/nonexistent/found.json"], "there is no folder /nonexistent"),
         (["bench", "--folder", "/nonexistent"], "there is no folder /nonexistent"),
         (["doctor", "--model", "/nonexistent"], "--model needs --engine"),
@@ -125,6 +126,18 @@ def test_plan_predicts_a_push_on_other_machines(capsys):
     assert rows[4] == ["64", "8", "32", "4 x TP=8", "256 MiB", "ipc", *impossible]
     assert len(rows) == 1 + 2 * 3
     assert {line.index("  not possible") for line in lines if "not possible" in line} == {lines[2].index("  longest")}
+
+
+def test_plan_predicts_a_first_push_of_a_shape(capsys):
+    arguments = ["plan", "tiny-moe", "--expert-parallel", "--simulate", "gpus_per_host=3,ranks=2,tp=1,engines=1"]
+    assert cli.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("tiny-moe, ")
+    rows = [re.split(r" {2,}", line.strip()) for line in lines[-5:]]
+    assert rows[0][4:] == ["participant", "receives", "sends", "busy", "largest message"]
+    assert [row[4] for row in rows[1:]] == ["rank 0", "each other rank", "each worker", "all of them"]
+    assert all(row[:4] == ["3", "2", "2", "1 x TP=1"] for row in rows[1:])
+    assert rows[4][-1].startswith("PackedPlan, ")
 
 
 def test_demo_lays_out_trainers_and_engine_by_what_gpus_there_are(monkeypatch):

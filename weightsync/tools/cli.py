@@ -39,7 +39,7 @@ from typing import Any, NoReturn, TypeAlias
 from weightsync import __version__
 from weightsync.errors import WeightSyncError
 from weightsync.tools.bench import __doc__ as bench_text
-from weightsync.tools.bench.cases import BACKENDS, BUCKETERS, CLIENTS, DTYPES, GRAPHS, TRANSPORTS
+from weightsync.tools.bench.cases import BACKENDS, BUCKETERS, CLIENTS, DTYPES, GRAPHS, LOAD_FORMATS, TRANSPORTS
 from weightsync.tools.bench.shapes import SHAPES
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -99,7 +99,12 @@ def _add_plan(commands: Commands) -> None:
         "weightsync plan 70B --simulate hosts=8,ranks=32,engines=4,tp=8",
     )
     option = plan.add_argument
-    option("model_dir", metavar="MODEL_DIR", type=Path, help="a folder with a Hugging Face config.json, or the file")
+    option(
+        "model_dir",
+        metavar="MODEL_DIR",
+        type=Path,
+        help="a folder with a Hugging Face config.json, the file, or a bench's shape",
+    )
     # None if not given: --simulate refuses these options with any value.
     option("--tp", type=int, metavar="N", help="tensor parallel workers of the engine; default: 1")
     option("--expert-parallel", action="store_true", help="spread whole experts over the workers")
@@ -148,10 +153,16 @@ def _add_bench(commands: Commands) -> None:
     axis("--bucketer", "module", "how tensors share a bucket", choices=BUCKETERS)
     axis("--engines", 1, "engines of a push", type=int, metavar="N")
     axis("--tp", 1, "tensor parallel workers of each engine", type=int, metavar="N")
+    axis("--data-parallel-size", 1, "replicas of the model in each engine, of --tp workers each", type=int, metavar="N")
+    text = "divide experts among all workers of an engine"
+    flag: Any = {"action": "store_const", "const": [True], "default": [False]}
+    matrix.add_argument("--enable-expert-parallel", dest="expert_parallel", help=text, **flag)
+    axis("--load-format", "auto", "engines start from a checkpoint, or without weights", choices=LOAD_FORMATS)
     axis("--quantization", "none", "the engines' quantisation, as vLLM's --quantization", metavar="SCHEME")
     text = "how the trainer calls engines, a server or an LLM in its process, by plug-in or worker extension"
     axis("--client", "http", text, choices=CLIENTS)
     option = bench.add_argument
+    option("--layers", metavar="N", type=int, help="the first layers of each model alone; default: all")
     text = "models instead of --shape: a JSON file of config.json's by name, such as benchmarks/families.json"
     option("--families", metavar="FILE", type=Path, help=text)
     text = "cases at once, to see sooner whether answers are right; times then mean nothing; default: 1"

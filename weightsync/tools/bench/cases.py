@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 
 from weightsync.errors import ConfigError
@@ -14,6 +14,8 @@ BACKENDS = ("plain", "fsdp", "deepspeed", "megatron")
 TRANSPORTS = ("ipc", "broadcast", "checkpoint")
 BUCKETERS = ("module", "threshold", "parameter")
 DTYPES = ("bfloat16", "float32")
+CHECKPOINT, DUMMY = LOAD_FORMATS = ("auto", "dummy")
+"""The start of engines: from a checkpoint of the trainer's first weights, or without any."""
 HTTP, LLM, EXTENSION = CLIENTS = ("http", "llm", "extension")
 """The trainer's client of an engine: a server, or an `LLM` in rank 0's process with plug-in or extension."""
 GRAPHS = ("off", "decode", "compiled")
@@ -53,11 +55,24 @@ class Case:
     engines: int
     tp: int
     client: str
+    data_parallel_size: int = 1
+    expert_parallel: bool = False
+    load_format: str = CHECKPOINT
+
+    @property
+    def engine_workers(self) -> int:
+        """The number of one engine's workers."""
+        return self.tp * self.data_parallel_size
 
     @property
     def receivers(self) -> int:
         """The number of engine workers that receive weights."""
-        return self.engines * self.tp
+        return self.engines * self.engine_workers
+
+    @property
+    def replicas(self) -> int:
+        """The number of an engine's copies of most weights. Expert parallelism divides them among all workers."""
+        return 1 if self.expert_parallel else self.data_parallel_size
 
     @property
     def apart(self) -> bool:
@@ -66,7 +81,10 @@ class Case:
 
     def __str__(self) -> str:
         way = f"{self.transport}/{self.bucketer}" if self.way == WEIGHTSYNC else self.way
-        engine = f"{self.engines} x TP={self.tp}" + (f" {self.quantization}" if self.quantization != "none" else "")
+        engine = f"{self.engines} x TP={self.tp}"
+        engine += f" DP={self.data_parallel_size}" * (self.data_parallel_size > 1) + " EP" * self.expert_parallel
+        engine += f" {self.quantization}" * (self.quantization != "none")
+        engine += " from dummy weights" * (self.load_format == DUMMY)
         return f"{self.shape} {self.dtype}, {self.backend} x{self.ranks}, {way}, to {engine} by {self.client}"
 
 
@@ -80,12 +98,12 @@ class Layout:
 
 def expand(options: Namespace) -> list[Case]:
     """Return every combination of the command's options once. Raise `ConfigError` for numbers below 1."""
-    for name in ("ranks", "engines", "tp"):
+    for name in ("ranks", "engines", "tp", "data_parallel_size"):
         if wrong := [number for number in getattr(options, name) if number < 1]:
-            raise ConfigError(f"--{name} {wrong[0]}: expected a number, at least 1")
+            raise ConfigError(f"--{name.replace('_', '-')} {wrong[0]}: expected a number, at least 1")
     ways = [(WEIGHTSYNC, transport, bucketer) for transport, bucketer in product(options.transport, options.bucketer)]
     ways += [(peer, "", "") for peer in PEERS if options.peers]
-    axes = ("backend", "ranks", "dtype", "shape", "quantization", "engines", "tp", "client")
+    axes = [field.name for field in fields(Case) if field.name not in ("way", "transport", "bucketer")]
     found = []
     for values in product(ways, *(getattr(options, axis) for axis in axes)):
         (way, transport, bucketer), chosen = values[0], dict(zip(axes, values[1:], strict=True))
@@ -105,7 +123,8 @@ def lay_out(case: Case, gpus: int) -> Layout:
     needed = max(first + case.ranks, case.receivers)
     if needed > gpus:
         raise ConfigError(f"{case.ranks} ranks and {case.receivers} workers need {needed} GPUs, found {gpus}")
-    workers = [tuple(range(e * case.tp, (e + 1) * case.tp)) for e in range(case.engines)]
+    size = case.engine_workers
+    workers = [tuple(range(e * size, (e + 1) * size)) for e in range(case.engines)]
     return Layout(tuple(range(first, first + case.ranks)), tuple(workers))
 
 
@@ -116,6 +135,7 @@ def refusal(case: Case, gpus: int, installed: frozenset[str], core_in_process: b
     """
     config = SHAPES[case.shape]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    has_experts, expert_parallel = any("experts" in name for name in config), case.expert_parallel
     on_gpus = case.way in NATIVE
     beside = on_gpus and not case.apart
     reasons = {
@@ -130,6 +150,11 @@ def refusal(case: Case, gpus: int, installed: frozenset[str], core_in_process: b
         "Megatron models are of dense Qwen3 shapes": case.backend == "megatron" and config["model_type"] != "qwen3",
         f"{case.ranks} ranks cannot share {kv_heads} heads": case.backend == "megatron" and kv_heads % case.ranks,
         f"{case.tp} workers cannot share {heads} attention heads": heads % case.tp,
+        f"{case.shape} has no experts": expert_parallel and not has_experts,
+        "one worker has all experts: add --tp or --data-parallel-size": expert_parallel and case.engine_workers == 1,
+        "an LLM has no data parallelism: use --client http": case.client != HTTP and case.data_parallel_size > 1,
+        "vLLM's engine for CPUs crashes when experts are parallel": gpus == 0
+        and (expert_parallel or (has_experts and case.data_parallel_size > 1)),
         # Such a worker would use the ranks' process group as its own, and wait in it for the other ranks.
         f"VLLM_ENABLE_V1_MULTIPROCESSING=0 puts an LLM of one worker into rank 0 of {case.ranks}. Unset it, or use "
         "--client http or --ranks 1": case.client != HTTP and case.ranks > 1 and case.tp == 1 and core_in_process,
@@ -148,10 +173,10 @@ def floor(case: Case, nbytes: int, limits: Mapping[str, float], gpus: int) -> tu
     elif case.apart:
         limit, passed = BROADCAST, float(nbytes)
     elif gpus == 0:
-        limit, passed = MEMCPY, float(case.engines * nbytes)
+        limit, passed = MEMCPY, float(case.engines * case.replicas * nbytes)
     elif case.ranks == 1 and case.receivers == 1:
         limit, passed = DEVICE_COPY, float(nbytes)
     else:  # the slowest worker reads its bytes on other GPUs over the link
         near = 1 / case.ranks if case.receivers <= case.ranks else 0.0
-        limit, passed = PEER_COPY, nbytes / case.tp * (1 - near)
+        limit, passed = PEER_COPY, nbytes * case.replicas / case.engine_workers * (1 - near)
     return passed / (limits[limit] * 1e9), limit

@@ -57,7 +57,8 @@ class BenchLlm:
         if case.client != EXTENSION:
             way = {"weight_transfer_config": {"backend": NATIVE.get(case.way, ("weightsync",))[0]}}
         with patch.dict(os.environ, place):  # for the engine alone: this process already uses its own GPU
-            self.target = LLM(str(model), disable_log_stats=True, **{**engine_options(), **options, **way})
+            options = {**engine_options(), **options, **way, "load_format": case.load_format}
+            self.target = LLM(str(model), disable_log_stats=True, **options)
         self._held: list[int] = []
 
     def generate(self, prompts: Sequence[Sequence[int]]) -> list[Answer]:
@@ -94,10 +95,12 @@ Engines: TypeAlias = Sequence[BenchServer | BenchLlm]
 
 
 def start_engines(case: Case, model: Path, gpus: Sequence[Sequence[int]], graphs: str, folder: Path) -> Engines:
-    """Start the engines of `case` from the checkpoint `model`, and return when they answer."""
+    """Start the engines of `case` from `model`, a checkpoint or a config.json, and return when they answer."""
     options = {
         **_GRAPHS[graphs],
         "tensor_parallel_size": case.tp,
+        "data_parallel_size": case.data_parallel_size,
+        "enable_expert_parallel": case.expert_parallel,
         "kv_cache_memory_bytes": _KV_CACHE_BYTES,
         "gpu_memory_utilization": 0.1,  # this much must be free at the start
         "max_num_seqs": 16,
@@ -108,7 +111,7 @@ def start_engines(case: Case, model: Path, gpus: Sequence[Sequence[int]], graphs
     for number in range(case.engines):
         place = visible_gpus(gpus[number]) if gpus else {}
         if case.client == HTTP:
-            server = BenchServer(model, "auto", folder / f"engine{number}.log", place, options)
+            server = BenchServer(model, case.load_format, folder / f"engine{number}.log", place, options)
             server.wait(server.start_timeout_s)
             engines.append(server)
         else:

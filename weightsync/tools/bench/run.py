@@ -23,23 +23,32 @@ from rich.console import Console
 
 from weightsync import __version__
 from weightsync.errors import ConfigError
-from weightsync.planning.layout import TensorMeta
 from weightsync.report import format_bytes
 from weightsync.tools.bench import trainer
-from weightsync.tools.bench.cases import ASSUMED, ASSUMED_CPU, BROADCAST, WEIGHTSYNC, Case, expand, floor, refusal
+from weightsync.tools.bench.cases import (
+    ASSUMED,
+    ASSUMED_CPU,
+    BROADCAST,
+    DUMMY,
+    WEIGHTSYNC,
+    Case,
+    expand,
+    floor,
+    refusal,
+)
 from weightsync.tools.bench.limits import measure
-from weightsync.tools.bench.shapes import add_shapes, write_config
-from weightsync.tools.plan import checkpoint_tensors
+from weightsync.tools.bench.shapes import add_shapes, cut_layers, write_config
+from weightsync.tools.plan import in_bfloat16
 from weightsync.tools.processes import ChildError, installed, run_trainers, vllm_version
 from weightsync.tools.tables import print_line, print_table
 
-SCHEMA = 2
+SCHEMA = 3
 LOOPS = ("back_to_back", "in_training")
 _COLUMNS = ("back to back", "min - max", "in training", "min - max", "first", "lower bound", "answers", "case")
 _EXPLAINED = (
     "\nA push on the trainer's clock, median. In training: generate, one optimizer step, 0.3 s, push. Lower bound: "
     "the bytes\nover this limit, at its speed. Answers: after the last push, against a cold start from the same "
-    "weights.\n\nPhases, medians; they overlap.\n"
+    "weights. From dummy\nweights: against the first push to the same engine.\n\nPhases, medians; they overlap.\n"
 )
 _PATIENCE_S = 300.0
 _SLOWEST_BYTES_PER_S = 20e6
@@ -54,13 +63,16 @@ def run(options: Namespace, console: Console) -> bool:
     """
     if options.num_iters < 1 or options.num_iters_warmup < 0:
         raise ConfigError(f"--num-iters {options.num_iters} {options.num_iters_warmup}: expected at least 1, and 0")
-    if options.jobs < 1:
-        raise ConfigError(f"--jobs {options.jobs}: expected at least 1")
+    for name in ("jobs", "layers"):
+        if (number := getattr(options, name)) is not None and number < 1:
+            raise ConfigError(f"--{name} {number}: expected at least 1")
     for name, folder in (("folder", options.folder), ("json", options.json and options.json.parent)):
         if folder is not None and not Path(folder).is_dir():
             raise ConfigError(f"--{name} {getattr(options, name)}: there is no folder {folder}")
     if options.families is not None:
         options.shape = add_shapes(options.families)
+    if options.layers is not None:
+        options.shape = cut_layers(options.shape, options.layers)
     if not options.dry_run and vllm_version() is None:
         raise ConfigError("vLLM is not installed here; install it with: pip install 'weightsync[vllm]'")
     there = torch.cuda.device_count()
@@ -77,7 +89,7 @@ def run(options: Namespace, console: Console) -> bool:
         sizes: dict[str, int] = {}
         for shape in dict.fromkeys(case.shape for case in cases if case not in refused):
             try:
-                sizes[shape] = _nbytes(shape, folder)
+                sizes[shape] = in_bfloat16(write_config(shape, folder / f"{shape}-config")).nbytes
             except ConfigError as error:
                 refused |= {case: str(error) for case in cases if case.shape == shape}
         able = [case for case in cases if case not in refused]
@@ -155,6 +167,7 @@ def _measure(
     except ChildError as error:
         return {**row, "error": str(error), "causes": _causes(folder)}
     measured = json.loads(result.read_text())
+    measured["compared_with"] = "first push" if case.load_format == DUMMY else "cold start"
     measured["seconds"] = {loop: medians(measured[loop]) for loop in LOOPS}
     if measured["answers"] == float("inf"):
         measured["answers"] = "other tokens"
@@ -189,6 +202,7 @@ def _show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
             cells += [_ms(total["median"]), f"{_ms(total['least'])} - {_ms(total['most'])}"]
         bound = f"{row['floor_limit']}: {_ms(row['floor_s'])}"
         answers = "equal" if row["answers"] == 0 else f"wrong: {row['answers']}"
+        answers += ", no cold engine compared" * (case.load_format == DUMMY)
         size = f"{case} ({format_bytes(row['nbytes'])})"
         table.append((*cells, _ms(row["first"]["total_s"]), bound, answers, size))
     print_table(console, _COLUMNS, table, ">>>>>><<")
@@ -212,12 +226,6 @@ def _show_dry_run(console: Console, cases: Sequence[Case], sizes: Mapping[str, i
         seconds, limit = floor(case, sizes[case.shape], limits, gpus)
         rows.append((f"{limit} at {limits[limit]:g} GB/s", _ms(seconds), f"{case} ({format_bytes(sizes[case.shape])})"))
     print_table(console, ("limit, assumed", "lower bound", "case"), rows, "<><")
-
-
-def _nbytes(shape: str, folder: Path) -> int:
-    """Return the bytes of a shape in bfloat16, the dtype that travels."""
-    manifest = checkpoint_tensors(write_config(shape, folder / f"{shape}-config"))[1]
-    return sum(TensorMeta(tensor.name, tensor.shape, "bfloat16").nbytes for tensor in manifest)
 
 
 def _environment(gpus: int) -> dict[str, Any]:

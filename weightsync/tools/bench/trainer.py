@@ -1,7 +1,8 @@
 """One trainer rank of `weightsync bench`. The command starts it with torchrun's variables. All ranks run the same case.
 
-    fill A, start engines, note their answers         rank 0 starts engines from a checkpoint of A
-    push A                                            "first": connects, plans and maps; the answers must stay
+    fill A, start engines, note their answers         rank 0 starts engines from a checkpoint of A, or without weights
+    push A                                            "first": connects, plans and maps; the answers must stay. After a
+                                                      start without weights, these are the first answers
     fill B, push several times                        "back_to_back"; the answers must change
     generate, step, wait, push; several times         "in_training": as users push
     fill A, push                                      the answers must be the first ones again, to the last bit
@@ -26,7 +27,7 @@ import torch
 from weightsync.net.child import end_with_parent
 from weightsync.strategies.restart import CheckpointTransport
 from weightsync.sync import WeightSync
-from weightsync.tools.bench.cases import PEERS, Case, lay_out
+from weightsync.tools.bench.cases import DUMMY, PEERS, Case, lay_out
 from weightsync.tools.bench.engines import PROMPTS, Engines, start_engines
 from weightsync.tools.bench.models import (
     fill,
@@ -81,7 +82,9 @@ def run(order: Namespace) -> dict[str, Any]:
         push = _make_push(case, model, engines, folder, order.max_bytes, order.timeout_s)
         cold = _answers(engines)
         found: dict[str, Any] = {"first": push()}
-        if _gap(engines, cold) != 0:
+        if case.load_format == DUMMY:  # no engine has started cold from A
+            cold = _answers(engines)
+        elif _gap(engines, cold) != 0:
             raise ChildError("a push of the engine's own weights has changed its answers")
         fill(model, case.backend, "B", draw)
         for _ in range(order.num_iters_warmup):
@@ -121,12 +124,13 @@ def _gap(engines: Engines, cold: list[list[Answer]]) -> float:
 def _start(
     case: Case, gpus: Any, config: str, folder: Path, graphs: str, draw: torch.device, timeout_s: float
 ) -> Engines:
-    """Start the engines on rank 0, from a checkpoint of weights A. Other ranks wait until they answer."""
+    """Start the engines on rank 0. Other ranks wait until they answer."""
     place = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     ready = folder / "ready"
     if place["RANK"] == "0":
-        model = folder / case.shape
-        save_checkpoint(config, "A", model, draw)
+        model = Path(config) if case.load_format == DUMMY else folder / case.shape
+        if case.load_format != DUMMY:
+            save_checkpoint(config, "A", model, draw)
         own = {name: os.environ.pop(name) for name in ("LOCAL_RANK",) if name in os.environ}  # DeepSpeed's
         engines = start_engines(case, model, gpus, graphs, folder)
         os.environ.update(own)
