@@ -316,11 +316,7 @@ class _Part(NamedTuple):
 
 
 def _atoms(
-    bucket: Sequence[str],
-    tensors: Mapping[str, _Part],
-    load: Load,
-    max_bytes: int | None,
-    together: Mapping[str, str],
+    bucket: Sequence[str], tensors: Mapping[str, _Part], load: Load, max_bytes: int | None, together: Mapping[str, str]
 ) -> list[_Part]:
     """Return the parts of a bucket that are not cut further: a small bucket itself, or slices of its tensors."""
     held = _total(tensors[name].held for name in bucket if name in tensors)
