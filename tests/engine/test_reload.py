@@ -95,13 +95,13 @@ def test_sinks_that_a_kernel_has_copied_are_the_pushed_ones(engines: Remote):
         assert_same(engines.call(Engines.ask), cold[weights], f"push of {weights}")
 
 
-def keep_experts_for_triton(engines: Engines) -> None:
-    """Let engines keep experts in the format of a GPU's kernel. They cannot run that kernel here."""
+def keep_experts_for(engines: Engines, backend: str) -> None:
+    """Let engines keep experts in the format of a GPU's kernels. They cannot run these kernels here."""
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
-    chosen = (UnquantizedMoeBackend.TRITON, TritonExperts)
+    chosen = (UnquantizedMoeBackend[backend], TritonExperts)
     engines.patch = mock.patch.object(method, "select_unquantized_moe_backend", return_value=chosen)
     engines.patch.start()
 
@@ -128,8 +128,9 @@ ROUTERS = 12
 
 
 @pytest.mark.engine
-def test_experts_in_the_format_of_the_checkpoint_are_loaded_in_place(engines: Remote):
-    engines.call(keep_experts_for_triton)
+@pytest.mark.parametrize("backend", ["TRITON", "FLASHINFER_CUTLASS"])
+def test_experts_as_loaded_or_with_swapped_halves_are_loaded_in_place(engines: Remote, backend: str):
+    engines.call(keep_experts_for, backend)
     engines.call(start, "B", timeout_s=240)
     engines.call(note_state)
     engines.call(start, "A", timeout_s=240)

@@ -124,7 +124,7 @@ COMPUTATIONS = {
 def test_whatever_a_loader_does_arrives(kind: str, post_process: str, cut: bool):
     shape, write = (COPIES | COMPUTATIONS)[kind]
     make = functools.partial(OneParameter, write)
-    process = {"none": lambda module: None, "repacks": transpose}[post_process]
+    process = {"none": lambda module: None, "repacks": repack}[post_process]
     a, b = torch.randn(shape), torch.randn(shape)
     host = ModuleHost(make, {"weight": a}, process)
     trainer = MemoryTrainer(host, tensors={"weight": b}, max_bytes=8 if cut else None)
@@ -210,7 +210,7 @@ class MakesItsBias(OneParameter):
 
 @pytest.mark.parametrize("post_process", ["none", "repacks"])
 def test_a_parameter_that_the_loader_makes_is_loaded_too(post_process: str):
-    process = {"none": lambda module: None, "repacks": transpose}[post_process]
+    process = {"none": lambda module: None, "repacks": repack}[post_process]
     a, b = ({"weight": torch.randn(4, 6), "bias": torch.randn(4)} for _ in "ab")
     host = ModuleHost(MakesItsBias, a, process)
     trainer = MemoryTrainer(host, tensors=b)
@@ -363,9 +363,21 @@ def assert_same(found: nn.Module, expected: nn.Module) -> None:
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
 
 
-def transpose(module: nn.Module) -> None:
+def repack(module: nn.Module) -> None:
+    """A rearrangement that has no placement."""
     if isinstance(module, (OneParameter, Attention)):
+        module.weight = nn.Parameter(module.weight.data.t().flip(0).contiguous(), requires_grad=False)
+
+
+def transpose(module: nn.Module) -> None:
+    if isinstance(module, Attention):
         module.weight = nn.Parameter(module.weight.data.t().contiguous(), requires_grad=False)
+
+
+def swap_halves(module: nn.Module) -> None:
+    """In the parameter itself, as a kernel may that wants gate after up."""
+    if isinstance(module, Attention):
+        module.weight.data.copy_(torch.cat([*reversed(module.weight.data.chunk(2))]))
 
 
 def scale_beside(module: nn.Module) -> None:
@@ -428,7 +440,7 @@ def register_a_copy_and_keep_the_first(module: nn.Module) -> None:
 
 
 REPACKS = [
-    transpose,
+    repack,
     scale_beside,
     hide_in_closure,
     remove_and_keep_in_object,
@@ -455,13 +467,29 @@ def test_what_post_processing_changes_is_reloaded(process: Callable[[nn.Module],
     assert not attention_is_in_place(process)
 
 
-@pytest.mark.parametrize("process", [lambda module: None, name_it, register_again, register_a_copy])
-def test_what_post_processing_leaves_alone_is_loaded_in_place(process: Callable[[nn.Module], None]):
+UNTOUCHED = [lambda module: None, name_it, register_again, register_a_copy]
+
+
+@pytest.mark.parametrize("process", [*UNTOUCHED, transpose, swap_halves])
+def test_what_post_processing_leaves_or_only_moves_is_loaded_in_place(process: Callable[[nn.Module], None]):
     assert attention_is_in_place(process)
 
 
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("process", [transpose, swap_halves])
+def test_what_post_processing_moves_is_written_where_it_lies(process: Callable[[nn.Module], None], cut: bool):
+    a, b = checkpoint(1), checkpoint(2)
+    host = ModuleHost(TinyEngineModel, a, process)
+    trainer = MemoryTrainer(host, tensors=b, max_bytes=ONE_ROW if cut else None)
+    for tensors in (b, a, b):
+        trainer.tensors = tensors
+        trainer.push()
+        assert RELOAD not in trainer.load_paths
+        assert_same(host.live, cold(tensors, process))
+
+
 def test_what_post_processing_changes_cannot_be_exported():
-    receiver = Receiver(ModuleHost(TinyEngineModel, checkpoint(1), transpose))
+    receiver = Receiver(ModuleHost(TinyEngineModel, checkpoint(1), repack))
     receiver.make_plan(manifest_of(checkpoint(1)))
     with pytest.raises(UnsupportedError, match=r"4 modules keep .* such as layers\.0\.attn.*weightsync_plain"):
         receiver.export()
@@ -556,7 +584,7 @@ def test_pushed_equals_cold(process: Any, chunks: str):
 
 def test_the_bytes_of_a_push_are_those_that_were_read():
     tensors = checkpoint(1)
-    (done,) = MemoryTrainer(ModuleHost(TinyEngineModel, tensors, transpose), tensors=tensors, max_bytes=ONE_ROW).push()
+    (done,) = MemoryTrainer(ModuleHost(TinyEngineModel, tensors, repack), tensors=tensors, max_bytes=ONE_ROW).push()
     assert done.nbytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -634,11 +662,11 @@ def test_the_native_loader_computes_tied_and_repacked_modules_as_a_cold_start(ma
             super().load_weights((name, w if name.endswith("seen") else w.float() * 3) for name, w in weights)
 
     a, b = checkpoint(1), checkpoint(2)
-    host = ModuleHost(Scaled, a, transpose)
+    host = ModuleHost(Scaled, a, repack)
     trainer = MemoryTrainer(host, tensors=b, max_bytes=max_bytes)
     trainer.push()
     assert trainer.load_paths == {NATIVE_LOADER: 7}
-    assert_same(host.live, ModuleHost(Scaled, b, transpose).live)
+    assert_same(host.live, ModuleHost(Scaled, b, repack).live)
 
 
 def test_a_tensor_that_the_native_loader_copies_travels_as_the_regions_read():
@@ -792,7 +820,7 @@ def test_a_step_before_its_turn_is_refused():
 
 def test_frozen_chunks_are_loaded_in_the_first_push_of_each_connection():
     a, b = checkpoint(1), checkpoint(2)
-    host = ModuleHost(TinyEngineModel, a, transpose)
+    host = ModuleHost(TinyEngineModel, a, repack)
     frozen = [n for n in a if n.startswith("layers.1.attn")]
     trainer = MemoryTrainer(host, tensors=b, max_bytes=ONE_ROW, frozen=frozen)
     counts = []
@@ -805,7 +833,7 @@ def test_frozen_chunks_are_loaded_in_the_first_push_of_each_connection():
     trainer.connect()
     trainer.push()
     assert len(trainer.written) == len(trainer.chunks)
-    assert_same(host.live, cold(b, transpose))
+    assert_same(host.live, cold(b, repack))
 
 
 def test_a_push_that_was_not_committed_makes_the_next_one_whole():
@@ -857,7 +885,7 @@ def test_one_chunk_is_in_every_push(frozen: int):
 
 @pytest.fixture
 def failing() -> Callable[[nn.Module], None]:
-    """`transpose` that raises, half done, when `calls["left"]` has counted down to nothing."""
+    """`repack` that raises, half done, when `calls["left"]` has counted down to nothing."""
     calls = {"left": 0}
 
     def process(module: nn.Module) -> None:
@@ -866,7 +894,7 @@ def failing() -> Callable[[nn.Module], None]:
             if calls["left"] == 0:
                 module.weight = None
                 raise RuntimeError("this kernel does not like these weights")
-        transpose(module)
+        repack(module)
 
     process.calls = calls  # type: ignore[attr-defined]
     return process
@@ -881,7 +909,7 @@ def test_a_failed_post_process_leaves_modules_whole_and_the_next_push_heals(fail
     trainer.push()
     old = host.live.state()
     places = {name: tensor.data_ptr() for name, tensor in host.live.state_dict().items()}
-    new = cold(b, transpose).state_dict()
+    new = cold(b, repack).state_dict()
     trainer.tensors = b
 
     failing.calls["left"] = 2
@@ -899,7 +927,7 @@ def test_a_failed_post_process_leaves_modules_whole_and_the_next_push_heals(fail
     trainer.push(2)
     assert (receiver.state, receiver.version) == (CLEAN, 2)
     assert {name: tensor.data_ptr() for name, tensor in host.live.state_dict().items()} == places
-    assert_same(host.live, cold(b, transpose))
+    assert_same(host.live, cold(b, repack))
 
 
 def test_a_transport_that_stops_early_leaves_the_model_poisoned(monkeypatch: pytest.MonkeyPatch):

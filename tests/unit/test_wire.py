@@ -219,7 +219,7 @@ def refuse(data: Any, words: str) -> None:
 
 
 def test_the_number_of_the_protocol_that_these_bytes_belong_to():
-    assert PROTOCOL == 5
+    assert PROTOCOL == 6
     assert {type(message) for message in EXAMPLES} == set(Message.__subclasses__())
 
 

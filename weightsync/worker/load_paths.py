@@ -75,7 +75,7 @@ class Arrivals:
 
     def _direct_copies(self) -> list[LoadCopy]:
         of, paths = self.traced.group_of, self.traced.load_path
-        return [c for c in self.traced.trace.copies if c.param not in of or paths[of[c.param]] != NATIVE_LOADER]
+        return [c for c in self.traced.placed if c.param not in of or paths[of[c.param]] != NATIVE_LOADER]
 
     def _whole_copies(self) -> list[LoadCopy]:
         """Return copies into full tensors.

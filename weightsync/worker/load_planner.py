@@ -13,7 +13,7 @@ from msgspec import structs
 from torch import nn
 
 from weightsync.errors import UnsupportedError
-from weightsync.planning.layout import Box, Manifest, coverage, fuse_groups, itemsize
+from weightsync.planning.layout import Box, LoadCopy, Manifest, coverage, fuse_groups, itemsize
 from weightsync.planning.load_plan import LoadPlan
 from weightsync.worker.checkpoint_quantize import (
     QuantizedTensors,
@@ -24,6 +24,7 @@ from weightsync.worker.checkpoint_quantize import (
 )
 from weightsync.worker.engine_model import DRAFTER, EngineModel
 from weightsync.worker.module_groups import Addresses, ModuleGroup, find_groups, moved_views
+from weightsync.worker.placement import place
 from weightsync.worker.probe_load_paths import choose_load_paths
 from weightsync.worker.repeated_layers import trace_by_example
 from weightsync.worker.ties import (
@@ -45,6 +46,7 @@ class TracedLoad:
 
     answer: the plan as the trainer is told.
     trace: the loader's actions, in terms of the trainer's tensors.
+    placed: the trace's copies with their places in live tensors.
     pairs: the tensors to quantise for the loader.
     load_path: the load path of each group of modules, in the model's order.
     group_of: the group of each parameter.
@@ -54,6 +56,7 @@ class TracedLoad:
     manifest: Manifest
     answer: LoadPlan
     trace: Trace
+    placed: Sequence[LoadCopy]
     pairs: Mapping[str, QuantizedTensors]
     load_path: Mapping[ModuleGroup, str]
     group_of: Mapping[str, ModuleGroup]
@@ -105,6 +108,7 @@ class LoadPlanner:
                 f"the engine's loader computes {len(buffers)} buffers, and this version only copies into buffers: "
                 f"{', '.join(buffers[:5])}"
             )
+        placed = self._place(trace, group_of)
         load_path = _load_paths(self._groups, {group_of[param] for param in trace.computed})
         sources = _sources(trace, group_of)
         self._model.find_lost({*(copy.param for copy in trace.copies), *trace.computed})
@@ -127,7 +131,7 @@ class LoadPlanner:
             tied=sorted({*fill_of_shared(landed, shared).values()}),
             duplicates=duplicates,
         )
-        return TracedLoad(manifest, answer, trace, pairs, load_path, group_of, sources)
+        return TracedLoad(manifest, answer, trace, placed, pairs, load_path, group_of, sources)
 
     def _trace(self, manifest: Manifest) -> Trace:
         """Trace the loaders. If the trainer ties names that the engine keeps apart, the one tensor fills both."""
@@ -158,6 +162,26 @@ class LoadPlanner:
         if drafter is None:
             return Trace()
         return trace_loader(pristine, partial(self._model.load_weights, drafter), manifest, may_lack=True)
+
+    def _place(self, trace: Trace, group_of: Mapping[str, ModuleGroup]) -> list[LoadCopy]:
+        """Return the copies with their places in live tensors. Groups with another copy are reloaded from now on."""
+        pristine = named_tensors(self._model.pristine())
+        unlike = {fill.param for fill in trace.fills}
+        found: list[LoadCopy] = []
+        for copy in trace.copies:
+            group = group_of.get(copy.param)
+            placement = None if group is None else group.placements.get(copy.param)
+            if placement is None:
+                found.append(copy)
+            elif placed := place(copy, tuple(pristine[copy.param].shape), placement):
+                found += placed
+            else:
+                unlike.add(copy.param)
+        if others := {group_of[param] for param in unlike if param in group_of and group_of[param].placements}:
+            for group in others:
+                group.in_place, group.placements = False, {}
+            return self._place(trace, group_of)
+        return found
 
     def _fills_drafter(self, trace: Trace) -> bool:
         """Return whether the trainer has any tensor of the drafter alone.

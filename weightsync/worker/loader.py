@@ -140,7 +140,7 @@ class Receiver:
             storages: list[tuple[int, str, dict[str, Any]]] = []
             locations: list[ShardLocation] = []
             rank = self._model.identity.rank
-            for copy in self._traced.trace.copies:
+            for copy in self._traced.placed:
                 storage = live[copy.param].untyped_storage()
                 if storage._cdata not in numbers:
                     numbers[storage._cdata] = len(storages)

@@ -13,6 +13,7 @@ from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import connected
 from weightsync.worker.engine_model import EngineModel
 from weightsync.worker.fused_quantize import Recipe
+from weightsync.worker.placement import Placement
 from weightsync.worker.reachable import addresses, same_layout
 
 
@@ -22,7 +23,8 @@ class ModuleGroup:
 
     live, pristine: the same modules of the engine's model and of its never loaded copy on `meta`.
     params: the names of their parameters, each once.
-    in_place: post-processing leaves loaded parameters as they are.
+    in_place: post-processing leaves loaded parameters as they are, or only rearranges them.
+    placements: by parameter, the arrangement where it is another one than the loader's.
     recipe: post-processing only quantises one weight, in this way.
     changed: the attributes set by post-processing, for each part of each module.
     opaque: one of these attributes holds an object made from the weights. No copy can fill it again.
@@ -34,6 +36,7 @@ class ModuleGroup:
     pristine: list[nn.Module]
     params: list[str]
     in_place: bool = False
+    placements: dict[str, Placement] = field(default_factory=dict)
     recipe: Recipe | None = None
     changed: list[list[str]] = field(default_factory=list)
     opaque: bool = False
@@ -47,7 +50,7 @@ class ModuleGroup:
         return f"{self.names[0]}.{self.recipe.weight}" if self.names[0] else self.recipe.weight
 
     def takes_in_place(self, param: str) -> bool:
-        """Return whether bytes for `param`, one of `params`, are copied into the live parameter as they are."""
+        """Return whether bytes for `param`, one of `params`, are copied into the live parameter."""
         return self.in_place or (self.recipe is not None and param != self.weight)
 
     def pristine_parameters(self) -> list[nn.Parameter]:

@@ -1,12 +1,13 @@
 """The choice of each module group's load path, by experiment.
 
-Post-processing runs once over a scratch copy of the group with random weights. A group is loaded in place only if
-post-processing leaves it untouched. A group is quantised on the way only if a known form gives the same bits. All other
-groups are reloaded. A reload is always correct.
+Post-processing runs over a scratch copy of the group with random weights. A group is loaded in place only if
+post-processing leaves it untouched, or only rearranges its elements. A group is quantised on the way only if a known
+form gives the same bits. All other groups are reloaded. A reload is always correct.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from weightsync.errors import UnsupportedError
 from weightsync.worker.engine_model import EngineModel
 from weightsync.worker.fused_quantize import Recipe, find_recipe, holds, same_contents
 from weightsync.worker.module_groups import ModuleGroup, parameters_of
+from weightsync.worker.placement import Placement, find_placement
 from weightsync.worker.reachable import children_of, diff_objects, same_layout
 from weightsync.worker.reload import ABSENT, Snapshot, attributes_of, install, materialise
 
@@ -37,11 +39,13 @@ def choose_load_paths(groups: list[ModuleGroup], model: EngineModel) -> None:
             verdicts[signature] = _try_post_process(group, model)
         verdict = verdicts[signature]
         group.changed, group.opaque = verdict.changed, bool(verdict.opaque)
-        group.in_place = verdict.untouched and all(
+        group.in_place = verdict.left is not None and all(
             same_layout(mine._parameters.get(key), param)
-            for mine, fresh in zip(group.live, group.pristine, strict=True)
-            for key, param in parameters_of(fresh)
+            for mine, own in zip(group.live, verdict.left, strict=True)
+            for key, param in own.items()
         )
+        if group.in_place:
+            group.placements = {f"{group.names[0]}.{key}".lstrip("."): own for key, own in verdict.placements.items()}
         if verdict.recipe is not None and verdict.recipe.fits(dict(parameters_of(group.live[0]))):
             group.recipe = verdict.recipe
         if not group.in_place and verdict.opaque and model.device.type != "cpu":
@@ -58,13 +62,15 @@ def choose_load_paths(groups: list[ModuleGroup], model: EngineModel) -> None:
 class _Verdict:
     """The effects of post-processing on a scratch copy.
 
-    untouched: in-place loading is correct.
+    left: each module's parameters, without memory, in the layouts that in-place loading needs. None: it is incorrect.
+    placements: the rearranged ones among them, of a single module.
     recipe: post-processing only quantised the weight of a single module, in this way.
     changed: the attributes set by it, for each part.
     opaque: objects made from the weights. A reload could not fill them again.
     """
 
-    untouched: bool
+    left: Sequence[Mapping[str, torch.Tensor]] | None
+    placements: Mapping[str, Placement]
     recipe: Recipe | None
     changed: list[list[str]]
     opaque: list[str]
@@ -88,7 +94,8 @@ def _try_post_process(group: ModuleGroup, model: EngineModel) -> _Verdict:
     all_reduce_max = model.all_reduce_max
     first = _Attempt(group, model)
     opaque: list[str] = []
-    if any(first.changed):
+    placements = first.placements
+    if any(first.changed) or placements:
         # Objects made from other weights must differ in their tensors alone, and hold no table of addresses.
         second = _Attempt(group, model, other_seed=1_000_003)
         own = {id(part) for module in group.pristine for part in model.parts(module)}
@@ -96,6 +103,7 @@ def _try_post_process(group: ModuleGroup, model: EngineModel) -> _Verdict:
         made = diff_objects(first.made, second.made, "", own)
         opaque += made.closed
         opaque += [path for path, a, b in made.tensors if a.dtype == torch.int64 and not torch.equal(a, b)]
+        placements = placements if placements == second.placements else {}
     recipe = None
     touched_more = first.same or first.made or opaque or group.pristine[0]._buffers or len(group.pristine) > 1
     if not touched_more and (recipe := find_recipe(first.loaded, first.processed, all_reduce_max)) is not None:
@@ -104,7 +112,12 @@ def _try_post_process(group: ModuleGroup, model: EngineModel) -> _Verdict:
         small = (_Attempt(group, model, size=size) for size in (1e-6, 0.0))
         if not all(holds(recipe, attempt.loaded, attempt.processed, all_reduce_max) for attempt in small):
             recipe = None
-    return _Verdict(first.same and not first.made and not opaque, recipe, first.changed, opaque)
+    left: list[dict[str, nn.Parameter]] | list[dict[str, torch.Tensor]] | None = None
+    if not first.made and not opaque and (first.same or placements):
+        left = (
+            [dict(parameters_of(module)) for module in group.pristine] if first.same else [_laid_out(first.processed)]
+        )
+    return _Verdict(left, placements if left else {}, recipe, first.changed, opaque)
 
 
 class _Attempt:
@@ -112,6 +125,7 @@ class _Attempt:
 
     size: the factor of the weights, which are normal with a standard deviation of 1.
     same: the parameters have their layout and contents, and the buffers are the same objects.
+    placements: the arrangement of each parameter of a single module, if post-processing only rearranges them.
     changed: the attributes set by it, for each part. `left` has their values.
     made: the attributes among them with an object made from the weights.
     loaded, processed: the first module's parameters before and after.
@@ -152,6 +166,8 @@ class _Attempt:
                 for module, those in zip(group.pristine, buffers, strict=True)
             ]
             self.same = all(kept) and all(map(_are_as_loaded, processed, loaded))
+            is_rearranged = all(kept) and not self.same and len(loaded) == 1
+            self.placements = _find_placements(processed[0], loaded[0]) if is_rearranged else {}
             self.loaded = loaded[0]
             self.processed = {key: param.detach() for key, param in processed[0].items()}
         finally:
@@ -163,6 +179,21 @@ def _are_as_loaded(processed: dict[str, nn.Parameter], loaded: dict[str, torch.T
     return processed.keys() == loaded.keys() and all(
         same_contents(param.detach(), loaded[key]) for key, param in processed.items()
     )
+
+
+def _find_placements(processed: Mapping[str, nn.Parameter], loaded: Mapping[str, torch.Tensor]) -> dict[str, Placement]:
+    """Return the placement of each parameter. Return nothing if some parameter was changed in another way."""
+    found = {key: find_placement(own, processed[key].detach()) for key, own in loaded.items() if key in processed}
+    known = {key: own for key, own in found.items() if own is not None}
+    return known if known.keys() == loaded.keys() == processed.keys() else {}
+
+
+def _laid_out(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of the same layouts without memory."""
+    return {
+        key: torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="meta")
+        for key, own in tensors.items()
+    }
 
 
 _STRIP_ELEMENTS = 1 << 22
