@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from weightsync.net.wire import MAX_FRAME_BYTES
 from weightsync.planning.layout import Manifest
 from weightsync.report import format_bytes
-from weightsync.tools.simulate import Topology, chunk_share, format_seconds
+from weightsync.tools.simulate import Topology, chunk_share, rounded
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _ROW, _LOCATION = 19, 33
@@ -113,6 +113,6 @@ def rows(model: Model, topologies: Sequence[Topology], expert_parallel: bool) ->
             ("each worker", to_worker, answer, push.worker_s),
         ):
             sizes = format_bytes(int(received)), format_bytes(int(sent))
-            found.append((*place, name, *sizes, format_seconds(seconds), ""))
-        found.append((*place, "all of them", "", "", format_seconds(push.seconds), largest))
+            found.append((*place, name, *sizes, rounded(seconds), ""))
+        found.append((*place, "all of them", "", "", rounded(push.seconds), largest))
     return found

@@ -226,14 +226,9 @@ def _row(t: Topology, found: Prediction) -> tuple[str, ...]:
     if found.impossible:
         return *place, "-", "-", f"not possible: {found.impossible}"
     share = found.parts[found.longest] / found.seconds
-    return (
-        *place,
-        format_seconds(found.seconds),
-        format_seconds(found.parts["control"]),
-        f"{found.longest}, {share:.0%}",
-    )
+    return *place, rounded(found.seconds), rounded(found.parts["control"]), f"{found.longest}, {share:.0%}"
 
 
-def format_seconds(seconds: float) -> str:
+def rounded(seconds: float) -> str:
     """Return "22 ms", "1.47 s" or "74 s"."""
     return f"{seconds * 1e3:.0f} ms" if seconds < 0.1 else f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -14,7 +14,7 @@ BACKENDS = ("plain", "fsdp", "deepspeed", "megatron")
 TRANSPORTS = ("ipc", "broadcast", "checkpoint")
 BUCKETERS = ("module", "threshold", "parameter")
 DTYPES = ("bfloat16", "float32")
-CHECKPOINT, DUMMY = LOAD_FORMATS = ("auto", "dummy")
+LOAD_FORMATS = ("auto", "dummy")
 """The start of engines: from a checkpoint of the trainer's first weights, or without any."""
 HTTP, LLM, EXTENSION = CLIENTS = ("http", "llm", "extension")
 """The trainer's client of an engine: a server, or an `LLM` in rank 0's process with plug-in or extension."""
@@ -57,7 +57,7 @@ class Case:
     client: str
     data_parallel_size: int = 1
     expert_parallel: bool = False
-    load_format: str = CHECKPOINT
+    load_format: str = "auto"
 
     @property
     def engine_workers(self) -> int:
@@ -75,6 +75,11 @@ class Case:
         return 1 if self.expert_parallel else self.data_parallel_size
 
     @property
+    def starts_cold(self) -> bool:
+        """Whether the engines start from a checkpoint, and so give the right answers before a push."""
+        return self.load_format != "dummy"
+
+    @property
     def apart(self) -> bool:
         """Whether NCCL broadcasts. It needs a GPU for each of its members."""
         return self.transport == "broadcast" or NATIVE.get(self.way, ("", False))[0] == "nccl"
@@ -84,7 +89,7 @@ class Case:
         engine = f"{self.engines} x TP={self.tp}"
         engine += f" DP={self.data_parallel_size}" * (self.data_parallel_size > 1) + " EP" * self.expert_parallel
         engine += f" {self.quantization}" * (self.quantization != "none")
-        engine += " from dummy weights" * (self.load_format == DUMMY)
+        engine += "" if self.starts_cold else " from dummy weights"
         return f"{self.shape} {self.dtype}, {self.backend} x{self.ranks}, {way}, to {engine} by {self.client}"
 
 

@@ -70,25 +70,30 @@ def fill(model: Model, backend: str, weights: str, draw: torch.device) -> None:
 def stepper(model: Any, backend: str) -> Callable[[], None]:
     """Return one optimizer step: a forward and a backward pass of a short sequence, and SGD. Collective.
 
-    Megatron's forward needs a GPU and a special batch, so its step adds a constant to the shards.
+    SGD is part of the backward pass, except with DeepSpeed. Each gradient is freed at once, so a model may fill most of
+    a GPU. Megatron's forward needs a GPU and a special batch, so its step adds a constant to the shards.
     """
     if backend == "megatron":
         tensors = [shard.tensor for shard in _shards(model, backend)]
         return lambda: torch._foreach_add_(tensors, 1e-3)
     device = next(model.parameters()).device
     tokens = torch.arange(5, 69, device=device)[None]
-    optimizer = None if backend == "deepspeed" else torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def descend(param: Any) -> None:
+        param.data.add_(param.grad, alpha=-1e-2)
+        param.grad = None
 
     def step() -> None:
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        if optimizer is None:
+        if backend == "deepspeed":
             model.backward(loss)
             model.step()
-            return
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        else:
+            loss.backward()
 
+    if backend != "deepspeed":
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(descend)
     return step
 
 

@@ -25,17 +25,7 @@ from weightsync import __version__
 from weightsync.errors import ConfigError
 from weightsync.report import format_bytes
 from weightsync.tools.bench import trainer
-from weightsync.tools.bench.cases import (
-    ASSUMED,
-    ASSUMED_CPU,
-    BROADCAST,
-    DUMMY,
-    WEIGHTSYNC,
-    Case,
-    expand,
-    floor,
-    refusal,
-)
+from weightsync.tools.bench.cases import ASSUMED, ASSUMED_CPU, BROADCAST, WEIGHTSYNC, Case, expand, floor, refusal
 from weightsync.tools.bench.limits import measure
 from weightsync.tools.bench.shapes import add_shapes, cut_layers, write_config
 from weightsync.tools.plan import in_bfloat16
@@ -167,7 +157,7 @@ def _measure(
     except ChildError as error:
         return {**row, "error": str(error), "causes": _causes(folder)}
     measured = json.loads(result.read_text())
-    measured["compared_with"] = "first push" if case.load_format == DUMMY else "cold start"
+    measured["compared_with"] = "cold start" if case.starts_cold else "first push"
     measured["seconds"] = {loop: medians(measured[loop]) for loop in LOOPS}
     if measured["answers"] == float("inf"):
         measured["answers"] = "other tokens"
@@ -202,7 +192,7 @@ def _show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
             cells += [_ms(total["median"]), f"{_ms(total['least'])} - {_ms(total['most'])}"]
         bound = f"{row['floor_limit']}: {_ms(row['floor_s'])}"
         answers = "equal" if row["answers"] == 0 else f"wrong: {row['answers']}"
-        answers += ", no cold engine compared" * (case.load_format == DUMMY)
+        answers += "" if case.starts_cold else ", no cold engine compared"
         size = f"{case} ({format_bytes(row['nbytes'])})"
         table.append((*cells, _ms(row["first"]["total_s"]), bound, answers, size))
     print_table(console, _COLUMNS, table, ">>>>>><<")

@@ -27,7 +27,7 @@ import torch
 from weightsync.net.child import end_with_parent
 from weightsync.strategies.restart import CheckpointTransport
 from weightsync.sync import WeightSync
-from weightsync.tools.bench.cases import DUMMY, PEERS, Case, lay_out
+from weightsync.tools.bench.cases import PEERS, Case, lay_out
 from weightsync.tools.bench.engines import PROMPTS, Engines, start_engines
 from weightsync.tools.bench.models import (
     fill,
@@ -80,11 +80,11 @@ def run(order: Namespace) -> dict[str, Any]:
     engines = _start(case, layout.engines, config, folder, order.graphs, draw, order.timeout_s)
     try:
         push = _make_push(case, model, engines, folder, order.max_bytes, order.timeout_s)
-        cold = _answers(engines)
+        expected = _answers(engines)
         found: dict[str, Any] = {"first": push()}
-        if case.load_format == DUMMY:  # no engine has started cold from A
-            cold = _answers(engines)
-        elif _gap(engines, cold) != 0:
+        if not case.starts_cold:
+            expected = _answers(engines)
+        elif _gap(engines, expected) != 0:
             raise ChildError("a push of the engine's own weights has changed its answers")
         fill(model, case.backend, "B", draw)
         for _ in range(order.num_iters_warmup):
@@ -93,7 +93,7 @@ def run(order: Namespace) -> dict[str, Any]:
             engine.extra_bytes(start=True)
         found["back_to_back"] = [push() for _ in range(order.num_iters)]
         found["extra_bytes"] = [nbytes for engine in engines for nbytes in engine.extra_bytes(start=False)]
-        if engines and _gap(engines, cold) == 0:
+        if engines and _gap(engines, expected) == 0:
             raise ChildError("a push of other weights has not changed the engine's answers")
         step = stepper(model, case.backend)
         found["in_training"] = []
@@ -105,7 +105,7 @@ def run(order: Namespace) -> dict[str, Any]:
             found["in_training"].append(push())
         fill(model, case.backend, "A", draw)
         push()
-        found["answers"] = _gap(engines, cold)
+        found["answers"] = _gap(engines, expected)
         return found
     finally:
         for engine in engines:
@@ -116,9 +116,9 @@ def _answers(engines: Engines) -> list[list[Answer]]:
     return [engine.generate(PROMPTS) for engine in engines]
 
 
-def _gap(engines: Engines, cold: list[list[Answer]]) -> float:
-    """Return the largest difference of an engine's log-probabilities to its cold start's. 0 without engines."""
-    return max((difference(a, b) for a, b in zip(_answers(engines), cold, strict=True)), default=0.0)
+def _gap(engines: Engines, expected: list[list[Answer]]) -> float:
+    """Return the largest difference of an engine's log-probabilities to the expected ones. 0 without engines."""
+    return max((difference(a, b) for a, b in zip(_answers(engines), expected, strict=True)), default=0.0)
 
 
 def _start(
@@ -128,8 +128,8 @@ def _start(
     place = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     ready = folder / "ready"
     if place["RANK"] == "0":
-        model = Path(config) if case.load_format == DUMMY else folder / case.shape
-        if case.load_format != DUMMY:
+        model = folder / case.shape if case.starts_cold else Path(config)
+        if case.starts_cold:
             save_checkpoint(config, "A", model, draw)
         own = {name: os.environ.pop(name) for name in ("LOCAL_RANK",) if name in os.environ}  # DeepSpeed's
         engines = start_engines(case, model, gpus, graphs, folder)
