@@ -253,6 +253,7 @@ def test_a_benchmark_that_is_interrupted_ends_its_processes_and_begins_no_other_
     monkeypatch.setattr(bench, "floor", lambda *_: (0.0, "none"))
     axes = {"backend": ["plain"], "ranks": [1], "dtype": ["bfloat16"], "shape": ["tiny"], "tp": [1]}
     axes |= {"transport": ["ipc"], "bucketer": ["module"], "quantization": ["none"], "engines": [1, 2, 3]}
+    axes |= {"data_parallel_size": [1], "expert_parallel": [False], "load_format": ["auto"]}
     options = Namespace(
         **axes, client=["http"], peers=False, jobs=1, cuda_graphs=None, trainer_on_cpu=False, max_bytes=None,
         num_iters_warmup=0, num_iters=1,
@@ -264,7 +265,7 @@ def test_a_benchmark_that_is_interrupted_ends_its_processes_and_begins_no_other_
         os.kill(os.getpid(), signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, interrupt)
-    threading.Thread(target=when_it_has_begun).start()
+    threading.Thread(target=when_it_has_begun, daemon=True).start()
     try:
         with pytest.raises(KeyboardInterrupt):
             list(bench._measure_all(expand(options), options, {"tiny": 1}, 0, {}, tmp_path, Console(quiet=True)))
