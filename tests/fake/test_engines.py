@@ -139,7 +139,7 @@ def test_list_that_cannot_be_used_once_changes_no_engine():
 
 
 class Server:
-    """A server that records every request and answers from `replies`: route -> (status, body)."""
+    """A server that records every request and answers from `replies`: path or route -> (status, body)."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, str, Any]] = []
@@ -156,7 +156,8 @@ class Server:
                 if server.instead_of_answering is not None:
                     server.instead_of_answering()
                     return
-                status, text = server.replies.get(self.path.partition("?")[0], (200, "{}"))
+                known = server.replies.get(self.path.partition("?")[0], (200, "{}"))
+                status, text = server.replies.get(self.path, known)
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text.encode())))
                 self.end_headers()
@@ -191,6 +192,9 @@ def http_engine(url: str, timeout_s: float = 5.0) -> HttpEngine:
     return engine
 
 
+ASKED_FOR_CORES = [("GET", f"/get_world_size?include_dp={word}", None) for word in ("true", "false")]
+
+
 def test_http_sends_what_vllm_expects(server, monkeypatch):
     # A proxy of the environment that nobody runs: it must not be used.
     for variable in ("http_proxy", "HTTP_PROXY", "all_proxy"):
@@ -212,6 +216,7 @@ def test_http_sends_what_vllm_expects(server, monkeypatch):
         ("POST", "/sleep?level=0&mode=keep", None),
         ("POST", "/reset_prefix_cache?reset_running_requests=true&reset_external=false", None),
         ("GET", "/version", None),
+        *ASKED_FOR_CORES,
         ("POST", "/init_weight_transfer_engine", {"init_info": {"protocol": 1}}),
         ("POST", "/start_weight_update", None),
         ("POST", "/update_weights", {"update_info": {"bucket": [1, 2]}}),
@@ -259,6 +264,7 @@ def test_http_calls_the_worker_extension_of_a_vllm_without_plug_ins(server, vers
     engine.finish("5")
     assert server.requests == [
         ("GET", "/version", None),
+        *ASKED_FOR_CORES,
         ("POST", "/collective_rpc", {"method": "weightsync_init", "args": [{"a": 1}]}),
         ("POST", "/collective_rpc", {"method": "weightsync_update", "args": [{"b": 2}]}),
         ("POST", "/update_weight_version", {"new_version": "5"}),
@@ -275,7 +281,28 @@ def test_http_calls_the_worker_extension_of_a_vllm_without_plug_ins(server, vers
 def test_http_calls_the_plug_in_of_every_other_vllm(server, version):
     server.replies["/version"] = (200, json.dumps({} if version is None else {"version": version}))
     http_engine(server.url).init({})
-    assert [path for _, path, _ in server.requests] == ["/version", "/init_weight_transfer_engine"]
+    assert [path for method, path, _ in server.requests if method == "POST"] == ["/init_weight_transfer_engine"]
+
+
+@pytest.mark.parametrize(("is_paused", "around"), [(False, True), (None, True), (True, False)])
+def test_http_holds_cores_that_step_together_while_they_meet_the_trainer(server, is_paused, around):
+    server.replies |= {
+        "/get_world_size?include_dp=true": (200, '{"world_size": 8}'),
+        "/get_world_size?include_dp=false": (200, '{"world_size": 2}'),
+        "/is_paused": (200, json.dumps({} if is_paused is None else {"is_paused": is_paused})),
+    }
+    http_engine(server.url).init({"a": 1})
+    init = "/init_weight_transfer_engine"
+    sent = [(path.partition("?")[0], body) for method, path, body in server.requests if method == "POST"]
+    assert (init, {"init_info": {"a": 1, "cores": 4}}) in sent
+    held = ["/sleep", "/reset_prefix_cache", init, "/wake_up"]
+    assert [path for path, _ in sent] == (held if around else [init])
+
+
+def test_http_takes_a_server_that_does_not_tell_its_size_for_one_core(server):
+    server.replies["/get_world_size"] = (404, '{"detail": "Not Found"}')
+    http_engine(server.url).init({"a": 1})
+    assert server.requests[-1] == ("POST", "/init_weight_transfer_engine", {"init_info": {"a": 1}})
 
 
 def test_who_wakes_an_engine_whose_memory_sleeps_is_told(server, caplog):
@@ -308,13 +335,14 @@ def test_a_server_says_whether_it_is_paused_where_it_can(server, reply, paused):
 
 
 def test_an_async_llm_says_whether_it_is_paused_where_it_can():
-    llm: Any = AsyncLLM()
-    (engine,) = connect(llm, 5.0)
+    older, llm = AsyncLLM(), AsyncLLM()
+    llm.is_paused = lambda: llm.record("is_paused")  # type: ignore[attr-defined]
     with loop_in_a_thread() as loop:
-        serve(llm, loop)
-        assert engine.is_paused() is None
-        llm.is_paused = lambda: llm.record("is_paused")
-        assert engine.is_paused() is True
+        for each, paused in ((older, None), (llm, True)):
+            serve(each, loop)
+            (engine,) = connect(each, 5.0)
+            assert isinstance(engine, AsyncEngine)
+            assert engine.is_paused() is paused
 
 
 def test_http_keeps_the_path_of_the_url(server):
@@ -577,11 +605,11 @@ def test_a_server_that_does_not_speak_https(server):
 # LLM
 
 
-def config(backend: str | None = "weightsync", extension: str = "") -> SimpleNamespace:
+def config(backend: str | None = "weightsync", extension: str = "", **parallel: Any) -> SimpleNamespace:
     return SimpleNamespace(
         lora_config=SimpleNamespace(max_lora_rank=8),
         weight_transfer_config=SimpleNamespace(backend=backend) if backend else None,
-        parallel_config=SimpleNamespace(worker_extension_cls=extension),
+        parallel_config=SimpleNamespace(worker_extension_cls=extension, **parallel),
     )
 
 
@@ -949,6 +977,7 @@ class AsyncLLM:
         self.adapters = Adapters()
         self.output_processor = self.adapters.output_processor
         self.vllm_config = config()
+        self.engine_core: Any = None
 
     async def record(self, *call):
         self.calls.append(call)
@@ -1044,6 +1073,42 @@ def test_async_calls_run_in_the_loop_of_the_engine():
         ("wake_up", ["scheduling"]),
     ]
     assert engine.version() is None  # this one cannot tell
+
+
+class LLMOfSeveral(LLM):
+    """One of several `LLM`s, each the core of a process, that step together."""
+
+    def sleep(self, level=1, mode="abort"):
+        self.calls.append(("sleep", level, mode))
+
+    def wake_up(self, tags=None):
+        self.calls.append(("wake_up", tags))
+
+
+def test_the_core_of_an_llm_that_steps_with_others_is_paused():
+    llm = LLMOfSeveral(config(data_parallel_size=2))
+    (engine,) = connect(llm, 5.0)
+    push_once(engine)
+    pause = [("sleep", 0, "wait"), ("reset_prefix_cache", True, False)]
+    held = [("sleep", 0, "keep"), ("reset_prefix_cache", True, False), ("init_weight_transfer_engine", {"a": 1})]
+    assert llm.calls[:6] == [*pause, *held, ("wake_up", ["scheduling"])]
+    assert llm.calls[-1] == ("wake_up", ["scheduling"])
+
+
+def test_cores_that_step_together_are_held_while_they_meet_the_trainer():
+    llm = AsyncLLM()
+    llm.vllm_config = config(data_parallel_size=2)
+    llm.engine_core = SimpleNamespace(core_engines=[b"0", b"1"])
+    (engine,) = connect(llm, 5.0)
+    with loop_in_a_thread() as loop:
+        serve(llm, loop)
+        engine.init({"a": 1})
+    assert llm.calls == [
+        ("sleep", 0, "keep"),
+        ("reset_prefix_cache", True, False),
+        ("init_weight_transfer_engine", {"a": 1, "cores": 2}),
+        ("wake_up", ["scheduling"]),
+    ]
 
 
 @pytest.mark.filterwarnings("ignore")

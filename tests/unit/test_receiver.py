@@ -492,7 +492,7 @@ def test_what_post_processing_changes_cannot_be_exported():
     receiver = Receiver(ModuleHost(TinyEngineModel, checkpoint(1), repack))
     receiver.make_plan(manifest_of(checkpoint(1)))
     with pytest.raises(UnsupportedError, match=r"4 modules keep .* such as layers\.0\.attn.*weightsync_plain"):
-        receiver.export()
+        receiver.export(0)
 
 
 def test_exported_parameters_are_written_in_place_and_mixed_until_the_commit():
@@ -500,7 +500,7 @@ def test_exported_parameters_are_written_in_place_and_mixed_until_the_commit():
     host = ModuleHost(CopyingModel, {name: t for name, t in checkpoint(1).items() if "decay" not in name})
     receiver = Receiver(host)
     receiver.make_plan(manifest_of(tensors))
-    storages, locations = receiver.export()
+    storages, locations = receiver.export(0)
     assert receiver.state == CLEAN
     done = receiver.run(Go(1, None, -1, []), lambda seconds: None, None)
     assert (receiver.state, done.nbytes) == (POISONED, 0)
@@ -802,7 +802,7 @@ def test_a_step_before_its_turn_is_refused():
         trainer.run(1)
     fresh = Receiver(ModuleHost(TinyEngineModel, checkpoint(1)))
     with pytest.raises(ProtocolError, match="ExportParameters came before PlanRequest"):
-        fresh.export()
+        fresh.export(0)
     with pytest.raises(ProtocolError, match="Connect came before PlanRequest"):
         fresh.connect(trainer.message, lambda seconds: None, None)
     trainer.connect()

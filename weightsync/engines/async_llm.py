@@ -18,10 +18,6 @@ class AsyncEngine(VllmEngine):
         super().__init__(engine, name=name, timeout_s=timeout_s)
         self._loop_here = _running_loop()
 
-    def is_paused(self) -> bool | None:
-        """Return whether generation is paused, by this trainer or another caller. None: vLLM does not say."""
-        return bool(self._call("is_paused")) if hasattr(self._engine, "is_paused") else None
-
     def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
         loop = self.loop()  # may raise, so before the coroutine is made: Python warns of one that never runs
         answer = asyncio.run_coroutine_threadsafe(getattr(self._engine, method)(*args, **kwargs), loop)

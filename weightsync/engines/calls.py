@@ -5,7 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from weightsync.errors import EngineError, EngineUnreachableError, SyncTimeoutError, WeightSyncError
@@ -81,6 +82,28 @@ class CallLock:
             self._calls -= 1
             if self._calls == 0:
                 self._lock.release()
+
+
+def with_cores(init_info: dict[str, Any], cores: int) -> dict[str, Any]:
+    """Return an `init_info` for an engine of this many cores."""
+    return {**init_info, "cores": cores} if cores > 1 else init_info
+
+
+@contextmanager
+def held_paused(engine: Any) -> Iterator[None]:
+    """Pause an engine with data parallelism meanwhile, unless it is paused.
+
+    Its cores step together, and `init` returns in no core before it has reached all cores. A core in `init` would wait
+    for a core in a step, and the core in the step for the core in `init`.
+    """
+    if engine.is_paused():
+        yield
+        return
+    engine.pause("keep")
+    try:
+        yield
+    finally:
+        engine.resume()
 
 
 def wait(

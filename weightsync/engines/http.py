@@ -10,12 +10,12 @@ import os
 import re
 import socket
 import ssl
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
-from msgspec import Struct, ValidationError, convert
+from msgspec import Meta, Struct, ValidationError, convert
 
 from weightsync.engines.base import LoraAdapter
 from weightsync.engines.bound_modules import check_bound
@@ -27,9 +27,11 @@ from weightsync.engines.calls import (
     STILL_ASLEEP,
     caches_not_reset,
     engine_error,
+    held_paused,
     limit_s,
     no_plug_in,
     too_late,
+    with_cores,
 )
 from weightsync.errors import (
     ConfigError,
@@ -71,6 +73,10 @@ T = TypeVar("T")
 
 class _WeightInfo(Struct):
     weight_version: str | int
+
+
+class _WorldSize(Struct):
+    world_size: Annotated[int, Meta(ge=1)] = 1
 
 
 class _Paused(Struct):
@@ -127,6 +133,7 @@ class HttpEngine:
         self._prefix = parts.path.rstrip("/")
         self._has_plug_ins = True
         self._has_workers = False
+        self._cores = 1
         self._session = ""
         """The trainer's session, for the server's fence. Empty until `init` has returned."""
         self._meets_others = False
@@ -176,13 +183,23 @@ class HttpEngine:
         version = re.match(r"(\d{1,9})\.(\d{1,9})", str(self.call("GET", "/version").get("version")))
         release = tuple(map(int, version.groups())) if version is not None else PLUG_INS_SINCE
         self._has_plug_ins = not EXTENSION_SINCE <= release < PLUG_INS_SINCE
-        self._init(init_info)
+        self._cores = self._count_cores()
+        with held_paused(self) if self._cores > 1 else nullcontext():
+            self._init(init_info)
         if session := init_info.get("session"):
             self._session = session
             for _ in range(_QUESTIONS):  # a load balancer would send some of them to another engine
                 self._init({**init_info, "asks": True})
 
+    def _count_cores(self) -> int:
+        """Return the number of engine cores under data parallelism, behind this server or beside it."""
+        route, sizes = "/get_world_size", []
+        with suppress(UnsupportedError):
+            sizes = [self._told(f"{route}?include_dp={word}", _WorldSize).world_size for word in ("true", "false")]
+        return sizes[0] // sizes[1] if sizes else 1
+
     def _init(self, info: dict[str, Any]) -> None:
+        info = with_cores(info, self._cores)
         if self._has_plug_ins:
             self._post("/init_weight_transfer_engine", {"init_info": info})
         else:

@@ -36,14 +36,19 @@ class LlmEngine(VllmEngine):
     def pause(self, mode: str) -> None:
         """Abort all requests if a worker has refused to run them: a core in this process would wait for them forever.
 
-        An `LLM` needs no pause: its thread does not generate during a push.
+        An `LLM` needs no pause: its thread does not generate during a push. Under data parallelism its core may step
+        with the cores of other processes.
         """
+        if self._setup["in_step"]:
+            super().pause(mode)
         if core_process(self._engine) is None and any(self._call("collective_rpc", _take_refusal)):
             left = list(self._engine.llm_engine.output_processor.request_states)
             self._run("abort", lambda: self._engine.llm_engine.abort_request(left, True))
 
     def resume(self) -> None:
-        """Do nothing: see `pause`."""
+        """Resume a core that `pause` has paused."""
+        if self._setup["in_step"]:
+            super().resume()
 
     def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
         return self._run(doing or method, lambda: getattr(self._engine, method)(*args, **kwargs))

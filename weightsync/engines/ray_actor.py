@@ -43,15 +43,18 @@ class RayEngine(VllmEngine):
         return LOCAL if address == ray.util.get_node_ip_address() else address
 
     def pause(self, mode: str) -> None:
-        """Pause an `AsyncLLM`. For an `LLM`, wait until the actor's running method has returned."""
-        if self._is_async:
+        """Pause an `AsyncLLM`. For an `LLM`, wait until the actor's running method has returned.
+
+        An `LLM` under data parallelism is paused too: its core may step with the cores of other actors.
+        """
+        if self._is_async or self._setup["in_step"]:
             super().pause(mode)
         else:
             self._take_turn("pause", _nothing)
 
     def resume(self) -> None:
-        """Resume an `AsyncLLM`. Do nothing for an `LLM`."""
-        if self._is_async:
+        """Resume an engine that `pause` has paused."""
+        if self._is_async or self._setup["in_step"]:
             super().resume()
 
     def is_alive(self) -> bool | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -17,7 +18,9 @@ from weightsync.engines.calls import (
     RESET,
     STILL_ASLEEP,
     caches_not_reset,
+    held_paused,
     no_plug_in,
+    with_cores,
 )
 from weightsync.errors import EngineError
 from weightsync.net.wire import ADAPTER_MODULES, BACKEND, NOT_LOADED
@@ -49,6 +52,10 @@ class VllmEngine(ABC):
         """Pause an `AsyncLLM` by the same calls as `HttpEngine.pause`, for the same reasons."""
         self._call("sleep", 0, mode, doing="pause")
         self._reset_prefix_cache(connector=False)
+
+    def is_paused(self) -> bool | None:
+        """Return whether generation is paused, by this trainer or another caller. None: vLLM does not say."""
+        return bool(self._call("is_paused")) if "is_paused" in self._setup["methods"] else None
 
     def resume(self) -> None:
         if self._call("wake_up", ["scheduling"], doing="resume") is False:
@@ -87,7 +94,8 @@ class VllmEngine(ABC):
             self._call("collective_rpc", method, args=args, doing=method)
 
     def init(self, init_info: dict[str, Any]) -> None:
-        self._call_workers("init", init_info)
+        with held_paused(self) if self._setup["in_step"] else nullcontext():
+            self._call_workers("init", with_cores(init_info, int(self._setup["cores"])))
 
     def start(self) -> None:
         self._call_workers("start")
@@ -166,19 +174,25 @@ def as_request(argument: Any) -> Any:
 def setup_of(engine: Any) -> dict[str, str]:
     """Return an engine's configuration and abilities: transfer backend, worker extension, and more. "": it has none."""
     config = front_of(engine).vllm_config
+    core = "here" if vllm_class(engine) == "LLM" and core_process(engine) is None else ""
+    client = getattr(front_of(engine), "engine_core", None)
+    size = getattr(config.parallel_config, "data_parallel_size", 1)
+    launcher = getattr(config.parallel_config, "distributed_executor_backend", None)
     # A model without these attributes is taken to have encoders, and so a cache of their outputs to reset.
     kinds = (getattr(getattr(config, "model_config", None), name, True) for name in _ENCODING)
     return {
         "backend": getattr(config.weight_transfer_config, "backend", None) or "",
         "extension": config.parallel_config.worker_extension_cls or "",
-        "core": "here" if vllm_class(engine) == "LLM" and core_process(engine) is None else "",
+        "core": core,
         "max_lora_rank": str(getattr(getattr(config, "lora_config", None), "max_lora_rank", "")),
         "encodes": "" if any(kinds) else "no",
-        "methods": " ".join(name for name in _VERSIONS if hasattr(engine, name)),
+        "methods": " ".join(name for name in _METHODS if hasattr(engine, name)),
+        "cores": str(size if launcher == "external_launcher" else len(getattr(client, "core_engines", [engine]))),
+        "in_step": "yes" if size > 1 and not core else "",
     }
 
 
-_VERSIONS = ("update_weight_version", "get_weight_version")  # from 0.27 on
+_METHODS = ("update_weight_version", "get_weight_version", "is_paused")  # the first two from 0.27 on
 _ENCODING = ("is_multimodal_model", "is_encoder_decoder")
 
 

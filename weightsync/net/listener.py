@@ -38,9 +38,6 @@ from weightsync.net.wire import MAX_FRAME_BYTES, PROTOCOL, Failure, Hello, InitI
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
-_REPLICAS = (
-    "Replicas of a dense model under data parallelism are engines of their own: give the address of each replica"
-)
 _KINDS = {
     "worker": "workers of engine {}",
     "rank": "trainer rank {}",
@@ -146,8 +143,6 @@ class Listener:
             if len(worlds) > 1:
                 said = ", ".join(f"number {key[2]} of {self._arrived[key][0].world}" for key in present)
                 raise ProtocolError(f"the {kind} do not agree on their number: {said}", phase=phase)
-            if role == "worker" and present and max(key[2] for key in present) >= max(worlds):
-                raise ProtocolError(f"{kind}: number {present[-1][2]} of {max(worlds)} came. {_REPLICAS}", phase=phase)
             if present and {len(present)} == worlds:
                 self._admitted.add((role, group))
                 return [self._arrived.pop(key) for key in present]
@@ -280,7 +275,7 @@ class Listener:
                 "same weightsync on both sides"
             )
         elif (hello.role, hello.group) in self._admitted:
-            refusal = f"{hello.role} {hello.name} of group {hello.group} came after all members had come. {_REPLICAS}"
+            refusal = f"{hello.role} {hello.name} of group {hello.group} came after all members had come"
         elif (hello.role, hello.group, hello.rank) in self._arrived:
             refusal = f"a second {hello.role} has number {hello.rank} of group {hello.group}: {hello.name}"
         if refusal is not None:

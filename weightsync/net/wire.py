@@ -51,6 +51,7 @@ class InitInfo(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     """The arguments of an engine's `init` call, for its workers: rank 0's address, and the session.
 
     asks: the call only checks that these workers have met the session's trainer. Workers of another engine raise.
+    cores: number of the engine's cores, more than 1 under data parallelism.
     """
 
     session: str
@@ -61,6 +62,7 @@ class InitInfo(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     timeout_s: Annotated[float, Meta(gt=0, le=timeouts.MAX_TIMEOUT_S)]
     process: Process
     asks: bool = False
+    cores: Annotated[int, Meta(ge=1)] = 1
 
 
 BACKEND = "weightsync"

@@ -137,22 +137,6 @@ def _cannot_unwrap(name: str, module: nn.Module) -> UnsupportedError:
     )
 
 
-def check_experts(vllm_config: VllmConfig) -> None:
-    """Raise `UnsupportedError` if vLLM would give some expert-parallel workers more experts than others.
-
-    vLLM's loaders do so, and the load plans of these workers are complete. No test has compared the answers of such an
-    engine with a cold start.
-    """
-    parallel = vllm_config.parallel_config
-    workers = parallel.tensor_parallel_size * parallel.data_parallel_size
-    experts = vllm_config.model_config.get_num_experts() if parallel.enable_expert_parallel else 0
-    if experts % workers:
-        raise UnsupportedError(
-            f"{experts} experts cannot be divided evenly over {workers} expert-parallel workers; start the engine "
-            "with another number of workers, or without enable_expert_parallel"
-        )
-
-
 def quant_method(module: nn.Module) -> QuantizeMethodBase | None:
     method = getattr(module, "quant_method", None)
     return method if isinstance(method, QuantizeMethodBase) else None

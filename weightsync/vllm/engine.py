@@ -43,7 +43,8 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if vllm_config.lora_config is not None:
             with suppress(UnsupportedError):  # `plug_into` makes the engine outside of a worker, without this method
                 offer(compat.worker_under_way())
-        self._bridge = export_bridge(vllm_config, model, host.device, host.identity.rank, self.session.engine_instance)
+        rank = host.identity.in_engine(vllm_config.parallel_config.data_parallel_size).rank
+        self._bridge = export_bridge(vllm_config, model, host.device, rank, self.session.engine_instance)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.session.init(asdict(init_info))

@@ -24,7 +24,6 @@ from vllm.engine.arg_utils import EngineArgs
 
 from weightsync.errors import ConfigError
 from weightsync.planning.layout import Box, Manifest
-from weightsync.vllm import compat
 from weightsync.vllm.pristine import build_on_meta
 from weightsync.worker.repeated_layers import trace_by_example
 from weightsync.worker.trace import Trace, named_tensors, uncovered
@@ -75,7 +74,6 @@ def plan_workers(
     except Exception as error:
         told = error.errors()[0]["msg"].removeprefix("Value error, ") if isinstance(error, ValidationError) else error
         raise ConfigError(f"vLLM refuses it: {shorten(str(told), _LONGEST_REASON, placeholder=' ...')}") from error
-    compat.check_experts(config)
     with set_current_vllm_config(config), _alone() as become:
         plans = []
         for rank in range(tp):

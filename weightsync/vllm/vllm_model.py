@@ -60,12 +60,12 @@ class VllmModel:
         self._lost_scales: list[nn.Module] = []
         self._last_layers: list[str] = []
         parallel = vllm_config.parallel_config
-        replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
-        within = get_pp_group().rank_in_group * get_tp_group().world_size + get_tensor_model_parallel_rank()
+        core = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
         self.identity = WorkerIdentity(
-            rank=replica * parallel.world_size + within,
-            world=parallel.world_size * parallel.data_parallel_size,
-            name=f"tp={get_tensor_model_parallel_rank()} pp={get_pp_group().rank_in_group} dp={replica}",
+            rank=get_pp_group().rank_in_group * get_tp_group().world_size + get_tensor_model_parallel_rank(),
+            world=get_pp_group().world_size * get_tp_group().world_size,
+            name=f"tp={get_tensor_model_parallel_rank()} pp={get_pp_group().rank_in_group} dp={core}",
+            core=None if getattr(parallel, "data_parallel_external_lb", False) else core,
         )
 
     @cached_property
@@ -80,7 +80,6 @@ class VllmModel:
 
     def _check(self) -> None:
         config = self._config
-        compat.check_experts(config)
         if getattr(config.parallel_config, "enable_eplb", False):
             raise UnsupportedError(
                 "expert load balancing moves experts between slots, and vLLM's loader fills the first slots; start "

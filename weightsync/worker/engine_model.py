@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,11 +18,21 @@ DRAFTER = "drafter"
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """The worker's place in its engine: number `rank` of `world`. `name` is for people ("tp=1 pp=0 dp=0")."""
+    """The worker's place in its engine core: number `rank` of `world`. `name` is for people ("tp=1 pp=0 dp=0").
+
+    core: the core's number under data parallelism. None: the engine has one core.
+    """
 
     rank: int
     world: int
     name: str
+    core: int | None = None
+
+    def in_engine(self, cores: int) -> WorkerIdentity:
+        """Return the worker's place in an engine of this many cores. Their numbers follow each other."""
+        if self.core is None:
+            return self
+        return replace(self, rank=self.core % cores * self.world + self.rank, world=cores * self.world)
 
 
 class EngineModel(Protocol):

@@ -113,10 +113,13 @@ class Receiver:
             plan.bind()
         self._plan = plan
 
-    def export(self) -> tuple[list[tuple[int, str, dict[str, Any]]], list[ShardLocation]]:
+    def export(self, rank: int) -> tuple[list[tuple[int, str, dict[str, Any]]], list[ShardLocation]]:
         """Give a trainer write access to the live parameters, in place of `connect`.
 
         Parameters on a CPU move to shared memory.
+
+        Args:
+            rank: the worker's number in the engine.
 
         Returns:
             [storage, kind, fields] of each storage, and the location of each tensor of the manifest in the storages.
@@ -139,7 +142,6 @@ class Receiver:
             numbers: dict[int, int] = {}  # by identity of a storage
             storages: list[tuple[int, str, dict[str, Any]]] = []
             locations: list[ShardLocation] = []
-            rank = self._model.identity.rank
             for copy in self._traced.placed:
                 storage = live[copy.param].untyped_storage()
                 if storage._cdata not in numbers:

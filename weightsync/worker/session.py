@@ -84,7 +84,8 @@ class WorkerSession:
         """The last trainer that got the engine."""
         self._update_open = False
         self._serving = False
-        self._fence = os.environ.get(VARIABLE, "") if model.identity.rank == 0 else ""
+        self._place = model.identity
+        """The worker's place in the whole engine, as the last trainer told its number of cores."""
         self._mapped_by: set[str] = set()
         """The processes with write access to the parameters."""
         self.has_refused = False
@@ -126,18 +127,18 @@ class WorkerSession:
         """Connect to the trainer, unless it is connected. Return whether it has the engine now."""
         if self._has_met(info.session) and self._trainer.engine == info.engine:
             return True
-        identity = self._model.identity
+        self._place = self._model.identity.in_engine(info.cores)
         device, gpu_uuid = describe_device(self._model.device)
         hello = Hello(
             protocol=PROTOCOL,
             role="worker",
             group=info.engine,
-            rank=identity.rank,
-            world=identity.world,
+            rank=self._place.rank,
+            world=self._place.world,
             boot_id=boot_id(),
             device=device,
             gpu_uuid=gpu_uuid,
-            name=identity.name,
+            name=self._place.name,
             version=self.receiver.version,
             state=self.receiver.state,
             update_open=self._update_open,
@@ -169,8 +170,8 @@ class WorkerSession:
         if info.process != self._trainer.process:
             self._take_memory_back()
         self._connection, self._trainer = connection, info
-        if self._fence:
-            note_session(self._fence, info.session)
+        if self._place.rank == 0 and (fence := os.environ.get(VARIABLE)):
+            note_session(fence, info.session)
 
     def _tell(self, connection: Connection, error: BaseException, phase: str) -> WeightSyncError:
         """Tell a trainer of a failure, if it is still connected. Return the error as a `WeightSyncError`."""
@@ -325,7 +326,7 @@ class WorkerSession:
                     self.receiver.connect(message, wait, self._deadline(), tell)
                 return Connected()
             case ExportParameters():
-                exported = self.receiver.export()
+                exported = self.receiver.export(self._place.rank)
                 self._mapped_by = set(message.processes)
                 return ParametersExported(self.engine_instance, *exported)
             case Ready():
